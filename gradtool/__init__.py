@@ -1,0 +1,52 @@
+"""Clip, accumulate and measure gradients in safetensors files, in place, to the last bit.
+
+The functions here are the commands of the command line: same names, same arguments, same results. They are loaded when
+first used, so that `import gradtool` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradtool._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from gradtool.errors import BackendUnavailableError as BackendUnavailableError
+    from gradtool.errors import BadInputError as BadInputError
+    from gradtool.errors import GradtoolError as GradtoolError
+    from gradtool.errors import NonFiniteError as NonFiniteError
+    from gradtool.errors import SystemRefusedError as SystemRefusedError
+    from gradtool.errors import UsageError as UsageError
+    from gradtool.ops.clip import ClipResult as ClipResult
+    from gradtool.ops.clip import clip as clip
+    from gradtool.ops.norm import NormResult as NormResult
+    from gradtool.ops.norm import norm as norm
+
+_HOMES = {
+    "BackendUnavailableError": "gradtool.errors",
+    "BadInputError": "gradtool.errors",
+    "ClipResult": "gradtool.ops.clip",
+    "GradtoolError": "gradtool.errors",
+    "NonFiniteError": "gradtool.errors",
+    "NormResult": "gradtool.ops.norm",
+    "SystemRefusedError": "gradtool.errors",
+    "UsageError": "gradtool.errors",
+    "clip": "gradtool.ops.clip",
+    "norm": "gradtool.ops.norm",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings, all of them
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradtool' has no attribute {name!r}")
+    from importlib import import_module  # kept off the start-up path
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,100 @@
+"""Arithmetic on one block of memory: what a backend must do, and which one is taken.
+
+A block is a stretch of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary.
+A backend knows no path and no policy. The numpy backend (`cpu`) defines the bits of every result; any other is used
+only because it gives the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from gradtool.errors import BackendUnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+VALUE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+class Piece(NamedTuple):
+    """`elements` values of one storage type, from byte `offset` of a block on; summed after division by 2^exponent."""
+
+    dtype: str
+    offset: int
+    elements: int
+    exponent: int = 0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the sums are taken over: |x|^norm_type, and nothing but maxima where `norm_type` is infinite.
+
+    With `drop_nonfinite` each NaN and Inf counts as, and is written as, zero.
+    """
+
+    norm_type: float = 2.0
+    drop_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """What one pass over a block found: the canonical sum of every tile, and five facts of every piece.
+
+    `max_abs` leaves NaN out (and Inf too, where they are dropped). `first_nonfinite` is an index into the piece, or -1.
+    """
+
+    sums: NDArray[np.float64]
+    max_abs: NDArray[np.float64]
+    nan: NDArray[np.int64]
+    inf: NDArray[np.int64]
+    zeros: NDArray[np.int64]
+    first_nonfinite: NDArray[np.int64]
+
+
+class Backend(Protocol):
+    """The arithmetic that every operation is made of. Blocks are writable buffers of bytes, changed in place."""
+
+    name: str
+
+    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+        """The sums of what the block holds."""
+
+    def scale(
+        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+    ) -> BlockSums:
+        """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
+
+        Factor and limit are rounded to the type that the piece computes in. NaN stays NaN.
+        """
+
+
+class Choice(NamedTuple):
+    """A backend, and why it was taken."""
+
+    backend: Backend
+    why: str
+
+
+def choose(name: str = "auto") -> Choice:
+    """The backend called `name`, or with `auto` the fastest one here.
+
+    Raises:
+        UsageError: there is no backend of that name.
+        BackendUnavailableError: there is, but not in this build.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"no backend is called {name!r}; there are auto, cpu and cuda")
+    if name == "cuda":
+        raise BackendUnavailableError("gradtool has no CUDA backend yet; use --backend cpu or auto")
+    try:
+        from gradtool.backends.compiled import CompiledBackend  # may not have been built
+    except ImportError:
+        from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
+
+        return Choice(NumpyBackend(), "numpy; the compiled kernels were not built")
+    return Choice(CompiledBackend(), "compiled kernels")

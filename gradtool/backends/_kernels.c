@@ -1,0 +1,356 @@
+/* The canonical sums and the elementwise kernels of the CPU backend, compiled.
+ *
+ * Every function here has a plain numpy twin in cpu.py that defines the bits; this file exists because the twin takes
+ * several passes over memory where one will do. It must never differ from it: products and sums are separate roundings
+ * (-ffp-contract=off), lanes are added in order, and a written NaN is the one quiet NaN of its type.
+ *
+ * A tile is worked on a row of 2,048 elements at a time: the row is widened into a buffer that stays in the L1 cache,
+ * and the loops over that buffer are simple enough for the compiler to turn into vector code.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if FLT_EVAL_METHOD != 0
+#error "these kernels need float and double arithmetic without excess precision"
+#endif
+
+enum { LANES = 2048, ROWS = 32, TILE = LANES * ROWS };
+enum dtype { F64, F32, F16, BF16, F8_E4M3, F8_E5M2, DTYPES };
+enum term { MAXIMUM, ABSOLUTE, SQUARE };
+
+static const int64_t ITEMSIZE[DTYPES] = {8, 4, 2, 2, 1, 1};
+
+/* One build runs on every x86-64 machine and still uses its widest vectors. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define VECTOR
+#endif
+
+/* Plain `inline` is not enough: GCC keeps a helper out of a clone that is built for another processor. */
+#if defined(__GNUC__)
+#define HELPER static inline __attribute__((always_inline))
+#else
+#define HELPER static inline
+#endif
+
+HELPER float as_float(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
+HELPER uint32_t as_bits(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+HELPER uint64_t as_bits64(double value) { uint64_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+
+/* ---- storage types: a code of EXP exponent and MAN mantissa bits below the sign --------------------------------- */
+
+/* Subnormal codes go through an integer conversion, so that no float subnormal slows the multiplier down. */
+HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, uint32_t first_special)
+{
+    int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
+    uint32_t sign = (code >> (exponent_bits + mantissa_bits)) << 31;
+    uint32_t magnitude = code & ((1u << (exponent_bits + mantissa_bits)) - 1);
+    uint32_t normal = (magnitude << shift) + ((uint32_t)(127 - bias) << 23);
+    float ulp = as_float((uint32_t)(127 + 1 - bias - mantissa_bits) << 23);
+    uint32_t subnormal = as_bits((float)(int32_t)magnitude * ulp);
+    uint32_t special = (magnitude << shift) | 0x7f800000u;
+    uint32_t finite = magnitude < (1u << mantissa_bits) ? subnormal : normal;
+    return sign | (magnitude >= first_special ? special : finite);
+}
+
+/* Nearest even. `overflow` is the code that everything beyond the largest finite value becomes. */
+HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits, uint32_t overflow, uint32_t nan)
+{
+    int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
+    uint32_t sign = (bits >> 31) << (exponent_bits + mantissa_bits);
+    uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t rebias = (uint32_t)(127 - bias) << 23;
+    uint32_t half = (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1);
+    uint32_t normal = (magnitude + half - rebias) >> shift;
+    uint32_t anchor = (uint32_t)(127 + 1 - bias - mantissa_bits + 23) << 23;
+    uint32_t subnormal = as_bits(as_float(magnitude) + as_float(anchor)) - anchor;
+    uint32_t code = magnitude < rebias + (1u << 23) ? subnormal : (normal > overflow ? overflow : normal);
+    return magnitude > 0x7f800000u ? nan : sign | code;
+}
+
+#define SMALL(NAME, TYPE, EXP, MAN, FIRST_SPECIAL, OVERFLOW_CODE, NAN_CODE)                                            \
+    VECTOR static void widen_##NAME(const void *source, float *row, int n)                                            \
+    {                                                                                                                  \
+        const TYPE *codes = source;                                                                                    \
+        for (int j = 0; j < n; j++) row[j] = as_float(widen_small(codes[j], EXP, MAN, FIRST_SPECIAL));                 \
+    }                                                                                                                  \
+    VECTOR static void narrow_##NAME(const float *row, void *target, int n)                                           \
+    {                                                                                                                  \
+        TYPE *codes = target;                                                                                          \
+        for (int j = 0; j < n; j++) codes[j] = (TYPE)narrow_small(as_bits(row[j]), EXP, MAN, OVERFLOW_CODE, NAN_CODE); \
+    }
+
+SMALL(f16, uint16_t, 5, 10, 0x7c00u, 0x7c00u, 0x7e00u)
+SMALL(f8_e5m2, uint8_t, 5, 2, 0x7cu, 0x7cu, 0x7eu)
+/* E4M3 has no infinity: its one special code is a NaN, and that is what an overflow becomes. */
+SMALL(f8_e4m3, uint8_t, 4, 3, 0x7fu, 0x7fu, 0x7fu)
+
+VECTOR static void widen_bf16(const void *source, float *row, int n)
+{
+    const uint16_t *codes = source;
+    for (int j = 0; j < n; j++) row[j] = as_float((uint32_t)codes[j] << 16);
+}
+
+VECTOR static void narrow_bf16(const float *row, void *target, int n)
+{
+    uint16_t *codes = target;
+    for (int j = 0; j < n; j++) {
+        uint32_t bits = as_bits(row[j]);
+        uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+        codes[j] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
+    }
+}
+
+VECTOR static void narrow_f32(const float *row, void *target, int n)
+{
+    uint32_t *codes = target;
+    for (int j = 0; j < n; j++) codes[j] = row[j] == row[j] ? as_bits(row[j]) : 0x7fc00000u;
+}
+
+VECTOR static void narrow_f64(const double *row, void *target, int n)
+{
+    uint64_t *codes = target;
+    for (int j = 0; j < n; j++) codes[j] = row[j] == row[j] ? as_bits64(row[j]) : 0x7ff8000000000000u;
+}
+
+/* The copies let a tensor lie at any address, and let the row be rounded in place. */
+static void load_row(enum dtype dtype, const char *source, float *row, int n)
+{
+    uint16_t codes[LANES];
+    switch (dtype) {
+    case F32: memcpy(row, source, 4 * (size_t)n); return;
+    case F16: memcpy(codes, source, 2 * (size_t)n); widen_f16(codes, row, n); return;
+    case BF16: memcpy(codes, source, 2 * (size_t)n); widen_bf16(codes, row, n); return;
+    case F8_E4M3: widen_f8_e4m3(source, row, n); return;
+    default: widen_f8_e5m2(source, row, n); return;
+    }
+}
+
+/* Rounds the row to storage, and leaves in `row` the values that were stored. */
+static void store_row(enum dtype dtype, float *row, char *target, int n)
+{
+    uint32_t codes[LANES];
+    switch (dtype) {
+    case F32: narrow_f32(row, codes, n); break;
+    case F16: narrow_f16(row, codes, n); break;
+    case BF16: narrow_bf16(row, codes, n); break;
+    case F8_E4M3: narrow_f8_e4m3(row, codes, n); break;
+    default: narrow_f8_e5m2(row, codes, n); break;
+    }
+    memcpy(target, codes, (size_t)(ITEMSIZE[dtype] * n));
+    load_row(dtype, (const char *)codes, row, n);
+}
+
+/* ---- one row ---------------------------------------------------------------------------------------------------- */
+
+struct stats { double max_abs; int64_t nan, inf, zeros, first; };
+
+/* The largest magnitude leaves NaN out, so that it still says something about the tensor. */
+VECTOR static void row_stats32(const float *row, int n, struct stats *stats)
+{
+    uint32_t largest = 0, nan = 0, inf = 0, zeros = 0;
+    for (int j = 0; j < n; j++) {
+        uint32_t magnitude = as_bits(row[j]) & 0x7fffffffu;
+        uint32_t number = -(uint32_t)(magnitude <= 0x7f800000u), kept = magnitude & number;
+        nan += 1 + number;
+        inf += magnitude == 0x7f800000u;
+        zeros += magnitude == 0;
+        largest = kept > largest ? kept : largest;
+    }
+    double max_abs = as_float(largest);
+    if (max_abs > stats->max_abs) stats->max_abs = max_abs;
+    stats->nan += nan, stats->inf += inf, stats->zeros += zeros;
+}
+
+VECTOR static void row_stats64(const double *row, int n, struct stats *stats)
+{
+    uint64_t largest = 0, nan = 0, inf = 0, zeros = 0, limit = 0x7ff0000000000000u;
+    for (int j = 0; j < n; j++) {
+        uint64_t magnitude = as_bits64(row[j]) & 0x7fffffffffffffffu;
+        uint64_t number = -(uint64_t)(magnitude <= limit), kept = magnitude & number;
+        nan += 1 + number;
+        inf += magnitude == limit;
+        zeros += magnitude == 0;
+        largest = kept > largest ? kept : largest;
+    }
+    double max_abs;
+    memcpy(&max_abs, &largest, sizeof max_abs);
+    if (max_abs > stats->max_abs) stats->max_abs = max_abs;
+    stats->nan += (int64_t)nan, stats->inf += (int64_t)inf, stats->zeros += (int64_t)zeros;
+}
+
+#define ROW_LOOPS(BITS, REAL, FABS)                                                                                    \
+    VECTOR static void row_squares##BITS(const REAL *row, double *lanes, int n)                                       \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) lanes[j] += (double)row[j] * (double)row[j];                                       \
+    }                                                                                                                  \
+    VECTOR static void row_absolutes##BITS(const REAL *row, double *lanes, int n)                                     \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) lanes[j] += (double)FABS(row[j]);                                                  \
+    }                                                                                                                  \
+    VECTOR static void row_scale##BITS(REAL *row, REAL factor, int n)                                                 \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) row[j] *= factor;                                                                  \
+    }                                                                                                                  \
+    VECTOR static void row_clamp##BITS(REAL *row, REAL limit, int n)                                                  \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) {                                                                                  \
+            REAL low = row[j] < -limit ? -limit : row[j];                                                              \
+            row[j] = low > limit ? limit : low;                                                                        \
+        }                                                                                                              \
+    }
+
+ROW_LOOPS(32, float, fabsf)
+ROW_LOOPS(64, double, fabs)
+
+/* ---- one tile --------------------------------------------------------------------------------------------------- */
+
+struct job { enum term term; int writes; double factor, limit; };
+
+#define ROW(BITS)                                                                                                      \
+    do {                                                                                                               \
+        row_stats##BITS(row, n, stats);                                                                                \
+        if (job.term == SQUARE) row_squares##BITS(row, lanes, n);                                                      \
+        if (job.term == ABSOLUTE) row_absolutes##BITS(row, lanes, n);                                                  \
+    } while (0)
+
+static void row32(struct job job, enum dtype dtype, char *data, int n, double *lanes, struct stats *stats)
+{
+    float row[LANES];
+    load_row(dtype, data, row, n);
+    if (job.writes) {
+        row_scale32(row, (float)job.factor, n);
+        if (job.limit < INFINITY) row_clamp32(row, (float)job.limit, n);
+        store_row(dtype, row, data, n);
+    }
+    ROW(32);
+}
+
+static void row64(struct job job, char *data, int n, double *lanes, struct stats *stats)
+{
+    double row[LANES];
+    memcpy(row, data, 8 * (size_t)n);
+    if (job.writes) {
+        uint64_t codes[LANES];
+        row_scale64(row, job.factor, n);
+        if (job.limit < INFINITY) row_clamp64(row, job.limit, n);
+        narrow_f64(row, codes, n);
+        memcpy(data, codes, 8 * (size_t)n);
+        memcpy(row, codes, 8 * (size_t)n);
+    }
+    ROW(64);
+}
+
+/* Lanes that hold no element are +0 and change nothing, so a short tensor folds only the lanes it has. */
+static double fold(double *lanes, int64_t used)
+{
+    int width = LANES;
+    while (width / 2 >= used && width > 1) width /= 2;
+    for (; width > 1; width /= 2)
+        for (int j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
+    return lanes[0];
+}
+
+static double tile(struct job job, enum dtype dtype, char *data, int64_t elements, struct stats *stats)
+{
+    double lanes[LANES];
+    memset(lanes, 0, sizeof lanes);
+    for (int64_t start = 0; start < elements; start += LANES) {
+        int n = (int)(elements - start < LANES ? elements - start : LANES);
+        char *row = data + start * ITEMSIZE[dtype];
+        if (dtype == F64) row64(job, row, n, lanes, stats);
+        else row32(job, dtype, row, n, lanes, stats);
+    }
+    return fold(lanes, elements);
+}
+
+/* Only looked for in a piece that is known to hold one, so its cost does not matter. */
+static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t elements)
+{
+    for (int64_t i = 0; i < elements; i++) {
+        const char *at = data + i * ITEMSIZE[dtype];
+        double value;
+        if (dtype == F64) memcpy(&value, at, sizeof value);
+        else { float wide; load_row(dtype, at, &wide, 1); value = wide; }
+        if (!isfinite(value)) return i;
+    }
+    return -1;
+}
+
+/* ---- Python ----------------------------------------------------------------------------------------------------- */
+
+/* run(block, pieces, factors, limit, term, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte offset and
+ * elements; factors float64 (k,), or None to write nothing; sums float64, one a tile; max_abs float64 (k,); counts int64
+ * (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. The caller is trusted for everything but the bounds. */
+static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssize_t k, const double *factors,
+                       double *sum, double *max_abs, int64_t *count)
+{
+    for (Py_ssize_t i = 0; i < k; i++, piece += 3, count += 4) {
+        enum dtype dtype = (enum dtype)piece[0];
+        char *data = block + piece[1];
+        int64_t elements = piece[2];
+        struct stats stats = {0, 0, 0, 0, -1};
+        if (job.writes) job.factor = factors[i];
+        for (int64_t start = 0; start < elements; start += TILE) {
+            int64_t left = elements - start;
+            *sum++ = tile(job, dtype, data + start * ITEMSIZE[dtype], left < TILE ? left : TILE, &stats);
+        }
+        if (stats.nan + stats.inf) stats.first = first_nonfinite(dtype, data, elements);
+        max_abs[i] = stats.max_abs;
+        count[0] = stats.nan, count[1] = stats.inf, count[2] = stats.zeros, count[3] = stats.first;
+    }
+}
+
+/* What is wrong with the sizes of the arguments, or NULL. */
+static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, Py_ssize_t sums)
+{
+    Py_ssize_t tiles = 0;
+    for (Py_ssize_t i = 0; i < k; i++, piece += 3) {
+        if (piece[0] < 0 || piece[0] >= DTYPES) return "no such storage type";
+        if (piece[1] < 0 || piece[1] > block->len || piece[2] < 0) return "a piece lies outside its block";
+        if (piece[2] > (block->len - piece[1]) / ITEMSIZE[piece[0]]) return "a piece lies outside its block";
+        tiles += (Py_ssize_t)((piece[2] + TILE - 1) / TILE);
+    }
+    return sums == tiles ? NULL : "one sum a tile is needed";
+}
+
+static PyObject *run(PyObject *self, PyObject *args)
+{
+    Py_buffer block, pieces, factors, sums, max_abs, counts;
+    struct job job = {SQUARE, 0, 1, INFINITY};
+    int term;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*z*diw*w*w*", &block, &pieces, &factors, &job.limit, &term, &sums, &max_abs, &counts))
+        return NULL;
+
+    job.term = (enum term)term;
+    job.writes = factors.buf != NULL;
+    Py_ssize_t k = pieces.len / 24;
+    const char *problem = check(&block, pieces.buf, k, sums.len / 8);
+    if (job.writes && (block.readonly || factors.len != 8 * k)) problem = "a writable block and k factors are needed";
+    if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, max_abs.buf, counts.buf);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&block, &pieces, &factors, &sums, &max_abs, &counts};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    if (problem) {
+        PyErr_SetString(PyExc_ValueError, problem);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"run", run, METH_VARARGS, "Work through the pieces of one block."}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

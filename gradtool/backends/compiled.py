@@ -1,0 +1,56 @@
+"""The compiled kernels: the numpy backend's bits in one pass over memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradtool.backends import BlockSums, Piece, Terms
+from gradtool.backends._kernels import run as run_kernels
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.storage import STORAGE
+from gradtool.reduction import tile_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+# As `enum term` in _kernels.c.
+_TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
+
+
+class CompiledBackend(NumpyBackend):
+    """Does the common sums itself and leaves the rare ones (other orders, rescued sums, dropped NaN) to numpy."""
+
+    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+        """The sums of what the block holds."""
+        if not _is_compiled(pieces, terms):
+            return super().tile_sums(block, pieces, terms)
+        return _run(block, pieces, None, math.inf, terms)
+
+    def scale(
+        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+    ) -> BlockSums:
+        """Multiply and limit in place; the sums of what was written."""
+        if not _is_compiled(pieces, terms):
+            return super().scale(block, pieces, factors, limit, terms)
+        return _run(block, pieces, np.array(factors, np.float64), limit, terms)
+
+
+def _is_compiled(pieces: Sequence[Piece], terms: Terms) -> bool:
+    is_rescued = any(piece.exponent for piece in pieces)
+    return terms.norm_type in _TERMS and not terms.drop_nonfinite and not is_rescued
+
+
+def _run(
+    block: memoryview, pieces: Sequence[Piece], factors: NDArray[np.float64] | None, limit: float, terms: Terms
+) -> BlockSums:
+    table = np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
+    sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
+    max_abs = np.zeros(len(pieces))
+    counts = np.zeros((len(pieces), 4), np.int64)
+    run_kernels(block, table, factors, limit, _TERMS[terms.norm_type], sums, max_abs, counts)
+    return BlockSums(sums, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])

@@ -1,0 +1,113 @@
+"""The reference backend: plain numpy, which defines the bits of every result."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradtool.backends import BlockSums, Piece, Terms
+from gradtool.backends.storage import STORAGE, Storage
+from gradtool.reduction import LANES, TILE, fold, tile_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    Change = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+class NumpyBackend:
+    """Each method does what `gradtool.backends.Backend` says, a tile at a time."""
+
+    name = "cpu"
+
+    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+        """The sums of what the block holds."""
+        return _each_piece(block, pieces, terms, [None] * len(pieces))
+
+    def scale(
+        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+    ) -> BlockSums:
+        """Multiply and limit in place; the sums of what was written."""
+
+        def scaled_by(factor: float) -> Change:
+            def change(values: NDArray[Any]) -> NDArray[Any]:
+                bound = values.dtype.type(limit)
+                limited: NDArray[Any] = np.clip(values * values.dtype.type(factor), -bound, bound)
+                return limited
+
+            return change
+
+        return _each_piece(block, pieces, terms, [scaled_by(factor) for factor in factors])
+
+
+def _each_piece(
+    block: memoryview, pieces: Sequence[Piece], terms: Terms, changes: Sequence[Change | None]
+) -> BlockSums:
+    sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
+    max_abs = np.zeros(len(pieces))
+    nan, inf, zeros = (np.zeros(len(pieces), np.int64) for _ in range(3))
+    first = np.full(len(pieces), -1, np.int64)
+    tile = 0
+    with np.errstate(all="ignore"):
+        for k, (piece, change) in enumerate(zip(pieces, changes, strict=True)):
+            storage = STORAGE[piece.dtype]
+            for start in range(0, piece.elements, TILE):
+                at, elements = piece.offset + start * storage.bits.itemsize, min(TILE, piece.elements - start)
+                raw = np.frombuffer(block, np.uint8, elements * storage.bits.itemsize, at)
+                values = _one_tile(raw, storage, change, drop_nonfinite=terms.drop_nonfinite)
+                finite = np.isfinite(values)
+                if not finite.all():
+                    nan[k] += np.count_nonzero(np.isnan(values))
+                    inf[k] += np.count_nonzero(np.isinf(values))
+                    if first[k] < 0:
+                        first[k] = start + int(np.argmin(finite))
+                if terms.drop_nonfinite:
+                    values[~finite] = 0
+                magnitudes = np.abs(values)
+                zeros[k] += values.size - np.count_nonzero(values)
+                max_abs[k] = max(max_abs[k], float(np.fmax.reduce(magnitudes)), 0.0)
+                if terms.norm_type != math.inf:
+                    sums[tile] = _tile_sum(magnitudes, terms.norm_type, piece.exponent)
+                tile += 1
+    return BlockSums(sums, max_abs, nan, inf, zeros, first)
+
+
+def _one_tile(raw: NDArray[np.uint8], storage: Storage, change: Change | None, *, drop_nonfinite: bool) -> NDArray[Any]:
+    """The values of one tile: as they are stored, or as they are stored once `change` has been written back."""
+    # A tensor may lie at any address; the copy does not.
+    values = storage.widen(raw.copy().view(storage.bits))
+    if change is None:
+        return values
+    if drop_nonfinite:
+        values[~np.isfinite(values)] = 0
+    codes = storage.narrow(change(values))
+    raw[:] = codes.view(np.uint8)
+    return storage.widen(codes)
+
+
+def _tile_sum(magnitudes: NDArray[Any], norm_type: float, exponent: int) -> float:
+    wide = magnitudes.astype(np.float64)
+    if exponent:
+        wide *= 2.0**-exponent
+    if norm_type == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
+        powers = wide * wide
+    elif norm_type == 1:
+        powers = wide
+    else:
+        powers = wide**norm_type
+    # Elements past the end are +0, and a sum of magnitudes is not changed by +0.
+    rows = np.zeros((-(-powers.size // LANES), LANES))
+    rows.reshape(-1)[: powers.size] = powers
+    return float(fold(_add_rows(rows)[None, :])[0])
+
+
+def _add_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The lanes: row after row, each addition rounded. Written out, for numpy promises no order of its reductions."""
+    lanes = np.zeros(LANES)
+    for row in rows:
+        lanes += row
+    return lanes

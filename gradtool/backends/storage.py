@@ -1,0 +1,113 @@
+"""The storage types that carry values: how their bits become numbers, and how numbers are rounded back to bits.
+
+Arithmetic is float32 for types of 32 bits and fewer and float64 for F64. Widening is exact. Narrowing rounds once, to
+nearest even, and writes every NaN as the one quiet NaN of the type, so that the bits of a result never depend on how a
+processor passes NaN payloads on. Beyond the largest finite value F16 and F8_E5M2 become infinite, F8_E4M3 NaN.
+
+Formats: IEEE 754 binary64/32/16, bfloat16, and FP8 as in "FP8 Formats for Deep Learning" (arXiv:2209.05433).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One storage type. `code` numbers it for the compiled kernels; `bits` holds it; `work` is what it computes in."""
+
+    name: str
+    code: int
+    bits: np.dtype[Any]
+    work: np.dtype[Any]
+    quiet_nan: int
+    # Of the types below 32 bits: the width of the two fields, and the code from which on it is infinite or NaN.
+    exponent_bits: int = 0
+    mantissa_bits: int = 0
+    overflow: int = 0
+
+    def widen(self, codes: NDArray[Any]) -> NDArray[Any]:
+        """The values of the given codes, as a new array of the type that arithmetic is done in."""
+        values: NDArray[Any]
+        if self.bits.itemsize >= 4:  # noqa: PLR2004 - float32 and float64 are their own values
+            values = codes.view(self.work).copy()
+        elif self.name == "BF16":
+            values = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        else:
+            values = _values(self)[codes]
+        return values
+
+    def narrow(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The codes of the given values, each rounded once to nearest even."""
+        if self.bits.itemsize >= 4:  # noqa: PLR2004
+            codes = values.view(self.bits).copy()
+        elif self.name == "BF16":
+            codes = _round_shift(values.view(np.uint32), 16).astype(self.bits)
+        else:
+            codes = _narrow_small(self, values)
+        codes[np.isnan(values)] = self.quiet_nan
+        return codes
+
+    def rounded(self, value: float) -> float:
+        """A number as this type would store it, going through the type that arithmetic is done in."""
+        with np.errstate(over="ignore"):
+            return float(self.widen(self.narrow(np.array([value]).astype(self.work)))[0])
+
+
+STORAGE = {
+    storage.name: storage
+    for storage in (
+        Storage("F64", 0, np.dtype(np.uint64), np.dtype(np.float64), 0x7FF8_0000_0000_0000),
+        Storage("F32", 1, np.dtype(np.uint32), np.dtype(np.float32), 0x7FC0_0000),
+        Storage("F16", 2, np.dtype(np.uint16), np.dtype(np.float32), 0x7E00, 5, 10, 0x7C00),
+        Storage("BF16", 3, np.dtype(np.uint16), np.dtype(np.float32), 0x7FC0),
+        Storage("F8_E4M3", 4, np.dtype(np.uint8), np.dtype(np.float32), 0x7F, 4, 3, 0x7F),
+        Storage("F8_E5M2", 5, np.dtype(np.uint8), np.dtype(np.float32), 0x7E, 5, 2, 0x7C),
+    )
+}
+
+_TABLES: dict[str, NDArray[np.float32]] = {}
+
+
+def _values(storage: Storage) -> NDArray[np.float32]:
+    """The value of every code of a type of 16 bits or fewer, straight from its definition; made once."""
+    if storage.name not in _TABLES:
+        codes = np.arange(2 ** (8 * storage.bits.itemsize))
+        width = storage.exponent_bits + storage.mantissa_bits
+        magnitude = codes & (2**width - 1)
+        exponent, mantissa = magnitude >> storage.mantissa_bits, magnitude & (2**storage.mantissa_bits - 1)
+        bias = 2 ** (storage.exponent_bits - 1) - 1
+        significand = np.where(exponent > 0, 2**storage.mantissa_bits + mantissa, mantissa)
+        values = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - storage.mantissa_bits)
+        values[magnitude > storage.overflow] = np.nan
+        values[magnitude == storage.overflow] = np.nan if storage.overflow == storage.quiet_nan else np.inf
+        _TABLES[storage.name] = np.where(codes >> width, -values, values).astype(np.float32)
+    return _TABLES[storage.name]
+
+
+def _round_shift(bits: NDArray[np.uint32], shift: int) -> NDArray[np.uint32]:
+    """`bits` without its lowest `shift` bits, rounded to nearest even; a carry rightly runs on into the exponent."""
+    odd = (bits >> np.uint32(shift)) & np.uint32(1)
+    return (bits + np.uint32((1 << (shift - 1)) - 1) + odd) >> np.uint32(shift)
+
+
+def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]:
+    bits = values.view(np.uint32)
+    bias = 2 ** (storage.exponent_bits - 1) - 1
+    magnitude = bits & np.uint32(0x7FFF_FFFF)
+    rebias = np.uint32((127 - bias) << 23)
+    normal = np.minimum(_round_shift(magnitude - rebias, 23 - storage.mantissa_bits), np.uint32(storage.overflow))
+    # Below the normal range all codes are one step apart. Added to a power of two whose last place is that step, a
+    # float32 is rounded to a whole number of steps, which its low bits then hold.
+    anchor = np.float32(2.0 ** (24 - bias - storage.mantissa_bits))
+    subnormal = (np.abs(values) + anchor).view(np.uint32) - anchor.view(np.uint32)
+    is_subnormal = magnitude < rebias + np.uint32(1 << 23)
+    sign = (bits >> np.uint32(31)) << np.uint32(storage.exponent_bits + storage.mantissa_bits)
+    codes: NDArray[Any] = (sign | np.where(is_subnormal, subnormal, normal)).astype(storage.bits)
+    return codes

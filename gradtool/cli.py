@@ -1,0 +1,280 @@
+"""The command line: flags to plain values, one short function a command, nothing heavy imported."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+import gradtool
+from gradtool import report
+from gradtool.errors import (
+    EXIT_FOUND,
+    EXIT_INTERRUPTED,
+    EXIT_SYSTEM,
+    EXIT_USAGE,
+    GradtoolError,
+    NonFiniteError,
+    Problem,
+    SystemRefusedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+EXIT_BUG = 70
+
+app = typer.Typer(
+    name="gradtool",
+    add_completion=False,
+    # Plain help: rich would cost as much again as everything else that --help does.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# What every wrong use of the command line is an instance of; its home differs between versions of Typer.
+_UsageProblem: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+Paths = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PATH...", help="Files, folders or index files; together they are one gradient vector."),
+]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", metavar="REGEX", help="Only tensors whose name this finds.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="REGEX", help="No tensors whose name this finds.")
+]
+FilesFrom = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Read more paths from a file or - (newline or NUL between them).")
+]
+NormType = Annotated[float, typer.Option(metavar="P", help="The order of the norm, above 0; inf for the maximum.")]
+Backend = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="Worker threads.  [default: one for each core]")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Clip and measure gradients in safetensors files, in place, to the last bit."""
+    if version:
+        typer.echo(f"gradtool {gradtool.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def norm(
+    paths: Paths = None,
+    *,
+    norm_type: NormType = 2.0,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="Show every tensor's own norm.")] = False,
+    top: Annotated[int | None, typer.Option(metavar="K", help="Show the K tensors of the largest norms.")] = None,
+    fail_above: Annotated[float | None, typer.Option(metavar="X", help="Exit with 1 when the norm is above X.")] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    files_from: FilesFrom = None,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the norm of all tensors of all paths, as one vector, and change nothing.
+
+    NaN and Inf values are named, and make the exit code 1.
+
+    \b
+    Example:  gradtool norm grads/ --top 5
+              gradtool norm rank*.safetensors --json | jq .data.norm
+    """
+    _run(
+        "norm",
+        lambda progress: gradtool.norm(
+            paths or (),
+            norm_type=norm_type,
+            per_tensor=per_tensor,
+            top=top,
+            fail_above=fail_above,
+            include=include or (),
+            exclude=exclude or (),
+            files_from=files_from,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+        ),
+        json=json,
+        quiet=quiet,
+    )
+
+
+@app.command()
+def clip(
+    paths: Paths = None,
+    *,
+    max_norm: Annotated[float | None, typer.Option(metavar="C", help="The largest norm to leave.")] = None,
+    max_value: Annotated[float | None, typer.Option(metavar="V", help="Clamp each element to [-V, V] instead.")] = None,
+    norm_type: NormType = 2.0,
+    eps: Annotated[
+        float, typer.Option(metavar="E", help="coef = C / (norm + E): torch has 1e-6, Lucid 1e-7, Optax 0.")
+    ] = 1e-6,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="Clip each tensor by its own norm.")] = False,
+    total_norm: Annotated[
+        float | None, typer.Option(metavar="N", help="Use this norm instead of the one measured.")
+    ] = None,
+    unscale: Annotated[float, typer.Option(metavar="S", help="Divide by this loss scale first.")] = 1.0,
+    nonfinite: Annotated[
+        str,
+        typer.Option(
+            metavar="error|propagate|zero", help="NaN and Inf: write nothing, go on as torch does, or zero them."
+        ),
+    ] = "error",
+    include: Include = None,
+    exclude: Exclude = None,
+    files_from: FilesFrom = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE", help="Write here; leave the input alone.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write all files here; leave the inputs alone.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
+    fsync: Annotated[bool, typer.Option(help="Have the new files on the disk before the old ones go.")] = True,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Clip all tensors of all paths, as one vector, to a norm of at most C; in place.
+
+    Files are replaced only when all of them are ready; when nothing is to be clipped, none is touched.
+
+    \b
+    Example:  gradtool clip grads/ --max-norm 1.0
+              gradtool clip scaled.safetensors --unscale 1024 --max-norm 1.0 --output clipped.safetensors
+    """
+    _run(
+        "clip",
+        lambda progress: gradtool.clip(
+            paths or (),
+            max_norm=max_norm,
+            max_value=max_value,
+            norm_type=norm_type,
+            eps=eps,
+            per_tensor=per_tensor,
+            total_norm=total_norm,
+            unscale=unscale,
+            nonfinite=nonfinite,
+            include=include or (),
+            exclude=exclude or (),
+            files_from=files_from,
+            output=output,
+            output_dir=output_dir,
+            dry_run=dry_run,
+            fsync=fsync,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+        ),
+        json=json,
+        quiet=quiet,
+    )
+
+
+def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
+    with report.progress(command, wanted=not quiet) as progress:
+        result = call(progress)
+    problems = getattr(result, "problems", ())
+    if json or not quiet:
+        try:
+            report.show(command, result, problems, as_json=json)
+        except OSError as error:
+            raise _lost_stdout(error.strerror or str(error)) from error
+    if problems:
+        report.complain(problems)
+    raise typer.Exit(EXIT_FOUND if problems else 0)
+
+
+def main() -> NoReturn:
+    """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
+    _fill_standard_descriptors()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _terminate)
+    try:
+        sys.exit(_guarded())
+    except KeyboardInterrupt as error:
+        message = "; ".join(["interrupted", *getattr(error, "__notes__", ())])
+        sys.exit(_fail(Problem("interrupted", message), exit_code=EXIT_INTERRUPTED))
+
+
+def _guarded() -> int:
+    try:
+        _require_stdout()
+        return int(app(standalone_mode=False) or 0)
+    except NonFiniteError as error:
+        return _fail(*error.problems, exit_code=error.exit_code, summary=error.message)
+    except GradtoolError as error:
+        _show_traceback()
+        return _fail(*error.problems, exit_code=error.exit_code)
+    except _UsageProblem as error:
+        message = error.format_message()
+        return _fail(Problem("usage", f"{message} (see gradtool --help)"), exit_code=EXIT_USAGE)
+    except MemoryError:
+        _show_traceback()
+        return _fail(Problem("system", "out of memory; fewer --threads need less"), exit_code=EXIT_SYSTEM)
+    except Exception as error:  # noqa: BLE001 - no traceback reaches a user
+        _show_traceback()
+        message = f"a bug in gradtool: {type(error).__name__}: {error}; GRADTOOL_DEBUG=1 shows where"
+        return _fail(Problem("bug", message), exit_code=EXIT_BUG)
+
+
+def _fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
+    report.complain(problems, summary)
+    if "--json" in sys.argv[1:] and sys.stdout is not None:
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        report.print_json(command, exit_code, {}, problems)
+    return exit_code
+
+
+def _show_traceback() -> None:
+    if os.environ.get("GRADTOOL_DEBUG"):
+        import traceback
+
+        traceback.print_exc()
+
+
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    # As an exception, so that temporaries are removed on the way out.
+    raise SystemExit(128 + number)
+
+
+def _fill_standard_descriptors() -> None:
+    """Never let a data file be opened as descriptor 0, 1 or 2, where a stray message would be written into it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        pass
+    os.close(fd)
+
+
+def _require_stdout() -> None:
+    """Refuse to work when nobody can read the result; asked before a byte is changed."""
+    if sys.stdout is None:
+        raise _lost_stdout("it is closed")
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0)):
+        raise _lost_stdout("its reader is gone")
+
+
+def _lost_stdout(reason: str) -> SystemRefusedError:
+    # What is still buffered would fail once more, with a traceback, when Python ends.
+    sys.stdout = None
+    return SystemRefusedError(f"cannot print the result on stdout: {reason}")

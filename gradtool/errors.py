@@ -1,0 +1,113 @@
+"""Everything that can go wrong, each with its exit code and a code that a machine can read.
+
+The message says what is wrong and what to do about it; `file` and `tensor` say where, and are printed in front of it.
+Each class also inherits the standard exception that a caller of the Python API would think of first.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+EXIT_OK = 0
+EXIT_FOUND = 1
+EXIT_USAGE = 2
+EXIT_INPUT = 3
+EXIT_BACKEND = 4
+EXIT_SYSTEM = 5
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: a line on stderr, an entry of `errors` in JSON."""
+
+    code: str
+    message: str
+    file: str | None = None
+    tensor: str | None = None
+
+
+class GradtoolError(Exception):
+    """The base of every error that gradtool raises on purpose."""
+
+    exit_code: ClassVar[int]
+    code: ClassVar[str]
+
+    def __init__(
+        self, message: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None, code: str = ""
+    ) -> None:
+        problem = Problem(code or self.code, message, None if file is None else str(file), tensor)
+        super().__init__(message)
+        self.problems: Sequence[Problem] = (problem,)
+
+    def __str__(self) -> str:
+        return "; ".join(
+            ": ".join(filter(None, (p.file, p.tensor and f"tensor {p.tensor!r}", p.message))) for p in self.problems
+        )
+
+
+class NonFiniteError(GradtoolError, ArithmeticError):
+    """Values that are NaN or infinite, in what was read or in what would be written; `problems` names every tensor."""
+
+    exit_code = EXIT_FOUND
+    code = "nonfinite"
+
+    def __init__(self, message: str, problems: Sequence[Problem]) -> None:
+        super().__init__(message)
+        self.message = message
+        self.problems = tuple(problems)
+
+
+class UsageError(GradtoolError, ValueError):
+    """Arguments that make no sense, whatever the files hold."""
+
+    exit_code = EXIT_USAGE
+    code = "usage"
+
+
+class BadInputError(GradtoolError, ValueError):
+    """A file, an index, a shape, a type or a name that gradtool cannot work with."""
+
+    exit_code = EXIT_INPUT
+    code = "input"
+
+
+class BackendUnavailableError(GradtoolError, RuntimeError):
+    """A backend that was asked for by name and is not there."""
+
+    exit_code = EXIT_BACKEND
+    code = "backend"
+
+
+class SystemRefusedError(GradtoolError, OSError):
+    """The operating system said no: permission, disk full, a file that changed under our hands."""
+
+    exit_code = EXIT_SYSTEM
+    code = "system"
+
+
+_REMEDIES = {
+    errno.EACCES: "check the permissions of the file and its folder",
+    errno.EPERM: "check the owner of the file and its folder",
+    errno.EROFS: "use --output-dir to write somewhere else",
+    errno.ENOSPC: "free some space, or use --output-dir on another disk",
+    errno.EDQUOT: "the quota is used up; use --output-dir on another disk",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+
+
+def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
+    """The gradtool error for what the operating system said about a file."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return BadInputError("no such file", file=file, code="missing-file")
+    if error.errno == errno.ELOOP:
+        return BadInputError("symbolic links go round in a circle", file=file, code="missing-file")
+    reason = error.strerror or str(error)
+    remedy = _REMEDIES.get(error.errno or 0)
+    return SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)

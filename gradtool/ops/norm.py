@@ -1,0 +1,202 @@
+"""Measures the norm of gradients and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from gradtool.backends import Terms
+from gradtool.errors import Problem, UsageError
+from gradtool.ops.passes import Measurement, Session, Timings, measure_norms, open_session
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    from gradtool.ops.passes import Progress
+    from gradtool.store.gradset import Selected
+
+
+class Facts(TypedDict):
+    """What every result says about the call itself."""
+
+    files: int
+    tensors: int
+    elements: int
+    bytes: int
+    nan: int
+    inf: int
+    zeros: int
+    backend: str
+    backend_why: str
+    threads: int
+    seconds: float
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class TensorNorm:
+    """What was found in one tensor; `max_abs` leaves NaN out."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class NormResult:
+    """What was found in all selected tensors, taken as one vector; `max_abs` leaves NaN out."""
+
+    norm_type: float
+    norm: float
+    max_abs: float
+    files: int
+    tensors: int
+    elements: int
+    bytes: int
+    nan: int
+    inf: int
+    zeros: int
+    backend: str
+    backend_why: str
+    threads: int
+    seconds: float
+    timings: Timings
+    per_tensor: tuple[TensorNorm, ...]
+    problems: tuple[Problem, ...]
+
+
+def norm(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    *,
+    norm_type: float = 2.0,
+    per_tensor: bool = False,
+    top: int | None = None,
+    fail_above: float | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    files_from: str | os.PathLike[str] | None = None,
+    backend: str = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> NormResult:
+    """The norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
+
+    (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
+    `gradtool.reduction`, so the same bits come out for any thread count, block size and shard layout.
+
+    Args:
+        paths: files, folders or index files; all of them form one gradient vector.
+        norm_type: the order p of the norm, above 0; `math.inf` for the largest magnitude.
+        per_tensor: give every tensor's own norm too.
+        top: give only the K tensors of the largest norms, largest first, NaN before all.
+        fail_above: a norm above this is a problem of the result.
+        include: regular expressions; only tensors whose name one of them finds.
+        exclude: regular expressions; no tensor whose name one of them finds.
+        files_from: a file of further paths, separated by newline or NUL; "-" is standard input.
+        backend: "auto", "cpu" or "cuda".
+        threads: worker threads; one for each core by default.
+        progress: called with the bytes done and the bytes in all.
+
+    Returns:
+        The result. NaN, Inf and a norm above `fail_above` are not raised, they are its `problems`.
+
+    Raises:
+        UsageError: an argument makes no sense.
+        BadInputError: a file, an index or a tensor that cannot be worked with.
+        BackendUnavailableError: the backend is not there.
+        SystemRefusedError: a file could not be read, or changed while it was.
+    """
+    check_norm_type(norm_type)
+    if top is not None and top < 1:
+        raise UsageError(f"--top must be at least 1, not {top}")
+    if fail_above is not None and math.isnan(fail_above):
+        raise UsageError("--fail-above must be a number, not NaN")
+    session = open_session(
+        paths,
+        include=include,
+        exclude=exclude,
+        files_from=files_from,
+        backend=backend,
+        threads=threads,
+        progress=progress,
+    )
+    session.total_bytes = session.nbytes
+    wants_tensors = per_tensor or top is not None
+    found, value, norms = measure_norms(session, Terms(norm_type), per_tensor=wants_tensors)
+    rows = [tensor_row(one, found, number, norms[number]) for number, one in enumerate(session.selected) if norms]
+    problems = nonfinite_problems(session.selected, found)
+    if fail_above is not None and not value <= fail_above:
+        problems.append(Problem("above-limit", f"the norm {value!r} is above the limit {fail_above!r}"))
+    return NormResult(
+        norm_type=norm_type,
+        norm=value,
+        max_abs=found.largest,
+        **facts(session, found),
+        per_tensor=tuple(rows if top is None else _largest(rows, top)),
+        problems=tuple(problems),
+    )
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise `UsageError` for an order that gives no norm."""
+    if not norm_type > 0:
+        raise UsageError(f"--norm-type must be above 0, not {norm_type!r}")
+
+
+def facts(session: Session, found: Measurement) -> Facts:
+    """The facts of a call that is done."""
+    return {
+        "files": len(session.shards),
+        "tensors": len(session.selected),
+        "elements": session.elements,
+        "bytes": session.nbytes,
+        "nan": int(found.nan.sum()),
+        "inf": int(found.inf.sum()),
+        "zeros": int(found.zeros.sum()),
+        "backend": session.backend.name,
+        "backend_why": session.backend_why,
+        "threads": session.threads,
+        "seconds": session.seconds,
+        "timings": session.timings,
+    }
+
+
+def tensor_row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:
+    """The row of one tensor."""
+    return TensorNorm(
+        name=one.tensor.name,
+        file=str(one.shard.path),
+        dtype=one.tensor.dtype,
+        shape=one.tensor.shape,
+        norm=value,
+        max_abs=float(found.max_abs[number]),
+        nan=int(found.nan[number]),
+        inf=int(found.inf[number]),
+        zeros=int(found.zeros[number]),
+    )
+
+
+def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:
+    """One problem for each tensor that holds a NaN or Inf: how many, and where the first one is."""
+    return [
+        Problem(
+            "nonfinite",
+            f"{found.nan[number]} NaN, {found.inf[number]} Inf, the first at index {found.first_nonfinite[number]}",
+            str(one.shard.path),
+            one.tensor.name,
+        )
+        for number, one in enumerate(selected)
+        if found.nan[number] or found.inf[number]
+    ]
+
+
+def _largest(rows: Sequence[TensorNorm], count: int) -> list[TensorNorm]:
+    return sorted(rows, key=lambda row: (not math.isnan(row.norm), -row.norm))[:count]

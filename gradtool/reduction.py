@@ -1,0 +1,74 @@
+"""The canonical sums: one order of additions, whatever the threads, the blocks and the files.
+
+A tensor's elements, in C order, are cut into tiles of `TILE`. Within a tile, element i belongs to lane i mod `LANES`;
+a lane adds its float64 terms in order of i, starting at +0; the lanes are folded pairwise, neighbours first. Every sum
+above the tile is correctly rounded, so nothing that decides *which* tiles are summed together can change a bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+LANES = 2048
+TILE = 65_536
+
+# Scaling a float64 by a power of two within these bounds is exact for every normal result.
+_MAX_EXPONENT = 1000
+# Below, a sum may have lost terms that underflowed; above, adding such sums of many tensors may overflow.
+_SAFE_SUMS = (2.0**-900, 2.0**1000)
+
+
+def tile_count(elements: int) -> int:
+    """How many tiles a tensor has."""
+    return -(-elements // TILE)
+
+
+def fold(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sums of tiles, shape (k,), from their lanes, shape (k, LANES)."""
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, 0::2] + lanes[:, 1::2]
+    return lanes[:, 0]
+
+
+def total(sums: Iterable[float]) -> float:
+    """The correctly rounded sum of non-negative tile sums; infinite where it is beyond float64."""
+    try:
+        return math.fsum(sums)
+    except OverflowError:
+        return math.inf
+
+
+def norm_of(total_sum: float, norm_type: float, exponent: int = 0) -> float:
+    """(Σ|x|^p)^(1/p), where the sum was taken over |x · 2^-exponent|^p; infinite where it is beyond float64."""
+    try:
+        root = math.sqrt(total_sum) if norm_type == 2 else total_sum ** (1.0 / norm_type)  # noqa: PLR2004
+        return math.ldexp(root, exponent)
+    except OverflowError:
+        return math.inf
+
+
+def rescue_exponent(total_sum: float, max_abs: float) -> int:
+    """The power of two to divide finite inputs by, 0 when `total_sum` is good as it is.
+
+    A sum of powers can overflow, or lose all its terms to underflow, although every input is finite: F64 values of
+    1e200, or any value to a high enough power. Divided by the power of two just above the largest magnitude, the same
+    inputs sum to something between 1 and their number.
+    """
+    if max_abs == 0 or not math.isfinite(max_abs) or _SAFE_SUMS[0] <= total_sum <= _SAFE_SUMS[1]:
+        return 0
+    return max(-_MAX_EXPONENT, min(_MAX_EXPONENT, math.frexp(max_abs)[1]))
+
+
+def largest_sum(elements: int, max_abs: float, norm_type: float) -> float:
+    """What `elements` values of magnitude `max_abs` at most can sum to."""
+    try:
+        return elements * math.pow(max_abs, norm_type)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,225 @@
+"""A result to text or JSON, and the progress bar; alone in importing rich, and only for a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gradtool._version import __version__
+from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
+
+    from gradtool.ops.passes import Timings
+
+SCHEMA = 1
+# Less work than this needs no progress bar.
+_PATIENCE_SECONDS = 0.5
+# On stderr; JSON names all of them.
+_MAX_PROBLEM_LINES = 20
+_STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
+
+
+class Result(Protocol):
+    """What every operation returns, whatever else it does."""
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time went."""
+
+
+def show(command: str, result: Result, problems: Sequence[Problem], *, as_json: bool) -> None:
+    """Print a result on stdout: JSON, tables on a terminal, or else lines of tab-separated fields."""
+    if as_json:
+        print_json(command, EXIT_FOUND if problems else EXIT_OK, _data(result), problems)
+    elif sys.stdout.isatty():
+        _show_tables(result)
+    else:
+        # In one piece, so that `| head -1` finds it all there and closes no pipe under us.
+        sys.stdout.write("".join("\t".join(fields) + "\n" for fields in _lines(result)))
+    sys.stdout.flush()
+
+
+def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Sequence[Problem]) -> None:
+    """Print the one JSON object of a call."""
+    envelope = {
+        "gradtool": __version__,
+        "schema": SCHEMA,
+        "command": command,
+        "status": _STATUS.get(exit_code, "error"),
+        "exit_code": exit_code,
+        "data": data,
+        "errors": [{key: value for key, value in asdict(one).items() if value is not None} for one in problems],
+    }
+    sys.stdout.write(json.dumps(envelope, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def complain(problems: Sequence[Problem], summary: str | None = None) -> None:
+    """Print one line for each problem on stderr, what it is about first."""
+    if sys.stderr is None:
+        return
+    lines = [": ".join([*_where(one), one.message]) for one in problems[:_MAX_PROBLEM_LINES]]
+    if len(problems) > _MAX_PROBLEM_LINES:
+        lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
+    lines += [summary] if summary else []
+    sys.stderr.writelines(f"gradtool: error: {printable(line)}\n" for line in lines)
+    sys.stderr.flush()
+
+
+def printable(text: str) -> str:
+    """The text with everything that a terminal might act upon spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextlib.contextmanager
+def progress(label: str, *, wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar with GB/s on stderr, if that is a terminal and the work takes long enough to ask for one."""
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        move: Callable[[int, int], None] | None = None
+
+        def advance(done: int, whole: int) -> None:
+            nonlocal move
+            if move is None and time.perf_counter() - began > _PATIENCE_SECONDS:
+                move = stack.enter_context(_bar(label))
+            if move is not None:
+                move(done, whole)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    from rich import progress as bars  # slow to import
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn(label),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+
+
+def _where(problem: Problem) -> list[str]:
+    return [part for part in (problem.file, problem.tensor and f"tensor {problem.tensor!r}") if part]
+
+
+def _data(result: Result) -> dict[str, Any]:
+    """The fields of a result as JSON has them."""
+    data = asdict(result)  # type: ignore[call-overload]
+    data.pop("problems", None)
+    data["timings"] = dict(_timings(result.timings))
+    exact: dict[str, Any] = _exact(data)
+    return exact
+
+
+def _timings(timings: Timings) -> list[tuple[str, float]]:
+    rows = []
+    for phase, seconds, nbytes in (
+        ("read", timings.read, timings.read_bytes),
+        ("compute", timings.compute, timings.read_bytes),
+        ("write", timings.write, timings.write_bytes),
+    ):
+        rows.append((f"{phase}_seconds", seconds))
+        rows.append((f"{phase}_gb_per_s", nbytes / seconds / 1e9 if nbytes and seconds else 0.0))
+    return rows
+
+
+def _exact(value: Any) -> Any:
+    """JSON has no NaN and no infinity; as strings they at least arrive."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _exact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_exact(item) for item in value]
+    return value
+
+
+def _lines(result: Result) -> Iterator[list[str]]:
+    """One line a fact, name first; one line a tensor, `tensor` first and the names last."""
+    data = _data(result)
+    rows = data.pop("per_tensor")
+    timings = data.pop("timings")
+    for key, value in (data | timings).items():
+        if value is not None:
+            yield [key, _field(value)]
+    for row in rows:
+        name, file = row.pop("name"), row.pop("file")
+        yield ["tensor", *(_field(value) for value in row.values()), printable(name), printable(file)]
+
+
+def _field(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return "x".join(map(str, value)) or "scalar"
+    return repr(value) if isinstance(value, float) else printable(str(value))
+
+
+def _show_tables(result: Result) -> None:
+    from rich.console import Console  # slow to import
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    for label, value in _summary(_data(result)):
+        facts.add_row(label, value)
+    console.print(facts)
+    _show_rows(console, _data(result)["per_tensor"])
+
+
+def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    from rich.table import Table
+
+    table = Table()
+    for key, value in rows[0].items():
+        table.add_column(key.replace("_", " "), justify="left" if isinstance(value, str) else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{v:.6g}" if isinstance(v, float) else _field(v) for v in row.values()))
+    console.print(table)
+
+
+def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a person wants to know first."""
+    kind = "max norm" if data["norm_type"] == "Infinity" else f"L{data['norm_type']:g} norm"
+    if "norm_before" in data:
+        yield f"{kind} before", _field(data["norm_before"])
+        yield f"{kind} after", _field(data["norm_after"])
+        if data["coef"] is not None:
+            yield "coefficient", _field(data["coef"])
+        yield "clipped", ("yes" if data["clipped"] else "no") + (" (dry run)" if data["dry_run"] else "")
+        yield "written", f"{data['files_written']:,} files, {data['bytes_written']:,} bytes"
+    else:
+        yield kind, _field(data["norm"])
+    yield "max |g|", _field(data["max_abs"])
+    yield "scope", f"{data['files']:,} files, {data['tensors']:,} tensors, {data['elements']:,} elements"
+    yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"
+    phases = [
+        f"{phase} {data['timings'][f'{phase}_seconds']:.3f} s ({data['timings'][f'{phase}_gb_per_s']:.1f} GB/s)"
+        for phase in ("read", "compute", "write")
+        if data["timings"][f"{phase}_seconds"] > 0
+    ]
+    yield "time", f"{data['seconds']:.3f} s; " + ", ".join(phases)
+    yield "backend", f"{data['backend']} ({data['backend_why']}), {data['threads']} threads"

@@ -1,0 +1,237 @@
+"""Gradient sets: from the paths of one call to its shards and the tensors selected in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradtool.errors import BadInputError, UsageError, from_os_error
+from gradtool.store.header import Shard, Tensor, read_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+Paths = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class GradientSet:
+    """What one path names: a file, an index with its shards, or a folder."""
+
+    path: Path
+    shards: tuple[Shard, ...]
+    index: Path | None = None
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One tensor that an operation works on, and the shard it is in."""
+
+    shard: Shard
+    tensor: Tensor
+
+
+def read_path_list(source: Paths) -> list[str]:
+    """The paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
+
+    Raises:
+        BadInputError: the file is missing, or names nothing.
+        SystemRefusedError: it cannot be read.
+    """
+    try:
+        text = sys.stdin.buffer.read() if str(source) == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise from_os_error(error, source) from error
+    separator = b"\0" if b"\0" in text else b"\n"
+    paths = [os.fsdecode(line) for line in text.split(separator) if line]
+    if not paths:
+        raise BadInputError("names no file", file="standard input" if str(source) == "-" else source)
+    return paths
+
+
+def open_sets(paths: Paths | Iterable[Paths], files_from: Paths | None = None) -> list[GradientSet]:
+    """Open every set of one call: read and check all headers, touch no data.
+
+    Raises:
+        UsageError: no path is given.
+        BadInputError: a file is missing or invalid, an index and its shards disagree, a tensor name occurs twice in
+            one set, or one file is named twice.
+        SystemRefusedError: something cannot be read.
+    """
+    named = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if files_from is not None:
+        named += read_path_list(files_from)
+    if not named:
+        raise UsageError("no path is given; name a file, a folder, an index, or use --files-from")
+    sets = [_open_set(Path(path)) for path in named]
+    _refuse_same_file(shard for one in sets for shard in one.shards)
+    return sets
+
+
+def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Selected]:
+    """The tensors whose name any `include` finds (all, without one) and no `exclude` does, in file order.
+
+    Raises:
+        UsageError: a pattern is no regular expression.
+        BadInputError: a pattern finds no tensor, or nothing is left.
+    """
+    wanted, unwanted = _compile(include, "--include"), _compile(exclude, "--exclude")
+    found: set[re.Pattern[str]] = set()
+
+    def hits(patterns: list[re.Pattern[str]], name: str) -> bool:
+        # Every pattern is tried, so that one which never finds anything is known.
+        matching = [pattern for pattern in patterns if pattern.search(name)]
+        found.update(matching)
+        return bool(matching)
+
+    selected = []
+    for one in sets:
+        for shard in one.shards:
+            for tensor in shard.tensors:
+                included, excluded = hits(wanted, tensor.name), hits(unwanted, tensor.name)
+                if (included or not wanted) and not excluded:
+                    selected.append(Selected(shard, tensor))
+    for option, patterns in (("--include", wanted), ("--exclude", unwanted)):
+        for pattern in patterns:
+            if pattern not in found:
+                raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
+    if not selected and (wanted or unwanted):
+        raise BadInputError("--include and --exclude leave no tensor", code="no-match")
+    return selected
+
+
+def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str]) -> None:
+    """Raise `BadInputError` for the first tensor whose type the operation cannot work with."""
+    for one in selected:
+        if one.tensor.dtype not in supported:
+            raise BadInputError(
+                f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do); "
+                f"leave it out with --exclude '^{re.escape(one.tensor.name)}$'",
+                file=one.shard.path,
+                tensor=one.tensor.name,
+                code="dtype",
+            )
+
+
+def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise UsageError(f"{option} {error.pattern!r} is no regular expression: {error}") from error
+
+
+def _open_set(path: Path) -> GradientSet:
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+    except OSError as error:
+        raise from_os_error(error, path) from error
+    if path.name.endswith(INDEX_SUFFIX):
+        return _open_index(path, path)
+    return GradientSet(path, (read_shard(path),))
+
+
+def _open_folder(folder: Path) -> GradientSet:
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise BadInputError(f"has {len(indexes)} indexes ({', '.join(indexes)}); name the one to use", file=folder)
+    if indexes:
+        return _open_index(folder, folder / indexes[0])
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    if not files:
+        raise BadInputError("has no .safetensors file", file=folder, code="missing-file")
+    shards = tuple(read_shard(file) for file in files)
+    _refuse_same_name(shards)
+    return GradientSet(folder, shards)
+
+
+def _open_index(path: Path, index: Path) -> GradientSet:
+    """An index and its shards, checked against each other in both directions."""
+    weight_map = _read_weight_map(index)
+    shards = tuple(_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))
+    _refuse_same_file(shards)
+    home = {tensor.name: shard for shard in shards for tensor in shard.tensors}
+    _refuse_same_name(shards)
+    for name, file in weight_map.items():
+        if name not in home or home[name].path.name != file:
+            raise BadInputError(f"the index maps it to {file}, which does not hold it", file=index, tensor=name)
+    for name, shard in home.items():
+        if name not in weight_map:
+            raise BadInputError(f"is in {shard.path.name}, and the index does not map it", file=index, tensor=name)
+    return GradientSet(path, shards, index)
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        document = json.loads(index.read_bytes(), object_pairs_hook=_without_duplicates)
+        weight_map = document["weight_map"]
+        files = list(weight_map.values())
+    except OSError as error:
+        raise from_os_error(error, index) from error
+    except _DuplicateKeyError as error:
+        raise BadInputError("the index names it twice", file=index, tensor=str(error)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadInputError(f"is not a valid index: {error!r}", file=index) from error
+    for name, file in zip(weight_map, files, strict=True):
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise BadInputError(
+                f"the index maps it to {file!r}; a shard must lie beside its index", file=index, tensor=name
+            )
+    return dict(weight_map)
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in document:
+            raise _DuplicateKeyError(name)
+        document[name] = value
+    return document
+
+
+def _read_mapped(index: Path, file: str) -> Shard:
+    try:
+        return read_shard(index.parent / file)
+    except BadInputError as error:
+        if error.problems[0].code != "missing-file":
+            raise
+        raise BadInputError(
+            f"the index names the shard {file}, which is not there", file=index, code="missing-file"
+        ) from error
+
+
+def _refuse_same_name(shards: Sequence[Shard]) -> None:
+    home: dict[str, Shard] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor.name in home:
+                raise BadInputError(
+                    f"is in {home[tensor.name].path.name} too; files that are no shards of one set "
+                    f"must be named one by one",
+                    file=shard.path,
+                    tensor=tensor.name,
+                    code="duplicate-name",
+                )
+            home[tensor.name] = shard
+
+
+def _refuse_same_file(shards: Iterable[Shard]) -> None:
+    home: dict[tuple[int, int], Shard] = {}
+    for shard in shards:
+        other = home.setdefault(shard.identity, shard)
+        if other is not shard:
+            raise BadInputError(
+                f"is the same file as {other.path}; name each file once", file=shard.path, code="duplicate-file"
+            )

@@ -1,0 +1,215 @@
+"""One safetensors file: its header, read and checked.
+
+The safetensors library judges whether a file is valid; where it refuses, this module says what is wrong and where. The
+byte offsets, which the library does not give, are then read from the same header.
+
+Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
+JSON, the tensors' bytes without a hole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtool.errors import BadInputError, SystemRefusedError, from_os_error
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_MAX_HEADER = 100_000_000
+_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+_OTHER_FORMATS = {b"PK\x03\x04": "a zip archive, as torch.save writes", b"\x80\x02": "a pickle", b"GGUF": "GGUF"}
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file; `begin` and `end` are byte offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in the file."""
+        return self.end - self.begin
+
+    @property
+    def elements(self) -> int:
+        """The product of its shape; 1 for rank 0."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One file of a gradient set; `tensors` are in the order of their bytes."""
+
+    path: Path
+    data_start: int
+    size: int
+    metadata: dict[str, str]
+    tensors: tuple[Tensor, ...]
+    stat: os.stat_result
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode: the same for every name of the file."""
+        return self.stat.st_dev, self.stat.st_ino
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        BadInputError: the file is missing, no regular file, or not what the safetensors library accepts.
+        SystemRefusedError: it cannot be read.
+    """
+    try:
+        # Without O_NONBLOCK a FIFO would keep us waiting for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise from_os_error(error, path) from error
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISDIR(status.st_mode):
+            raise BadInputError("is a folder, where a file is expected", file=path)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadInputError("is not a regular file", file=path)
+        _ask_library(path, fd, status.st_size)
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        header = _parse(_pread(fd, length, 8))
+        if not is_unchanged(path, status):
+            raise SystemRefusedError("was changed while its header was read; run again", file=path)
+        metadata = header.pop("__metadata__", None) or {}
+        tensors = (_tensor(name, entry, 8 + length) for name, entry in header.items())
+        ordered = tuple(sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)))
+        return Shard(path, 8 + length, status.st_size, metadata, ordered, status)
+    except OSError as error:
+        if isinstance(error, SystemRefusedError):
+            raise
+        raise from_os_error(error, path) from error
+    finally:
+        os.close(fd)
+
+
+def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
+    """Whether a file is still the one that `before` describes, and nobody has written to it since."""
+    try:
+        now = os.stat(path_or_fd)  # noqa: PTH116 - a descriptor has no Path
+    except FileNotFoundError:
+        return False
+    return (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) == (
+        before.st_dev,
+        before.st_ino,
+        before.st_size,
+        before.st_mtime_ns,
+    )
+
+
+def _ask_library(path: Path, fd: int, size: int) -> None:
+    from safetensors import SafetensorError, safe_open  # kept off the start-up path
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise _explain(path, fd, size, str(error)) from error
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(text)
+    return header
+
+
+def _tensor(name: str, entry: Any, data_start: int) -> Tensor:
+    dtype, shape, (begin, end) = _fields(entry)
+    return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _fields(entry: Any) -> tuple[str, list[int], list[int]]:
+    # The library reads an entry from an array of its three fields as well.
+    if isinstance(entry, list):
+        dtype, shape, offsets = entry
+    else:
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    return dtype, shape, offsets
+
+
+def _pread(fd: int, length: int, offset: int) -> bytes:
+    """All of a range, or as much of it as the file has."""
+    parts = []
+    while length > 0 and (part := os.pread(fd, length, offset)):
+        parts.append(part)
+        length -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _explain(path: Path, fd: int, size: int, verdict: str) -> BadInputError:
+    """What is wrong with a file that the library refused; `verdict` are its words, where we have no better ones."""
+    start = os.pread(fd, 8, 0)
+    for magic, name in _OTHER_FORMATS.items():
+        if start.startswith(magic):
+            return BadInputError(f"is not a safetensors file but {name}; convert it first", file=path)
+    if len(start) < 8:  # noqa: PLR2004 - the length field
+        return BadInputError(f"is not a safetensors file: {size} bytes are too few", file=path)
+    length = int.from_bytes(start, "little")
+    if length > _MAX_HEADER:
+        return BadInputError(
+            f"is not a safetensors file, or its header is over the limit: "
+            f"{length:,} bytes, where {_MAX_HEADER:,} are allowed",
+            file=path,
+        )
+    if 8 + length > size:
+        return BadInputError(
+            f"truncated: the header says {length:,} bytes of header, the file has {size:,} bytes; copy it again",
+            file=path,
+        )
+    try:
+        return _explain_tensors(path, size - 8 - length, _parse(_pread(fd, length, 8)), 8 + length)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return BadInputError(f"is not a valid safetensors file: {verdict}", file=path)
+
+
+def _explain_tensors(path: Path, data_size: int, header: dict[str, Any], data_start: int) -> BadInputError:
+    """The first tensor whose offsets lie, or the bytes that the file has too few or too many of."""
+    header.pop("__metadata__", None)
+    tensors = sorted((_tensor(name, entry, 0) for name, entry in header.items()), key=lambda tensor: tensor[3:])
+    expected = 0
+    for tensor in tensors:
+        needed = -(-tensor.elements * _BITS[tensor.dtype] // 8)
+        if tensor.begin != expected or tensor.end < tensor.begin:
+            return BadInputError(
+                f"bad offsets: begins at {tensor.begin:,}, where {expected:,} is the end of the one before it "
+                f"(tensors may neither overlap nor leave a hole)",
+                file=path,
+                tensor=tensor.name,
+            )
+        if tensor.nbytes != needed:
+            return BadInputError(
+                f"bad offsets: {list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes, "
+                f"the offsets span {tensor.nbytes:,}",
+                file=path,
+                tensor=tensor.name,
+            )
+        expected = tensor.end
+    says = f"the header says {data_start + expected:,} bytes, the file has {data_start + data_size:,}"
+    if expected > data_size:
+        whole = [tensor.name for tensor in tensors if tensor.end <= data_size]
+        last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
+        return BadInputError(f"truncated: {says} ({expected - data_size:,} missing); {last}; copy it again", file=path)
+    if expected < data_size:
+        return BadInputError(f"trailing bytes: {says} ({data_size - expected:,} too many)", file=path)
+    raise LookupError  # Nothing that we look for; the library knows more.

@@ -1,0 +1,274 @@
+"""Blocks in and out: stretches of files, read and rewritten by worker threads that each reuse one buffer.
+
+A pass reads contiguous ranges that span tensors, with large `preadv` and `pwrite` calls. Those calls and the arithmetic
+release the interpreter lock, so that threads really run side by side.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.store.header import Shard, Tensor, is_unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+# Large enough that a system call costs nothing beside the bytes it moves, small enough to stay in the cache.
+BLOCK_BYTES = 2 << 20
+# A hole between two wanted tensors that is cheaper to read than to seek over.
+_BRIDGE_BYTES = 128 << 10
+# Bounds what one block's bookkeeping takes when tensors are tiny.
+_MAX_SPANS = 4096
+# Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
+MAX_DEFAULT_THREADS = 16
+
+
+class Span(NamedTuple):
+    """A part of a tensor in a block: `elements` from element `start` on, at byte `offset` of the block."""
+
+    tensor: int
+    dtype: str
+    start: int
+    elements: int
+    offset: int
+
+
+class Block(NamedTuple):
+    """Bytes `begin` to `end` of a file, and the wanted tensors in them; bytes of no span are only copied."""
+
+    shard: Shard
+    begin: int
+    end: int
+    spans: Sequence[Span]
+
+
+@dataclass
+class Clock:
+    """Seconds, summed over the threads."""
+
+    read: float = 0.0
+    compute: float = 0.0
+    write: float = 0.0
+
+    def add(self, other: Clock) -> None:
+        """Add another thread's, or another pass's, seconds."""
+        self.read += other.read
+        self.compute += other.compute
+        self.write += other.write
+
+
+def default_threads() -> int:
+    """One thread for each core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_DEFAULT_THREADS)
+
+
+def plan(shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole: bool = False) -> Iterator[Block]:
+    """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
+
+    `wanted` gives tensors with the number they shall have in the spans, in the order of their bytes. With `whole` the
+    blocks cover every byte of the file, for a copy of it.
+    """
+    begin = position = 0 if whole else -1
+    spans: list[Span] = []
+    for number, tensor in wanted:
+        if not tensor.elements:
+            continue
+        itemsize = tensor.nbytes // tensor.elements
+        if not whole and (position < 0 or tensor.begin - position > _BRIDGE_BYTES):
+            if spans:
+                yield Block(shard, begin, position, spans)
+            begin, spans = tensor.begin, []
+        start = 0
+        while start < tensor.elements:
+            at = tensor.begin + start * itemsize
+            fitting = _fitting(tensor.elements - start, (begin + BLOCK_BYTES - at) // itemsize, unit)
+            if fitting and len(spans) < _MAX_SPANS:
+                spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
+                start += fitting
+                continue
+            # Full. What lies before the next element is copied, and may itself be longer than a block.
+            end = min(at, begin + BLOCK_BYTES)
+            yield Block(shard, begin, end, spans)
+            begin, spans = end, []
+        position = tensor.end
+    end = shard.size if whole else position
+    while begin < end:
+        cut = min(end, begin + BLOCK_BYTES)
+        yield Block(shard, begin, cut, spans)
+        begin, spans = cut, []
+
+
+def _fitting(elements: int, room: int, unit: int) -> int:
+    """How many of the remaining elements go into the room left: all, or a multiple of `unit`."""
+    return elements if elements <= room else max(room, 0) // unit * unit
+
+
+def run(
+    blocks: Iterable[Block],
+    work: Callable[[Block, memoryview], None],
+    *,
+    threads: int,
+    destinations: Mapping[Shard, Path] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Clock:
+    """Read every block and do `work` on it, in worker threads; write it to its file's destination, if there is one.
+
+    `work` may change the block in place. The first exception stops all threads and is raised again here.
+
+    Raises:
+        SystemRefusedError: reading or writing failed, or a file changed since its header was read.
+    """
+    queue = _Queue(iter(blocks), on_bytes)
+    arguments = (queue, work, destinations or {})
+    workers = [threading.Thread(target=_drain_quietly, args=arguments, daemon=True) for _ in range(threads)]
+    if threads == 1:
+        _drain_quietly(*arguments)
+    else:
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        except BaseException:
+            queue.stop()
+            for worker in workers:
+                if worker.ident is not None:
+                    worker.join()
+            raise
+    if queue.error is not None:
+        raise queue.error
+    return queue.clock
+
+
+class _Queue:
+    """The blocks still to do, shared by the worker threads."""
+
+    def __init__(self, blocks: Iterator[Block], on_bytes: Callable[[int], None] | None) -> None:
+        self._blocks = blocks
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+        self._stopped = False
+        self.error: BaseException | None = None
+        self.clock = Clock()
+
+    def next(self) -> Block | None:
+        with self._lock:
+            return None if self._stopped else next(self._blocks, None)
+
+    def done(self, block: Block) -> None:
+        if self._on_bytes is not None:
+            with self._lock:
+                self._on_bytes(block.end - block.begin)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._stopped = True
+            self.error = self.error or error
+
+    def finish(self, clock: Clock) -> None:
+        with self._lock:
+            self.clock.add(clock)
+
+
+def _drain_quietly(
+    queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]
+) -> None:
+    try:
+        _drain(queue, work, destinations)
+    except BaseException as error:  # noqa: BLE001 - raised again by run(), in the thread that called it
+        queue.stop(error)
+
+
+def _drain(queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]) -> None:
+    clock = Clock()
+    files = _OpenFiles(destinations)
+    buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    try:
+        while (block := queue.next()) is not None:
+            view = buffer[: block.end - block.begin]
+            began = perf_counter()
+            files.switch(block.shard)
+            _read_fully(files.source, view, block)
+            read = perf_counter()
+            work(block, view)
+            computed = perf_counter()
+            if files.target is not None:
+                _write_fully(files.target, view, block, destinations[block.shard])
+            written = perf_counter()
+            clock.add(Clock(read - began, computed - read, written - computed))
+            queue.done(block)
+    finally:
+        files.close()
+        queue.finish(clock)
+
+
+class _OpenFiles:
+    """The file that a thread reads, and the one that it writes: two descriptors however many shards there are."""
+
+    def __init__(self, destinations: Mapping[Shard, Path]) -> None:
+        self._destinations = destinations
+        self._shard: Shard | None = None
+        self.source = -1
+        self.target: int | None = None
+
+    def switch(self, shard: Shard) -> None:
+        if shard is self._shard:
+            return
+        self.close()
+        self.source = _open_source(shard)
+        self._shard = shard
+        destination = self._destinations.get(shard)
+        if destination is not None:
+            try:
+                self.target = os.open(destination, os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise from_os_error(error, destination) from error
+
+    def close(self) -> None:
+        if self.source >= 0:
+            os.close(self.source)
+        if self.target is not None:
+            os.close(self.target)
+        self._shard, self.source, self.target = None, -1, None
+
+
+def _open_source(shard: Shard) -> int:
+    try:
+        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise from_os_error(error, shard.path) from error
+    if not is_unchanged(fd, shard.stat):
+        os.close(fd)
+        raise SystemRefusedError("was changed by somebody else in the meantime; run again", file=shard.path)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return fd
+
+
+def _read_fully(fd: int, view: memoryview, block: Block) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(fd, [view[done:]], block.begin + done)
+        except OSError as error:
+            raise from_os_error(error, block.shard.path) from error
+        if not count:
+            raise SystemRefusedError("became shorter while it was read; run again", file=block.shard.path)
+        done += count
+
+
+def _write_fully(fd: int, view: memoryview, block: Block, target: Path) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(fd, view[done:], block.begin + done)
+        except OSError as error:
+            raise from_os_error(error, target) from error

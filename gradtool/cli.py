@@ -190,8 +190,13 @@ def clip(
 
 
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
-    with report.progress(command, wanted=not quiet) as progress:
-        result = call(progress)
+    try:
+        with report.progress(command, wanted=not quiet) as progress:
+            result = call(progress)
+    except KeyboardInterrupt as error:
+        # Here and not in main(), for Typer would make an exit code of it and drop the notes.
+        message = "; ".join(["interrupted", *getattr(error, "__notes__", ())])
+        raise typer.Exit(_fail(Problem("interrupted", message), exit_code=EXIT_INTERRUPTED)) from error
     problems = getattr(result, "problems", ())
     if json or not quiet:
         try:
@@ -211,9 +216,8 @@ def main() -> NoReturn:
             signal.signal(number, _terminate)
     try:
         sys.exit(_guarded())
-    except KeyboardInterrupt as error:
-        message = "; ".join(["interrupted", *getattr(error, "__notes__", ())])
-        sys.exit(_fail(Problem("interrupted", message), exit_code=EXIT_INTERRUPTED))
+    except KeyboardInterrupt:
+        sys.exit(_fail(Problem("interrupted", "interrupted"), exit_code=EXIT_INTERRUPTED))
 
 
 def _guarded() -> int:

@@ -2,7 +2,8 @@
 
 Arithmetic is float32 for types of 32 bits and fewer and float64 for F64. Widening is exact. Narrowing rounds once, to
 nearest even, and writes every NaN as the one quiet NaN of the type, so that the bits of a result never depend on how a
-processor passes NaN payloads on. Beyond the largest finite value F16 and F8_E5M2 become infinite, F8_E4M3 NaN.
+processor passes NaN payloads on. What is beyond the largest finite value becomes infinite; F8_E4M3, which has no
+infinity, makes it a NaN of the same sign.
 
 Formats: IEEE 754 binary64/32/16, bfloat16, and FP8 as in "FP8 Formats for Deep Learning" (arXiv:2209.05433).
 """

@@ -160,8 +160,9 @@ def clip(
             nonfinite_problems(session.selected, before),
         )
     norm_before, norms = measured / unscale, [one / unscale for one in tensor_norms]
-    if math.isinf(norm_before) and before.is_finite:
-        raise BadInputError("the norm is beyond float64; use --unscale to divide the gradients first")
+    limiting = norms if per_tensor else [norm_before]
+    if max_norm is not None and before.is_finite and math.inf in limiting:
+        raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
 
     coef = policy.coef(norm_before if total_norm is None else total_norm)
     coefs = [policy.coef(one) for one in norms] if per_tensor else [coef] * len(session.selected)

@@ -1,0 +1,5 @@
+"""`python -m gradtool`."""
+
+from gradtool.cli import main
+
+main()

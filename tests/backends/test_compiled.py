@@ -1,0 +1,52 @@
+import math
+
+import numpy as np
+import pytest
+
+kernels = pytest.importorskip("gradtool.backends._kernels", reason="the compiled kernels were not built")
+
+
+def arguments(pieces=((1, 0, 4),), **changed):
+    """A call that works, and what a test changes about it."""
+    good = {
+        "block": bytearray(16),
+        "pieces": np.array(pieces, np.int64),
+        "factors": np.ones(1),
+        "limit": math.inf,
+        "term": 2,
+        "sums": np.zeros(1),
+        "max_abs": np.zeros(1),
+        "counts": np.zeros((1, 4), np.int64),
+    }
+    return list((good | changed).values())
+
+
+def test_a_correct_call_works():
+    kernels.run(*arguments())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pieces": [(1, 0, 5)]},
+        {"pieces": [(1, 13, 1)]},
+        {"pieces": [(1, -4, 1)]},
+        {"pieces": [(1, 0, -1)]},
+        {"pieces": [(1, 0, 2**62)]},
+        {"pieces": [(6, 0, 1)]},
+        {"pieces": [(-1, 0, 1)]},
+        {"sums": np.zeros(2)},
+        {"sums": np.zeros(0)},
+        {"max_abs": np.zeros(0)},
+        {"counts": np.zeros((0, 4), np.int64)},
+        {"factors": np.zeros(2)},
+        {"block": bytes(16)},
+    ],
+)
+def test_no_call_reaches_outside_its_buffers(wrong):
+    with pytest.raises(ValueError, match=r"needed|outside|storage type"):
+        kernels.run(*arguments(**wrong))
+
+
+def test_reading_needs_no_writable_block():
+    kernels.run(*arguments(block=bytes(16), factors=None))

@@ -1,0 +1,207 @@
+"""What every backend must do to the last bit, against Python floats, ml_dtypes and numpy."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import NUMPY_TYPES, VALUE_TYPES, backends, bits_of, canonical_tile_sums, encode
+
+from gradtool.backends import Piece, Terms
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.storage import STORAGE
+
+# Odd on purpose: around a lane, a row, a tile; and sizes that are a multiple of nothing.
+SIZES = [1, 2, 37, 199, 760, 2047, 2048, 2049, 4096, 65_535, 65_536, 65_537, 131_072, 200_003]
+
+
+def gaussian(elements, dtype, seed=3):
+    """Values over many orders of magnitude, with zeros of both signs among them."""
+    rng = np.random.default_rng(seed)
+    spread = 3 if dtype.startswith("F8") else 8
+    values = rng.standard_normal(elements) * 10.0 ** rng.integers(-spread, 2, elements)
+    values[rng.random(elements) < 0.01] = 0.0
+    values[rng.random(elements) < 0.01] = -0.0
+    return encode(values, dtype)
+
+
+def block_of(*arrays, lead=0):
+    """A writable block that holds the arrays one after another, and the pieces in it."""
+    data = bytearray(b"\xff" * lead)
+    pieces = []
+    names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+    for array in arrays:
+        pieces.append(Piece(names[array.dtype], len(data), array.size))
+        data += array.tobytes()
+    return memoryview(data), pieces
+
+
+def stored(block, piece):
+    itemsize = NUMPY_TYPES[piece.dtype].itemsize
+    raw = np.frombuffer(block, np.uint8, piece.elements * itemsize, piece.offset)
+    return raw.copy().view(NUMPY_TYPES[piece.dtype])
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_tile_sums_are_the_canonical_ones(backend, dtype, elements, norm_type):
+    array = gaussian(elements, dtype)
+    block, pieces = block_of(array)
+    found = backend.tile_sums(block, pieces, Terms(norm_type))
+    values = np.abs(array.astype(np.float64)).tolist()
+    expected = canonical_tile_sums([x * x if norm_type == 2 else x for x in values])
+    assert found.sums.tolist() == expected
+    assert found.max_abs.tolist() == [max(values)]
+    assert found.zeros.tolist() == [values.count(0.0)]
+    assert found.nan.tolist() == found.inf.tolist() == [0]
+    assert found.first_nonfinite.tolist() == [-1]
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 3.0, 7.25])
+def test_other_orders_are_within_1e_12_of_the_truth(backend, norm_type):
+    array = gaussian(70_000, "F32")
+    block, pieces = block_of(array)
+    sums = backend.tile_sums(block, pieces, Terms(norm_type)).sums
+    truth = math.fsum(abs(x) ** norm_type for x in array.astype(float).tolist())
+    assert math.fsum(sums) == pytest.approx(truth, rel=1e-12, abs=0)
+
+
+def test_the_maximum_norm_sums_nothing_and_still_finds_the_maximum(backend):
+    block, pieces = block_of(encode([3, -7, 2], "BF16"))
+    found = backend.tile_sums(block, pieces, Terms(math.inf))
+    assert found.max_abs.tolist() == [7.0]
+    assert found.sums.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4])
+@pytest.mark.parametrize("factor", [0.377, 1 / 3, 1e-4, 0.9999999, 0.0, 3.7e-40, 41.5])
+def test_scaling_is_a_float32_product_rounded_once_for_every_bit_pattern(backend, dtype, factor):
+    storage = STORAGE[dtype]
+    codes = np.arange(2 ** (8 * storage.bits.itemsize)).astype(storage.bits)
+    array = codes.view(NUMPY_TYPES[dtype])
+    block, pieces = block_of(array)
+    backend.scale(block, pieces, [factor], math.inf, Terms())
+    with np.errstate(all="ignore"):
+        product = array.astype(np.float32) * np.float32(factor)
+        expected = product.astype(array.dtype)
+    ours, numbers = stored(block, pieces[0]), ~np.isnan(product)
+    assert np.array_equal(bits_of(ours)[numbers], bits_of(expected)[numbers])
+    assert (bits_of(ours)[~numbers] == storage.quiet_nan).all()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F64"])
+def test_scaling_wide_types_is_one_product(backend, dtype):
+    rng = np.random.default_rng(11)
+    bits = rng.integers(0, 2**64, 300_000, np.uint64)
+    array = bits.view(np.float64) if dtype == "F64" else bits.view(np.float32)
+    block, pieces = block_of(array)
+    backend.scale(block, pieces, [0.1], math.inf, Terms())
+    with np.errstate(all="ignore"):
+        expected = array * array.dtype.type(0.1)
+    ours, numbers = stored(block, pieces[0]), ~np.isnan(array)
+    assert np.array_equal(bits_of(ours)[numbers], bits_of(expected)[numbers])
+    assert (bits_of(ours)[~numbers] == STORAGE[dtype].quiet_nan).all()
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_subnormals_are_not_flushed_and_minus_zero_stays(backend, dtype):
+    codes = np.array([1, 2, 3], STORAGE[dtype].bits)
+    array = np.concatenate([codes.view(NUMPY_TYPES[dtype]), encode([-0.0, 0.0], dtype)])
+    block, pieces = block_of(array)
+    found = backend.scale(block, pieces, [1.0], math.inf, Terms())
+    assert stored(block, pieces[0]).tobytes() == array.tobytes()
+    assert found.max_abs[0] == float(array[2].astype(np.float64)) > 0
+    assert found.zeros[0] == 2
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_the_limit_clamps_and_leaves_nan_alone(backend, dtype):
+    array = encode([0.1, -0.3, 0.5, -0.75, 3, -4, np.nan, 0.0], dtype)
+    block, pieces = block_of(array)
+    backend.scale(block, pieces, [1.0], 0.5, Terms())
+    ours = stored(block, pieces[0]).astype(np.float64)
+    expected = np.clip(array.astype(np.float64), -0.5, 0.5)
+    assert np.array_equal(ours, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+@pytest.mark.parametrize("term", [1.0, 2.0, 3.0, math.inf])
+def test_the_sums_of_a_write_are_those_of_what_was_written(backend, dtype, term):
+    array = gaussian(70_001, dtype)
+    block, pieces = block_of(array)
+    written = backend.scale(block, pieces, [0.377], 0.25, Terms(term))
+    again = backend.tile_sums(block, pieces, Terms(term))
+    for fact in ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite"):
+        assert getattr(written, fact).tolist() == getattr(again, fact).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
+def test_nonfinite_values_are_counted_and_the_first_is_found(backend, dtype):
+    values = np.ones(70_000)
+    values[[66_000, 66_001, 69_999]] = [np.inf, np.nan, -np.inf]
+    block, pieces = block_of(encode(np.ones(5), dtype), encode(values, dtype), lead=1)
+    found = backend.tile_sums(block, pieces, Terms())
+    assert found.nan.tolist() == [0, 1]
+    assert found.inf.tolist() == [0, 2]
+    assert found.first_nonfinite.tolist() == [-1, 66_000]
+    assert found.max_abs.tolist() == [1.0, math.inf]
+    assert math.isnan(found.sums[2])
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
+def test_dropped_values_are_counted_but_summed_and_written_as_zero(backend, dtype):
+    block, pieces = block_of(encode([3, np.nan, 4, np.inf], dtype))
+    terms = Terms(drop_nonfinite=True)
+    found = backend.tile_sums(block, pieces, terms)
+    assert found.sums.tolist() == [25.0]
+    assert (found.nan[0], found.inf[0], found.max_abs[0]) == (1, 1, 4.0)
+    written = backend.scale(block, pieces, [0.5], math.inf, terms)
+    assert stored(block, pieces[0]).astype(float).tolist() == [1.5, 0.0, 2.0, 0.0]
+    assert (written.sums[0], written.nan[0], written.inf[0]) == (6.25, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_an_exponent_divides_before_summing_and_only_there(backend, dtype):
+    array = gaussian(3000, dtype)
+    block, pieces = block_of(array)
+    plain = backend.tile_sums(block, pieces, Terms())
+    scaled = backend.tile_sums(block, [pieces[0]._replace(exponent=7)], Terms())
+    assert scaled.sums[0] * 2.0**14 == plain.sums[0]
+    assert scaled.max_abs[0] == plain.max_abs[0]
+
+
+def test_a_piece_may_lie_at_any_address(backend):
+    arrays = [gaussian(n, dtype) for n, dtype in ((5, "F8_E4M3"), (2100, "F64"), (3, "BF16"), (70_001, "F32"))]
+    for lead in range(1, 9):
+        block, pieces = block_of(*arrays, lead=lead)
+        found = backend.scale(block, pieces, [0.5] * 4, math.inf, Terms())
+        assert len(found.sums) == 5
+        for piece, array in zip(pieces, arrays, strict=True):
+            expected = (array.astype(np.float64) * 0.5).astype(array.dtype)
+            assert stored(block, piece).tobytes() == expected.tobytes()
+
+
+def test_pieces_do_not_touch_what_lies_between_them(backend):
+    block, pieces = block_of(np.ones(3, np.float32), np.ones(3, np.float32), np.ones(3, np.float32))
+    backend.scale(block, [pieces[0], pieces[2]], [0.5, 0.25], math.inf, Terms())
+    assert np.frombuffer(block, np.float32).tolist() == [0.5] * 3 + [1.0] * 3 + [0.25] * 3
+
+
+PIECES = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 2049, 65_537])), max_size=4)
+
+
+@given(shapes=PIECES, seed=st.integers(0, 99), norm_type=st.sampled_from([1.0, 2.0, math.inf]), limit=st.floats(0, 4))
+def test_every_backend_gives_the_bits_of_the_reference(shapes, seed, norm_type, limit):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.integers(0, 256, n * NUMPY_TYPES[d].itemsize, np.uint8).view(NUMPY_TYPES[d]) for d, n in shapes]
+    factors, terms = [float(rng.random())] * len(arrays), Terms(norm_type)
+    expected_block, pieces = block_of(*arrays, lead=3)
+    expected = NumpyBackend().scale(expected_block, pieces, factors, limit, terms)
+    for name, backend in backends():
+        block, pieces = block_of(*arrays, lead=3)
+        found = backend.scale(block, pieces, factors, limit, terms)
+        assert bytes(block) == bytes(expected_block), name
+        for fact in ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite"):
+            assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), (name, fact)

@@ -1,0 +1,380 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import NUMPY_TYPES, VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
+
+from gradtool import BadInputError, NonFiniteError, UsageError, clip, norm
+from gradtool.store import stream
+
+
+def one_file(folder, **tensors):
+    return write(folder / "x.safetensors", tensors)
+
+
+def test_a_known_result(tmp_path):
+    arrays = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9, 10, 11, 12]}
+    path = one_file(tmp_path, **{name: encode(values, "F32") for name, values in arrays.items()})
+    result = clip(path, max_norm=12)
+    assert result.norm_before == result.norm == math.sqrt(650)
+    assert result.coef == 12 / (math.sqrt(650) + 1e-6)
+    assert result.clipped
+    assert read(path)["a"] == pytest.approx([0.4706787, 0.9413574, 1.4120361], abs=2**-23)
+    assert result.norm_after == norm(path).norm == pytest.approx(12, rel=1e-7)
+    assert (result.files_written, result.bytes_written) == (1, path.stat().st_size)
+
+
+def test_300_in_f16_clips_to_1(tmp_path):
+    path = one_file(tmp_path, a=encode([300], "F16"))
+    assert clip(path, max_norm=1).norm_after == 1.0
+    assert read(path)["a"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("F32", 1e20), ("F64", 1e200), ("F64", 1e-200)])
+def test_extreme_values_are_clipped_and_not_turned_to_zeros(tmp_path, dtype, value):
+    path = one_file(tmp_path, a=encode([value] * 4, dtype))
+    result = clip(path, max_norm=value, eps=0)
+    assert read(path)["a"].tolist() == pytest.approx([value / 2] * 4, rel=1e-6)
+    assert result.norm_after == pytest.approx(value, rel=1e-6)
+    assert result.norm_after == norm(path).norm
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_every_element_is_one_product_in_float32_and_one_rounding(tmp_path, dtype):
+    array = encode(np.random.default_rng(6).standard_normal(100_000) * 3, dtype)
+    path = one_file(tmp_path, a=array)
+    result = clip(path, max_norm=7.5)
+    work = np.float64 if dtype == "F64" else np.float32
+    expected = (array.astype(work) * work(result.coef)).astype(array.dtype)
+    assert np.array_equal(bits_of(read(path)["a"]), bits_of(expected))
+    assert result.norm_after == norm(path).norm
+
+
+@pytest.mark.parametrize("max_norm", [5.0, 7.5, math.inf])
+def test_nothing_to_clip_leaves_inode_mtime_and_bytes_alone(tmp_path, max_norm):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"))
+    before = snapshot(tmp_path)
+    result = clip(path, max_norm=max_norm, eps=0)
+    assert snapshot(tmp_path) == before
+    assert (result.clipped, result.norm_before, result.norm_after) == (False, 5.0, 5.0)
+    assert (result.coef, result.bytes_written) == (max_norm / 5.0, 0)
+
+
+def test_a_coefficient_that_rounds_to_1_writes_nothing(tmp_path):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"))
+    before = snapshot(tmp_path)
+    result = clip(path, max_norm=5.0, eps=1e-9)
+    assert result.coef < 1
+    assert not result.clipped
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(("eps", "coef"), [(1e-6, 1 / (5 + 1e-6)), (1e-7, 1 / (5 + 1e-7)), (0, 0.2)])
+def test_eps(tmp_path, eps, coef):
+    assert clip(one_file(tmp_path, a=encode([3, 4], "F32")), max_norm=1, eps=eps, dry_run=True).coef == coef
+
+
+def test_a_limit_of_zero_makes_zeros_that_keep_their_sign(tmp_path):
+    path = one_file(tmp_path, a=encode([3, -4], "F32"))
+    assert clip(path, max_norm=0).norm_after == 0.0
+    assert bits_of(read(path)["a"]).tolist() == [0, 0x8000_0000]
+
+
+def test_zeros_have_nothing_to_clip(tmp_path):
+    path = one_file(tmp_path, a=np.zeros(3, np.float32))
+    result = clip(path, max_norm=0, eps=0)
+    assert (result.clipped, result.coef) == (False, math.inf)
+
+
+def test_untouched_tensors_metadata_header_and_order_stay_as_they_were(tmp_path):
+    tensors = {
+        "z": encode([3.0], "F32"),
+        "ids": np.arange(5, dtype=np.int32),
+        "a": encode([4.0], "F32"),
+        "kept": encode([1.5, math.nan], "BF16"),
+    }
+    path = write(tmp_path / "x", tensors, {"step": "7", "note": "é"}, padding=5)
+    clip(path, max_norm=1, eps=0, exclude=["ids", "kept"])
+    factor = np.float32(0.2)
+    tensors |= {"z": np.array([3], np.float32) * factor, "a": np.array([4], np.float32) * factor}
+    assert path.read_bytes() == build(tensors, {"step": "7", "note": "é"}, padding=5)
+
+
+def test_all_sets_of_a_call_are_one_vector(tmp_path):
+    write_index(
+        tmp_path / "set", {"1.safetensors": {"a": encode([2], "F32")}, "2.safetensors": {"b": encode([4], "F32")}}
+    )
+    other = write(tmp_path / "other", {"a": encode([4], "F32")})
+    result = clip([tmp_path / "set", other], max_norm=3, eps=0)
+    assert (result.norm_before, result.coef, result.files) == (6.0, 0.5, 3)
+    assert read(tmp_path / "set" / "1.safetensors")["a"].tolist() == [1.0]
+    assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [2.0]
+    assert read(other)["a"].tolist() == [2.0]
+
+
+def test_a_file_without_a_change_is_not_touched(tmp_path):
+    changed = write(tmp_path / "changed", {"a": encode([3], "F32")})
+    write(tmp_path / "kept", {"b": encode([4], "F32")})
+    kept = snapshot(tmp_path)[tmp_path / "kept"]
+    result = clip([changed, tmp_path / "kept"], max_norm=1, include=["a"])
+    assert result.files_written == 1
+    assert snapshot(tmp_path)[tmp_path / "kept"] == kept
+
+
+def test_per_tensor_clips_each_by_its_own_norm(tmp_path):
+    path = one_file(tmp_path, big=encode([30, 40], "F32"), small=encode([0.3, 0.4], "F32"), tiny=np.full(4, 1e-200))
+    result = clip(path, max_norm=5, eps=0, per_tensor=True)
+    assert read(path)["big"].tolist() == pytest.approx([3, 4])
+    assert read(path)["small"].tolist() == encode([0.3, 0.4], "F32").tolist()
+    big, small, tiny = result.per_tensor
+    assert (big.norm_before, big.coef, big.clipped, small.clipped) == (50.0, 0.1, True, False)
+    assert big.norm_after == pytest.approx(5)
+    assert small.norm_after == small.norm_before
+    assert tiny.norm_before == tiny.norm_after == 2e-200
+    assert result.coef is None
+    assert result.clipped
+    assert result.norm_after == norm(path).norm
+
+
+def test_max_value_clamps(tmp_path):
+    path = one_file(tmp_path, a=encode([0.25, -3, 0.5, 7, -0.0], "BF16"), b=encode([0.1], "F32"))
+    result = clip(path, max_value=0.5)
+    assert read(path)["a"].astype(float).tolist() == [0.25, -0.5, 0.5, 0.5, -0.0]
+    assert read(path)["b"].tolist() == encode([0.1], "F32").tolist()
+    assert (result.clipped, result.coef, result.max_abs) == (True, None, 7.0)
+    assert result.norm_after == norm(path).norm
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_clamping_twice_writes_once(tmp_path, dtype):
+    path = one_file(tmp_path, a=encode([1, -2, 0.01], dtype))
+    assert clip(path, max_value=0.1).clipped
+    before = snapshot(tmp_path)
+    again = clip(path, max_value=0.1)
+    assert (again.clipped, again.bytes_written) == (False, 0)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_given_total_norm_takes_the_place_of_the_measured_one(tmp_path):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"))
+    result = clip(path, max_norm=1, total_norm=10, eps=0)
+    assert (result.norm_before, result.total_norm, result.coef) == (5.0, 10, 0.1)
+    assert result.norm_after == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("max_norm", "clipped", "after"), [(100, False, [3.0, 4.0]), (2.5, True, [1.5, 2.0])])
+def test_unscale_divides_in_the_norm_and_in_the_result_even_without_clipping(tmp_path, max_norm, clipped, after):
+    path = one_file(tmp_path, a=encode([3 * 1024, 4 * 1024], "F16"))
+    result = clip(path, max_norm=max_norm, unscale=1024, eps=0)
+    assert (result.norm_before, result.max_abs, result.clipped) == (5.0, 4.0, clipped)
+    assert read(path)["a"].tolist() == after
+    assert result.norm_after == norm(path).norm
+
+
+def test_unscale_goes_before_the_clamp(tmp_path):
+    path = one_file(tmp_path, a=encode([8, 2], "F16"))
+    clip(path, max_value=1, unscale=4)
+    assert read(path)["a"].tolist() == [1.0, 0.5]
+
+
+def poisoned(folder):
+    return one_file(folder, good=encode([3, 4], "F32"), bad=encode([1, math.nan, math.inf, -math.inf], "F32"))
+
+
+def test_nonfinite_error_writes_nothing_and_names_the_tensors(tmp_path):
+    path = poisoned(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(NonFiniteError) as caught:
+        clip(path, max_norm=1)
+    assert snapshot(tmp_path) == before
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.tensor) == (str(path), "bad")
+    assert problem.message == "1 NaN, 2 Inf, the first at index 1"
+    assert caught.value.exit_code == 1
+
+
+def test_nonfinite_propagate_does_what_torch_does(tmp_path):
+    path = poisoned(tmp_path)
+    result = clip(path, max_norm=1, nonfinite="propagate")
+    assert math.isnan(result.coef)
+    assert result.clipped
+    assert all(np.isnan(array).all() for array in read(path).values())
+
+    path = one_file(tmp_path, a=encode([3, math.inf], "F32"))
+    result = clip(path, max_norm=1, nonfinite="propagate")
+    assert (result.coef, read(path)["a"][0]) == (0.0, 0.0)
+    assert np.isnan(read(path)["a"][1])
+
+
+def test_nonfinite_zero_takes_them_as_zero(tmp_path):
+    path = poisoned(tmp_path)
+    result = clip(path, max_norm=100, nonfinite="zero")
+    assert (result.norm_before, result.nan, result.inf) == (math.sqrt(26), 1, 2)
+    assert not result.clipped
+    assert read(path)["bad"].tolist() == [1, 0, 0, 0]
+    assert read(path)["good"].tolist() == [3, 4]
+    assert clip(poisoned(tmp_path), max_norm=1, nonfinite="zero").norm_after == pytest.approx(1)
+
+
+def test_a_result_that_its_type_cannot_hold_is_an_error_that_names_it(tmp_path):
+    path = one_file(tmp_path, fine=encode([1], "F16"), hot=encode([1, 60_000], "F16"))
+    before = snapshot(tmp_path)
+    for options in ({}, {"dry_run": True}, {"nonfinite": "zero"}):
+        with pytest.raises(NonFiniteError) as caught:
+            clip(path, max_norm=1e6, unscale=0.5, **options)
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.tensor) == ("overflow", "hot")
+        assert problem.message == "1 results are beyond F16, the first at index 1"
+    assert snapshot(tmp_path) == before
+    clip(path, max_norm=1e6, unscale=0.5, nonfinite="propagate")
+    assert read(path)["hot"].tolist() == [2, math.inf]
+
+
+def test_a_norm_beyond_float64_is_refused_rather_than_clipped_to_zero(tmp_path):
+    path = one_file(tmp_path, a=np.full(4, 1.7e308))
+    with pytest.raises(BadInputError, match="beyond float64; limit the values with --max-value"):
+        clip(path, max_norm=1)
+    clip(path, max_value=1e300)
+    assert clip(path, max_norm=1).norm_after == pytest.approx(1)
+
+
+def test_dry_run_says_the_same_and_writes_nothing(tmp_path):
+    path = one_file(tmp_path, a=encode([3, 4], "BF16"), b=np.arange(100_000, dtype=np.float32))
+    before = snapshot(tmp_path)
+    dry = clip(path, max_norm=1, dry_run=True)
+    assert snapshot(tmp_path) == before
+    wet = clip(path, max_norm=1)
+    assert (dry.norm_before, dry.norm_after, dry.coef, dry.clipped) == (
+        wet.norm_before, wet.norm_after, wet.coef, wet.clipped,
+    )  # fmt: skip
+    assert (dry.dry_run, dry.bytes_written, dry.files_written) == (True, 0, 0)
+
+
+def test_output_leaves_the_input_alone(tmp_path):
+    path = one_file(tmp_path / "in", a=encode([3, 4], "F32"))
+    before = snapshot(tmp_path / "in")
+    clip(path, max_norm=1, eps=0, output=tmp_path / "out.safetensors")
+    assert snapshot(tmp_path / "in") == before
+    assert read(tmp_path / "out.safetensors")["a"].tolist() == pytest.approx([0.6, 0.8])
+
+
+def test_output_is_written_when_nothing_is_clipped_too(tmp_path):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"))
+    result = clip(path, max_norm=100, output=tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == path.read_bytes()
+    assert (result.clipped, result.files_written) == (False, 1)
+
+
+def test_output_dir_takes_every_file_and_the_index(tmp_path):
+    shards = {"1.safetensors": {"a": encode([30], "F32")}, "2.safetensors": {"ids": np.ones(3, np.int32)}}
+    index = write_index(tmp_path / "in", shards)
+    before = snapshot(tmp_path / "in")
+    clip(index, max_norm=1, exclude=["ids"], output_dir=tmp_path / "new" / "out")
+    assert snapshot(tmp_path / "in") == before
+    out = tmp_path / "new" / "out"
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in before)
+    assert (out / index.name).read_bytes() == index.read_bytes()
+    assert (out / "2.safetensors").read_bytes() == (index.parent / "2.safetensors").read_bytes()
+    assert norm(out, exclude=["ids"]).norm == pytest.approx(1)
+
+
+def test_a_failed_run_leaves_no_output(tmp_path):
+    with pytest.raises(NonFiniteError):
+        clip(poisoned(tmp_path), max_norm=1, output=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_norm": 1, "max_value": 1},
+        {"max_norm": -1},
+        {"max_norm": math.nan},
+        {"max_value": -0.5},
+        {"max_value": math.nan},
+        {"max_norm": 1, "eps": -1},
+        {"max_norm": 1, "eps": math.nan},
+        {"max_norm": 1, "unscale": 0},
+        {"max_norm": 1, "unscale": math.inf},
+        {"max_norm": 1, "total_norm": math.inf},
+        {"max_norm": 1, "total_norm": -1},
+        {"max_norm": 1, "norm_type": 0},
+        {"max_norm": 1, "nonfinite": "ignore"},
+        {"max_norm": 1, "per_tensor": True, "total_norm": 1},
+        {"max_value": 1, "per_tensor": True},
+        {"max_norm": 1, "output": "a", "output_dir": "b"},
+        {"max_norm": 1, "threads": 0},
+    ],
+)
+def test_arguments_that_make_no_sense_are_usage_errors_and_change_nothing(tmp_path, arguments):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"))
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError):
+        clip(path, **arguments)
+    assert snapshot(tmp_path) == before
+
+
+def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
+    one = write(tmp_path / "1" / "x.safetensors", {"a": encode([3], "F32")})
+    two = write(tmp_path / "2" / "x.safetensors", {"a": encode([3], "F32")})
+    with pytest.raises(UsageError, match="single input"):
+        clip([one, two], max_norm=1, output=tmp_path / "out")
+    with pytest.raises(UsageError, match="two inputs"):
+        clip([one, two], max_norm=1, output_dir=tmp_path / "out")
+    with pytest.raises(UsageError, match="is a folder"):
+        clip(one, max_norm=1, output=tmp_path)
+    with pytest.raises(UsageError, match="is no folder"):
+        clip(one, max_norm=1, output_dir=two)
+    for option in ({"output": one}, {"output_dir": one.parent}):
+        with pytest.raises(UsageError, match="is an input"):
+            clip(one, max_norm=1, **option)
+
+
+SIZES = st.sampled_from([0, 1, 2049, 65_537, 300_001])
+TENSORS = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), SIZES), min_size=1, max_size=7)
+
+
+@settings(max_examples=12)
+@given(tensors=TENSORS, seed=st.integers(0, 9), max_norm=st.floats(0.01, 100))
+def test_the_same_bits_for_any_threads_blocks_and_shards(tmp_path_factory, tensors, seed, max_norm):
+    folder = tmp_path_factory.mktemp("bits")
+    rng = np.random.default_rng(seed)
+    arrays = {f"t{i}": encode(rng.standard_normal(n), dtype) for i, (dtype, n) in enumerate(tensors)}
+    one = write(folder / "one", arrays)
+    expected = clip(one, max_norm=max_norm, threads=1)
+    values = {name: array.tobytes() for name, array in read(one).items()}
+    usual = stream.BLOCK_BYTES
+    for count, threads, block_bytes in ((1, 2, 512 << 10), (2, 1, 3_000_000), (7, 8, usual)):
+        stream.BLOCK_BYTES = block_bytes
+        try:
+            index = write_index(
+                folder / str(count),
+                {f"{i}.safetensors": {name: arrays[name] for name in list(arrays)[i::count]} for i in range(count)},
+            )
+            result = clip(index, max_norm=max_norm, threads=threads)
+        finally:
+            stream.BLOCK_BYTES = usual
+        assert (result.norm_before, result.norm_after) == (expected.norm_before, expected.norm_after)
+        for file in Path(folder / str(count)).glob("*.safetensors"):
+            assert all(array.tobytes() == values[name] for name, array in read(file).items())
+
+
+@given(
+    values=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=50),
+    max_norm=st.floats(1e-3, 1e3),
+    dtype=st.sampled_from(["F64", "F32", "BF16"]),
+)
+def test_the_norm_is_limited_and_the_direction_kept(tmp_path_factory, values, max_norm, dtype):
+    array = encode(values, dtype)
+    path = write(tmp_path_factory.getbasetemp() / "direction", {"a": array})
+    result = clip(path, max_norm=max_norm)
+    # Half a unit in the last place for each element, and float32's half for the coefficient.
+    slack = {"F64": 1e-15, "F32": 2.0**-23, "BF16": 2.0**-8}[dtype]
+    assert result.norm_after <= max(max_norm * (1 + slack), 1e-30)
+    after = read(path)["a"].astype(np.float64)
+    assert (np.sign(after) * np.sign(array.astype(np.float64)) >= 0).all()
+    assert NUMPY_TYPES[dtype] == array.dtype

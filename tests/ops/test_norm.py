@@ -1,0 +1,205 @@
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import NUMPY_TYPES, VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
+
+from gradtool import BadInputError, UsageError, norm
+from gradtool.store import stream
+
+
+def one_file(folder, **tensors):
+    return write(folder / "x.safetensors", tensors)
+
+
+def test_a_known_result(tmp_path):
+    arrays = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9, 10, 11, 12]}
+    path = one_file(tmp_path, **{name: encode(values, "F32") for name, values in arrays.items()})
+    result = norm(path)
+    assert result.norm == math.sqrt(650) == pytest.approx(25.4950976, abs=5e-8)
+    assert (result.max_abs, result.files, result.tensors, result.elements, result.bytes) == (12.0, 1, 3, 12, 48)
+    assert (result.nan, result.inf, result.zeros, result.problems, result.per_tensor) == (0, 0, 0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "expected"), [(1, 78.0), (2, math.sqrt(650)), (math.inf, 12.0), (3, 6084 ** (1 / 3))]
+)
+def test_the_order_of_the_norm(tmp_path, norm_type, expected):
+    path = one_file(tmp_path, a=encode(range(1, 13), "F32"))
+    assert norm(path, norm_type=norm_type).norm == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 2.5, 7])
+def test_any_order_is_within_1e_12_of_float64_truth(tmp_path, norm_type):
+    values = np.random.default_rng(2).standard_normal(100_000)
+    truth = math.fsum(abs(x) ** norm_type for x in values.tolist()) ** (1 / norm_type)
+    assert norm(one_file(tmp_path, a=values), norm_type=norm_type).norm == pytest.approx(truth, rel=1e-12)
+
+
+def test_5120_ones_in_bf16_have_an_l1_norm_of_5120(tmp_path):
+    assert norm(one_file(tmp_path, a=np.ones(5120, ml_dtypes.bfloat16)), norm_type=1).norm == 5120.0
+
+
+def test_300_in_f16_has_a_norm_of_300(tmp_path):
+    assert norm(one_file(tmp_path, a=encode([300], "F16"))).norm == 300.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("F32", 1e20), ("F32", 1e-40), ("F64", 1e200), ("F64", 1e-200), ("F64", 5e-324)]
+)
+def test_a_finite_gradient_has_a_finite_norm_that_is_not_zero(tmp_path, dtype, value):
+    array = encode([value] * 4, dtype)
+    result = norm(one_file(tmp_path, a=array), per_tensor=True)
+    assert result.norm == result.per_tensor[0].norm == 2 * float(array[0])
+
+
+def test_a_rescue_of_one_tensor_leaves_the_others_exact(tmp_path):
+    result = norm(one_file(tmp_path, tiny=np.full(4, 1e-200), usual=np.array([3.0, 4.0])), per_tensor=True)
+    assert result.norm == 5.0
+    assert [row.norm for row in result.per_tensor] == [2e-200, 5.0]
+
+
+def test_high_orders_neither_overflow_nor_underflow(tmp_path):
+    path = one_file(tmp_path, a=encode([1e30, 1e30], "F32"), b=encode([1e-30], "F32"))
+    result = norm(path, norm_type=20, per_tensor=True)
+    assert result.norm == pytest.approx(1e30 * 2 ** (1 / 20), rel=1e-6)
+    assert result.per_tensor[1].norm == pytest.approx(1e-30, rel=1e-6)
+
+
+def test_a_norm_beyond_float64_is_infinite(tmp_path):
+    assert norm(one_file(tmp_path, a=np.full(4, 1.7e308))).norm == math.inf
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_the_bits_are_those_of_the_contract(tmp_path, dtype):
+    rng = np.random.default_rng(8)
+    arrays = [encode(rng.standard_normal(n), dtype) for n in (1, 2049, 70_000)]
+    path = one_file(tmp_path, **{f"t{i}": array for i, array in enumerate(arrays)})
+    assert norm(path).norm == canonical_norm(arrays)
+
+
+SIZES = st.sampled_from([0, 1, 5, 2048, 2049, 65_536, 65_537, 300_001])
+TENSORS = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), SIZES), min_size=1, max_size=8)
+
+
+@settings(max_examples=25)
+@given(tensors=TENSORS, seed=st.integers(0, 9), order=st.randoms(use_true_random=False))
+def test_the_same_bits_for_any_threads_blocks_order_and_shards(tmp_path_factory, tensors, seed, order):
+    folder = tmp_path_factory.mktemp("bits")
+    rng = np.random.default_rng(seed)
+    arrays = {f"t{i}": encode(rng.standard_normal(n), dtype) for i, (dtype, n) in enumerate(tensors)}
+    expected = norm(write(folder / "one", arrays), threads=1).norm
+    shuffled = order.sample(list(arrays), len(arrays))
+    for count in (1, 2, 7):
+        shards = {f"{i}.safetensors": {name: arrays[name] for name in shuffled[i::count]} for i in range(count)}
+        index = write_index(folder / str(count), shards)
+        files = [folder / str(count) / file for file in shards]
+        for threads in (1, 2, 8):
+            assert norm(index, threads=threads).norm.hex() == expected.hex()
+        assert norm(order.sample(files, len(files)), threads=2).norm.hex() == expected.hex()
+
+
+@pytest.mark.parametrize("block_bytes", [512 << 10, 1 << 20, 3_000_000, 16 << 20])
+def test_the_same_bits_for_any_block_size(tmp_path, monkeypatch, block_bytes):
+    rng = np.random.default_rng(4)
+    path = one_file(tmp_path, a=rng.standard_normal(700_000), b=rng.standard_normal(3).astype(np.float32))
+    expected = norm(path)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", block_bytes)
+    assert norm(path, threads=2).norm == expected.norm
+
+
+def test_per_tensor_gives_every_tensor_in_file_order(tmp_path):
+    path = one_file(tmp_path, b=encode([[3, 0], [4, -0.0]], "F32"), a=encode(-2, "BF16"))
+    first, second = norm(path, per_tensor=True).per_tensor
+    assert (first.name, first.file, first.dtype, first.shape) == ("b", str(path), "F32", (2, 2))
+    assert (first.norm, first.max_abs, first.nan, first.inf, first.zeros) == (5.0, 4.0, 0, 0, 2)
+    assert (second.name, second.shape, second.norm) == ("a", (), 2.0)
+
+
+def test_top_gives_the_largest_first_and_nan_before_all(tmp_path):
+    path = one_file(
+        tmp_path, **{name: encode([value], "F32") for name, value in zip("abcd", [1, 9, math.nan, 4], strict=True)}
+    )
+    assert [row.name for row in norm(path, top=3).per_tensor] == ["c", "b", "d"]
+
+
+def test_nonfinite_values_are_problems_with_counts_and_a_place(tmp_path):
+    values = np.ones((300, 300), np.float32)
+    values[250, 7], values[250, 8], values[299, 0] = math.inf, math.nan, math.nan
+    result = norm(one_file(tmp_path, good=np.ones(3, np.float32), bad=values))
+    assert math.isnan(result.norm)
+    assert (result.nan, result.inf, result.max_abs) == (2, 1, math.inf)
+    (problem,) = result.problems
+    assert (problem.code, problem.tensor) == ("nonfinite", "bad")
+    assert problem.message == "2 NaN, 1 Inf, the first at index 75007"
+
+
+def test_nan_is_found_whatever_the_order(tmp_path):
+    path = one_file(tmp_path, a=encode([1, math.nan, 3], "F16"))
+    for norm_type in (1, 2, 3, math.inf):
+        assert math.isnan(norm(path, norm_type=norm_type).norm)
+
+
+@pytest.mark.parametrize(("limit", "problems"), [(5.1, []), (5.0, []), (4.9, ["above-limit"]), (math.inf, [])])
+def test_fail_above(tmp_path, limit, problems):
+    result = norm(one_file(tmp_path, a=encode([3, 4], "F32")), fail_above=limit)
+    assert [problem.code for problem in result.problems] == problems
+
+
+def test_nothing_is_changed(tmp_path):
+    path = one_file(tmp_path, a=np.ones(100_000, np.float32))
+    before = snapshot(tmp_path)
+    norm(path)
+    assert snapshot(tmp_path) == before
+
+
+def test_no_tensors_and_no_elements_have_a_norm_of_zero(tmp_path):
+    assert norm(write(tmp_path / "none", {})).norm == 0.0
+    result = norm(write(tmp_path / "empty", {"a": np.zeros((3, 0), np.float32)}), per_tensor=True)
+    assert (result.norm, result.elements, result.per_tensor[0].norm) == (0.0, 0, 0.0)
+
+
+def test_two_thousand_tiny_tensors(tmp_path):
+    path = one_file(tmp_path, **{f"t{i}": np.full(i % 5, 2, np.float32) for i in range(2000)})
+    assert norm(path).norm == math.sqrt(4 * 4000)
+
+
+def test_a_selection(tmp_path):
+    path = one_file(tmp_path, a=encode([3], "F32"), b=encode([4], "F32"), ids=np.ones(2, np.int32))
+    assert norm(path, exclude=["ids"]).norm == 5.0
+    assert norm(path, include=["a"]).norm == 3.0
+    with pytest.raises(BadInputError, match="'ids': has type I32"):
+        norm(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"norm_type": 0},
+        {"norm_type": -1},
+        {"norm_type": math.nan},
+        {"top": 0},
+        {"fail_above": math.nan},
+        {"threads": 0},
+    ],
+)
+def test_arguments_that_make_no_sense_are_usage_errors(tmp_path, arguments):
+    with pytest.raises(UsageError):
+        norm(one_file(tmp_path, a=np.ones(1, np.float32)), **arguments)
+
+
+def test_timings_and_bytes_add_up(tmp_path):
+    result = norm(one_file(tmp_path, a=np.ones(500_000, np.float32)), threads=2)
+    assert result.timings.read_bytes == result.bytes == 2_000_000
+    assert result.timings.write_bytes == 0
+    assert 0 < result.timings.read + result.timings.compute < result.seconds
+
+
+def test_progress_ends_at_the_whole(tmp_path):
+    calls = []
+    norm(one_file(tmp_path, a=np.ones(900_000)), progress=lambda *call: calls.append(call))
+    assert calls[-1] == (7_200_000, 7_200_000)
+    assert NUMPY_TYPES["F64"].itemsize * 900_000 == 7_200_000

@@ -1,0 +1,182 @@
+import io
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from support import write, write_index
+
+from gradtool import BadInputError, UsageError
+from gradtool.store.gradset import open_sets, read_path_list, refuse_dtypes, select
+
+ONES = np.ones(2, np.float32)
+
+
+def names(sets):
+    return [(shard.path.name, tensor.name) for one in sets for shard in one.shards for tensor in shard.tensors]
+
+
+def test_a_file_is_a_set(tmp_path):
+    path = write(tmp_path / "any.name", {"a": ONES, "b": ONES})
+    assert names(open_sets(path)) == [("any.name", "a"), ("any.name", "b")]
+
+
+def test_a_folder_without_an_index_is_its_files_in_name_order(tmp_path):
+    for name in ("b", "a", "c"):
+        write(tmp_path / f"{name}.safetensors", {name: ONES})
+    write(tmp_path / ".hidden.safetensors", {"h": ONES})
+    write(tmp_path / "other.bin", {"o": ONES})
+    assert [name for name, _ in names(open_sets(tmp_path))] == ["a.safetensors", "b.safetensors", "c.safetensors"]
+
+
+def test_an_index_is_its_shards_and_so_is_its_folder(tmp_path):
+    index = write_index(tmp_path, {"2.safetensors": {"a": ONES}, "1.safetensors": {"b": ONES, "c": ONES}})
+    write(tmp_path / "consolidated.safetensors", {"a": ONES})
+    expected = [("2.safetensors", "a"), ("1.safetensors", "b"), ("1.safetensors", "c")]
+    assert names(open_sets(index)) == names(open_sets(tmp_path)) == expected
+    assert open_sets(tmp_path)[0].index == index
+
+
+def test_two_indexes_in_a_folder_are_ambiguous(tmp_path):
+    write_index(tmp_path, {"1.safetensors": {"a": ONES}})
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(BadInputError, match="2 indexes"):
+        open_sets(tmp_path)
+
+
+def test_a_folder_without_files_is_bad_input(tmp_path):
+    with pytest.raises(BadInputError, match=r"no \.safetensors file"):
+        open_sets(tmp_path)
+
+
+def test_no_path_is_a_usage_error():
+    with pytest.raises(UsageError, match="no path"):
+        open_sets([])
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "why"),
+    [
+        ({"a": "1.safetensors", "z": "1.safetensors"}, "'z': the index maps it to 1.safetensors, which does not hold"),
+        ({"a": "1.safetensors", "b": "1.safetensors"}, "'b': the index maps it to 1.safetensors, which does not hold"),
+        ({"a": "1.safetensors", "b": "3.safetensors"}, "the shard 3.safetensors, which is not there"),
+        ({"a": "2.safetensors", "b": "1.safetensors"}, "does not hold it"),
+        ({"a": "1.safetensors", "b": "2.safetensors"}, "'c': is in 2.safetensors, and the index does not map it"),
+        ({"a": "../1.safetensors"}, "'a': .*must lie beside"),
+        ({"a": "/etc/passwd"}, "'a': .*must lie beside"),
+        ({"a": "sub/1.safetensors"}, "must lie beside"),
+        ({"a": ".."}, "must lie beside"),
+        ({"a": 7}, "must lie beside"),
+        (["a"], "not a valid index"),
+        ("text", "not a valid index"),
+    ],
+)
+def test_an_index_that_disagrees_with_its_shards_is_bad_input(tmp_path, weight_map, why):
+    shards = {"1.safetensors": {"a": ONES}, "2.safetensors": {"b": ONES, "c": ONES}}
+    index = write_index(tmp_path, shards, weight_map)
+    with pytest.raises(BadInputError, match=why) as caught:
+        open_sets(index)
+    assert str(index) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, '{"weight_map": null}', "\x00"])
+def test_an_index_that_is_none_is_bad_input(tmp_path, text):
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(BadInputError, match="not a valid index"):
+        open_sets(index)
+
+
+def test_an_index_that_names_a_tensor_twice_is_bad_input(tmp_path):
+    write(tmp_path / "1.safetensors", {"a": ONES})
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "1.safetensors", "a": "1.safetensors"}}')
+    with pytest.raises(BadInputError, match="'a': the index names it twice"):
+        open_sets(index)
+
+
+def test_one_name_in_two_shards_of_a_set_is_bad_input(tmp_path):
+    for name in ("1", "2"):
+        write(tmp_path / f"{name}.safetensors", {"a": ONES})
+    with pytest.raises(BadInputError, match="'a': is in 1.safetensors too"):
+        open_sets(tmp_path)
+    assert len(open_sets([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])) == 2
+
+
+def test_the_same_file_twice_is_bad_input_by_whatever_name(tmp_path):
+    path = write(tmp_path / "a.safetensors", {"a": ONES})
+    (tmp_path / "link").symlink_to(path)
+    os.link(path, tmp_path / "hard")
+    for other in (path, tmp_path / "link", tmp_path / "hard", tmp_path):
+        with pytest.raises(BadInputError, match="same file"):
+            open_sets([path, other])
+
+
+@pytest.mark.parametrize("separator", ["\n", "\0"])
+def test_paths_come_from_a_file(tmp_path, separator):
+    awkward = "b c" if separator == "\n" else "b\nc"
+    paths = [str(write(tmp_path / name, {name: ONES})) for name in ("a", awkward)]
+    (tmp_path / "list").write_text(separator.join(paths) + separator)
+    assert read_path_list(tmp_path / "list") == paths
+    assert len(open_sets([], files_from=tmp_path / "list")) == 2
+
+
+def test_paths_come_from_standard_input(tmp_path, monkeypatch):
+    path = write(tmp_path / "a", {"a": ONES})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(os.fsencode(path) + b"\0")))
+    assert read_path_list("-") == [str(path)]
+
+
+def test_an_empty_list_of_paths_is_bad_input(tmp_path):
+    (tmp_path / "list").write_text("\n\n")
+    with pytest.raises(BadInputError, match="names no file"):
+        open_sets([], files_from=tmp_path / "list")
+
+
+def chosen(sets, **patterns):
+    return [one.tensor.name for one in select(sets, **patterns)]
+
+
+def test_patterns_search_in_names(tmp_path):
+    sets = open_sets(write(tmp_path / "x", dict.fromkeys(("l.0.weight", "l.0.bias", "l.1.weight", "head"), ONES)))
+    assert chosen(sets) == ["l.0.weight", "l.0.bias", "l.1.weight", "head"]
+    assert chosen(sets, include=["weight"]) == ["l.0.weight", "l.1.weight"]
+    assert chosen(sets, include=["weight", "^head$"]) == ["l.0.weight", "l.1.weight", "head"]
+    assert chosen(sets, exclude=[r"\.0\."]) == ["l.1.weight", "head"]
+    assert chosen(sets, include=[r"^l\."], exclude=["bias"]) == ["l.0.weight", "l.1.weight"]
+
+
+@pytest.mark.parametrize("patterns", [{"include": ["nope"]}, {"include": ["a", "nope"]}, {"exclude": ["nope"]}])
+def test_a_pattern_that_matches_nothing_is_bad_input(tmp_path, patterns):
+    sets = open_sets(write(tmp_path / "x", {"a": ONES}))
+    with pytest.raises(BadInputError, match="'nope' matches no tensor"):
+        select(sets, **patterns)
+
+
+def test_patterns_that_leave_nothing_are_bad_input(tmp_path):
+    with pytest.raises(BadInputError, match="leave no tensor"):
+        select(open_sets(write(tmp_path / "x", {"a": ONES})), include=["a"], exclude=["a"])
+
+
+def test_a_pattern_that_is_none_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match=r"'\(' is no regular expression"):
+        select(open_sets(write(tmp_path / "x", {"a": ONES})), include=["("])
+
+
+def test_an_unsupported_type_is_named_with_the_way_out(tmp_path):
+    sets = open_sets(write(tmp_path / "x", {"a": ONES, "ids.0": np.ones(2, np.int32)}))
+    with pytest.raises(BadInputError, match=r"tensor 'ids.0': has type I32.*--exclude '\^ids\\.0\$'"):
+        refuse_dtypes(select(sets), ["F32"])
+    refuse_dtypes(select(sets, exclude=[r"^ids\.0$"]), ["F32"])
+
+
+def test_an_index_of_a_link_finds_the_shards_beside_the_link(tmp_path):
+    blobs = tmp_path / "blobs"
+    real = write_index(blobs, {"1.safetensors": {"a": ONES}})
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "model.safetensors.index.json").symlink_to(real)
+    (snapshot / "1.safetensors").symlink_to(blobs / "1.safetensors")
+    assert open_sets(snapshot)[0].shards[0].path == snapshot / "1.safetensors"
+    assert json.loads(real.read_text())["weight_map"] == {"a": "1.safetensors"}

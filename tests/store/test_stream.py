@@ -1,0 +1,122 @@
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import NUMPY_TYPES, write
+
+from gradtool import SystemRefusedError
+from gradtool.store import stream
+from gradtool.store.header import read_shard
+from gradtool.store.stream import plan, run
+
+UNIT = 65_536
+TYPES = ["F64", "F32", "BF16", "F8_E4M3"]
+TENSORS = st.lists(st.tuples(st.sampled_from(TYPES), st.sampled_from([0, 1, 300, 65_537, 200_000])), max_size=7)
+
+
+def shard_of(folder, tensors, padding=0):
+    arrays = {f"t{i}": np.zeros(n, NUMPY_TYPES[dtype]) for i, (dtype, n) in enumerate(tensors)}
+    return read_shard(write(folder / "x.safetensors", arrays, padding=padding))
+
+
+@given(tensors=TENSORS, every=st.integers(1, 3), whole=st.booleans(), padding=st.sampled_from([0, 5, 3_000_000]))
+def test_blocks_hold_every_wanted_element_once_and_cut_only_at_tiles(tmp_path_factory, tensors, every, whole, padding):
+    shard = shard_of(tmp_path_factory.getbasetemp(), tensors, padding)
+    wanted = list(enumerate(shard.tensors))[::every]
+    blocks = list(plan(shard, wanted, UNIT, whole=whole))
+    done = dict.fromkeys((number for number, _ in wanted), 0)
+    for block in blocks:
+        assert 0 < block.end - block.begin <= stream.BLOCK_BYTES
+        for span in block.spans:
+            tensor = shard.tensors[span.tensor]
+            itemsize = NUMPY_TYPES[span.dtype].itemsize
+            assert span.start == done[span.tensor]
+            assert span.start % UNIT == 0
+            assert block.begin + span.offset == tensor.begin + span.start * itemsize
+            assert block.begin + span.offset + span.elements * itemsize <= block.end
+            done[span.tensor] += span.elements
+    assert done == {number: tensor.elements for number, tensor in wanted}
+    edges = [(block.begin, block.end) for block in blocks]
+    if whole:
+        assert [begin for begin, _ in edges] == [0, *(end for _, end in edges[:-1])]
+        assert edges[-1][1] == shard.size
+    else:
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(edges))
+
+
+def test_tiny_tensors_share_a_block(tmp_path):
+    shard = shard_of(tmp_path, [("F32", 10)] * 2000)
+    assert len(list(plan(shard, enumerate(shard.tensors), UNIT))) == 1
+
+
+def test_a_hole_is_skipped_when_it_is_large(tmp_path):
+    shard = shard_of(tmp_path, [("F32", 10), ("F32", 10), ("F32", 200_000), ("F32", 10)])
+    wanted = [(0, shard.tensors[0]), (1, shard.tensors[1]), (3, shard.tensors[3])]
+    assert [len(block.spans) for block in plan(shard, wanted, UNIT)] == [2, 1]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_every_block_is_worked_on_once_and_arrives_at_the_destination(tmp_path, threads):
+    rng = np.random.default_rng(1)
+    path = write(tmp_path / "x.safetensors", {f"t{i}": rng.integers(0, 256, 700_000, np.uint8) for i in range(9)})
+    shard = read_shard(path)
+    target = tmp_path / "copy"
+    target.touch()
+    lock, seen = threading.Lock(), []
+
+    def work(block, view):
+        with lock:
+            seen.append(block.begin)
+        view[0] ^= 255
+
+    blocks = list(plan(shard, enumerate(shard.tensors), UNIT, whole=True))
+    run(blocks, work, threads=threads, destinations={shard: target})
+    assert sorted(seen) == [block.begin for block in blocks]
+    expected = bytearray(path.read_bytes())
+    for block in blocks:
+        expected[block.begin] ^= 255
+    assert target.read_bytes() == bytes(expected)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_first_error_of_a_worker_is_raised_and_stops_the_others(tmp_path, threads):
+    shard = shard_of(tmp_path, [("F64", 2_000_000)])
+    calls = []
+
+    def work(block, _view):
+        calls.append(block)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(plan(shard, enumerate(shard.tensors), UNIT), work, threads=threads)
+    assert len(calls) <= threads
+
+
+def test_progress_counts_every_byte(tmp_path):
+    shard = shard_of(tmp_path, [("F64", 900_000), ("F32", 3)])
+    counts = []
+    run(plan(shard, enumerate(shard.tensors), UNIT), lambda *_: None, threads=2, on_bytes=counts.append)
+    assert sum(counts) == 900_000 * 8 + 12
+
+
+def test_a_file_that_was_replaced_or_cut_since_it_was_opened_is_refused(tmp_path):
+    shard = shard_of(tmp_path, [("F64", 900_000)])
+    blocks = list(plan(shard, enumerate(shard.tensors), UNIT))
+    with shard.path.open("r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(SystemRefusedError, match="changed"):
+        run(blocks, lambda *_: None, threads=1)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
+    shard = shard_of(tmp_path, [("F64", 900_000)])
+
+    def cut(_block, _view):
+        with shard.path.open("r+b") as file:
+            file.truncate(100_000)
+
+    with pytest.raises(SystemRefusedError, match="shorter"):
+        run(plan(shard, enumerate(shard.tensors), UNIT), cut, threads=1)

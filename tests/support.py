@@ -1,0 +1,145 @@
+"""What the tests share: files made byte by byte, and truth that does not come from gradtool."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from gradtool.backends.cpu import NumpyBackend
+
+# The types as others implement them: numpy and ml_dtypes.
+NUMPY_TYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+}
+VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+def backends():
+    """Every backend of this build, as (name, backend)."""
+    found = [("numpy", NumpyBackend())]
+    try:
+        from gradtool.backends.compiled import CompiledBackend
+    except ImportError:
+        return found
+    return [*found, ("compiled", CompiledBackend())]
+
+
+def bits_of(array):
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def encode(values, dtype):
+    """Numbers as an array of a storage type."""
+    with np.errstate(all="ignore"):
+        return np.asarray(values).astype(NUMPY_TYPES[dtype])
+
+
+def build(tensors, metadata=None, padding=0):
+    """The bytes of a safetensors file; `tensors` maps names to arrays."""
+    header, data = {} if metadata is None else {"__metadata__": metadata}, b""
+    names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+    for name, array in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        data += raw
+    return with_header(header, data, padding)
+
+
+def with_header(header, data=b"", padding=0, length=None):
+    """A file with any header, valid or not."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * padding
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def write(path, tensors, metadata=None, padding=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(build(tensors, metadata, padding))
+    return path
+
+
+def write_index(folder, shards, weight_map=None):
+    """An index and its shards; `shards` maps file names to tensors."""
+    mapped = {name: file for file, tensors in shards.items() for name in tensors}
+    for file, tensors in shards.items():
+        write(folder / file, tensors)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": mapped if weight_map is None else weight_map}))
+    return index
+
+
+def read(path):
+    """Name to array, by offsets and nothing else."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: np.frombuffer(content[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]], np.uint8)
+        .view(NUMPY_TYPES[entry["dtype"]])
+        .reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+def canonical_tile_sums(terms):
+    """The tile sums of DESIGN's section on arithmetic, spelled out with Python floats."""
+    sums = []
+    for start in range(0, len(terms), 65_536):
+        tile = terms[start : start + 65_536]
+        lanes = [0.0] * 2048
+        for i, term in enumerate(tile):
+            lanes[i % 2048] += term
+        while len(lanes) > 1:
+            lanes = [lanes[j] + lanes[j + 1] for j in range(0, len(lanes), 2)]
+        sums.append(lanes[0])
+    return sums
+
+
+def canonical_norm(arrays):
+    """The L2 norm by the contract, from the values as Python floats."""
+    sums = [
+        one for array in arrays for one in canonical_tile_sums([x * x for x in array.astype(float).ravel().tolist()])
+    ]
+    return math.sqrt(math.fsum(sums))
+
+
+def snapshot(folder):
+    """Everything about the files of a folder that a run which changes nothing must leave alone."""
+    return {
+        path: (path.read_bytes(), path.stat().st_ino, path.stat().st_mtime_ns, path.stat().st_mode)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def gradtool(*arguments, **options):
+    """Run the real command; its output and exit code."""
+    environment = os.environ | options.pop("env", {})
+    return subprocess.run(
+        [sys.executable, "-m", "gradtool", *map(str, arguments)],
+        check=False,
+        env=environment,
+        timeout=120,
+        **{"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+    )
+
+
+def gradtool_json(*arguments, **options):
+    """Run the real command with --json; the parsed object, checked against the exit code."""
+    done = gradtool(*arguments, "--json", **options)
+    answer = json.loads(done.stdout)
+    assert answer["exit_code"] == done.returncode
+    return answer

@@ -1,0 +1,48 @@
+import inspect
+
+import pytest
+
+import gradtool
+from gradtool import cli
+
+# What only one of the twins has: the command prints, the function reports progress.
+COMMAND_ONLY = {"json", "quiet"}
+FUNCTION_ONLY = {"progress"}
+
+
+@pytest.mark.parametrize("name", ["norm", "clip"])
+def test_command_and_function_have_the_same_arguments_and_defaults(name):
+    def defaults(function, leave_out):
+        parameters = inspect.signature(function).parameters.values()
+        return {one.name: one.default or None for one in parameters if one.name not in leave_out}
+
+    assert defaults(getattr(cli, name), COMMAND_ONLY) == defaults(getattr(gradtool, name), FUNCTION_ONLY)
+
+
+@pytest.mark.parametrize("name", ["norm", "clip"])
+def test_every_argument_is_documented(name):
+    function = getattr(gradtool, name)
+    for argument in inspect.signature(function).parameters:
+        assert f"        {argument}: " in function.__doc__
+
+
+def test_everything_public_can_be_imported_and_is_listed():
+    for name in gradtool.__all__:
+        assert getattr(gradtool, name) is not None
+        assert name in dir(gradtool)
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        gradtool.nope  # noqa: B018
+
+
+def test_every_error_has_its_exit_code_and_a_standard_base():
+    codes = {
+        gradtool.NonFiniteError: (1, ArithmeticError),
+        gradtool.UsageError: (2, ValueError),
+        gradtool.BadInputError: (3, ValueError),
+        gradtool.BackendUnavailableError: (4, RuntimeError),
+        gradtool.SystemRefusedError: (5, OSError),
+    }
+    for error, (code, base) in codes.items():
+        assert error.exit_code == code
+        assert issubclass(error, base)
+        assert issubclass(error, gradtool.GradtoolError)

@@ -1,0 +1,379 @@
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import NUMPY_TYPES, encode, gradtool, gradtool_json, read, snapshot, with_header, write, write_index
+
+from gradtool import norm
+
+SAMPLES = Path(__file__).parent.parent / "sample_data"
+ONES = np.ones(2, np.float32)
+
+
+def sample(folder):
+    return write(folder / "x.safetensors", {"a": encode([3, 4], "F32"), "b": encode([0, 0], "BF16")})
+
+
+def test_version():
+    done = gradtool("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "gradtool 0.1.0\n", "")
+
+
+@pytest.mark.parametrize("command", [[], ["norm"], ["clip"]])
+def test_help_shows_what_there_is(command):
+    done = gradtool(*command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage:" in done.stdout
+    assert all(option in done.stdout for option in (["--max-norm", "--eps"] if command == ["clip"] else ["--help"]))
+
+
+def test_without_a_command_the_help_is_shown():
+    assert gradtool().stdout == gradtool("--help").stdout
+
+
+NORM_KEYS = [
+    "norm_type", "norm", "max_abs", "files", "tensors", "elements", "bytes", "nan", "inf", "zeros",
+    "backend", "backend_why", "threads", "seconds", "timings", "per_tensor",
+]  # fmt: skip
+CLIP_KEYS = [
+    "max_norm", "max_value", "total_norm", "unscale", "norm_before", "norm_after", "coef", "clipped", "dry_run",
+    "files_written", "bytes_written",
+]  # fmt: skip
+ROW_KEYS = ["name", "file", "dtype", "shape", "norm", "max_abs", "nan", "inf", "zeros"]
+CLIPPED_ROW_KEYS = ["name", "file", "dtype", "shape", "norm_before", "norm_after", "coef", "clipped"]
+
+
+def test_the_keys_of_norm_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor")
+    assert list(answer) == ["gradtool", "schema", "command", "status", "exit_code", "data", "errors"]
+    assert [answer[key] for key in ("gradtool", "schema", "command", "status", "exit_code", "errors")] == [
+        "0.1.0", 1, "norm", "ok", 0, [],
+    ]  # fmt: skip
+    assert list(answer["data"]) == NORM_KEYS
+    assert [list(row) for row in answer["data"]["per_tensor"]] == [ROW_KEYS] * 2
+    assert (answer["data"]["norm"], answer["data"]["zeros"]) == (5.0, 2)
+
+
+def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
+    assert list(answer["data"]) == NORM_KEYS + CLIP_KEYS
+    assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
+    assert answer["data"]["clipped"] is True
+
+
+def test_floats_in_json_read_back_to_the_same_bits(tmp_path):
+    path = write(tmp_path / "x", {"a": np.random.default_rng(1).standard_normal(1000)})
+    assert gradtool_json("norm", path)["data"]["norm"].hex() == norm(path).norm.hex()
+
+
+def test_nonfinite_numbers_are_strings_in_json(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1, math.nan, math.inf], "F32")})
+    answer = gradtool_json("norm", path, "--top", 1)
+    assert (answer["status"], answer["exit_code"]) == ("found", 1)
+    assert (answer["data"]["norm"], answer["data"]["max_abs"]) == ("NaN", "Infinity")
+    assert answer["errors"] == [
+        {"code": "nonfinite", "message": "1 NaN, 1 Inf, the first at index 1", "file": str(path), "tensor": "a"}
+    ]
+
+
+def test_plain_lines_are_for_grep_and_awk(tmp_path):
+    done = gradtool("norm", sample(tmp_path), "--per-tensor")
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    facts = {fields[0]: fields[1] for fields in lines if fields[0] != "tensor"}
+    assert (facts["norm"], facts["zeros"], facts["backend"]) == ("5.0", "2", "cpu")
+    path = str(tmp_path / "x.safetensors")
+    assert [fields for fields in lines if fields[0] == "tensor"] == [
+        ["tensor", "F32", "2", "5.0", "4.0", "0", "0", "0", "a", path],
+        ["tensor", "BF16", "2", "0.0", "0.0", "0", "0", "2", "b", path],
+    ]
+
+
+def test_clip_always_says_before_after_coefficient_and_whether(tmp_path):
+    path = sample(tmp_path)
+    for max_norm, expected in (("1", {"norm_before": "5.0", "clipped": "yes"}), ("2", {"clipped": "no"})):
+        done = gradtool("clip", path, "--max-norm", max_norm)
+        facts = dict(line.split("\t") for line in done.stdout.splitlines())
+        assert {"norm_before", "norm_after", "coef", "clipped"} <= facts.keys()
+        assert facts | expected == facts
+    assert float(facts["norm_after"]) == pytest.approx(1, rel=1e-6)
+
+
+def test_quiet_says_nothing(tmp_path):
+    done = gradtool("clip", sample(tmp_path), "--max-norm", "1", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_fail_above(tmp_path):
+    path = sample(tmp_path)
+    assert gradtool("norm", path, "--fail-above", "5").returncode == 0
+    done = gradtool("norm", path, "--fail-above", "4.5")
+    assert (done.returncode, done.stderr) == (1, "gradtool: error: the norm 5.0 is above the limit 4.5\n")
+    assert "norm\t5.0\n" in done.stdout
+
+
+def test_names_are_never_printed_raw(tmp_path):
+    path = write(tmp_path / "x", {"\x1b[31mred\n\u202e": encode([math.nan], "F32")})
+    done = gradtool("norm", path, "--per-tensor")
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\u202e" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "\\x1b[31mred\\n\\u202e" in done.stdout
+
+
+def test_a_path_that_is_no_text_works(tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), b"gr\xffad.safetensors")  # noqa: PTH118 - bytes
+    Path(os.fsdecode(path)).write_bytes(sample(tmp_path).read_bytes())
+    assert gradtool("norm", os.fsdecode(path), "--top", "1").returncode == 0
+    assert gradtool_json("norm", os.fsdecode(path))["data"]["norm"] == 5.0
+
+
+def test_files_from_standard_input(tmp_path):
+    paths = [write(tmp_path / f"{i} .safetensors", {"a": encode([2], "F32")}) for i in range(4)]
+    text = "\0".join(map(str, paths)) + "\0"
+    assert gradtool_json("norm", "--files-from", "-", input=text)["data"]["norm"] == 4.0
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def lay_out_bad_inputs(folder):
+    good = sample(folder)
+    (folder / "truncated").write_bytes(good.read_bytes()[:-3])
+    (folder / "trailing").write_bytes(good.read_bytes() + b"\0")
+    (folder / "text").write_text("not a tensor in sight")
+    (folder / "over").write_bytes(with_header({}, length=2**40))
+    (folder / "overlap").write_bytes(with_header({"a": GOOD, "b": GOOD | {"data_offsets": [4, 12]}}, bytes(12)))
+    write(folder / "integers", {"ids": np.ones(2, np.int32)})
+    write_index(folder / "lost", {"1.safetensors": {"a": ONES}}, {"a": "1.safetensors", "b": "2.safetensors"})
+    write_index(folder / "unheld", {"1.safetensors": {"a": ONES}}, {"a": "1.safetensors", "b": "1.safetensors"})
+    write_index(folder / "unmapped", {"1.safetensors": {"a": ONES, "b": ONES}}, {"a": "1.safetensors"})
+    for name in ("1", "2"):
+        write(folder / "twice" / f"{name}.safetensors", {"a": ONES})
+    (folder / "empty").mkdir()
+
+
+# By what is wrong: the arguments, the exit code, and what the message says.
+BAD_INPUTS = {
+    "no safetensors file": ("text", 3, "not a safetensors file"),
+    "truncated": ("truncated", 3, "truncated: the header says"),
+    "trailing bytes": ("trailing", 3, "trailing bytes"),
+    "header over the limit": ("over", 3, "over the limit"),
+    "overlapping offsets": ("overlap", 3, "bad offsets"),
+    "index names a missing shard": ("lost", 3, "2.safetensors, which is not there"),
+    "index names a missing tensor": ("unheld", 3, "does not hold it"),
+    "index leaves a tensor out": ("unmapped", 3, "does not map it"),
+    "same file twice": ("x.safetensors x.safetensors", 3, "same file"),
+    "same name twice": ("twice", 3, "is in 1.safetensors too"),
+    "unsupported type": ("integers", 3, "--exclude"),
+    "pattern without a match": ("x.safetensors --include zzz", 3, "matches no tensor"),
+    "pattern that is none": ("x.safetensors --include (", 2, "no regular expression"),
+    "NaN limit": ("x.safetensors --max-norm nan", 2, "not nan"),
+    "negative limit": ("x.safetensors --max-norm -1", 2, "0 or more"),
+    "no number": ("x.safetensors --max-norm x", 2, "--max-norm"),
+    "unknown option": ("x.safetensors --nope", 2, "--nope"),
+    "unknown policy": ("x.safetensors --nonfinite x", 2, "--nonfinite"),
+    "no path": ("", 2, "no path"),
+    "missing file": ("missing", 3, "no such file"),
+    "missing folder": ("missing/x", 3, "no such file"),
+    "folder without safetensors": ("empty", 3, "no .safetensors file"),
+    "missing list": ("x.safetensors --files-from missing", 3, "no such file"),
+    "backend that is not there": ("x.safetensors --backend cuda", 4, "CUDA"),
+    "backend that is none": ("x.safetensors --backend tpu", 2, "tpu"),
+    "output into nowhere": ("x.safetensors --output missing/x", 3, "no such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_input_is_one_clear_line_an_exit_code_and_no_changed_byte(tmp_path, name):
+    lay_out_bad_inputs(tmp_path)
+    arguments, exit_code, message = BAD_INPUTS[name]
+    before = snapshot(tmp_path)
+    done = gradtool("clip", "--max-norm", "1", *arguments.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (exit_code, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("gradtool: error: ")
+    assert message in done.stderr
+
+    answer = gradtool_json("clip", "--max-norm", "1", *arguments.split(), cwd=tmp_path)
+    assert (answer["status"], answer["exit_code"], answer["data"]) == ("error", exit_code, {})
+    assert message in answer["errors"][0]["message"]
+    assert snapshot(tmp_path) == before
+
+
+def test_nan_is_named_tensor_by_tensor_and_nothing_is_written(tmp_path):
+    path = tmp_path / "nan.safetensors"
+    path.write_bytes((SAMPLES / "nan.safetensors").read_bytes())
+    before = snapshot(tmp_path)
+    done = gradtool("clip", path, "--max-norm", "1")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"gradtool: error: {path}: tensor 'blocks.0.fc1.bias': 46 NaN, 0 Inf, the first at index 1"
+    assert lines[-1].startswith("gradtool: error: nothing was written")
+    assert len(lines) == 4
+    assert snapshot(tmp_path) == before
+
+
+# Everything is imported first, for another user may not be able to read this environment.
+AS_NOBODY = """
+import os, sys
+import gradtool.cli, gradtool.ops.clip, safetensors
+if os.geteuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+sys.argv = ["gradtool", *sys.argv[1:]]
+gradtool.cli.main()
+"""
+
+
+@pytest.mark.parametrize("sealed", ["folder", "file"])
+def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
+    path = sample(tmp_path / "data")
+    path.chmod(0o600 if sealed == "file" and os.geteuid() == 0 else 0o000 if sealed == "file" else 0o644)
+    path.parent.chmod(0o755 if os.geteuid() == 0 else 0o555)
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    before = path.stat()
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, "clip", str(path), "--max-norm", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    path.parent.chmod(0o755)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == (
+        f"gradtool: error: {path}: Permission denied; check the permissions of the file and its folder\n"
+    )
+    assert path.stat() == before
+    assert len(list(path.parent.iterdir())) == 1
+
+
+def test_a_closed_pipe_on_stdout_is_noticed_before_a_byte_changes(tmp_path):
+    path = sample(tmp_path)
+    before = snapshot(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = gradtool("clip", path, "--max-norm", "1", stdout=writer)
+    os.close(writer)
+    assert done.returncode == 5
+    assert done.stderr == "gradtool: error: cannot print the result on stdout: its reader is gone\n"
+    assert snapshot(tmp_path) == before
+
+
+def test_a_full_stdout_is_exit_5_without_a_traceback(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        done = gradtool("norm", sample(tmp_path), stdout=full)
+    assert done.returncode == 5
+    assert done.stderr == "gradtool: error: cannot print the result on stdout: No space left on device\n"
+
+
+def test_closed_standard_streams_never_become_data_files(tmp_path):
+    path = sample(tmp_path)
+    before = snapshot(tmp_path)
+    command = f"exec {sys.executable} -m gradtool clip {path} --max-norm 1 <&- >&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", command], check=False).returncode == 5
+    assert snapshot(tmp_path) == before
+    command = f"exec {sys.executable} -m gradtool clip {path} --max-norm 1 --quiet <&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", command], check=False).returncode == 0
+    assert read(path)["a"].tolist() == pytest.approx([0.6, 0.8])
+
+
+# Says when the first block is about to be written, and holds it until the signal must have come.
+SLOW_WRITES = """
+import sys, time
+import gradtool.store.stream as stream
+write = stream._write_fully
+def slowly(*arguments):
+    print("writing", file=sys.stderr, flush=True)
+    time.sleep(2)
+    write(*arguments)
+stream._write_fully = slowly
+from gradtool.cli import main
+sys.argv = ["gradtool", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, number, exit_code, threads):
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(2_000_000, np.float32)})
+    before = snapshot(tmp_path)
+    command = [sys.executable, "-c", SLOW_WRITES, "clip", str(path), "--max-norm", "1", "--threads", threads]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr.readline() == "writing\n"
+        assert len(list(tmp_path.iterdir())) == 2
+        running.send_signal(number)
+        stdout, stderr = running.communicate(timeout=60)
+    assert running.returncode == exit_code
+    assert stdout == ""
+    said = [line for line in stderr.splitlines() if line != "writing"]
+    assert said == (["gradtool: error: interrupted; no file was changed"] if number == signal.SIGINT else [])
+    assert snapshot(tmp_path) == before
+
+
+def on_terminal(*arguments):
+    """The real command on a terminal 100 columns wide: all that it shows."""
+    reader, writer = pty.openpty()
+    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
+    command = [sys.executable, "-m", "gradtool", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment) as running:
+        os.close(writer)
+        shown = b""
+        while True:
+            try:
+                shown += (part := os.read(reader, 65_536))
+            except OSError:  # How Linux says that the other side is gone.
+                break
+            if not part:
+                break
+    os.close(reader)
+    return running.returncode, shown.decode()
+
+
+def test_a_terminal_gets_tables_that_truncate_nothing(tmp_path):
+    name = "a.very.long." + "name." * 30 + "end"
+    path = write(tmp_path / "x", {name: encode([3, 4], "F32"), "[bold]b": encode([1], "F32")})
+    code, shown = on_terminal("norm", path, "--top", "2")
+    assert code == 0
+    assert "5.0990195" in shown
+    assert "[bold]b" in shown
+    assert "…" not in shown
+    code, shown = on_terminal("clip", path, "--max-norm", "1")
+    assert code == 0
+    for label in ("before", "after", "coefficient", "clipped", "yes"):
+        assert label in shown
+
+
+def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path):
+    missing = tmp_path / "missing"
+    assert "Traceback" not in gradtool("norm", missing).stderr
+    assert "Traceback" in gradtool("norm", missing, env={"GRADTOOL_DEBUG": "1"}).stderr
+
+
+def test_a_bug_is_one_line_and_exit_70(tmp_path):
+    code = "import sys, gradtool.ops.norm as n; n.measure_norms = None; from gradtool.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "norm", str(sample(tmp_path))], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (70, 1)
+    assert "a bug in gradtool" in done.stderr
+
+
+def test_all_value_types_at_once(tmp_path):
+    types = [dtype for dtype in NUMPY_TYPES if dtype not in ("I32", "U8")]
+    path = write(tmp_path / "x", {dtype: encode([3, 4], dtype) for dtype in types})
+    assert gradtool_json("norm", path)["data"]["norm"] == math.sqrt(25 * len(types))
+
+
+def test_json_of_a_usage_error_that_typer_finds(tmp_path):
+    answer = gradtool_json("norm", sample(tmp_path), "--top", "many")
+    assert (answer["command"], answer["exit_code"], answer["errors"][0]["code"]) == ("norm", 2, "usage")
+    json.dumps(answer, allow_nan=False)

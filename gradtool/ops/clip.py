@@ -254,13 +254,14 @@ class _Decision:
 
 def _decide(policy: _Policy, selected: Sequence[Selected], before: Measurement, coefs: list[float]) -> _Decision:
     factors = [policy.factor(coef) for coef in coefs]
+    limits = {dtype: storage.rounded(policy.limit) for dtype, storage in STORAGE.items()}
     clipped, changed = [], []
     for number, (one, coef, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
-        storage = STORAGE[one.tensor.dtype]
+        dtype = one.tensor.dtype
         # A coefficient so near to 1 that it rounds to 1 changes nothing.
         with np.errstate(over="ignore"):
-            scales = float(storage.work.type(factor)) != 1
-        clamps = float(before.max_abs[number]) / policy.unscale > storage.rounded(policy.limit)
+            scales = float(STORAGE[dtype].work.type(factor)) != 1
+        clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         clipped.append(clamps or (scales and not coef >= 1))
         changed.append(one.tensor.elements > 0 and (scales or clamps or drops))

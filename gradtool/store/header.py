@@ -10,6 +10,7 @@ JSON, the tensors' bytes without a hole.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from dataclasses import dataclass
@@ -46,10 +47,7 @@ class Tensor(NamedTuple):
     @property
     def elements(self) -> int:
         """The product of its shape; 1 for rank 0."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,17 +79,18 @@ def plan(shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole
     begin = position = 0 if whole else -1
     spans: list[Span] = []
     for number, tensor in wanted:
-        if not tensor.elements:
+        elements = tensor.elements
+        if not elements:
             continue
-        itemsize = tensor.nbytes // tensor.elements
+        itemsize = tensor.nbytes // elements
         if not whole and (position < 0 or tensor.begin - position > _BRIDGE_BYTES):
             if spans:
                 yield Block(shard, begin, position, spans)
             begin, spans = tensor.begin, []
         start = 0
-        while start < tensor.elements:
+        while start < elements:
             at = tensor.begin + start * itemsize
-            fitting = _fitting(tensor.elements - start, (begin + BLOCK_BYTES - at) // itemsize, unit)
+            fitting = _fitting(elements - start, (begin + BLOCK_BYTES - at) // itemsize, unit)
             if fitting and len(spans) < _MAX_SPANS:
                 spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
                 start += fitting
@@ -200,10 +201,10 @@ def _drain(queue: _Queue, work: Callable[[Block, memoryview], None], destination
             read = perf_counter()
             work(block, view)
             computed = perf_counter()
+            clock.add(Clock(read - began, computed - read))
             if files.target is not None:
                 _write_fully(files.target, view, block, destinations[block.shard])
-            written = perf_counter()
-            clock.add(Clock(read - began, computed - read, written - computed))
+                clock.write += perf_counter() - computed
             queue.done(block)
     finally:
         files.close()

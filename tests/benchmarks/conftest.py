@@ -1,0 +1,131 @@
+"""The benchmarks: small and untimed as part of the tests, full size and timed with `--timing`.
+
+    pytest tests/benchmarks --timing
+
+Every figure is a ratio of whole processes measured in turn in one run, with a warm page cache and the inputs restored
+before each round; bytes are counted from the file sizes, never guessed from the time.
+"""
+
+import importlib.util
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import NUMPY_TYPES, with_header
+
+ROUNDS = 5
+TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f64": np.float64}
+PEER = Path(__file__).parent / "peer.py"
+LAUNCHER = Path(__file__).parent / "launch.py"
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+_ROWS = []
+
+
+def pytest_addoption(parser):
+    parser.addoption("--timing", action="store_true", help="run the benchmarks at full size and time them")
+
+
+@dataclass
+class Run:
+    """Wall seconds and peak memory of the rounds of one command."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+    @property
+    def median(self):
+        return statistics.median(self.seconds)
+
+    def measure(self, command):
+        launched = [sys.executable, "-S", str(LAUNCHER), *command]
+        done = subprocess.run(launched, stdout=subprocess.PIPE, text=True, check=True)
+        seconds, peak_kib, exit_code = done.stdout.split()
+        assert exit_code == "0"
+        self.seconds.append(float(seconds))
+        self.peak_mib = max(self.peak_mib, int(peak_kib) / 1024)
+
+
+def _write_repeated(path, values, tensors):
+    """The same tensor under many names, one at a time: the file may be larger than memory."""
+    names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+    entry = {"dtype": names[values.dtype], "shape": [values.size]}
+    ends = [values.nbytes * (i + 1) for i in range(tensors)]
+    header = {f"t{i}": entry | {"data_offsets": [end - values.nbytes, end]} for i, end in enumerate(ends)}
+    with path.open("wb") as file:
+        file.write(with_header(header))
+        for _ in range(tensors):
+            file.write(values.tobytes())
+
+
+class Bench:
+    """Makes inputs, runs commands in turn, and notes a row of the table."""
+
+    def __init__(self, folder, *, timing):
+        self.folder, self.timing = folder, timing
+        self.rounds = ROUNDS if timing else 1
+
+    def file(self, dtype, nbytes, tensors):
+        """A file of Gaussian values: `nbytes` when timed, a thousandth of it when not."""
+        path = self.folder / f"{dtype}_{nbytes}_{tensors}.safetensors"
+        if not path.exists():
+            kind = np.dtype(TYPES[dtype])
+            elements = nbytes // (1 if self.timing else 1000) // tensors // kind.itemsize
+            values = np.random.default_rng(0).standard_normal(elements, np.float32).astype(kind)
+            _write_repeated(path, values, tensors)
+        return path
+
+    def restored(self, source):
+        """A copy of an input that a command may change, in the page cache."""
+        return Path(shutil.copyfile(source, self.folder / "work.safetensors"))
+
+    def in_turn(self, commands, restore=None):
+        """Each command once a round, after one round that does not count."""
+        runs = [Run() for _ in commands]
+        for number in range(self.rounds + self.timing):
+            for run, command in zip(runs, commands, strict=True):
+                if restore is not None:
+                    self.restored(restore)
+                (run if number or not self.timing else Run()).measure(command)
+        return runs
+
+    def note(self, what, figure, target, detail=""):
+        """A row of the table; with timing on, one that must reach its target."""
+        _ROWS.append((what, figure, target, detail))
+
+
+@pytest.fixture(scope="session")
+def _bench_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def bench(request, _bench_folder):
+    return Bench(_bench_folder, timing=request.config.getoption("--timing", default=False))
+
+
+@pytest.fixture
+def gradtool_command():
+    script = Path(sys.executable).parent / "gradtool"
+    return [str(script)] if script.exists() else [sys.executable, "-m", "gradtool"]
+
+
+@pytest.fixture
+def peer_command():
+    if not HAS_TORCH:
+        pytest.skip("the peer needs torch: pip install '.[bench]'")
+    return [sys.executable, str(PEER)]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _ROWS and config.getoption("--timing", default=False):
+        terminalreporter.write_line(f"\n{'benchmark':44} {'figure':>10} {'target':>10}  detail")
+        for what, figure, target, detail in _ROWS:
+            terminalreporter.write_line(f"{what:44} {figure:>10} {target:>10}  {detail}")

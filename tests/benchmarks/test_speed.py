@@ -1,0 +1,104 @@
+"""Speed and memory of whole processes against the torch script that users write today, and against `cat` and `cp`."""
+
+import sys
+
+import pytest
+from support import gradtool_json
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def compare(bench, ours, peer, *, what, target, nbytes, restore=None):
+    """Note how many times faster we are, and insist on the target when it is timed."""
+    mine, theirs = bench.in_turn([ours, peer], restore)
+    ratio = theirs.median / mine.median
+    gbs = nbytes / mine.median / 1e9
+    detail = f"{mine.median:.3f} s ({gbs:.1f} GB/s, {mine.peak_mib:.0f} MiB), peer {theirs.median:.3f} s"
+    bench.note(what, f"{ratio:.1f}x", f">= {target}x", f"{detail} ({theirs.peak_mib:.0f} MiB)")
+    assert not bench.timing or ratio >= target
+
+
+@pytest.mark.parametrize("sync", ["--no-fsync", "--fsync"])
+@pytest.mark.parametrize(("dtype", "target"), [("f32", 8), ("bf16", 6), ("f16", 3), ("f64", 6)])
+def test_clip_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, target, sync):
+    source = bench.file(dtype, GIB, 48)
+    work = str(bench.restored(source))
+    nbytes = 3 * source.stat().st_size  # Read twice, written once.
+    ours = [*gradtool_command, "clip", work, "--max-norm", "1", sync]
+    # The peer does not sync; the row that does is there to be seen.
+    target = target if sync == "--no-fsync" else 0
+    what = f"clip {dtype} 1 GiB, {sync.strip('-')}"
+    compare(bench, ours, [*peer_command, "clip", work], what=what, target=target, nbytes=nbytes, restore=source)
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("f32", 4), ("bf16", 3)])
+def test_norm_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, target):
+    source = bench.file(dtype, GIB, 48)
+    ours, peer = [*gradtool_command, "norm", str(source)], [*peer_command, "norm", str(source)]
+    compare(bench, ours, peer, what=f"norm {dtype} 1 GiB", target=target, nbytes=source.stat().st_size)
+
+
+def test_many_small_tensors_are_faster_than_the_peer(bench, gradtool_command, peer_command):
+    source = bench.file("f32", 64 * MIB, 2000)
+    work = str(bench.restored(source))
+    ours = [*gradtool_command, "clip", work, "--max-norm", "1", "--no-fsync"]
+    nbytes = 3 * source.stat().st_size
+    compare(
+        bench, ours, [*peer_command, "clip", work],
+        what="clip f32 64 MiB in 2,000 tensors", target=6, nbytes=nbytes, restore=source,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gib", [1, 8])
+def test_peak_memory_does_not_grow_with_the_data(bench, gradtool_command, gib):
+    source = bench.file("bf16", gib * GIB, 48)
+    work = str(bench.restored(source))
+    bench.rounds = 1
+    (run,) = bench.in_turn([[*gradtool_command, "clip", work, "--max-norm", "1", "--no-fsync"]], source)
+    bench.note(f"peak memory of clip, {gib} GiB", f"{run.peak_mib:.0f} MiB", "< 200 MiB")
+    assert run.peak_mib < 200
+
+
+def test_the_version_is_quickly_said(bench, gradtool_command):
+    bench.rounds = 25 if bench.timing else 1
+    ours, bare = bench.in_turn([[*gradtool_command, "--version"], [sys.executable, "-c", "pass"]])
+    ratio = ours.median / bare.median
+    detail = f"{ours.median * 1e3:.0f} ms, bare python {bare.median * 1e3:.0f} ms"
+    bench.note("gradtool --version", f"{ratio:.1f}x", "<= 8x", detail)
+    assert not bench.timing or ratio <= 8
+
+
+def test_a_small_norm_costs_little_more_than_numpy(bench, gradtool_command):
+    bench.rounds = 25 if bench.timing else 1
+    source = bench.file("f32", 100_000, 20)
+    ours, numpy = bench.in_turn([[*gradtool_command, "norm", str(source)], [sys.executable, "-c", "import numpy"]])
+    ratio = ours.median / numpy.median
+    detail = f"{ours.median * 1e3:.0f} ms, import numpy {numpy.median * 1e3:.0f} ms"
+    bench.note("gradtool norm on a small file", f"{ratio:.2f}x", "<= 2.2x", detail)
+    assert not bench.timing or ratio <= 2.2
+
+
+@pytest.mark.parametrize(("command", "tool"), [("norm", "cat"), ("clip", "cp")])
+def test_beside_the_tools_that_only_move_bytes(bench, gradtool_command, command, tool):
+    source = bench.file("f32", GIB, 48)
+    work = bench.restored(source)
+    options = ["--max-norm", "1", "--no-fsync"] if command == "clip" else []
+    other = ["cat", str(work)] if tool == "cat" else ["cp", str(work), str(work.with_suffix(".copy"))]
+    ours, theirs = bench.in_turn([[*gradtool_command, command, str(work), *options], other], source)
+    ratio = ours.median / theirs.median
+    detail = f"{ours.median:.3f} s, {tool} {theirs.median:.3f} s"
+    bench.note(f"{command} f32 1 GiB beside {tool}", f"{ratio:.1f}x", "-", detail)
+
+
+def test_threads_share_the_work(bench):
+    """Without the interpreter lock, or two threads would be no faster than one; warm, inside one process."""
+    source = bench.file("bf16", GIB, 48)
+    rates = {}
+    for threads in (1, 2, 1, 2, 1, 2):
+        answer = gradtool_json("norm", source, "--threads", threads)
+        seconds = answer["data"]["seconds"]
+        rates[threads] = min(rates.get(threads, seconds), seconds)
+    ratio = rates[1] / rates[2]
+    bench.note("norm bf16 1 GiB, 2 threads to 1", f"{ratio:.2f}x", ">= 1.6x", f"{rates[2]:.3f} s to {rates[1]:.3f} s")
+    assert not bench.timing or ratio >= 1.6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -50,6 +49,8 @@ def show(command: str, result: Result, problems: Sequence[Problem], *, as_json: 
 
 def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Sequence[Problem]) -> None:
     """Print the one JSON object of a call."""
+    import json  # kept off the start-up path
+
     envelope = {
         "gradtool": __version__,
         "schema": SCHEMA,
@@ -193,6 +194,8 @@ def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
         return
     from rich.table import Table
 
+    if len({row["file"] for row in rows}) == 1:
+        rows = [{key: value for key, value in row.items() if key != "file"} for row in rows]
     table = Table()
     for key, value in rows[0].items():
         table.add_column(key.replace("_", " "), justify="left" if isinstance(value, str) else "right", overflow="fold")
@@ -210,11 +213,11 @@ def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if data["coef"] is not None:
             yield "coefficient", _field(data["coef"])
         yield "clipped", ("yes" if data["clipped"] else "no") + (" (dry run)" if data["dry_run"] else "")
-        yield "written", f"{data['files_written']:,} files, {data['bytes_written']:,} bytes"
+        yield "written", f"{_count(data['files_written'], 'file')}, {data['bytes_written']:,} bytes"
     else:
         yield kind, _field(data["norm"])
     yield "max |g|", _field(data["max_abs"])
-    yield "scope", f"{data['files']:,} files, {data['tensors']:,} tensors, {data['elements']:,} elements"
+    yield "scope", ", ".join(_count(data[f"{thing}s"], thing) for thing in ("file", "tensor", "element"))
     yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"
     phases = [
         f"{phase} {data['timings'][f'{phase}_seconds']:.3f} s ({data['timings'][f'{phase}_gb_per_s']:.1f} GB/s)"
@@ -222,4 +225,8 @@ def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if data["timings"][f"{phase}_seconds"] > 0
     ]
     yield "time", f"{data['seconds']:.3f} s; " + ", ".join(phases)
-    yield "backend", f"{data['backend']} ({data['backend_why']}), {data['threads']} threads"
+    yield "backend", f"{data['backend']} ({data['backend_why']}), {_count(data['threads'], 'thread')}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")

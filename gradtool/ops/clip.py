@@ -6,27 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from gradtool.backends import BlockSums, Piece, Terms
-from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
-from gradtool.ops.norm import check_norm_type, facts, nonfinite_problems
+from gradtool.errors import BadInputError, NonFiniteError, Problem
+from gradtool.ops.clip_policy import Decision, Policy, decide, exponents
+from gradtool.ops.norm import facts, nonfinite_problems
 from gradtool.ops.output import Output
 from gradtool.ops.passes import Measurement, Session, Timings, measure_norms, open_session
-from gradtool.reduction import largest_sum, rescue_exponent
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
-
     from gradtool.ops.passes import Progress
     from gradtool.store.gradset import Selected
     from gradtool.store.header import Shard
-
-NONFINITE_POLICIES = ("error", "propagate", "zero")
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ def clip(
         BackendUnavailableError: the backend is not there.
         SystemRefusedError: reading or writing failed; nothing was written.
     """
-    policy = _Policy(max_norm, max_value, norm_type, eps, per_tensor, total_norm, unscale, nonfinite)
+    policy = Policy(max_norm, max_value, norm_type, eps, per_tensor, total_norm, unscale, nonfinite)
     policy.check()
     session = open_session(
         paths,
@@ -166,7 +159,7 @@ def clip(
 
     coef = policy.coef(norm_before if total_norm is None else total_norm)
     coefs = [policy.coef(one) for one in norms] if per_tensor else [coef] * len(session.selected)
-    decision = _decide(policy, session.selected, before, coefs)
+    decision = decide(policy, session.selected, before, coefs)
     after, files = _write(session, policy, decision, before, destination)
     return ClipResult(
         norm_type=norm_type,
@@ -188,94 +181,14 @@ def clip(
     )
 
 
-@dataclass(frozen=True)
-class _Policy:
-    """The arguments that decide what becomes of a value."""
-
-    max_norm: float | None
-    max_value: float | None
-    norm_type: float
-    eps: float
-    per_tensor: bool
-    total_norm: float | None
-    unscale: float
-    nonfinite: str
-
-    def coef(self, norm: float) -> float:
-        """max_norm / (norm + eps); 1 or more where there is nothing to clip."""
-        if self.max_norm is None:
-            return math.inf
-        return self.max_norm / (norm + self.eps) if norm + self.eps else math.inf
-
-    def factor(self, coef: float) -> float:
-        """What a value is multiplied by: the coefficient where it clips, over the loss scale. NaN goes through."""
-        return (1.0 if coef >= 1 else coef) / self.unscale
-
-    @property
-    def limit(self) -> float:
-        """What a value is clamped to."""
-        return math.inf if self.max_value is None else self.max_value
-
-    def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
-        check_norm_type(self.norm_type)
-        if (self.max_norm is None) == (self.max_value is None):
-            raise UsageError("give either --max-norm or --max-value")
-        if self.max_value is not None and (self.per_tensor or self.total_norm is not None):
-            raise UsageError("--max-value takes neither --per-tensor nor --total-norm: it knows no norm")
-        if self.per_tensor and self.total_norm is not None:
-            raise UsageError("--per-tensor and --total-norm exclude each other")
-        for option, limit in (("--max-norm", self.max_norm), ("--max-value", self.max_value)):
-            if limit is not None and not limit >= 0:
-                raise UsageError(f"{option} must be 0 or more, not {limit!r}")
-        for option, number in (("--eps", self.eps), ("--total-norm", self.total_norm)):
-            if number is not None and not 0 <= number < math.inf:
-                raise UsageError(f"{option} must be 0 or more and finite, not {number!r}")
-        if not 0 < self.unscale < math.inf:
-            raise UsageError(f"--unscale must be above 0 and finite, not {self.unscale!r}")
-        if self.nonfinite not in NONFINITE_POLICIES:
-            raise UsageError(f"--nonfinite must be one of {', '.join(NONFINITE_POLICIES)}, not {self.nonfinite!r}")
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """What becomes of each tensor: its coefficient, its factor, and whether it is clipped and whether it changes."""
-
-    coefs: list[float]
-    factors: list[float]
-    clipped: list[bool]
-    changed: list[bool]
-
-    @property
-    def numbers(self) -> list[int]:
-        """The tensors that change."""
-        return [number for number, changes in enumerate(self.changed) if changes]
-
-
-def _decide(policy: _Policy, selected: Sequence[Selected], before: Measurement, coefs: list[float]) -> _Decision:
-    factors = [policy.factor(coef) for coef in coefs]
-    limits = {dtype: storage.rounded(policy.limit) for dtype, storage in STORAGE.items()}
-    clipped, changed = [], []
-    for number, (one, coef, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
-        dtype = one.tensor.dtype
-        # A coefficient so near to 1 that it rounds to 1 changes nothing.
-        with np.errstate(over="ignore"):
-            scales = float(STORAGE[dtype].work.type(factor)) != 1
-        clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
-        drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
-        clipped.append(clamps or (scales and not coef >= 1))
-        changed.append(one.tensor.elements > 0 and (scales or clamps or drops))
-    return _Decision(coefs, factors, clipped, changed)
-
-
 def _write(
-    session: Session, policy: _Policy, decision: _Decision, before: Measurement, output: Output
+    session: Session, policy: Policy, decision: Decision, before: Measurement, output: Output
 ) -> tuple[Measurement, list[Shard]]:
     """Write what was decided; what the tensors hold afterwards, and the files that were written."""
     numbers = decision.numbers
     changed = [session.selected[number] for number in numbers]
     factors = [decision.factors[number] for number in numbers]
-    written = Measurement(changed, before.terms, _exponents(policy, changed, before.max_abs[numbers], factors))
+    written = Measurement(changed, before.terms, exponents(policy, changed, before.max_abs[numbers], factors))
 
     def change(view: memoryview, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
         return session.backend.scale(view, pieces, [factors[one] for one in tensors], policy.limit, before.terms)
@@ -289,23 +202,6 @@ def _write(
 
     files = output.write(session, changed, written, change, verify)
     return before.updated(numbers, written), files
-
-
-def _exponents(
-    policy: _Policy, changed: Sequence[Selected], max_abs: NDArray[np.float64], factors: Sequence[float]
-) -> list[int]:
-    """The powers of two that keep the sums of the result from overflow and underflow; nearly always all 0."""
-    if math.isinf(policy.norm_type) or not changed:
-        return [0] * len(changed)
-    largest = [min(float(one) * factor, policy.limit) for one, factor in zip(max_abs, factors, strict=True)]
-    elements = [one.tensor.elements for one in changed]
-    if not policy.per_tensor:
-        largest, elements = [max(largest)], [sum(elements)]
-    found = [
-        rescue_exponent(largest_sum(count, one, policy.norm_type), one)
-        for count, one in zip(elements, largest, strict=True)
-    ]
-    return found if policy.per_tensor else found * len(changed)
 
 
 def _overflow_problems(changed: Sequence[Selected], written: Measurement) -> list[Problem]:
@@ -322,7 +218,7 @@ def _overflow_problems(changed: Sequence[Selected], written: Measurement) -> lis
     ]
 
 
-def _rows(session: Session, decision: _Decision, before: list[float], after: Measurement) -> list[TensorClip]:
+def _rows(session: Session, decision: Decision, before: list[float], after: Measurement) -> list[TensorClip]:
     return [
         TensorClip(
             name=one.tensor.name,

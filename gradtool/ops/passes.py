@@ -245,8 +245,9 @@ def measure_norms(session: Session, terms: Terms, *, per_tensor: bool) -> tuple[
     measurement = measure(session, selected, terms)
     norms = _rescued_tensor_norms(session, measurement) if per_tensor else []
     exponent = _rescue(measurement, measurement.sum(), measurement.largest)
-    whole = measure(session, selected, terms, [exponent] * len(selected)) if exponent else measurement
-    return measurement, whole.norm(), norms
+    if exponent:
+        measurement = measure(session, selected, terms, [exponent] * len(selected))
+    return measurement, measurement.norm(), norms
 
 
 def _rescued_tensor_norms(session: Session, measurement: Measurement) -> list[float]:

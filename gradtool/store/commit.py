@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import SystemRefusedError, UsageError, from_os_error
+from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store.header import Shard, is_unchanged
 
 if TYPE_CHECKING:
@@ -81,17 +81,26 @@ class Replacement:
         for _, target, original in self._staged:
             if original is not None and not is_unchanged(target, original.stat):
                 raise SystemRefusedError("was changed by somebody else in the meantime; run again", file=target)
+        folders = {target.parent for _, target, _ in self._staged}
         with _signals_deferred():
             while self._staged:
                 temporary, target, _ = self._staged[0]
                 try:
                     temporary.replace(target)
                 except OSError as error:
-                    raise from_os_error(error, target) from error
+                    raise self._half_done(error, target) from error
                 self._staged.pop(0)
                 self._committed = True
-                if self._fsync:
-                    _sync(target.parent, target)
+        if self._fsync:
+            for folder in folders:
+                _sync(folder, folder)
+
+    def _half_done(self, error: OSError, target: Path) -> GradtoolError:
+        refused = from_os_error(error, target)
+        if not self._committed:
+            return refused
+        left = f"this and {len(self._staged) - 1} more files are as they were, those before it are replaced"
+        return SystemRefusedError(f"{refused.problems[0].message}; {left}", file=target)
 
 
 def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard]) -> None:

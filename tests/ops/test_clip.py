@@ -139,6 +139,13 @@ def test_per_tensor_clips_each_by_its_own_norm(tmp_path):
     assert result.norm_after == norm(path).norm
 
 
+def test_huge_tensors_that_are_not_clipped_still_count_in_the_norm_after(tmp_path):
+    path = one_file(tmp_path, huge=np.full(4, 1e200), vast=np.full(4, 3e201))
+    result = clip(path, max_norm=1e201, per_tensor=True)
+    assert [row.clipped for row in result.per_tensor] == [False, True]
+    assert result.norm_after == norm(path).norm == pytest.approx(math.hypot(2e200, 1e201))
+
+
 def test_max_value_clamps(tmp_path):
     path = one_file(tmp_path, a=encode([0.25, -3, 0.5, 7, -0.0], "BF16"), b=encode([0.1], "F32"))
     result = clip(path, max_value=0.5)

@@ -126,7 +126,7 @@ def test_all_files_are_synced_before_the_first_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append("sync") or real_sync(fd))
     monkeypatch.setattr(type(tmp_path), "replace", lambda self, to: calls.append("rename") or real_replace(self, to))
     for fsync, expected in (
-        (True, ["sync", "sync", "rename", "sync", "rename", "sync"]),
+        (True, ["sync", "sync", "rename", "rename", "sync"]),
         (False, ["rename", "rename"]),
     ):
         calls.clear()
@@ -148,6 +148,27 @@ def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
     assert first.path.read_bytes()[-1:] != b"n"
     assert second.path.read_bytes().endswith(b"theirs")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_rename_that_fails_half_way_says_what_is_replaced_and_what_is_not(tmp_path, monkeypatch):
+    shards = shards_of(tmp_path, 3)
+    real_replace = type(tmp_path).replace
+
+    def refuse_the_second(self, to):
+        if to.name == "1.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return real_replace(self, to)
+
+    monkeypatch.setattr(type(tmp_path), "replace", refuse_the_second)
+    with (
+        pytest.raises(SystemRefusedError, match="this and 1 more files are as they were"),
+        Replacement() as replacement,
+    ):
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, shard))
+        replacement.commit()
+    assert [shard.path.read_bytes()[:1] == b"n" for shard in shards] == [True, False, False]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -36,8 +36,11 @@ class NumpyBackend:
         def scaled_by(factor: float) -> Change:
             def change(values: NDArray[Any]) -> NDArray[Any]:
                 bound = values.dtype.type(limit)
-                limited: NDArray[Any] = np.clip(values * values.dtype.type(factor), -bound, bound)
-                return limited
+                scaled = values * values.dtype.type(factor)
+                # Not numpy's clip: which zero it gives for a limit of 0 differs between its versions.
+                scaled[scaled < -bound] = -bound
+                scaled[scaled > bound] = bound
+                return scaled
 
             return change
 

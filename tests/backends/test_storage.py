@@ -54,7 +54,8 @@ def test_narrowing_rounds_to_nearest_even_as_others_do(dtype):
 def test_every_nan_is_written_as_the_one_quiet_nan(dtype):
     storage = STORAGE[dtype]
     values = np.array([np.nan, -np.nan, 1.0], storage.work)
-    values.view(f"u{storage.work.itemsize}")[0] |= 0b101  # A payload, which must not come through.
+    bits = values.view(f"u{storage.work.itemsize}")
+    bits[0] |= bits.dtype.type(0b101)  # A payload, which must not come through.
     codes = storage.narrow(values)
     assert codes[0] == codes[1] == storage.quiet_nan
     assert np.isnan(codes.view(NUMPY_TYPES[dtype])[0])

@@ -36,7 +36,7 @@ class NumpyBackend:
         def scaled_by(factor: float) -> Change:
             def change(values: NDArray[Any]) -> NDArray[Any]:
                 bound = values.dtype.type(limit)
-                scaled = values * values.dtype.type(factor)
+                scaled: NDArray[Any] = values * values.dtype.type(factor)
                 # Not numpy's clip: which zero it gives for a limit of 0 differs between its versions.
                 scaled[scaled < -bound] = -bound
                 scaled[scaled > bound] = bound

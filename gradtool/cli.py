@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -18,13 +19,13 @@ from gradtool.errors import (
     EXIT_SYSTEM,
     EXIT_USAGE,
     GradtoolError,
-    NonFiniteError,
     Problem,
     SystemRefusedError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import TextIOWrapper
     from types import FrameType
 
 EXIT_BUG = 70
@@ -56,7 +57,9 @@ FilesFrom = Annotated[
 ]
 NormType = Annotated[float, typer.Option(metavar="P", help="The order of the norm, above 0; inf for the maximum.")]
 Backend = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="Worker threads.  [default: one for each core]")]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Worker threads.  [default: one for each core, at most 16]")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
@@ -190,63 +193,90 @@ def clip(
 
 
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
+    if json or not quiet:
+        _require_stdout()
     try:
         with report.progress(command, wanted=not quiet) as progress:
             result = call(progress)
     except KeyboardInterrupt as error:
-        # Here and not in main(), for Typer would make an exit code of it and drop the notes.
-        message = "; ".join(["interrupted", *getattr(error, "__notes__", ())])
-        raise typer.Exit(_fail(Problem("interrupted", message), exit_code=EXIT_INTERRUPTED)) from error
+        # Here and not in main(), for Typer would make an exit code of it and drop the rest.
+        raise typer.Exit(_interrupted(error)) from error
     problems = getattr(result, "problems", ())
     if json or not quiet:
         try:
             report.show(command, result, problems, as_json=json)
         except OSError as error:
-            raise _lost_stdout(error.strerror or str(error)) from error
+            raise _lost_stdout(f"{error.strerror}; the work itself is done") from error
     if problems:
         report.complain(problems)
     raise typer.Exit(EXIT_FOUND if problems else 0)
 
 
+class _Terminated(KeyboardInterrupt):
+    """A signal that asks us to end, taken as Ctrl-C is, so that temporaries are removed on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
     _fill_standard_descriptors()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _terminate)
+    _take_signals()
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks must not end a run whose files are written.
+        if stream is not None:
+            cast("TextIOWrapper", stream).reconfigure(errors="backslashreplace")
     try:
         sys.exit(_guarded())
-    except KeyboardInterrupt:
-        sys.exit(_fail(Problem("interrupted", "interrupted"), exit_code=EXIT_INTERRUPTED))
+    except KeyboardInterrupt as error:
+        sys.exit(_interrupted(error))
 
 
 def _guarded() -> int:
     try:
-        _require_stdout()
-        return int(app(standalone_mode=False) or 0)
-    except NonFiniteError as error:
-        return _fail(*error.problems, exit_code=error.exit_code, summary=error.message)
+        code = int(app(standalone_mode=False) or 0)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except GradtoolError as error:
         _show_traceback()
-        return _fail(*error.problems, exit_code=error.exit_code)
+        return _fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
     except _UsageProblem as error:
         message = error.format_message()
         return _fail(Problem("usage", f"{message} (see gradtool --help)"), exit_code=EXIT_USAGE)
     except MemoryError:
         _show_traceback()
         return _fail(Problem("system", "out of memory; fewer --threads need less"), exit_code=EXIT_SYSTEM)
+    except OSError as error:
+        # Files are read and written under the eyes of SystemRefusedError; what is left is the help on stdout.
+        _show_traceback()
+        return _fail(*_lost_stdout(str(error.strerror)).problems, exit_code=EXIT_SYSTEM)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
         _show_traceback()
         message = f"a bug in gradtool: {type(error).__name__}: {error}; GRADTOOL_DEBUG=1 shows where"
         return _fail(Problem("bug", message), exit_code=EXIT_BUG)
+    return code
 
 
 def _fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
-    report.complain(problems, summary)
+    """Say what is wrong wherever it can still be said; what cannot be said does not change the exit code."""
+    with contextlib.suppress(OSError):
+        report.complain(problems, summary)
     if "--json" in sys.argv[1:] and sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        report.print_json(command, exit_code, {}, problems)
+        try:
+            report.print_json(command, exit_code, {}, problems)
+        except OSError:
+            sys.stdout = None
     return exit_code
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    terminated = isinstance(error, _Terminated)
+    message = "; ".join(["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())])
+    exit_code = 128 + error.number if isinstance(error, _Terminated) else EXIT_INTERRUPTED
+    return _fail(Problem("interrupted", message), exit_code=exit_code)
 
 
 def _show_traceback() -> None:
@@ -256,9 +286,17 @@ def _show_traceback() -> None:
         traceback.print_exc()
 
 
+def _take_signals() -> None:
+    # One that was ignored when we were started, as under nohup, stays ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    # As an exception, so that temporaries are removed on the way out.
-    raise SystemExit(128 + number)
+    raise _Terminated(number)
 
 
 def _fill_standard_descriptors() -> None:
@@ -274,7 +312,7 @@ def _require_stdout() -> None:
         raise _lost_stdout("it is closed")
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
-    if any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0)):
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
         raise _lost_stdout("its reader is gone")
 
 

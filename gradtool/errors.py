@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import os
@@ -32,12 +32,20 @@ class Problem:
     file: str | None = None
     tensor: str | None = None
 
+    @property
+    def line(self) -> str:
+        """What it is about, and what is wrong."""
+        tensor = None if self.tensor is None else f"tensor {self.tensor!r}"
+        return ": ".join(part for part in (self.file, tensor, self.message) if part)
+
 
 class GradtoolError(Exception):
     """The base of every error that gradtool raises on purpose."""
 
     exit_code: ClassVar[int]
     code: ClassVar[str]
+    # Said once after all the problems.
+    summary: str | None = None
 
     def __init__(
         self, message: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None, code: str = ""
@@ -47,9 +55,11 @@ class GradtoolError(Exception):
         self.problems: Sequence[Problem] = (problem,)
 
     def __str__(self) -> str:
-        return "; ".join(
-            ": ".join(filter(None, (p.file, p.tensor and f"tensor {p.tensor!r}", p.message))) for p in self.problems
-        )
+        return self.problems[0].line
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # So that a worker process can hand it to its parent.
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class NonFiniteError(GradtoolError, ArithmeticError):
@@ -60,8 +70,12 @@ class NonFiniteError(GradtoolError, ArithmeticError):
 
     def __init__(self, message: str, problems: Sequence[Problem]) -> None:
         super().__init__(message)
-        self.message = message
+        self.summary = message
         self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+        return f"{self.summary}; {self.problems[0].line}{more}"
 
 
 class UsageError(GradtoolError, ValueError):
@@ -92,6 +106,13 @@ class SystemRefusedError(GradtoolError, OSError):
     code = "system"
 
 
+def _restored(kind: type[GradtoolError], arguments: tuple[Any, ...], state: dict[str, Any]) -> GradtoolError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(state)
+    return error
+
+
 _REMEDIES = {
     errno.EACCES: "check the permissions of the file and its folder",
     errno.EPERM: "check the owner of the file and its folder",
@@ -106,8 +127,14 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
     """The gradtool error for what the operating system said about a file."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return BadInputError("no such file", file=file, code="missing-file")
+    if error.errno == errno.EISDIR:
+        return BadInputError("is a folder, where a file is expected", file=file)
+    if error.errno == errno.ENAMETOOLONG:
+        return BadInputError("the name is too long", file=file, code="missing-file")
     if error.errno == errno.ELOOP:
         return BadInputError("symbolic links go round in a circle", file=file, code="missing-file")
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0)
-    return SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)
+    refused = SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)
+    refused.errno = error.errno
+    return refused

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 LANES = 2048
 TILE = 65_536
 
-# Scaling a float64 by a power of two within these bounds is exact for every normal result.
-_MAX_EXPONENT = 1000
-# Below, a sum may have lost terms that underflowed; above, adding such sums of many tensors may overflow.
+# Below, a sum may have lost terms that underflowed; above, it may have lost its last bits, or be infinite.
 _SAFE_SUMS = (2.0**-900, 2.0**1000)
 
 
@@ -45,30 +43,23 @@ def total(sums: Iterable[float]) -> float:
         return math.inf
 
 
-def norm_of(total_sum: float, norm_type: float, exponent: int = 0) -> float:
-    """(Σ|x|^p)^(1/p), where the sum was taken over |x · 2^-exponent|^p; infinite where it is beyond float64."""
+def norm_of(total_sum: float, norm_type: float, divisor: float = 1.0) -> float:
+    """(Σ|x|^p)^(1/p), where the sum was taken over |x / divisor|^p; infinite where it is beyond float64."""
     try:
         root = math.sqrt(total_sum) if norm_type == 2 else total_sum ** (1.0 / norm_type)  # noqa: PLR2004
-        return math.ldexp(root, exponent)
     except OverflowError:
         return math.inf
+    return root * divisor
 
 
-def rescue_exponent(total_sum: float, max_abs: float) -> int:
-    """The power of two to divide finite inputs by, 0 when `total_sum` is good as it is.
+def rescue_divisor(total_sum: float, max_abs: float, norm_type: float) -> float:
+    """What to divide finite inputs by before they are summed again; 1 when `total_sum` is good as it is.
 
-    A sum of powers can overflow, or lose all its terms to underflow, although every input is finite: F64 values of
-    1e200, or any value to a high enough power. Divided by the power of two just above the largest magnitude, the same
-    inputs sum to something between 1 and their number.
+    A sum of powers can overflow, or lose its terms to underflow, although every input is finite: F64 values of 1e200,
+    or any value to a high enough power. Divided by (about) the largest magnitude, the same inputs sum to something
+    between 1 and a small multiple of their number. For p = 1 and 2, whose bits are promised, the divisor is a power of
+    two, which changes no bit of what does not underflow.
     """
     if max_abs == 0 or not math.isfinite(max_abs) or _SAFE_SUMS[0] <= total_sum <= _SAFE_SUMS[1]:
-        return 0
-    return max(-_MAX_EXPONENT, min(_MAX_EXPONENT, math.frexp(max_abs)[1]))
-
-
-def largest_sum(elements: int, max_abs: float, norm_type: float) -> float:
-    """What `elements` values of magnitude `max_abs` at most can sum to."""
-    try:
-        return elements * math.pow(max_abs, norm_type)
-    except OverflowError:
-        return math.inf
+        return 1.0
+    return math.ldexp(0.5, math.frexp(max_abs)[1]) if norm_type in (1, 2) else max_abs

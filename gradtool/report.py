@@ -31,6 +31,10 @@ class Result(Protocol):
     """What every operation returns, whatever else it does."""
 
     @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the whole call."""
+
+    @property
     def timings(self) -> Timings:
         """Where the time went."""
 
@@ -68,7 +72,7 @@ def complain(problems: Sequence[Problem], summary: str | None = None) -> None:
     """Print one line for each problem on stderr, what it is about first."""
     if sys.stderr is None:
         return
-    lines = [": ".join([*_where(one), one.message]) for one in problems[:_MAX_PROBLEM_LINES]]
+    lines = [one.line for one in problems[:_MAX_PROBLEM_LINES]]
     if len(problems) > _MAX_PROBLEM_LINES:
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
@@ -118,28 +122,29 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, whole: bar.update(task, completed=done, total=whole)
 
 
-def _where(problem: Problem) -> list[str]:
-    return [part for part in (problem.file, problem.tensor and f"tensor {problem.tensor!r}") if part]
-
-
 def _data(result: Result) -> dict[str, Any]:
     """The fields of a result as JSON has them."""
     data = asdict(result)  # type: ignore[call-overload]
     data.pop("problems", None)
-    data["timings"] = dict(_timings(result.timings))
+    data["timings"] = dict(_timings(result.timings, result.seconds))
     exact: dict[str, Any] = _exact(data)
     return exact
 
 
-def _timings(timings: Timings) -> list[tuple[str, float]]:
-    rows = []
-    for phase, seconds, nbytes in (
+def _timings(timings: Timings, total: float) -> list[tuple[str, float]]:
+    moved = timings.read_bytes + timings.write_bytes
+    phases = (
         ("read", timings.read, timings.read_bytes),
         ("compute", timings.compute, timings.read_bytes),
         ("write", timings.write, timings.write_bytes),
-    ):
+        ("commit", timings.commit, 0),
+        ("total", total, moved),
+    )
+    rows = []
+    for phase, seconds, nbytes in phases:
         rows.append((f"{phase}_seconds", seconds))
-        rows.append((f"{phase}_gb_per_s", nbytes / seconds / 1e9 if nbytes and seconds else 0.0))
+        if phase != "commit":
+            rows.append((f"{phase}_gb_per_s", nbytes / seconds / 1e9 if seconds else 0.0))
     return rows
 
 
@@ -179,14 +184,15 @@ def _show_tables(result: Result) -> None:
     from rich.console import Console  # slow to import
     from rich.table import Table
 
+    data = _data(result)
     console = Console(highlight=False, markup=False, emoji=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
-    for label, value in _summary(_data(result)):
+    for label, value in _summary(data):
         facts.add_row(label, value)
     console.print(facts)
-    _show_rows(console, _data(result)["per_tensor"])
+    _show_rows(console, data["per_tensor"])
 
 
 def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -219,12 +225,14 @@ def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "max |g|", _field(data["max_abs"])
     yield "scope", ", ".join(_count(data[f"{thing}s"], thing) for thing in ("file", "tensor", "element"))
     yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"
+    timings = data["timings"]
     phases = [
-        f"{phase} {data['timings'][f'{phase}_seconds']:.3f} s ({data['timings'][f'{phase}_gb_per_s']:.1f} GB/s)"
-        for phase in ("read", "compute", "write")
-        if data["timings"][f"{phase}_seconds"] > 0
+        f"{phase} {timings[f'{phase}_seconds']:.3f} s"
+        + (f" ({timings[f'{phase}_gb_per_s']:.1f} GB/s)" if f"{phase}_gb_per_s" in timings else "")
+        for phase in ("total", "read", "compute", "write", "commit")
+        if timings[f"{phase}_seconds"] > 0
     ]
-    yield "time", f"{data['seconds']:.3f} s; " + ", ".join(phases)
+    yield "time", ", ".join(phases)
     yield "backend", f"{data['backend']} ({data['backend_why']}), {_count(data['threads'], 'thread')}"
 
 

@@ -22,6 +22,8 @@ NUMPY_TYPES = {
     "I32": np.dtype(np.int32),
     "U8": np.dtype(np.uint8),
 }
+# -P: what is installed, and not what lies in the current folder.
+COMMAND = [sys.executable, "-P", "-m", "gradtool"]
 VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -129,7 +131,7 @@ def gradtool(*arguments, **options):
     """Run the real command; its output and exit code."""
     environment = os.environ | options.pop("env", {})
     return subprocess.run(
-        [sys.executable, "-m", "gradtool", *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         check=False,
         env=environment,
         timeout=120,

@@ -1,9 +1,11 @@
 import inspect
+import pickle
 
 import pytest
 
 import gradtool
 from gradtool import cli
+from gradtool.errors import Problem
 
 # What only one of the twins has: the command prints, the function reports progress.
 COMMAND_ONLY = {"json", "quiet"}
@@ -46,3 +48,13 @@ def test_every_error_has_its_exit_code_and_a_standard_base():
         assert error.exit_code == code
         assert issubclass(error, base)
         assert issubclass(error, gradtool.GradtoolError)
+
+
+def test_errors_can_be_handed_from_process_to_process():
+    for error in (
+        gradtool.BadInputError("is wrong", file="f", tensor="t"),
+        gradtool.NonFiniteError("nothing was written", [Problem("nonfinite", "1 NaN", "f", "t"), Problem("x", "y")]),
+    ):
+        copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        assert (type(copied), str(copied), copied.problems) == (type(error), str(error), error.problems)
+    assert str(error) == "nothing was written; f: tensor 't': 1 NaN (and 1 more)"

@@ -9,9 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, encode, gradtool, gradtool_json, read, snapshot, with_header, write, write_index
+from support import (
+    COMMAND,
+    NUMPY_TYPES,
+    encode,
+    gradtool,
+    gradtool_json,
+    read,
+    snapshot,
+    with_header,
+    write,
+    write_index,
+)
 
 from gradtool import norm
+from gradtool.backends import choose
 
 SAMPLES = Path(__file__).parent.parent / "sample_data"
 ONES = np.ones(2, np.float32)
@@ -248,7 +260,7 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
         parent.chmod(0o755)
     before = kept(path)
     done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, "clip", str(path), "--max-norm", "1", str(sample(tmp_path / "other"))],
+        [sys.executable, "-P", "-c", AS_NOBODY, "clip", str(path), "--max-norm", "1", str(sample(tmp_path / "other"))],
         capture_output=True,
         text=True,
         check=False,
@@ -278,24 +290,28 @@ def test_a_full_stdout_is_exit_5_without_a_traceback(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = gradtool("norm", sample(tmp_path), stdout=full)
     assert done.returncode == 5
-    assert done.stderr == "gradtool: error: cannot print the result on stdout: No space left on device\n"
+    assert (
+        done.stderr
+        == "gradtool: error: cannot print the result on stdout: No space left on device; the work itself is done\n"
+    )
 
 
 def test_closed_standard_streams_never_become_data_files(tmp_path):
     path = sample(tmp_path)
     before = snapshot(tmp_path)
-    command = f"exec {sys.executable} -m gradtool clip {path} --max-norm 1 <&- >&- 2>&-"
+    command = f"exec {sys.executable} -P -m gradtool clip {path} --max-norm 1 <&- >&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", command], check=False).returncode == 5
     assert snapshot(tmp_path) == before
-    command = f"exec {sys.executable} -m gradtool clip {path} --max-norm 1 --quiet <&- 2>&-"
+    command = f"exec {sys.executable} -P -m gradtool clip {path} --max-norm 1 --quiet <&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", command], check=False).returncode == 0
     assert read(path)["a"].tolist() == pytest.approx([0.6, 0.8])
 
 
 # Says when the first block is about to be written, and holds it until the signal must have come.
 SLOW_WRITES = """
-import os, sys, time
+import os, signal, sys, time
 import gradtool.store.stream as stream
+signal.signal(signal.SIGINT, signal.default_int_handler)
 write = stream._write_fully
 def slowly(*arguments):
     os.write(2, b"writing\\n")
@@ -308,12 +324,14 @@ main()
 """
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
 @pytest.mark.parametrize("threads", ["1", "2"])
-def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, number, exit_code, threads):
+def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, number, exit_code, word, threads):
     path = write(tmp_path / "x.safetensors", {"a": np.ones(2_000_000, np.float32)})
     before = snapshot(tmp_path)
-    command = [sys.executable, "-c", SLOW_WRITES, "clip", str(path), "--max-norm", "1", "--threads", threads]
+    command = [sys.executable, "-P", "-c", SLOW_WRITES, "clip", str(path), "--max-norm", "1", "--threads", threads]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr.readline() == "writing\n"
         assert len(list(tmp_path.iterdir())) == 2
@@ -322,15 +340,102 @@ def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, 
     assert running.returncode == exit_code
     assert stdout == ""
     said = [line for line in stderr.splitlines() if line != "writing"]
-    assert said == (["gradtool: error: interrupted; no file was changed"] if number == signal.SIGINT else [])
+    assert said == [f"gradtool: error: {word}; no file was changed"]
     assert snapshot(tmp_path) == before
 
 
-def on_terminal(*arguments):
+def test_sigkill_in_the_middle_leaves_every_file_as_it_was(tmp_path):
+    paths = [write(tmp_path / f"{i}.safetensors", {"a": np.ones(1_000_000, np.float32)}) for i in range(3)]
+    before = snapshot(tmp_path)
+    command = [sys.executable, "-P", "-c", SLOW_WRITES, "clip", *map(str, paths), "--max-norm", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as running:
+        assert running.stderr.readline() == b"writing\n"
+        running.kill()
+    assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
+
+
+def test_json_says_so_when_terminated(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(2_000_000, np.float32)})
+    command = [sys.executable, "-P", "-c", SLOW_WRITES, "clip", str(path), "--max-norm", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr.readline() == "writing\n"
+        running.terminate()
+        stdout, _ = running.communicate(timeout=60)
+    answer = json.loads(stdout)
+    assert (answer["exit_code"], answer["errors"][0]["code"]) == (143, "interrupted")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["norm", "missing", "--json"]])
+def test_a_full_stdout_never_shows_a_traceback(arguments):
+    with Path("/dev/full").open("w") as full:
+        done = gradtool(*arguments, stdout=full)
+    assert done.returncode == (3 if "missing" in arguments else 5)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_full_stderr_does_not_change_the_exit_code():
+    with Path("/dev/full").open("w") as full:
+        assert gradtool("norm", "missing", stderr=full).returncode == 3
+        assert json.loads(gradtool("norm", "missing", "--json", stderr=full).stdout)["exit_code"] == 3
+
+
+def test_a_terminal_that_lacks_a_letter_gets_it_spelled_out(tmp_path):
+    path = write(tmp_path / "x", {"漢": encode([3, 4], "F32")})
+    done = gradtool("clip", path, "--max-norm", "1", "--per-tensor", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert "\\u6f22" in done.stdout
+
+
+def test_an_unset_variable_is_no_folder(tmp_path):
+    path = sample(tmp_path)
+    before = snapshot(tmp_path)
+    done = gradtool("clip", "", "--max-norm", "1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "gradtool: error: a path is empty; is a shell variable unset?\n")
+    assert gradtool("clip", path, "--max-norm", "1", "--output-dir", "", cwd=tmp_path).returncode == 2
+    assert snapshot(tmp_path) == before
+
+
+def test_many_problems_are_cut_off_on_stderr_and_whole_in_json(tmp_path):
+    path = write(tmp_path / "x", {f"t{i}": encode([math.nan], "F32") for i in range(50)})
+    lines = gradtool("norm", path).stderr.splitlines()
+    assert (len(lines), lines[-1]) == (21, "gradtool: error: and 30 more; --json names them all")
+    assert len(gradtool_json("norm", path)["errors"]) == 50
+
+
+def test_the_result_says_what_computed():
+    why = gradtool_json("norm", SAMPLES / "buffer.safetensors")["data"]["backend_why"]
+    assert why == choose().why
+
+
+PROGRESS = """
+import sys
+import gradtool.report as report
+report._PATIENCE_SECONDS = float(sys.argv.pop(1))
+from gradtool.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("patience", "shown"), [("0", True), ("3600", False)])
+def test_a_progress_bar_shows_on_a_terminal_when_the_work_takes_long(tmp_path, patience, shown):
+    path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
+    code, text = on_terminal("norm", path, "--json", command=[sys.executable, "-P", "-c", PROGRESS, patience])
+    assert code == 0
+    assert ("━" in text) == shown
+
+
+def test_off_a_terminal_there_is_no_progress_bar(tmp_path):
+    path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
+    command = [sys.executable, "-P", "-c", PROGRESS, "0", "norm", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def on_terminal(*arguments, command=COMMAND):
     """The real command on a terminal 100 columns wide: all that it shows."""
     reader, writer = pty.openpty()
     environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
-    command = [sys.executable, "-m", "gradtool", *map(str, arguments)]
+    command = [*command, *map(str, arguments)]
     with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment) as running:
         os.close(writer)
         shown = b""
@@ -366,9 +471,9 @@ def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path):
 
 
 def test_a_bug_is_one_line_and_exit_70(tmp_path):
-    code = "import sys, gradtool.ops.norm as n; n.measure_norms = None; from gradtool.cli import main; main()"
+    code = "import sys, gradtool.ops.norm as n; n.measure = None; from gradtool.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "norm", str(sample(tmp_path))], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", code, "norm", str(sample(tmp_path))], capture_output=True, text=True, check=False
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (70, 1)
     assert "a bug in gradtool" in done.stderr

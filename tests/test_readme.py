@@ -21,7 +21,7 @@ def checkout(tmp_path):
     shutil.copytree(ROOT / "sample_data", tmp_path / "checkout" / "sample_data")
     command = tmp_path / "bin" / "gradtool"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m gradtool "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m gradtool "$@"\n')
     command.chmod(0o755)
     return tmp_path / "checkout", {"PATH": f"{command.parent}:{os.environ['PATH']}"}
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from gradtool.reduction import LANES, fold, largest_sum, norm_of, rescue_exponent, tile_count, total
+from gradtool.reduction import LANES, fold, norm_of, rescue_divisor, tile_count, total
 
 
 def test_a_tile_has_65536_elements():
@@ -29,26 +29,44 @@ def test_a_total_beyond_float64_is_infinite():
 
 
 @pytest.mark.parametrize(
-    ("total_sum", "norm_type", "exponent", "norm"),
-    [(25.0, 2.0, 0, 5.0), (7.0, 1.0, 0, 7.0), (27.0, 3.0, 0, 3.0), (25.0, 2.0, 10, 5120.0), (4.0, 2.0, 1024, math.inf)],
+    ("total_sum", "norm_type", "divisor", "norm"),
+    [(25.0, 2.0, 1.0, 5.0), (7.0, 1.0, 1.0, 7.0), (27.0, 3.0, 1.0, 3.0), (25.0, 2.0, 1024.0, 5120.0)],
 )
-def test_a_norm_is_the_root_of_its_sum(total_sum, norm_type, exponent, norm):
-    assert norm_of(total_sum, norm_type, exponent) == norm
+def test_a_norm_is_the_root_of_its_sum(total_sum, norm_type, divisor, norm):
+    assert norm_of(total_sum, norm_type, divisor) == norm
+
+
+def test_a_norm_beyond_float64_is_infinite():
+    assert norm_of(4.0, 2.0, 2.0**1023) == math.inf
+    assert norm_of(1e300, 0.5) == math.inf
 
 
 def test_good_sums_need_no_rescue():
-    assert rescue_exponent(12.0, 3.0) == 0
-    assert rescue_exponent(0.0, 0.0) == 0
-    assert rescue_exponent(math.inf, math.inf) == 0
-    assert rescue_exponent(math.nan, math.nan) == 0
+    assert rescue_divisor(12.0, 3.0, 2.0) == 1
+    assert rescue_divisor(2.0**-900, 2.0**-450, 2.0) == 1
+    assert rescue_divisor(2.0**1000, 2.0**500, 2.0) == 1
+    assert rescue_divisor(0.0, 0.0, 2.0) == 1
+    assert rescue_divisor(math.inf, math.inf, 2.0) == 1
+    assert rescue_divisor(math.nan, math.nan, 2.0) == 1
 
 
-@pytest.mark.parametrize(("total_sum", "max_abs"), [(math.inf, 1e200), (0.0, 1e-200), (0.0, 5e-324)])
-def test_a_rescued_maximum_is_at_most_1_and_its_square_is_normal(total_sum, max_abs):
-    scaled = max_abs * 2.0 ** -rescue_exponent(total_sum, max_abs)
-    assert 2.0**-80 < scaled <= 1
+EXTREMES = [
+    (math.inf, 1e200),
+    (math.inf, 1.7e308),
+    (2.0**1001, 1e150),
+    (0.0, 1e-200),
+    (0.0, 5e-324),
+    (2.0**-901, 1e-140),
+]
 
 
-def test_the_largest_sum_overflows_to_infinity():
-    assert largest_sum(3, 2.0, 2.0) == 12.0
-    assert largest_sum(3, 1e200, 2.0) == math.inf
+@pytest.mark.parametrize(("total_sum", "max_abs"), EXTREMES)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_the_divisor_is_the_power_of_two_that_brings_the_maximum_between_1_and_2(total_sum, max_abs, norm_type):
+    divisor = rescue_divisor(total_sum, max_abs, norm_type)
+    assert math.frexp(divisor)[0] == 0.5
+    assert 1 <= max_abs / divisor < 2
+
+
+def test_other_orders_divide_by_the_maximum_itself():
+    assert rescue_divisor(0.0, 0.6, 2000.0) == 0.6

@@ -19,19 +19,19 @@ print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["clip", "--help"], ["norm", "--help"], []])
 def test_nothing_heavy_is_imported_to_show_help(arguments):
     code = PROBE.format(arguments=arguments, heavy=HEAVY)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
     assert "gradtool" in done.stdout
 
 
 def test_importing_gradtool_imports_nothing_heavy():
     code = f"import sys, gradtool; gradtool.GradtoolError; print([n for n in {HEAVY!r} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_run_off_a_terminal_imports_no_rich(tmp_path):
     (tmp_path / "x").write_bytes((2).to_bytes(8, "little") + b"{}")
     code = PROBE.format(arguments=["norm", str(tmp_path / "x")], heavy=("rich", "cupy", "ml_dtypes", "torch"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"

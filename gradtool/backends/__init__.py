@@ -22,12 +22,12 @@ VALUE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 class Piece(NamedTuple):
-    """`elements` values of one storage type, from byte `offset` of a block on; summed after division by 2^exponent."""
+    """`elements` values of one storage type, from byte `offset` of a block on; summed after division by `divisor`."""
 
     dtype: str
     offset: int
     elements: int
-    exponent: int = 0
+    divisor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def choose(name: str = "auto") -> Choice:
         raise BackendUnavailableError("gradtool has no CUDA backend yet; use --backend cpu or auto")
     try:
         from gradtool.backends.compiled import CompiledBackend  # may not have been built
-    except ImportError:
+    except ImportError as error:
         from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
 
-        return Choice(NumpyBackend(), "numpy; the compiled kernels were not built")
+        return Choice(NumpyBackend(), f"numpy, for the compiled kernels are missing: {error}")
     return Choice(CompiledBackend(), "compiled kernels")

@@ -198,6 +198,10 @@ VECTOR static void row_stats64(const double *row, int n, struct stats *stats)
     {                                                                                                                  \
         for (int j = 0; j < n; j++) row[j] *= factor;                                                                  \
     }                                                                                                                  \
+    VECTOR static void row_drop##BITS(REAL *row, int n)                                                                \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) row[j] = FABS(row[j]) < (REAL)INFINITY ? row[j] : 0;                               \
+    }                                                                                                                  \
     VECTOR static void row_clamp##BITS(REAL *row, REAL limit, int n)                                                  \
     {                                                                                                                  \
         for (int j = 0; j < n; j++) {                                                                                  \
@@ -211,10 +215,17 @@ ROW_LOOPS(64, double, fabs)
 
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
 
-struct job { enum term term; int writes; double factor, limit; };
+struct job { enum term term; int writes, drops; double factor, limit; };
 
+/* What is dropped is counted first, and then takes part as a zero. */
 #define ROW(BITS)                                                                                                      \
     do {                                                                                                               \
+        if (job.drops) {                                                                                               \
+            struct stats raw = {0, 0, 0, 0, -1};                                                                       \
+            row_stats##BITS(row, n, &raw);                                                                             \
+            row_drop##BITS(row, n);                                                                                    \
+            stats->nan += raw.nan, stats->inf += raw.inf;                                                              \
+        }                                                                                                              \
         row_stats##BITS(row, n, stats);                                                                                \
         if (job.term == SQUARE) row_squares##BITS(row, lanes, n);                                                      \
         if (job.term == ABSOLUTE) row_absolutes##BITS(row, lanes, n);                                                  \
@@ -225,6 +236,7 @@ static void row32(struct job job, enum dtype dtype, char *data, int n, double *l
     float row[LANES];
     load_row(dtype, data, row, n);
     if (job.writes) {
+        if (job.drops) row_drop32(row, n);
         row_scale32(row, (float)job.factor, n);
         if (job.limit < INFINITY) row_clamp32(row, (float)job.limit, n);
         store_row(dtype, row, data, n);
@@ -238,6 +250,7 @@ static void row64(struct job job, char *data, int n, double *lanes, struct stats
     memcpy(row, data, 8 * (size_t)n);
     if (job.writes) {
         uint64_t codes[LANES];
+        if (job.drops) row_drop64(row, n);
         row_scale64(row, job.factor, n);
         if (job.limit < INFINITY) row_clamp64(row, job.limit, n);
         narrow_f64(row, codes, n);
@@ -285,7 +298,7 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
 
 /* ---- Python ----------------------------------------------------------------------------------------------------- */
 
-/* run(block, pieces, factors, limit, term, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte offset and
+/* run(block, pieces, factors, limit, term, drops, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte offset and
  * elements; factors float64 (k,), or None to write nothing; sums float64, one a tile; max_abs float64 (k,); counts int64
  * (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. The caller is trusted for everything but the bounds. */
 static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssize_t k, const double *factors,
@@ -323,10 +336,11 @@ static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_
 static PyObject *run(PyObject *self, PyObject *args)
 {
     Py_buffer block, pieces, factors, sums, max_abs, counts;
-    struct job job = {SQUARE, 0, 1, INFINITY};
+    struct job job = {SQUARE, 0, 0, 1, INFINITY};
     int term;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*z*diw*w*w*", &block, &pieces, &factors, &job.limit, &term, &sums, &max_abs, &counts))
+    if (!PyArg_ParseTuple(args, "y*y*z*dipw*w*w*", &block, &pieces, &factors, &job.limit, &term, &job.drops, &sums, &max_abs,
+                          &counts))
         return NULL;
 
     job.term = (enum term)term;

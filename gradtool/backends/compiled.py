@@ -23,7 +23,7 @@ _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
 
 
 class CompiledBackend(NumpyBackend):
-    """Does the common sums itself and leaves the rare ones (other orders, rescued sums, dropped NaN) to numpy."""
+    """Does the common sums itself and leaves the rare ones (other orders, rescued sums) to numpy."""
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
         """The sums of what the block holds."""
@@ -41,8 +41,7 @@ class CompiledBackend(NumpyBackend):
 
 
 def _is_compiled(pieces: Sequence[Piece], terms: Terms) -> bool:
-    is_rescued = any(piece.exponent for piece in pieces)
-    return terms.norm_type in _TERMS and not terms.drop_nonfinite and not is_rescued
+    return terms.norm_type in _TERMS and all(piece.divisor == 1 for piece in pieces)
 
 
 def _run(
@@ -52,5 +51,6 @@ def _run(
     sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
     max_abs = np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
-    run_kernels(block, table, factors, limit, _TERMS[terms.norm_type], sums, max_abs, counts)
+    term = _TERMS[terms.norm_type]
+    run_kernels(block, table, factors, limit, term, terms.drop_nonfinite, sums, max_abs, counts)
     return BlockSums(sums, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])

@@ -72,9 +72,9 @@ def _each_piece(
                     values[~finite] = 0
                 magnitudes = np.abs(values)
                 zeros[k] += values.size - np.count_nonzero(values)
-                max_abs[k] = max(max_abs[k], float(np.fmax.reduce(magnitudes)), 0.0)
+                max_abs[k] = max(max_abs[k], float(magnitudes[~np.isnan(magnitudes)].max(initial=0)))
                 if terms.norm_type != math.inf:
-                    sums[tile] = _tile_sum(magnitudes, terms.norm_type, piece.exponent)
+                    sums[tile] = _tile_sum(magnitudes, terms.norm_type, piece.divisor)
                 tile += 1
     return BlockSums(sums, max_abs, nan, inf, zeros, first)
 
@@ -92,10 +92,10 @@ def _one_tile(raw: NDArray[np.uint8], storage: Storage, change: Change | None, *
     return storage.widen(codes)
 
 
-def _tile_sum(magnitudes: NDArray[Any], norm_type: float, exponent: int) -> float:
+def _tile_sum(magnitudes: NDArray[Any], norm_type: float, divisor: float) -> float:
     wide = magnitudes.astype(np.float64)
-    if exponent:
-        wide *= 2.0**-exponent
+    if divisor != 1:
+        wide /= divisor
     if norm_type == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
         powers = wide * wide
     elif norm_type == 1:

@@ -6,19 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import BlockSums, Piece, Terms
-from gradtool.errors import BadInputError, NonFiniteError, Problem
-from gradtool.ops.clip_policy import Decision, Policy, decide, exponents
-from gradtool.ops.norm import facts, nonfinite_problems
+from gradtool.errors import BadInputError, NonFiniteError
+from gradtool.ops import arguments
+from gradtool.ops.clip_policy import Decision, Policy, decide
+from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.ops.output import Output
-from gradtool.ops.passes import Measurement, Session, Timings, measure_norms, open_session
+from gradtool.ops.passes import Session, Timings, measure, open_session, rewrite
+from gradtool.ops.results import facts, nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from gradtool.ops.passes import Progress
-    from gradtool.store.gradset import Selected
+    from gradtool.backends import BlockSums, Piece
+    from gradtool.ops.passes import Change, Progress
     from gradtool.store.header import Shard
 
 
@@ -121,7 +122,7 @@ def clip(
         dry_run: do everything but write.
         fsync: have the new files on the disk before the old ones go.
         backend: "auto", "cpu" or "cuda".
-        threads: worker threads; one for each core by default.
+        threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
@@ -131,7 +132,16 @@ def clip(
         BackendUnavailableError: the backend is not there.
         SystemRefusedError: reading or writing failed; nothing was written.
     """
-    policy = Policy(max_norm, max_value, norm_type, eps, per_tensor, total_norm, unscale, nonfinite)
+    policy = Policy(
+        max_norm=arguments.optional_number("--max-norm", max_norm),
+        max_value=arguments.optional_number("--max-value", max_value),
+        norm_type=arguments.norm_order(norm_type),
+        eps=arguments.number("--eps", eps),
+        per_tensor=per_tensor,
+        total_norm=arguments.optional_number("--total-norm", total_norm),
+        unscale=arguments.number("--unscale", unscale),
+        nonfinite=nonfinite,
+    )
     policy.check()
     session = open_session(
         paths,
@@ -142,38 +152,25 @@ def clip(
         threads=threads,
         progress=progress,
     )
-    destination = Output(output, output_dir, dry_run, fsync)
-    destination.check(session)
+    destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync)
     session.total_bytes = 2 * session.nbytes
-    terms = Terms(norm_type, drop_nonfinite=nonfinite == "zero")
-    before, measured, tensor_norms = measure_norms(session, terms, per_tensor=per_tensor)
-    if nonfinite == "error" and not before.is_finite:
-        raise NonFiniteError(
-            "nothing was written, for there are NaN or Inf values; --nonfinite zero or propagate goes on",
-            nonfinite_problems(session.selected, before),
-        )
-    norm_before, norms = measured / unscale, [one / unscale for one in tensor_norms]
-    limiting = norms if per_tensor else [norm_before]
-    if max_norm is not None and before.is_finite and math.inf in limiting:
-        raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
-
-    coef = policy.coef(norm_before if total_norm is None else total_norm)
-    coefs = [policy.coef(one) for one in norms] if per_tensor else [coef] * len(session.selected)
-    decision = decide(policy, session.selected, before, coefs)
-    after, files = _write(session, policy, decision, before, destination)
+    before, raw = _measure(session, policy)
+    unscaled = Norms(raw.whole / policy.unscale, [one / policy.unscale for one in raw.tensors])
+    decision = decide(policy, session.selected, before, unscaled)
+    after, files = _write(session, policy, decision, (before, raw), destination)
     return ClipResult(
-        norm_type=norm_type,
-        norm=norm_before,
-        max_abs=before.largest / unscale,
+        norm_type=policy.norm_type,
+        norm=unscaled.whole,
+        max_abs=before.largest / policy.unscale,
         **facts(session, before),
-        per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
-        max_norm=max_norm,
-        max_value=max_value,
-        total_norm=total_norm,
-        unscale=unscale,
-        norm_before=norm_before,
-        norm_after=after.norm() if decision.numbers else norm_before,
-        coef=None if per_tensor or max_value is not None else coef,
+        per_tensor=tuple(_rows(session, decision, unscaled, after) if per_tensor else ()),
+        max_norm=policy.max_norm,
+        max_value=policy.max_value,
+        total_norm=policy.total_norm,
+        unscale=policy.unscale,
+        norm_before=unscaled.whole,
+        norm_after=after.whole,
+        coef=decision.coef,
         clipped=any(decision.clipped),
         dry_run=dry_run,
         files_written=len(files),
@@ -181,54 +178,81 @@ def clip(
     )
 
 
-def _write(
-    session: Session, policy: Policy, decision: Decision, before: Measurement, output: Output
-) -> tuple[Measurement, list[Shard]]:
-    """Write what was decided; what the tensors hold afterwards, and the files that were written."""
-    numbers = decision.numbers
-    changed = [session.selected[number] for number in numbers]
-    factors = [decision.factors[number] for number in numbers]
-    written = Measurement(changed, before.terms, exponents(policy, changed, before.max_abs[numbers], factors))
+def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
+    """What the files hold, and its norms; refused where the policy says so."""
+    terms = policy.terms
+    before = measure(session, session.selected, terms)
+    if policy.nonfinite == "error" and not before.is_finite:
+        raise NonFiniteError(
+            "nothing was written, for there are NaN or Inf values; --nonfinite zero or propagate goes on",
+            nonfinite_problems(session.selected, before),
+        )
 
-    def change(view: memoryview, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
-        return session.backend.scale(view, pieces, [factors[one] for one in tensors], policy.limit, before.terms)
+    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
+        return measure(session, [session.selected[number] for number in numbers], terms, divisors)
+
+    norms = norms_of(before, again, per_tensor=policy.per_tensor)
+    limiting = norms.tensors if policy.per_tensor else [norms.whole]
+    if policy.max_norm is not None and before.is_finite and math.inf in limiting:
+        raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
+    return before, norms
+
+
+def _write(
+    session: Session, policy: Policy, decision: Decision, found: tuple[Measurement, Norms], output: Output
+) -> tuple[Norms, list[Shard]]:
+    """Write what was decided; the norms of the result, and the files that were written.
+
+    `found` is what was measured before, whose norms are still the norms if nothing changes.
+    """
+    before, after = found
+    changed = [number for number, changes in enumerate(decision.changed) if changes]
+
+    def rewriting(numbers: Sequence[int]) -> Change:
+        factors = [decision.factors[number] for number in numbers]
+
+        def change(view: memoryview, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
+            return session.backend.scale(view, pieces, [factors[one] for one in tensors], policy.limit, policy.terms)
+
+        return change
+
+    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
+        # The result is not in its place yet, so it is worked out once more.
+        selected = [session.selected[number] for number in numbers]
+        found = Measurement(selected, policy.terms, divisors)
+        rewrite(session, selected, found, rewriting(numbers), {})
+        return found
+
+    selected = [session.selected[number] for number in changed]
+    written = Measurement(selected, policy.terms)
 
     def verify() -> None:
+        nonlocal after
         if policy.nonfinite != "propagate" and (written.nan.any() or written.inf.any()):
             raise NonFiniteError(
                 "nothing was written, for a result does not fit its type; a larger --unscale makes it smaller",
-                _overflow_problems(changed, written),
+                overflow_problems(selected, written),
             )
+        if changed:
+            after = norms_of(before.updated(changed, written), again, per_tensor=policy.per_tensor)
 
-    files = output.write(session, changed, written, change, verify)
-    return before.updated(numbers, written), files
-
-
-def _overflow_problems(changed: Sequence[Selected], written: Measurement) -> list[Problem]:
-    return [
-        Problem(
-            "overflow",
-            f"{written.nan[number] + written.inf[number]} results are beyond {one.tensor.dtype}, "
-            f"the first at index {written.first_nonfinite[number]}",
-            str(one.shard.path),
-            one.tensor.name,
-        )
-        for number, one in enumerate(changed)
-        if written.nan[number] or written.inf[number]
-    ]
+    files = output.write(session, selected, written, rewriting(changed), verify)
+    return after, files
 
 
-def _rows(session: Session, decision: Decision, before: list[float], after: Measurement) -> list[TensorClip]:
+def _rows(session: Session, decision: Decision, before: Norms, after: Norms) -> list[TensorClip]:
     return [
         TensorClip(
             name=one.tensor.name,
             file=str(one.shard.path),
             dtype=one.tensor.dtype,
             shape=one.tensor.shape,
-            norm_before=before[number],
-            norm_after=after.tensor_norm(number) if decision.changed[number] else before[number],
-            coef=decision.coefs[number],
-            clipped=decision.clipped[number],
+            norm_before=norm_before,
+            norm_after=norm_after,
+            coef=coef,
+            clipped=clipped,
         )
-        for number, one in enumerate(session.selected)
+        for one, norm_before, norm_after, coef, clipped in zip(
+            session.selected, before.tensors, after.tensors, decision.coefs, decision.clipped, strict=True
+        )
     ]

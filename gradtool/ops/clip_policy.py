@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradtool.backends import Terms
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import UsageError
-from gradtool.ops.norm import check_norm_type
-from gradtool.reduction import largest_sum, rescue_exponent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from gradtool.ops.passes import Measurement
+    from gradtool.ops.measurement import Measurement, Norms
     from gradtool.store.gradset import Selected
 
 NONFINITE_POLICIES = ("error", "propagate", "zero")
@@ -39,7 +36,8 @@ class Policy:
 
     def coef(self, norm: float) -> float:
         """max_norm / (norm + eps); 1 or more where there is nothing to clip."""
-        if self.max_norm is None:
+        # An infinite limit changes nothing, not even where the norm is infinite too.
+        if self.max_norm is None or math.isinf(self.max_norm):
             return math.inf
         return self.max_norm / (norm + self.eps) if norm + self.eps else math.inf
 
@@ -48,13 +46,17 @@ class Policy:
         return (1.0 if coef >= 1 else coef) / self.unscale
 
     @property
+    def terms(self) -> Terms:
+        """What sums are taken over."""
+        return Terms(self.norm_type, drop_nonfinite=self.nonfinite == "zero")
+
+    @property
     def limit(self) -> float:
         """What a value is clamped to."""
-        return math.inf if self.max_value is None else self.max_value
+        return math.inf if self.max_value is None else abs(self.max_value)
 
     def check(self) -> None:
         """Raise `UsageError` where the arguments make no sense."""
-        check_norm_type(self.norm_type)
         if (self.max_norm is None) == (self.max_value is None):
             raise UsageError("give either --max-norm or --max-value")
         if self.max_value is not None and (self.per_tensor or self.total_norm is not None):
@@ -75,48 +77,34 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of each tensor: its coefficient, its factor, and whether it is clipped and whether it changes."""
+    """What becomes of each tensor: its coefficient, its factor, and whether it is clipped and whether it changes.
 
+    `coef` is the one coefficient of all, or None where there is no such thing.
+    """
+
+    coef: float | None
     coefs: list[float]
     factors: list[float]
     clipped: list[bool]
     changed: list[bool]
 
-    @property
-    def numbers(self) -> list[int]:
-        """The tensors that change."""
-        return [number for number, changes in enumerate(self.changed) if changes]
 
-
-def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, coefs: list[float]) -> Decision:
-    """What becomes of each tensor, given what was measured in it and its coefficient."""
-    factors = [policy.factor(coef) for coef in coefs]
+def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, norms: Norms) -> Decision:
+    """What becomes of each tensor, given what was measured in it and the unscaled norms."""
+    coef = policy.coef(norms.whole if policy.total_norm is None else policy.total_norm)
+    coefs = [policy.coef(one) for one in norms.tensors] if policy.per_tensor else [coef] * len(selected)
+    factors = [policy.factor(one) for one in coefs]
     limits = {dtype: storage.rounded(policy.limit) for dtype, storage in STORAGE.items()}
     clipped, changed = [], []
-    for number, (one, coef, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
+    for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype
-        # A coefficient so near to 1 that it rounds to 1 changes nothing.
+        # A coefficient so near to 1 that it rounds to 1 clips nothing.
         with np.errstate(over="ignore"):
-            scales = float(STORAGE[dtype].work.type(factor)) != 1
+            work = STORAGE[dtype].work.type
+            scales, clips = float(work(factor)) != 1, not own >= 1 and float(work(own)) != 1
         clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
-        clipped.append(clamps or (scales and not coef >= 1))
+        clipped.append(clamps or clips)
         changed.append(one.tensor.elements > 0 and (scales or clamps or drops))
-    return Decision(coefs, factors, clipped, changed)
-
-
-def exponents(
-    policy: Policy, changed: Sequence[Selected], max_abs: NDArray[np.float64], factors: Sequence[float]
-) -> list[int]:
-    """The powers of two that keep the sums of the result from overflow and underflow; nearly always all 0."""
-    if math.isinf(policy.norm_type) or not changed:
-        return [0] * len(changed)
-    largest = [min(float(one) * factor, policy.limit) for one, factor in zip(max_abs, factors, strict=True)]
-    elements = [one.tensor.elements for one in changed]
-    if not policy.per_tensor:
-        largest, elements = [max(largest)], [sum(elements)]
-    found = [
-        rescue_exponent(largest_sum(count, one, policy.norm_type), one)
-        for count, one in zip(elements, largest, strict=True)
-    ]
-    return found if policy.per_tensor else found * len(changed)
+    has_one = policy.max_norm is not None and not policy.per_tensor
+    return Decision(coef if has_one else None, coefs, factors, clipped, changed)

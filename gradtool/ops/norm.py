@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from gradtool.backends import Terms
 from gradtool.errors import Problem, UsageError
-from gradtool.ops.passes import Measurement, Session, Timings, measure_norms, open_session
+from gradtool.ops import arguments
+from gradtool.ops.measurement import Measurement, norms_of
+from gradtool.ops.passes import Timings, measure, open_session
+from gradtool.ops.results import facts, nonfinite_problems
 
 if TYPE_CHECKING:
     import os
@@ -16,23 +19,6 @@ if TYPE_CHECKING:
 
     from gradtool.ops.passes import Progress
     from gradtool.store.gradset import Selected
-
-
-class Facts(TypedDict):
-    """What every result says about the call itself."""
-
-    files: int
-    tensors: int
-    elements: int
-    bytes: int
-    nan: int
-    inf: int
-    zeros: int
-    backend: str
-    backend_why: str
-    threads: int
-    seconds: float
-    timings: Timings
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ def norm(
         exclude: regular expressions; no tensor whose name one of them finds.
         files_from: a file of further paths, separated by newline or NUL; "-" is standard input.
         backend: "auto", "cpu" or "cuda".
-        threads: worker threads; one for each core by default.
+        threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
     Returns:
@@ -114,10 +100,10 @@ def norm(
         BackendUnavailableError: the backend is not there.
         SystemRefusedError: a file could not be read, or changed while it was.
     """
-    check_norm_type(norm_type)
-    if top is not None and top < 1:
-        raise UsageError(f"--top must be at least 1, not {top}")
-    if fail_above is not None and math.isnan(fail_above):
+    order = arguments.norm_order(norm_type)
+    top = arguments.optional_count("--top", top)
+    limit = arguments.optional_number("--fail-above", fail_above)
+    if limit is not None and math.isnan(limit):
         raise UsageError("--fail-above must be a number, not NaN")
     session = open_session(
         paths,
@@ -129,15 +115,20 @@ def norm(
         progress=progress,
     )
     session.total_bytes = session.nbytes
-    wants_tensors = per_tensor or top is not None
-    found, value, norms = measure_norms(session, Terms(norm_type), per_tensor=wants_tensors)
-    rows = [tensor_row(one, found, number, norms[number]) for number, one in enumerate(session.selected) if norms]
+    terms = Terms(order)
+    found = measure(session, session.selected, terms)
+
+    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
+        return measure(session, [session.selected[number] for number in numbers], terms, divisors)
+
+    norms = norms_of(found, again, per_tensor=per_tensor or top is not None)
+    rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)
-    if fail_above is not None and not value <= fail_above:
-        problems.append(Problem("above-limit", f"the norm {value!r} is above the limit {fail_above!r}"))
+    if limit is not None and not norms.whole <= limit:
+        problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
     return NormResult(
-        norm_type=norm_type,
-        norm=value,
+        norm_type=order,
+        norm=norms.whole,
         max_abs=found.largest,
         **facts(session, found),
         per_tensor=tuple(rows if top is None else _largest(rows, top)),
@@ -145,31 +136,7 @@ def norm(
     )
 
 
-def check_norm_type(norm_type: float) -> None:
-    """Raise `UsageError` for an order that gives no norm."""
-    if not norm_type > 0:
-        raise UsageError(f"--norm-type must be above 0, not {norm_type!r}")
-
-
-def facts(session: Session, found: Measurement) -> Facts:
-    """The facts of a call that is done."""
-    return {
-        "files": len(session.shards),
-        "tensors": len(session.selected),
-        "elements": session.elements,
-        "bytes": session.nbytes,
-        "nan": int(found.nan.sum()),
-        "inf": int(found.inf.sum()),
-        "zeros": int(found.zeros.sum()),
-        "backend": session.backend.name,
-        "backend_why": session.backend_why,
-        "threads": session.threads,
-        "seconds": session.seconds,
-        "timings": session.timings,
-    }
-
-
-def tensor_row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:
+def _row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:
     """The row of one tensor."""
     return TensorNorm(
         name=one.tensor.name,
@@ -182,20 +149,6 @@ def tensor_row(one: Selected, found: Measurement, number: int, value: float) -> 
         inf=int(found.inf[number]),
         zeros=int(found.zeros[number]),
     )
-
-
-def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:
-    """One problem for each tensor that holds a NaN or Inf: how many, and where the first one is."""
-    return [
-        Problem(
-            "nonfinite",
-            f"{found.nan[number]} NaN, {found.inf[number]} Inf, the first at index {found.first_nonfinite[number]}",
-            str(one.shard.path),
-            one.tensor.name,
-        )
-        for number, one in enumerate(selected)
-        if found.nan[number] or found.inf[number]
-    ]
 
 
 def _largest(rows: Sequence[TensorNorm], count: int) -> list[TensorNorm]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import UsageError, from_os_error
-from gradtool.ops.passes import Measurement, Session, rewrite
+from gradtool.ops import arguments
+from gradtool.ops.passes import Session, rewrite
 from gradtool.store.commit import Replacement, refuse_collisions
+from gradtool.store.header import read_regular
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
 
+    from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import Change
     from gradtool.store.gradset import Selected
     from gradtool.store.header import Shard
@@ -21,27 +25,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """The options that every writing operation has."""
+    """The options that every writing operation has, checked against its inputs."""
 
-    file: str | os.PathLike[str] | None = None
-    folder: str | os.PathLike[str] | None = None
-    dry_run: bool = False
-    fsync: bool = True
+    file: str | None
+    folder: str | None
+    dry_run: bool
+    fsync: bool
 
-    def check(self, session: Session) -> None:
-        """Raise `UsageError` where the options do not fit the inputs, before any work is done."""
-        if self.file is not None and self.folder is not None:
+    @classmethod
+    def of(cls, session: Session, file: Any, folder: Any, *, dry_run: bool, fsync: bool) -> Self:
+        """The output of a call, or `UsageError` where the options do not fit its inputs; before any work is done."""
+        output = cls(
+            arguments.optional_path("--output", file), arguments.optional_path("--output-dir", folder), dry_run, fsync
+        )
+        if output.file is not None and output.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
-        if self.file is not None and (len(session.shards) > 1 or session.sets[0].index):
+        if output.file is not None and (len(session.shards) > 1 or session.sets[0].index):
             raise UsageError("--output takes a single input file; use --output-dir for several")
-        if self.file is not None and Path(self.file).is_dir():
-            raise UsageError(f"--output {self.file} is a folder; use --output-dir")
-        if self.folder is not None and Path(self.folder).exists() and not Path(self.folder).is_dir():
-            raise UsageError(f"--output-dir {self.folder} is no folder")
-        if self._is_elsewhere:
-            copies = [self._target(shard.path) for shard in session.shards]
-            copies += [self._target(one.index) for one in session.sets if one.index]
+        # Not Path's questions, which raise where there is no permission.
+        there, is_folder = os.path.lexists(output.folder or ""), os.path.isdir(output.folder or "")  # noqa: PTH112
+        if there and not is_folder:
+            raise UsageError(f"--output-dir {output.folder} is no folder")
+        if output._is_elsewhere:
+            copies = [output._target(shard.path) for shard in session.shards]
+            copies += [output._target(one.index) for one in session.sets if one.index]
             refuse_collisions(copies, session.shards)
+        return output
 
     def write(
         self,
@@ -68,7 +77,9 @@ class Output:
             rewrite(session, changed, written, change, destinations)
             verify()
             self._copy_indexes(session, replacement)
+            began = perf_counter()
             replacement.commit()
+            session.commit_seconds = perf_counter() - began
         return shards
 
     @property
@@ -93,8 +104,9 @@ class Output:
 
     def _copy_indexes(self, session: Session, replacement: Replacement) -> None:
         for index in (one.index for one in session.sets if one.index and self.folder is not None):
+            content = read_regular(index)
+            staged = replacement.stage(self._target(index), len(content))
             try:
-                content = index.read_bytes()
-                replacement.stage(self._target(index), len(content)).write_bytes(content)
+                staged.write_bytes(content)
             except OSError as error:
-                raise from_os_error(error, index) from error
+                raise from_os_error(error, self._target(index)) from error

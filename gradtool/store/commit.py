@@ -9,15 +9,41 @@ import signal
 import stat
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
-from gradtool.store.header import Shard, is_unchanged
+from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
+
+_UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A temporary, what it will replace, and the original that must still be there unchanged."""
+
+    temporary: Path
+    target: Path
+    original: Shard | None
+    mode: int
+
+    def finish(self, *, fsync: bool) -> None:
+        """Bring the content to the disk. The mode comes last: it may be one that even we could not write to."""
+        try:
+            fd = os.open(self.temporary, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fchmod(fd, self.mode)
+                if fsync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise from_os_error(error, self.target) from error
 
 
 class Replacement:
@@ -29,19 +55,22 @@ class Replacement:
 
     def __init__(self, *, fsync: bool = True) -> None:
         self._fsync = fsync
-        # Temporary, target, and the original that must still be there unchanged.
-        self._staged: list[tuple[Path, Path, Shard | None]] = []
-        self._committed = False
+        self._staged: list[_Staged] = []
+        self._renamed = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for temporary, _, _ in self._staged:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-        if error is not None and not self._committed:
+        with signals_deferred():
+            for staged in self._staged:
+                # One that cannot be removed must not keep the others.
+                with contextlib.suppress(OSError):
+                    staged.temporary.unlink()
+        if error is not None and self._renamed == 0:
             error.add_note("no file was changed")
+        elif error is not None and not self._staged:
+            error.add_note("all files were written before")
 
     def stage(self, target: Path, size: int, original: Shard | None = None) -> Path:
         """Make a temporary of `size` bytes, its space reserved, that will become `target`; give its path.
@@ -52,16 +81,17 @@ class Replacement:
             SystemRefusedError: no permission, no space, or an attribute that cannot be kept.
         """
         real = Path(os.path.realpath(target))
-        try:
-            fd, name = tempfile.mkstemp(prefix=f".{real.name[:64]}.gradtool-", suffix=".tmp", dir=real.parent)
-        except OSError as error:
-            raise from_os_error(error, real.parent if error.errno in (errno.ENOENT, errno.ENOTDIR) else real) from error
-        self._staged.append((Path(name), real, original))
+        with signals_deferred():
+            try:
+                fd, name = tempfile.mkstemp(prefix=".gradtool-", suffix=".tmp", dir=real.parent)
+            except OSError as error:
+                missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+                raise from_os_error(error, real.parent if missing else target) from error
+            mode = 0o666 & ~_umask() if original is None else stat.S_IMODE(original.stat.st_mode)
+            self._staged.append(_Staged(Path(name), real, original, mode))
         try:
             _reserve(fd, size)
-            if original is None:
-                os.fchmod(fd, 0o666 & ~_umask())
-            else:
+            if original is not None:
                 _keep_attributes(fd, real, original.stat)
         except OSError as error:
             raise from_os_error(error, target) from error
@@ -75,61 +105,74 @@ class Replacement:
         Raises:
             SystemRefusedError: a file was changed by somebody else since it was read, or a sync or a rename failed.
         """
-        if self._fsync:
-            for temporary, target, _ in self._staged:
-                _sync(temporary, target)
-        for _, target, original in self._staged:
-            if original is not None and not is_unchanged(target, original.stat):
-                raise SystemRefusedError("was changed by somebody else in the meantime; run again", file=target)
-        folders = {target.parent for _, target, _ in self._staged}
-        with _signals_deferred():
+        for staged in self._staged:
+            staged.finish(fsync=self._fsync)
+        for staged in self._staged:
+            if staged.original is not None and not is_unchanged(staged.target, staged.original.stat):
+                raise changed_meanwhile(staged.target)
+        folders = {staged.target.parent for staged in self._staged}
+        with signals_deferred():
             while self._staged:
-                temporary, target, _ = self._staged[0]
+                staged = self._staged[0]
                 try:
-                    temporary.replace(target)
+                    staged.temporary.replace(staged.target)
                 except OSError as error:
-                    raise self._half_done(error, target) from error
+                    raise self._half_done(error, staged.target) from error
                 self._staged.pop(0)
-                self._committed = True
-        if self._fsync:
-            for folder in folders:
-                _sync(folder, folder)
+                self._renamed += 1
+            if self._fsync:
+                for folder in folders:
+                    _sync_folder(folder)
 
     def _half_done(self, error: OSError, target: Path) -> GradtoolError:
         refused = from_os_error(error, target)
-        if not self._committed:
+        if not self._renamed:
             return refused
         left = f"this and {len(self._staged) - 1} more files are as they were, those before it are replaced"
         return SystemRefusedError(f"{refused.problems[0].message}; {left}", file=target)
 
 
 def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard]) -> None:
-    """Raise `UsageError` when two files would be written to one path, or one over an input that is to be left alone."""
+    """Raise `UsageError` for a target that must not be written.
+
+    That is one which two files would be written to, an input that is to be left alone, and anything but a regular file.
+    """
     inputs = {shard.identity for shard in shards}
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for target in targets:
-        if target in seen:
+        real = os.path.realpath(target)
+        if real in seen:
             raise UsageError(f"two inputs would be written to {target}; use one --output-dir for each")
-        seen.add(target)
-        with contextlib.suppress(OSError):
+        seen.add(real)
+        try:
             status = target.stat()
-            if (status.st_dev, status.st_ino) in inputs:
-                raise UsageError(f"{target} is an input; leave out the output option to replace it")
+        except OSError:
+            continue  # Not there, or not to be had: writing it will tell.
+        if (status.st_dev, status.st_ino) in inputs:
+            raise UsageError(f"{target} is an input; leave out the output option to replace it")
+        if stat.S_ISDIR(status.st_mode):
+            raise UsageError(f"{target} is a folder, where a file would be written; use --output-dir")
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{target} is no regular file; use --dry-run to write nowhere")
 
 
 def _reserve(fd: int, size: int) -> None:
     if size and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)
-    else:
-        os.ftruncate(fd, size)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            # A file system that cannot promise space; it will have to do without.
+            if error.errno not in _UNSUPPORTED:
+                raise
+        else:
+            return
+    os.ftruncate(fd, size)
 
 
 def _keep_attributes(fd: int, target: Path, original: os.stat_result) -> None:
     ours = os.fstat(fd)
     if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
         os.fchown(fd, original.st_uid, original.st_gid)
-    # After the owner, whose change clears the set-user-ID bit.
-    os.fchmod(fd, stat.S_IMODE(original.st_mode))
     if not hasattr(os, "listxattr"):
         return
     for name in _listxattr(target):
@@ -137,7 +180,7 @@ def _keep_attributes(fd: int, target: Path, original: os.stat_result) -> None:
             os.setxattr(fd, name, os.getxattr(target, name))
         except OSError as error:
             # Security labels are the kernel's to give; a new file has got its own.
-            if not name.startswith("security.") and error.errno != errno.ENOTSUP:
+            if not name.startswith("security.") and error.errno not in _UNSUPPORTED:
                 raise
 
 
@@ -145,7 +188,7 @@ def _listxattr(path: Path) -> list[str]:
     try:
         return os.listxattr(path)
     except OSError as error:
-        if error.errno == errno.ENOTSUP:
+        if error.errno in _UNSUPPORTED:
             return []
         raise
 
@@ -156,20 +199,22 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path, target: Path) -> None:
-    """Bring a file, or a folder's entries, to the disk; `target` is what an error is about."""
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:
-        raise from_os_error(error, target) from error
+        if error.errno not in _UNSUPPORTED:
+            reason = f"all files were written, but the folder could not be synced: {error.strerror}"
+            raise SystemRefusedError(reason, file=folder) from error
 
 
 @contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Hold back Ctrl-C and its like: a set of files is to be all old or all new."""
     if threading.current_thread() is not threading.main_thread():
         yield

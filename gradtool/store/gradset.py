@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import shlex
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, UsageError, from_os_error
-from gradtool.store.header import Shard, Tensor, read_shard
+from gradtool.store.header import Shard, Tensor, read_regular, read_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 INDEX_SUFFIX = ".safetensors.index.json"
-
-Paths = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,45 @@ class Selected:
     tensor: Tensor
 
 
-def read_path_list(source: Paths) -> list[str]:
+def checked_path(what: str, value: Any) -> str:
+    """A path that the system can take; raises `UsageError` for any other, and for an empty one.
+
+    An empty path would be the current folder, and is nearly always a shell variable that nobody set.
+    """
+    try:
+        path = os.fsdecode(value)
+        os.fsencode(path)
+    except (TypeError, UnicodeError) as error:
+        raise UsageError(f"{what} must be a path, not {value!r}") from error
+    if not path:
+        raise UsageError(f"{what} is empty; is a shell variable unset?")
+    if "\0" in path:
+        raise UsageError(f"{what} must not hold a NUL: {path!r}")
+    return path
+
+
+def read_path_list(source: str) -> list[str]:
     """The paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
 
     Raises:
         BadInputError: the file is missing, or names nothing.
         SystemRefusedError: it cannot be read.
     """
+    where = "standard input" if source == "-" else source
+    # Without standard input there is nothing on it.
+    stdin = sys.stdin.buffer if sys.stdin is not None else io.BytesIO()
     try:
-        text = sys.stdin.buffer.read() if str(source) == "-" else Path(source).read_bytes()
+        text = stdin.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise from_os_error(error, source) from error
+        raise from_os_error(error, where) from error
     separator = b"\0" if b"\0" in text else b"\n"
     paths = [os.fsdecode(line) for line in text.split(separator) if line]
     if not paths:
-        raise BadInputError("names no file", file="standard input" if str(source) == "-" else source)
+        raise BadInputError("names no file", file=where)
     return paths
 
 
-def open_sets(paths: Paths | Iterable[Paths], files_from: Paths | None = None) -> list[GradientSet]:
+def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
     """Open every set of one call: read and check all headers, touch no data.
 
     Raises:
@@ -65,12 +86,9 @@ def open_sets(paths: Paths | Iterable[Paths], files_from: Paths | None = None) -
             one set, or one file is named twice.
         SystemRefusedError: something cannot be read.
     """
-    named = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    if files_from is not None:
-        named += read_path_list(files_from)
-    if not named:
+    if not paths:
         raise UsageError("no path is given; name a file, a folder, an index, or use --files-from")
-    sets = [_open_set(Path(path)) for path in named]
+    sets = [_open_set(Path(path)) for path in paths]
     _refuse_same_file(shard for one in sets for shard in one.shards)
     return sets
 
@@ -113,7 +131,7 @@ def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str]) -> Non
         if one.tensor.dtype not in supported:
             raise BadInputError(
                 f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do); "
-                f"leave it out with --exclude '^{re.escape(one.tensor.name)}$'",
+                f"leave it out with --exclude {shlex.quote(f'^{re.escape(one.tensor.name)}$')}",
                 file=one.shard.path,
                 tensor=one.tensor.name,
                 code="dtype",
@@ -121,25 +139,29 @@ def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str]) -> Non
 
 
 def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
-    try:
-        return [re.compile(pattern) for pattern in patterns]
-    except re.error as error:
-        raise UsageError(f"{option} {error.pattern!r} is no regular expression: {error}") from error
+    compiled = []
+    for pattern in patterns:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                compiled.append(re.compile(pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(f"{option} {pattern!r} is no regular expression: {error}") from error
+    return compiled
 
 
 def _open_set(path: Path) -> GradientSet:
-    try:
-        if path.is_dir():
-            return _open_folder(path)
-    except OSError as error:
-        raise from_os_error(error, path) from error
+    if os.path.isdir(path):  # noqa: PTH112 - Path's own raises where there is no permission
+        return _open_folder(path)
     if path.name.endswith(INDEX_SUFFIX):
         return _open_index(path, path)
     return GradientSet(path, (read_shard(path),))
 
 
 def _open_folder(folder: Path) -> GradientSet:
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise from_os_error(error, folder) from error
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         raise BadInputError(f"has {len(indexes)} indexes ({', '.join(indexes)}); name the one to use", file=folder)
@@ -170,22 +192,31 @@ def _open_index(path: Path, index: Path) -> GradientSet:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
+    text = read_regular(index)
     try:
-        document = json.loads(index.read_bytes(), object_pairs_hook=_without_duplicates)
+        document = json.loads(text, object_pairs_hook=_without_duplicates)
         weight_map = document["weight_map"]
         files = list(weight_map.values())
-    except OSError as error:
-        raise from_os_error(error, index) from error
     except _DuplicateKeyError as error:
-        raise BadInputError("the index names it twice", file=index, tensor=str(error)) from error
+        raise BadInputError(f"the index has the key {str(error)!r} twice", file=index) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadInputError(f"is not a valid index: {error!r}", file=index) from error
     for name, file in zip(weight_map, files, strict=True):
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not _is_plain_name(file):
             raise BadInputError(
                 f"the index maps it to {file!r}; a shard must lie beside its index", file=index, tensor=name
             )
+    if not weight_map:
+        raise BadInputError("the index maps no tensor", file=index)
     return dict(weight_map)
+
+
+def _is_plain_name(file: Any) -> bool:
+    """Whether it names a file in the same folder, and nothing else."""
+    try:
+        return checked_path("a shard", file) == Path(file).name and isinstance(file, str) and file != ".."
+    except UsageError:
+        return False
 
 
 class _DuplicateKeyError(ValueError):

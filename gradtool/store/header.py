@@ -89,7 +89,7 @@ def read_shard(path: Path) -> Shard:
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
         header = _parse(_pread(fd, length, 8))
         if not is_unchanged(path, status):
-            raise SystemRefusedError("was changed while its header was read; run again", file=path)
+            raise changed_meanwhile(path)
         metadata = header.pop("__metadata__", None) or {}
         tensors = (_tensor(name, entry, 8 + length) for name, entry in header.items())
         ordered = tuple(sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)))
@@ -106,7 +106,7 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
     """Whether a file is still the one that `before` describes, and nobody has written to it since."""
     try:
         now = os.stat(path_or_fd)  # noqa: PTH116 - a descriptor has no Path
-    except FileNotFoundError:
+    except OSError:
         return False
     return (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) == (
         before.st_dev,
@@ -114,6 +114,28 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
         before.st_size,
         before.st_mtime_ns,
     )
+
+
+def changed_meanwhile(path: Path) -> SystemRefusedError:
+    """The error for a file that is not what it was when its header was read."""
+    return SystemRefusedError("was changed by somebody else in the meantime; run again", file=path)
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a small regular file; anything else is refused, and a FIFO does not keep us waiting.
+
+    Raises:
+        BadInputError: the file is missing or no regular file.
+        SystemRefusedError: it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return file.read()
+    except OSError as error:
+        raise from_os_error(error, path) from error
+    raise BadInputError("is not a regular file", file=path)
 
 
 def _ask_library(path: Path, fd: int, size: int) -> None:
@@ -133,6 +155,9 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _tensor(name: str, entry: Any, data_start: int) -> Tensor:
     dtype, shape, (begin, end) = _fields(entry)
+    # The library has seen to this in a file that it accepts; one that it refused is explained with our own words.
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("shape and offsets must be whole numbers")
     return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
@@ -142,6 +167,9 @@ def _fields(entry: Any) -> tuple[str, list[int], list[int]]:
         dtype, shape, offsets = entry
     else:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # And a type from an object of which it is the only key.
+    if isinstance(dtype, dict):
+        (dtype,) = dtype
     return dtype, shape, offsets
 
 
@@ -177,7 +205,7 @@ def _explain(path: Path, fd: int, size: int, verdict: str) -> BadInputError:
         )
     try:
         return _explain_tensors(path, size - 8 - length, _parse(_pread(fd, length, 8)), 8 + length)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         return BadInputError(f"is not a valid safetensors file: {verdict}", file=path)
 
 

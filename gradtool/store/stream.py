@@ -6,15 +6,16 @@ release the interpreter lock, so that threads really run side by side.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import SystemRefusedError, from_os_error
-from gradtool.store.header import Shard, Tensor, is_unchanged
+from gradtool.store.header import Shard, Tensor, changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,12 +57,15 @@ class Clock:
     read: float = 0.0
     compute: float = 0.0
     write: float = 0.0
+    # The threads that got any work.
+    workers: int = 0
 
     def add(self, other: Clock) -> None:
         """Add another thread's, or another pass's, seconds."""
         self.read += other.read
         self.compute += other.compute
         self.write += other.write
+        self.workers += other.workers
 
 
 def default_threads() -> int:
@@ -129,24 +133,32 @@ def run(
     """
     queue = _Queue(iter(blocks), on_bytes)
     arguments = (queue, work, destinations or {})
-    workers = [threading.Thread(target=_drain_quietly, args=arguments, daemon=True) for _ in range(threads)]
-    if threads == 1:
-        _drain_quietly(*arguments)
-    else:
-        try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-        except BaseException:
-            queue.stop()
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
-            raise
+    # This thread works too, unless it must be free to hear of Ctrl-C while others do.
+    workers = _start(threads, arguments) if threads > 1 else []
+    try:
+        if not workers:
+            _drain_quietly(*arguments)
+        for worker in workers:
+            worker.join()
+    except BaseException:
+        queue.stop()
+        for worker in workers:
+            worker.join()
+        raise
     if queue.error is not None:
         raise queue.error
     return queue.clock
+
+
+def _start(count: int, arguments: tuple[Any, ...]) -> list[threading.Thread]:
+    """As many threads as the system lets us have."""
+    started: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError):
+        for _ in range(count):
+            worker = threading.Thread(target=_drain_quietly, args=arguments, daemon=True)
+            worker.start()
+            started.append(worker)
+    return started
 
 
 class _Queue:
@@ -191,7 +203,10 @@ def _drain_quietly(
 def _drain(queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]) -> None:
     clock = Clock()
     files = _OpenFiles(destinations)
-    buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    try:
+        buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    except OSError as error:
+        raise MemoryError from error
     try:
         while (block := queue.next()) is not None:
             view = buffer[: block.end - block.begin]
@@ -202,10 +217,12 @@ def _drain(queue: _Queue, work: Callable[[Block, memoryview], None], destination
             work(block, view)
             computed = perf_counter()
             clock.add(Clock(read - began, computed - read))
+            clock.workers = 1
             if files.target is not None:
                 _write_fully(files.target, view, block, destinations[block.shard])
                 clock.write += perf_counter() - computed
             queue.done(block)
+        files.check()
     finally:
         files.close()
         queue.finish(clock)
@@ -223,6 +240,7 @@ class _OpenFiles:
     def switch(self, shard: Shard) -> None:
         if shard is self._shard:
             return
+        self.check()
         self.close()
         self.source = _open_source(shard)
         self._shard = shard
@@ -232,6 +250,11 @@ class _OpenFiles:
                 self.target = os.open(destination, os.O_WRONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise from_os_error(error, destination) from error
+
+    def check(self) -> None:
+        """Whether what was read was one state of the file."""
+        if self._shard is not None and not is_unchanged(self.source, self._shard.stat):
+            raise changed_meanwhile(self._shard.path)
 
     def close(self) -> None:
         if self.source >= 0:
@@ -248,7 +271,7 @@ def _open_source(shard: Shard) -> int:
         raise from_os_error(error, shard.path) from error
     if not is_unchanged(fd, shard.stat):
         os.close(fd)
-        raise SystemRefusedError("was changed by somebody else in the meantime; run again", file=shard.path)
+        raise changed_meanwhile(shard.path)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return fd

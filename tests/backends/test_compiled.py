@@ -14,6 +14,7 @@ def arguments(pieces=((1, 0, 4),), **changed):
         "factors": np.ones(1),
         "limit": math.inf,
         "term": 2,
+        "drops": False,
         "sums": np.zeros(1),
         "max_abs": np.zeros(1),
         "counts": np.zeros((1, 4), np.int64),

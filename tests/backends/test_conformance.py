@@ -15,6 +15,8 @@ from gradtool.backends.storage import STORAGE
 # Odd on purpose: around a lane, a row, a tile; and sizes that are a multiple of nothing.
 SIZES = [1, 2, 37, 199, 760, 2047, 2048, 2049, 4096, 65_535, 65_536, 65_537, 131_072, 200_003]
 
+FACTS = ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
+
 
 def gaussian(elements, dtype, seed=3):
     """Values over many orders of magnitude, with zeros of both signs among them."""
@@ -133,7 +135,7 @@ def test_the_sums_of_a_write_are_those_of_what_was_written(backend, dtype, term)
     block, pieces = block_of(array)
     written = backend.scale(block, pieces, [0.377], 0.25, Terms(term))
     again = backend.tile_sums(block, pieces, Terms(term))
-    for fact in ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite"):
+    for fact in FACTS:
         assert getattr(written, fact).tolist() == getattr(again, fact).tolist()
 
 
@@ -163,11 +165,11 @@ def test_dropped_values_are_counted_but_summed_and_written_as_zero(backend, dtyp
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
-def test_an_exponent_divides_before_summing_and_only_there(backend, dtype):
+def test_a_divisor_divides_before_summing_and_only_there(backend, dtype):
     array = gaussian(3000, dtype)
     block, pieces = block_of(array)
     plain = backend.tile_sums(block, pieces, Terms())
-    scaled = backend.tile_sums(block, [pieces[0]._replace(exponent=7)], Terms())
+    scaled = backend.tile_sums(block, [pieces[0]._replace(divisor=2.0**7)], Terms())
     assert scaled.sums[0] * 2.0**14 == plain.sums[0]
     assert scaled.max_abs[0] == plain.max_abs[0]
 
@@ -189,6 +191,27 @@ def test_pieces_do_not_touch_what_lies_between_them(backend):
     assert np.frombuffer(block, np.float32).tolist() == [0.5] * 3 + [1.0] * 3 + [0.25] * 3
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F32"])
+def test_a_signalling_nan_is_a_nan_like_any_other(backend, dtype):
+    bits = {"F64": [0x7FF0_0000_0000_0001, 0x4014_0000_0000_0000], "F32": [0x7F80_0001, 0x40A0_0000]}[dtype]
+    array = np.array(bits, STORAGE[dtype].bits).view(NUMPY_TYPES[dtype])
+    block, pieces = block_of(array)
+    found = backend.tile_sums(block, pieces, Terms())
+    assert (found.max_abs[0], found.nan[0]) == (5.0, 1)
+    backend.scale(block, pieces, [1.0], 1.0, Terms())
+    assert bits_of(stored(block, pieces[0])).tolist() == [
+        STORAGE[dtype].quiet_nan,
+        int(bits_of(np.ones(1, array.dtype))[0]),
+    ]
+
+
+def test_a_limit_of_zero_keeps_the_sign(backend):
+    block, pieces = block_of(encode([-0.5, -0.0, 0.0, 0.5], "F64"), encode([-0.5, -0.0, 0.0, 0.5], "BF16"))
+    backend.scale(block, pieces, [1.0, 1.0], 0.0, Terms())
+    for piece in pieces:
+        assert np.signbit(stored(block, piece).astype(float)).tolist() == [True, True, False, False]
+
+
 PIECES = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 2049, 65_537])), max_size=4)
 
 
@@ -196,12 +219,12 @@ PIECES = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1,
 def test_every_backend_gives_the_bits_of_the_reference(shapes, seed, norm_type, limit):
     rng = np.random.default_rng(seed)
     arrays = [rng.integers(0, 256, n * NUMPY_TYPES[d].itemsize, np.uint8).view(NUMPY_TYPES[d]) for d, n in shapes]
-    factors, terms = [float(rng.random())] * len(arrays), Terms(norm_type)
+    factors, terms = [float(rng.random())] * len(arrays), Terms(norm_type, drop_nonfinite=seed % 2 == 1)
     expected_block, pieces = block_of(*arrays, lead=3)
     expected = NumpyBackend().scale(expected_block, pieces, factors, limit, terms)
     for name, backend in backends():
         block, pieces = block_of(*arrays, lead=3)
         found = backend.scale(block, pieces, factors, limit, terms)
         assert bytes(block) == bytes(expected_block), name
-        for fact in ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite"):
+        for fact in FACTS:
             assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), (name, fact)

@@ -1,13 +1,15 @@
+import errno
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import NUMPY_TYPES, VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
+from support import VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
 
-from gradtool import BadInputError, NonFiniteError, UsageError, clip, norm
+from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm
 from gradtool.store import stream
 
 
@@ -144,6 +146,125 @@ def test_huge_tensors_that_are_not_clipped_still_count_in_the_norm_after(tmp_pat
     result = clip(path, max_norm=1e201, per_tensor=True)
     assert [row.clipped for row in result.per_tensor] == [False, True]
     assert result.norm_after == norm(path).norm == pytest.approx(math.hypot(2e200, 1e201))
+
+
+def test_a_nan_elsewhere_does_not_keep_a_huge_tensor_from_its_rescue(tmp_path):
+    path = one_file(tmp_path, bad=np.array([math.nan, 1.0]), huge=np.full(4, 1e200))
+    result = clip(path, max_norm=1e200, eps=0, per_tensor=True, nonfinite="propagate")
+    assert result.per_tensor[1].norm_before == 2e200
+    assert read(path)["huge"].tolist() == [5e199] * 4
+
+
+MIXED = {
+    "unchanged tiny, changed to tiny": ({"a": [1e-190], "b": [1.0]}, {"max_norm": 1e-190, "per_tensor": True}),
+    "an empty tensor beside tiny ones": ({"a": [1e-200] * 3, "e": []}, {"max_norm": 1e-201}),
+    "clamped from beyond the squares": ({"a": [1e200] * 4, "b": [1e260] * 4}, {"max_value": 1e250}),
+    "huge, per tensor": ({"a": [1e200] * 4, "b": [1e260] * 4}, {"max_norm": 1e250, "per_tensor": True}),
+    "a high order": ({"a": [1e-9], "b": [1e-8] * 4}, {"max_norm": 1e-8, "norm_type": 50}),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_norm_after_is_that_of_the_result_whatever_needed_a_rescue(tmp_path, name, dry_run):
+    values, options = MIXED[name]
+    path = one_file(tmp_path, **{key: np.array(one) for key, one in values.items()})
+    result = clip(path, eps=0, dry_run=dry_run, **options)
+    if dry_run:
+        clip(path, eps=0, **options)
+    fresh = norm(path, norm_type=options.get("norm_type", 2), per_tensor=True)
+    assert result.norm_after == fresh.norm > 0
+    if result.per_tensor:
+        assert [row.norm_after for row in result.per_tensor] == [row.norm for row in fresh.per_tensor]
+
+
+def test_a_coefficient_and_a_loss_scale_that_cancel_change_nothing_and_say_so(tmp_path):
+    path = one_file(tmp_path, a=np.array([0.6, 0.8]))
+    before = snapshot(tmp_path)
+    result = clip(path, unscale=0.5, max_norm=1, eps=0, per_tensor=True)
+    assert snapshot(tmp_path) == before
+    assert (result.norm_before, result.norm_after, result.clipped) == (2.0, 1.0, True)
+    assert (result.per_tensor[0].norm_before, result.per_tensor[0].norm_after) == (2.0, 1.0)
+
+
+def test_an_infinite_limit_changes_nothing_not_even_beside_an_infinity(tmp_path):
+    path = one_file(tmp_path, a=encode([1, math.inf], "F32"))
+    before = snapshot(tmp_path)
+    assert not clip(path, max_norm=math.inf, nonfinite="propagate").clipped
+    assert snapshot(tmp_path) == before
+
+
+def test_numpy_scalars_are_taken_as_numbers(tmp_path):
+    path = one_file(tmp_path, a=np.full(100, 3e38, np.float32))
+    result = clip(path, max_norm=np.float32(1.0), unscale=np.float32(1.0), eps=np.float64(0))
+    assert type(result.coef) is type(result.norm_before) is float
+    assert read(path)["a"].tolist() == pytest.approx([0.1] * 100, rel=1e-5)
+
+
+def test_empty_files_empty_tensors_and_scalars(tmp_path):
+    empty = write(tmp_path / "empty", {})
+    odd = write(tmp_path / "odd", {"none": np.zeros((0, 3), np.float32), "scalar": encode(10, "F32")})
+    result = clip([empty, odd], max_norm=5, eps=0)
+    assert (result.norm_before, result.files_written) == (10.0, 1)
+    assert read(odd)["scalar"] == 5.0
+    assert read(odd)["scalar"].shape == ()
+    assert clip(empty, max_norm=1).norm_after == 0.0
+
+
+def test_two_thousand_tiny_tensors(tmp_path):
+    path = one_file(tmp_path, **{f"t{i}": np.full(i % 5, 2, np.float32) for i in range(2000)})
+    result = clip(path, max_norm=1, eps=0)
+    assert result.norm_after == pytest.approx(1)
+    expected = float(np.float32(2) * np.float32(result.coef))
+    assert {value for array in read(path).values() for value in array.tolist()} == {expected}
+
+
+def test_a_disk_that_fills_up_in_the_middle_changes_nothing(tmp_path, monkeypatch):
+    paths = [write(tmp_path / f"{i}", {"a": np.ones(800_000, np.float32)}) for i in range(3)]
+    before = snapshot(tmp_path)
+    written = []
+
+    def fill_up(_fd, view, at):
+        written.append(at)
+        if len(written) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(view)
+
+    monkeypatch.setattr(os, "pwrite", fill_up)
+    with pytest.raises(SystemRefusedError, match="No space left"):
+        clip(paths, max_norm=1, threads=1)
+    assert snapshot(tmp_path) == before
+
+
+def test_an_input_that_changes_during_the_run_makes_no_output(tmp_path):
+    path, output = one_file(tmp_path, a=np.ones(2_000_000, np.float32)), tmp_path / "out"
+
+    def change(done, whole):
+        if done >= whole * 3 // 4:
+            os.utime(path, ns=(0, 0))
+
+    with pytest.raises(SystemRefusedError, match="changed"):
+        clip(path, max_norm=1, output=output, progress=change, threads=1)
+    assert not output.exists()
+
+
+def test_f8_e4m3_results_beyond_its_range_are_an_error_though_they_are_no_infinity(tmp_path):
+    path = one_file(tmp_path, a=encode([400, 1], "F8_E4M3"))
+    with pytest.raises(NonFiniteError, match="beyond F8_E4M3"):
+        clip(path, max_norm=1e6, unscale=0.5)
+
+
+def test_a_limit_of_minus_zero_is_zero(tmp_path):
+    path = one_file(tmp_path, a=encode([5, -5], "F32"))
+    clip(path, max_value=-0.0)
+    assert bits_of(read(path)["a"]).tolist() == [0, 0x8000_0000]
+
+
+def test_the_loss_scale_counts_in_whether_a_value_is_clamped(tmp_path):
+    path = one_file(tmp_path, a=encode([8, 2], "F32"))
+    assert clip(path, max_value=8, unscale=1.0, dry_run=True).clipped is False
+    assert clip(path, max_value=3, unscale=4, dry_run=True).clipped is False
+    assert clip(path, max_value=1, unscale=4, dry_run=True).clipped is True
 
 
 def test_max_value_clamps(tmp_path):
@@ -315,6 +436,12 @@ def test_a_failed_run_leaves_no_output(tmp_path):
         {"max_value": 1, "per_tensor": True},
         {"max_norm": 1, "output": "a", "output_dir": "b"},
         {"max_norm": 1, "threads": 0},
+        {"max_norm": "much"},
+        {"max_norm": 10**400},
+        {"max_norm": 1, "include": 5},
+        {"max_norm": 1, "output": ""},
+        {"max_norm": 1, "output_dir": ""},
+        {"max_norm": 1, "output": "a\0b"},
     ],
 )
 def test_arguments_that_make_no_sense_are_usage_errors_and_change_nothing(tmp_path, arguments):
@@ -334,6 +461,12 @@ def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
         clip([one, two], max_norm=1, output_dir=tmp_path / "out")
     with pytest.raises(UsageError, match="is a folder"):
         clip(one, max_norm=1, output=tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="no regular file"):
+        clip(one, max_norm=1, output=tmp_path / "fifo")
+    index = write_index(tmp_path / "3", {"1.safetensors": {"a": encode([3], "F32")}})
+    with pytest.raises(UsageError, match="single input"):
+        clip(index, max_norm=1, output=tmp_path / "out")
     with pytest.raises(UsageError, match="is no folder"):
         clip(one, max_norm=1, output_dir=two)
     for option in ({"output": one}, {"output_dir": one.parent}):
@@ -384,4 +517,3 @@ def test_the_norm_is_limited_and_the_direction_kept(tmp_path_factory, values, ma
     assert result.norm_after <= max(max_norm * (1 + slack), 1e-30)
     after = read(path)["a"].astype(np.float64)
     assert (np.sign(after) * np.sign(array.astype(np.float64)) >= 0).all()
-    assert NUMPY_TYPES[dtype] == array.dtype

@@ -1,13 +1,14 @@
 import math
+import os
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import NUMPY_TYPES, VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
+from support import VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
 
-from gradtool import BadInputError, UsageError, norm
+from gradtool import BadInputError, SystemRefusedError, UsageError, norm
 from gradtool.store import stream
 
 
@@ -67,6 +68,16 @@ def test_high_orders_neither_overflow_nor_underflow(tmp_path):
     result = norm(path, norm_type=20, per_tensor=True)
     assert result.norm == pytest.approx(1e30 * 2 ** (1 / 20), rel=1e-6)
     assert result.per_tensor[1].norm == pytest.approx(1e-30, rel=1e-6)
+
+
+HIGH_ORDERS = [("F32", 0.6, 2000), ("F32", 2.0, 1100), ("F64", 1.7e308, 50), ("F64", 5e-324, 50), ("F64", 1e-300, 7)]
+
+
+@pytest.mark.parametrize(("dtype", "value", "norm_type"), HIGH_ORDERS)
+def test_no_order_is_too_high(tmp_path, dtype, value, norm_type):
+    array = encode([value] * 4, dtype)
+    expected = float(array[0]) * 4 ** (1 / norm_type)
+    assert norm(one_file(tmp_path, a=array), norm_type=norm_type).norm == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_a_norm_beyond_float64_is_infinite(tmp_path):
@@ -162,6 +173,58 @@ def test_no_tensors_and_no_elements_have_a_norm_of_zero(tmp_path):
     assert (result.norm, result.elements, result.per_tensor[0].norm) == (0.0, 0, 0.0)
 
 
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("block_bytes", [512 << 10, 2 << 20])
+def test_the_facts_of_a_tensor_are_gathered_from_all_its_blocks(tmp_path, monkeypatch, threads, block_bytes):
+    monkeypatch.setattr(stream, "BLOCK_BYTES", block_bytes)
+    values = np.ones(2_000_000, np.float32)
+    values[[100_000, 700_000, 1_900_000]] = 0
+    values[[600_001, 1_400_000]] = math.nan
+    values[[600_002, 1_800_000, 1_999_999]] = -math.inf
+    values[650_000] = 9
+    path = one_file(tmp_path, first=np.ones(100, np.float32), a=values, last=np.zeros(5, np.float32))
+    result = norm(path, per_tensor=True, threads=threads)
+    row = result.per_tensor[1]
+    assert (row.nan, row.inf, row.zeros, row.max_abs) == (2, 3, 3, math.inf)
+    assert result.problems[0].message == "2 NaN, 3 Inf, the first at index 600001"
+    finite = np.where(np.isfinite(values), values, 1)
+    for place in (10, 650_000, 1_950_000):
+        finite[place] = 50
+        assert norm(one_file(tmp_path, a=finite), norm_type=math.inf, threads=threads).norm == 50.0
+        finite[place] = 1
+
+
+@pytest.mark.parametrize("done", [1, 3])
+def test_a_file_that_changes_while_it_is_measured_is_refused(tmp_path, done):
+    path = one_file(tmp_path, a=np.ones(2_000_000, np.float32))
+    calls = []
+
+    def change(*_):
+        calls.append(1)
+        if len(calls) == done:
+            os.utime(path, ns=(0, 0))
+
+    with pytest.raises(SystemRefusedError, match="changed"):
+        norm(path, progress=change, threads=1)
+
+
+def test_a_single_pattern_is_one_pattern(tmp_path):
+    path = one_file(tmp_path, weight=encode([3], "F32"), bias=encode([4], "F32"))
+    assert norm(path, include="weight").norm == 3.0
+    assert norm(path, exclude="weight").norm == 4.0
+
+
+def test_fail_above_takes_a_nan_for_too_much(tmp_path):
+    path = one_file(tmp_path, a=encode([math.nan], "F32"))
+    assert [problem.code for problem in norm(path, fail_above=1e9).problems] == ["nonfinite", "above-limit"]
+
+
+@pytest.mark.parametrize("paths", ["", b"", None, 5, [None], ["a\0b"], ["a\ud800b"]])
+def test_paths_that_are_none_are_usage_errors(paths):
+    with pytest.raises(UsageError):
+        norm(paths)
+
+
 def test_two_thousand_tiny_tensors(tmp_path):
     path = one_file(tmp_path, **{f"t{i}": np.full(i % 5, 2, np.float32) for i in range(2000)})
     assert norm(path).norm == math.sqrt(4 * 4000)
@@ -184,6 +247,9 @@ def test_a_selection(tmp_path):
         {"top": 0},
         {"fail_above": math.nan},
         {"threads": 0},
+        {"threads": "2"},
+        {"top": 1.5},
+        {"norm_type": "x"},
     ],
 )
 def test_arguments_that_make_no_sense_are_usage_errors(tmp_path, arguments):
@@ -202,4 +268,3 @@ def test_progress_ends_at_the_whole(tmp_path):
     calls = []
     norm(one_file(tmp_path, a=np.ones(900_000)), progress=lambda *call: calls.append(call))
     assert calls[-1] == (7_200_000, 7_200_000)
-    assert NUMPY_TYPES["F64"].itemsize * 900_000 == 7_200_000

@@ -1,6 +1,9 @@
+import contextlib
 import errno
 import os
 import signal
+import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,25 +51,49 @@ def test_the_space_is_reserved_and_the_temporary_hidden(tmp_path):
         temporary = replacement.stage(tmp_path / "x.safetensors", 1 << 20)
         assert temporary.stat().st_size == 1 << 20
         assert temporary.stat().st_blocks * 512 >= 1 << 20
-        assert temporary.name.startswith(".x.safetensors.gradtool-")
+        assert temporary.name.startswith(".gradtool-")
         assert temporary.suffix == ".tmp"
 
 
-def test_mode_and_attributes_are_kept(tmp_path):
+@pytest.mark.parametrize("mode", [0o640, 0o444, 0o000])
+def test_the_mode_is_kept_even_one_that_forbids_writing(tmp_path, mode):
     (shard,) = shards_of(tmp_path, 1)
-    shard.path.chmod(0o640)
-    attributes = True
-    try:
-        os.setxattr(shard.path, "user.note", b"from rank 3")
-    except OSError:  # Not every file system has them.
-        attributes = False
-    shard = read_shard(shard.path)
+    shard.path.chmod(mode)
+    object.__setattr__(shard, "stat", shard.path.stat())
     with Replacement() as replacement:
         fill(replacement.stage(shard.path, shard.size, shard))
         replacement.commit()
-    assert shard.path.stat().st_mode & 0o7777 == 0o640
-    if attributes:
-        assert os.getxattr(shard.path, "user.note") == b"from rank 3"
+    assert shard.path.stat().st_mode & 0o7777 == mode
+
+
+def test_extended_attributes_are_kept(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    try:
+        os.setxattr(shard.path, "user.note", b"from rank 3")
+    except OSError as error:
+        pytest.skip(f"this file system has no extended attributes: {error}")
+    with Replacement() as replacement:
+        fill(replacement.stage(shard.path, shard.size, shard))
+        replacement.commit()
+    assert os.getxattr(shard.path, "user.note") == b"from rank 3"
+
+
+def test_an_attribute_that_cannot_be_kept_is_refused_but_a_security_label_is_not(tmp_path, monkeypatch):
+    (shard,) = shards_of(tmp_path, 1)
+    before = snapshot(tmp_path)
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "getxattr", lambda *_: b"value")
+    monkeypatch.setattr(os, "setxattr", refuse)
+    monkeypatch.setattr(os, "listxattr", lambda _: ["security.label"])
+    with Replacement() as replacement:
+        replacement.stage(shard.path, shard.size, shard)
+    monkeypatch.setattr(os, "listxattr", lambda _: ["user.note"])
+    with pytest.raises(SystemRefusedError), Replacement() as replacement:
+        replacement.stage(shard.path, shard.size, shard)
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -196,13 +223,66 @@ def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(type(tmp_path), "replace", replace_and_interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt) as caught, Replacement(fsync=False) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard))
         replacement.commit()
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
-    assert not hasattr(caught.value, "__notes__")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert caught.value.__notes__ == ["all files were written before"]
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("call", ["fsync", "fchmod"])
+def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, call):
+    shards = shards_of(tmp_path)
+    before = snapshot(tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(SystemRefusedError, match="Input/output"), Replacement() as replacement:
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, shard))
+        replacement.commit()
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
+def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(tmp_path, monkeypatch, number):
+    (shard,) = shards_of(tmp_path, 1)
+    real_sync = os.fsync
+
+    def sync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real_sync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    said = pytest.raises(SystemRefusedError, match="all files were written, but")
+    with said if number == errno.EIO else contextlib.nullcontext(), Replacement() as replacement:
+        fill(replacement.stage(shard.path, shard.size))
+        replacement.commit()
+    assert shard.path.read_bytes() == b"n" * shard.size
+
+
+def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with Replacement() as replacement:
+        assert replacement.stage(tmp_path / "x", 1000).stat().st_size == 1000
+
+
+def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
+    path = tmp_path / ("😀" * 60 + ".safetensors")
+    shard = read_shard(write(path, {"a": np.ones(5, np.float32)}))
+    with Replacement() as replacement:
+        fill(replacement.stage(path, shard.size, shard))
+        replacement.commit()
+    assert path.read_bytes() == b"n" * shard.size
 
 
 def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
@@ -211,4 +291,14 @@ def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
         refuse_collisions([tmp_path / "x", tmp_path / "x"], shards)
     with pytest.raises(UsageError, match="is an input"):
         refuse_collisions([shards[0].path], shards)
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    with pytest.raises(UsageError, match="two inputs"):
+        refuse_collisions([tmp_path / "x", tmp_path / "link"], shards)
     refuse_collisions([tmp_path / "x", tmp_path / "y"], shards)
+
+
+def test_only_regular_files_are_written_over(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for target in (tmp_path / "fifo", Path("/dev/null"), tmp_path):
+        with pytest.raises(UsageError, match="no regular file|is a folder"):
+            refuse_collisions([target], [])

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 from support import write, write_index
 
-from gradtool import BadInputError, UsageError
-from gradtool.store.gradset import open_sets, read_path_list, refuse_dtypes, select
+from gradtool import BadInputError, SystemRefusedError, UsageError
+from gradtool.store import gradset
+from gradtool.store.gradset import checked_path, read_path_list, refuse_dtypes, select
 
 ONES = np.ones(2, np.float32)
+
+
+def open_sets(paths):
+    return gradset.open_sets(paths if isinstance(paths, list) else [paths])
 
 
 def names(sets):
@@ -80,6 +85,32 @@ def test_an_index_that_disagrees_with_its_shards_is_bad_input(tmp_path, weight_m
     assert str(index) in str(caught.value)
 
 
+@pytest.mark.parametrize("file", ["x\0", "x\ud800", "", "."])
+def test_a_shard_whose_name_the_system_cannot_take_is_bad_input(tmp_path, file):
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(BadInputError, match="must lie beside"):
+        open_sets(index)
+
+
+def test_an_index_that_maps_nothing_or_is_a_fifo_is_bad_input(tmp_path):
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    with pytest.raises(BadInputError, match="maps no tensor"):
+        open_sets(index)
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(BadInputError, match="not a regular file"):
+        open_sets(index)
+
+
+def test_one_file_under_two_names_in_an_index_is_bad_input(tmp_path):
+    index = write_index(tmp_path, {"1.safetensors": {"a": ONES}}, {"a": "1.safetensors", "b": "2.safetensors"})
+    os.link(tmp_path / "1.safetensors", tmp_path / "2.safetensors")
+    with pytest.raises(BadInputError, match="same file"):
+        open_sets(index)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, '{"weight_map": null}', "\x00"])
 def test_an_index_that_is_none_is_bad_input(tmp_path, text):
     index = tmp_path / "m.safetensors.index.json"
@@ -92,7 +123,7 @@ def test_an_index_that_names_a_tensor_twice_is_bad_input(tmp_path):
     write(tmp_path / "1.safetensors", {"a": ONES})
     index = tmp_path / "m.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "a": "1.safetensors"}}')
-    with pytest.raises(BadInputError, match="'a': the index names it twice"):
+    with pytest.raises(BadInputError, match="the key 'a' twice"):
         open_sets(index)
 
 
@@ -118,8 +149,8 @@ def test_paths_come_from_a_file(tmp_path, separator):
     awkward = "b c" if separator == "\n" else "b\nc"
     paths = [str(write(tmp_path / name, {name: ONES})) for name in ("a", awkward)]
     (tmp_path / "list").write_text(separator.join(paths) + separator)
-    assert read_path_list(tmp_path / "list") == paths
-    assert len(open_sets([], files_from=tmp_path / "list")) == 2
+    assert read_path_list(str(tmp_path / "list")) == paths
+    assert len(open_sets(paths)) == 2
 
 
 def test_paths_come_from_standard_input(tmp_path, monkeypatch):
@@ -131,7 +162,7 @@ def test_paths_come_from_standard_input(tmp_path, monkeypatch):
 def test_an_empty_list_of_paths_is_bad_input(tmp_path):
     (tmp_path / "list").write_text("\n\n")
     with pytest.raises(BadInputError, match="names no file"):
-        open_sets([], files_from=tmp_path / "list")
+        read_path_list(str(tmp_path / "list"))
 
 
 def chosen(sets, **patterns):
@@ -180,3 +211,38 @@ def test_an_index_of_a_link_finds_the_shards_beside_the_link(tmp_path):
     (snapshot / "1.safetensors").symlink_to(blobs / "1.safetensors")
     assert open_sets(snapshot)[0].shards[0].path == snapshot / "1.safetensors"
     assert json.loads(real.read_text())["weight_map"] == {"a": "1.safetensors"}
+
+
+def test_a_path_that_is_none_is_a_usage_error():
+    assert checked_path("a path", b"x") == "x"
+    for value in ("", b"", "a\0b", "a\ud800", 5, None):
+        with pytest.raises(UsageError, match="a path"):
+            checked_path("a path", value)
+
+
+def test_without_standard_input_there_are_no_paths_on_it(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(BadInputError, match="standard input: names no file"):
+        read_path_list("-")
+
+
+def test_a_folder_is_no_list_of_paths(tmp_path):
+    with pytest.raises(BadInputError, match="is a folder"):
+        read_path_list(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("error")
+def test_odd_patterns_neither_warn_nor_crash(tmp_path):
+    sets = open_sets(write(tmp_path / "x", {"[a": ONES}))
+    assert chosen(sets, include=["[[a]"]) == ["[a"]
+    with pytest.raises(UsageError, match="no regular expression"):
+        select(sets, include=["a{99999999999}"])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named_itself(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": ONES})
+    path.chmod(0)
+    with pytest.raises(SystemRefusedError) as caught:
+        open_sets(tmp_path)
+    assert caught.value.problems[0].file == str(path)

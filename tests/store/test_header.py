@@ -10,7 +10,7 @@ from support import build, with_header, write
 
 from gradtool import BadInputError, SystemRefusedError
 from gradtool.store import header
-from gradtool.store.header import read_shard
+from gradtool.store.header import is_unchanged, read_shard
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -149,6 +149,50 @@ def test_damaged_files_get_the_librarys_verdict(tmp_path_factory, position, valu
     path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
     path.write_bytes(bytes(content[: len(content) - max(0, cut - 20)]) + bytes(extra))
     assert verdict(path) == verdict_of_library(path)
+
+
+HOSTILE = {
+    "a shape of text": {"shape": ["xxxxxxxx", 400_000_000]},
+    "a shape beyond all": {"shape": [0, "x", 2**64]},
+    "a shape of booleans": {"shape": [True, True]},
+    "three offsets": {"data_offsets": [0, 4, 8]},
+    "a type that is a list": {"dtype": ["F32"]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_explaining_a_hostile_header_costs_nothing(tmp_path, name):
+    path = tmp_path / "x"
+    path.write_bytes(with_header({"a": ONE | HOSTILE[name]}, bytes(8)))
+    assert not verdict_of_library(path)
+    with pytest.raises(BadInputError, match="not a valid safetensors file"):
+        read_shard(path)
+
+
+def test_a_type_written_as_an_object_is_what_the_library_takes_it_for(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(with_header({"a": ONE | {"dtype": {"F32": None}}}, bytes(8)))
+    accepted = verdict_of_library(path)
+    assert verdict(path) == accepted
+    assert not accepted or read_shard(path).tensors[0].dtype == "F32"
+
+
+def test_a_change_is_noticed_by_inode_size_and_time(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345678")
+    before = path.stat()
+    assert is_unchanged(path, before)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1000))
+    assert not is_unchanged(path, before)
+    path.write_bytes(b"123456789")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not is_unchanged(path, before)
+    (tmp_path / "y").write_bytes(b"12345678")
+    os.utime(tmp_path / "y", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "y").replace(path)
+    assert not is_unchanged(path, before)
+    path.unlink()
+    assert not is_unchanged(path, before)
 
 
 def test_a_missing_file_is_bad_input(tmp_path):

@@ -1,4 +1,6 @@
+import errno
 import itertools
+import os
 import threading
 
 import numpy as np
@@ -84,15 +86,68 @@ def test_every_block_is_worked_on_once_and_arrives_at_the_destination(tmp_path, 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_first_error_of_a_worker_is_raised_and_stops_the_others(tmp_path, threads):
     shard = shard_of(tmp_path, [("F64", 2_000_000)])
-    calls = []
+    blocks = iter(list(plan(shard, enumerate(shard.tensors), UNIT)))
+    failed = threading.Event()
 
-    def work(block, _view):
-        calls.append(block)
+    def work(_block, _view):
+        if failed.is_set():
+            failed.wait()
+            return
+        failed.set()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run(plan(shard, enumerate(shard.tensors), UNIT), work, threads=threads)
-    assert len(calls) <= threads
+        run(blocks, work, threads=threads)
+    if threads == 1:
+        assert len(list(blocks)) == 7
+
+
+def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
+    path = write(tmp_path / "x", {"a": np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8)})
+    shard, target = read_shard(path), tmp_path / "copy"
+    target.touch()
+    read_some, write_some = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read_some(fd, [views[0][:700_001]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: write_some(fd, view[:300_007], at))
+    blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
+    run(blocks, lambda *_: None, threads=1, destinations={shard: target})
+    assert target.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+def test_reads_and_writes_that_fail_name_the_file(tmp_path, monkeypatch, call):
+    shard, target = shard_of(tmp_path, [("F64", 900_000)]), tmp_path / "copy"
+    target.touch()
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, refuse)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
+    with pytest.raises(SystemRefusedError, match="No space left") as caught:
+        run(blocks, lambda *_: None, threads=2, destinations={shard: target})
+    assert caught.value.problems[0].file == str(shard.path if call == "preadv" else target)
+
+
+def test_where_no_thread_can_be_had_the_work_is_done_without(tmp_path, monkeypatch):
+    shard, seen = shard_of(tmp_path, [("F64", 900_000)]), []
+
+    def refuse(_self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run(plan(shard, enumerate(shard.tensors), UNIT), lambda block, _: seen.append(block), threads=8)
+    assert len(seen) == 4
+
+
+def test_a_file_that_changes_during_a_pass_is_refused(tmp_path):
+    shard = shard_of(tmp_path, [("F64", 900_000)])
+    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+        run(
+            plan(shard, enumerate(shard.tensors), UNIT),
+            lambda *_: os.utime(shard.path, ns=(0, 0)),
+            threads=1,
+        )
 
 
 def test_progress_counts_every_byte(tmp_path):

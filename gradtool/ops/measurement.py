@@ -1,0 +1,150 @@
+"""What was found in some tensors, and the norms that follow from it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradtool.backends import BlockSums, Piece, Terms
+from gradtool.reduction import TILE, norm_of, rescue_divisor, tile_count, total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from gradtool.store.gradset import Selected
+    from gradtool.store.stream import Block
+
+    # Measures the tensors of the given numbers once more, each divided by its divisor.
+    Again = Callable[[Sequence[int], Sequence[float]], "Measurement"]
+
+_FACTS = ("max_abs", "nan", "inf", "zeros", "first_nonfinite")
+
+
+class Measurement:
+    """The sums and facts of some tensors, filled block by block from any thread.
+
+    `divisors` gives what each tensor's values are divided by before they are summed; 1 but in a rescue.
+    """
+
+    def __init__(self, selected: Sequence[Selected], terms: Terms, divisors: Sequence[float] | None = None) -> None:
+        self.terms = terms
+        self.divisors = divisors
+        tiles = [tile_count(one.tensor.elements) for one in selected]
+        self._first_tile = np.concatenate([[0], np.cumsum(tiles, dtype=np.int64)])
+        self.sums: NDArray[np.float64] = np.zeros(int(self._first_tile[-1]))
+        self.max_abs: NDArray[np.float64] = np.zeros(len(selected))
+        self.nan, self.inf, self.zeros = (np.zeros(len(selected), np.int64) for _ in range(3))
+        self.first_nonfinite: NDArray[np.int64] = np.full(len(selected), -1, np.int64)
+        self._lock = threading.Lock()
+
+    def pieces(self, block: Block) -> list[Piece]:
+        """The spans of a block, as a backend wants them."""
+        if self.divisors is None:
+            return [Piece(span.dtype, span.offset, span.elements) for span in block.spans]
+        return [Piece(span.dtype, span.offset, span.elements, self.divisors[span.tensor]) for span in block.spans]
+
+    def add(self, block: Block, found: BlockSums) -> None:
+        """Take in what a backend found in a block. Its tiles follow one another, as its spans do."""
+        if not block.spans:
+            return
+        first = int(self._first_tile[block.spans[0].tensor]) + block.spans[0].start // TILE
+        self.sums[first : first + len(found.sums)] = found.sums
+        tensors = np.array([span.tensor for span in block.spans])
+        with self._lock:
+            self.max_abs[tensors] = np.maximum(self.max_abs[tensors], found.max_abs)
+            self.nan[tensors] += found.nan
+            self.inf[tensors] += found.inf
+            self.zeros[tensors] += found.zeros
+            for k in np.flatnonzero(found.first_nonfinite >= 0):
+                span = block.spans[int(k)]
+                index, known = span.start + int(found.first_nonfinite[k]), self.first_nonfinite[span.tensor]
+                self.first_nonfinite[span.tensor] = index if known < 0 else min(index, known)
+
+    def updated(self, numbers: Sequence[int], other: Measurement) -> Measurement:
+        """A copy with the tensors of the given numbers taken from another measurement, which holds just them."""
+        copied = copy(self)
+        copied.sums = self.sums.copy()
+        for theirs, ours in enumerate(numbers):
+            copied.sums[self._tiles(ours)] = other.sums[other._tiles(theirs)]
+        for fact in _FACTS:
+            values = getattr(self, fact).copy()
+            values[list(numbers)] = getattr(other, fact)
+            setattr(copied, fact, values)
+        return copied
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no NaN and no Inf took part in the sums."""
+        return self.terms.drop_nonfinite or not (self.nan.any() or self.inf.any())
+
+    @property
+    def largest(self) -> float:
+        """max|g| over all tensors, NaN left out."""
+        return float(self.max_abs.max(initial=0.0))
+
+    def norm(self, divisor: float = 1.0) -> float:
+        """The norm of all tensors as one vector, all of them having been divided by `divisor`."""
+        if math.isinf(self.terms.norm_type):
+            return self._maximum(self.nan.any(), self.largest)
+        return norm_of(total(self.sums), self.terms.norm_type, divisor)
+
+    def tensor_norm(self, number: int, divisor: float = 1.0) -> float:
+        """The norm of one tensor, which had been divided by `divisor`."""
+        if math.isinf(self.terms.norm_type):
+            return self._maximum(self.nan[number] > 0, float(self.max_abs[number]))
+        return norm_of(total(self.sums[self._tiles(number)]), self.terms.norm_type, divisor)
+
+    def divisor(self) -> float:
+        """What all tensors must be divided by for their sum to be good; 1 if it is good as it is."""
+        if math.isinf(self.terms.norm_type) or not self.is_finite:
+            return 1.0
+        return rescue_divisor(total(self.sums), self.largest, self.terms.norm_type)
+
+    def tensor_divisor(self, number: int) -> float:
+        """What one tensor must be divided by for its own sum to be good."""
+        finite = self.terms.drop_nonfinite or not (self.nan[number] or self.inf[number])
+        if math.isinf(self.terms.norm_type) or not finite:
+            return 1.0
+        sum_ = total(self.sums[self._tiles(number)])
+        return rescue_divisor(sum_, float(self.max_abs[number]), self.terms.norm_type)
+
+    def _maximum(self, has_nan: np.bool | bool, largest: float) -> float:
+        return math.nan if has_nan and not self.terms.drop_nonfinite else largest
+
+    def _tiles(self, number: int) -> slice:
+        return slice(int(self._first_tile[number]), int(self._first_tile[number + 1]))
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norm of all tensors as one vector, and of each of them where that was asked for."""
+
+    whole: float
+    tensors: list[float]
+
+
+def norms_of(measurement: Measurement, again: Again, *, per_tensor: bool) -> Norms:
+    """The norms that a measurement amounts to.
+
+    Where a sum overflowed, or lost its terms to underflow, it is taken `again` on inputs that are divided first.
+    """
+    everything = range(len(measurement.max_abs))
+    divisor = measurement.divisor()
+    rescued = measurement if divisor == 1 else again(everything, [divisor] * len(everything))
+    whole = rescued.norm(divisor)
+    if not per_tensor:
+        return Norms(whole, [])
+    tensors = [measurement.tensor_norm(number) for number in everything]
+    divisors = {number: one for number in everything if (one := measurement.tensor_divisor(number)) != 1}
+    if divisors:
+        rescued = again(list(divisors), list(divisors.values()))
+        for position, (number, one) in enumerate(divisors.items()):
+            tensors[number] = rescued.tensor_norm(position, one)
+    return Norms(whole, tensors)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import gradtool
-from gradtool import report
-from gradtool.errors import (
-    EXIT_FOUND,
-    EXIT_INTERRUPTED,
-    EXIT_SYSTEM,
-    EXIT_USAGE,
-    GradtoolError,
-    Problem,
-    SystemRefusedError,
-)
+from gradtool import process, report
+from gradtool.errors import EXIT_FOUND, EXIT_SYSTEM, EXIT_USAGE, GradtoolError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from io import TextIOWrapper
-    from types import FrameType
 
 EXIT_BUG = 70
 
@@ -194,44 +180,32 @@ def clip(
 
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
     if json or not quiet:
-        _require_stdout()
+        process.require_stdout()
     try:
         with report.progress(command, wanted=not quiet) as progress:
             result = call(progress)
     except KeyboardInterrupt as error:
         # Here and not in main(), for Typer would make an exit code of it and drop the rest.
-        raise typer.Exit(_interrupted(error)) from error
+        raise typer.Exit(process.interrupted(error)) from error
     problems = getattr(result, "problems", ())
     if json or not quiet:
         try:
             report.show(command, result, problems, as_json=json)
         except OSError as error:
-            raise _lost_stdout(f"{error.strerror}; the work itself is done") from error
+            raise process.lost_stdout(f"{error.strerror}; the work itself is done") from error
     if problems:
         report.complain(problems)
     raise typer.Exit(EXIT_FOUND if problems else 0)
 
 
-class _Terminated(KeyboardInterrupt):
-    """A signal that asks us to end, taken as Ctrl-C is, so that temporaries are removed on the way out."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
-    _fill_standard_descriptors()
-    _take_signals()
-    for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding lacks must not end a run whose files are written.
-        if stream is not None:
-            cast("TextIOWrapper", stream).reconfigure(errors="backslashreplace")
+    process.take_streams()
+    process.take_signals()
     try:
         sys.exit(_guarded())
     except KeyboardInterrupt as error:
-        sys.exit(_interrupted(error))
+        sys.exit(process.interrupted(error))
 
 
 def _guarded() -> int:
@@ -240,83 +214,20 @@ def _guarded() -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except GradtoolError as error:
-        _show_traceback()
-        return _fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
+        process.show_traceback()
+        return process.fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
     except _UsageProblem as error:
         message = error.format_message()
-        return _fail(Problem("usage", f"{message} (see gradtool --help)"), exit_code=EXIT_USAGE)
+        return process.fail(Problem("usage", f"{message} (see gradtool --help)"), exit_code=EXIT_USAGE)
     except MemoryError:
-        _show_traceback()
-        return _fail(Problem("system", "out of memory; fewer --threads need less"), exit_code=EXIT_SYSTEM)
+        process.show_traceback()
+        return process.fail(Problem("system", "out of memory; fewer --threads need less"), exit_code=EXIT_SYSTEM)
     except OSError as error:
         # Files are read and written under the eyes of SystemRefusedError; what is left is the help on stdout.
-        _show_traceback()
-        return _fail(*_lost_stdout(str(error.strerror)).problems, exit_code=EXIT_SYSTEM)
+        process.show_traceback()
+        return process.fail(*process.lost_stdout(str(error.strerror)).problems, exit_code=EXIT_SYSTEM)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
-        _show_traceback()
+        process.show_traceback()
         message = f"a bug in gradtool: {type(error).__name__}: {error}; GRADTOOL_DEBUG=1 shows where"
-        return _fail(Problem("bug", message), exit_code=EXIT_BUG)
+        return process.fail(Problem("bug", message), exit_code=EXIT_BUG)
     return code
-
-
-def _fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
-    """Say what is wrong wherever it can still be said; what cannot be said does not change the exit code."""
-    with contextlib.suppress(OSError):
-        report.complain(problems, summary)
-    if "--json" in sys.argv[1:] and sys.stdout is not None:
-        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        try:
-            report.print_json(command, exit_code, {}, problems)
-        except OSError:
-            sys.stdout = None
-    return exit_code
-
-
-def _interrupted(error: KeyboardInterrupt) -> int:
-    terminated = isinstance(error, _Terminated)
-    message = "; ".join(["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())])
-    exit_code = 128 + error.number if isinstance(error, _Terminated) else EXIT_INTERRUPTED
-    return _fail(Problem("interrupted", message), exit_code=exit_code)
-
-
-def _show_traceback() -> None:
-    if os.environ.get("GRADTOOL_DEBUG"):
-        import traceback
-
-        traceback.print_exc()
-
-
-def _take_signals() -> None:
-    # One that was ignored when we were started, as under nohup, stays ignored.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _terminate)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    raise _Terminated(number)
-
-
-def _fill_standard_descriptors() -> None:
-    """Never let a data file be opened as descriptor 0, 1 or 2, where a stray message would be written into it."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
-        pass
-    os.close(fd)
-
-
-def _require_stdout() -> None:
-    """Refuse to work when nobody can read the result; asked before a byte is changed."""
-    if sys.stdout is None:
-        raise _lost_stdout("it is closed")
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
-    if any(event & select.POLLERR for _, event in poll.poll(0)):
-        raise _lost_stdout("its reader is gone")
-
-
-def _lost_stdout(reason: str) -> SystemRefusedError:
-    # What is still buffered would fail once more, with a traceback, when Python ends.
-    sys.stdout = None
-    return SystemRefusedError(f"cannot print the result on stdout: {reason}")

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gradtool._version import __version__
 from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gradtool.ops.passes import Timings
+    from gradtool.ops.results import Facts
 
 SCHEMA = 1
 # Less work than this needs no progress bar.
@@ -27,19 +28,7 @@ _MAX_PROBLEM_LINES = 20
 _STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
 
 
-class Result(Protocol):
-    """What every operation returns, whatever else it does."""
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock seconds of the whole call."""
-
-    @property
-    def timings(self) -> Timings:
-        """Where the time went."""
-
-
-def show(command: str, result: Result, problems: Sequence[Problem], *, as_json: bool) -> None:
+def show(command: str, result: Facts, problems: Sequence[Problem], *, as_json: bool) -> None:
     """Print a result on stdout: JSON, tables on a terminal, or else lines of tab-separated fields."""
     if as_json:
         print_json(command, EXIT_FOUND if problems else EXIT_OK, _data(result), problems)
@@ -76,8 +65,10 @@ def complain(problems: Sequence[Problem], summary: str | None = None) -> None:
     if len(problems) > _MAX_PROBLEM_LINES:
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
-    sys.stderr.writelines(f"gradtool: error: {printable(line)}\n" for line in lines)
-    sys.stderr.flush()
+    # What cannot be said does not change what is done.
+    with contextlib.suppress(OSError):
+        sys.stderr.writelines(f"gradtool: error: {printable(line)}\n" for line in lines)
+        sys.stderr.flush()
 
 
 def printable(text: str) -> str:
@@ -122,9 +113,9 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, whole: bar.update(task, completed=done, total=whole)
 
 
-def _data(result: Result) -> dict[str, Any]:
+def _data(result: Facts) -> dict[str, Any]:
     """The fields of a result as JSON has them."""
-    data = asdict(result)  # type: ignore[call-overload]
+    data = asdict(result)
     data.pop("problems", None)
     data["timings"] = dict(_timings(result.timings, result.seconds))
     exact: dict[str, Any] = _exact(data)
@@ -159,7 +150,7 @@ def _exact(value: Any) -> Any:
     return value
 
 
-def _lines(result: Result) -> Iterator[list[str]]:
+def _lines(result: Facts) -> Iterator[list[str]]:
     """One line a fact, name first; one line a tensor, `tensor` first and the names last."""
     data = _data(result)
     rows = data.pop("per_tensor")
@@ -180,7 +171,7 @@ def _field(value: Any) -> str:
     return repr(value) if isinstance(value, float) else printable(str(value))
 
 
-def _show_tables(result: Result) -> None:
+def _show_tables(result: Facts) -> None:
     from rich.console import Console  # slow to import
     from rich.table import Table
 

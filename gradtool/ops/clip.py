@@ -11,8 +11,8 @@ from gradtool.ops import arguments
 from gradtool.ops.clip_policy import Decision, Policy, decide
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.ops.output import Output
-from gradtool.ops.passes import Session, Timings, measure, open_session, rewrite
-from gradtool.ops.results import facts, nonfinite_problems, overflow_problems
+from gradtool.ops.passes import Session, measure, open_session, rewrite
+from gradtool.ops.results import Facts, facts, nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
     import os
@@ -38,28 +38,13 @@ class TensorClip:
 
 
 @dataclass(frozen=True)
-class ClipResult:
+class ClipResult(Facts):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
     `norm` is `norm_before`. `coef` is None where there is no single one (`per_tensor`, `max_value`). `norm_after` is
     measured on the values that were written.
     """
 
-    norm_type: float
-    norm: float
-    max_abs: float
-    files: int
-    tensors: int
-    elements: int
-    bytes: int
-    nan: int
-    inf: int
-    zeros: int
-    backend: str
-    backend_why: str
-    threads: int
-    seconds: float
-    timings: Timings
     per_tensor: tuple[TensorClip, ...]
     max_norm: float | None
     max_value: float | None
@@ -159,10 +144,7 @@ def clip(
     decision = decide(policy, session.selected, before, unscaled)
     after, files = _write(session, policy, decision, (before, raw), destination)
     return ClipResult(
-        norm_type=policy.norm_type,
-        norm=unscaled.whole,
-        max_abs=before.largest / policy.unscale,
-        **facts(session, before),
+        **facts(session, before, unscaled.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, unscaled, after) if per_tensor else ()),
         max_norm=policy.max_norm,
         max_value=policy.max_value,

@@ -10,8 +10,8 @@ from gradtool.backends import Terms
 from gradtool.errors import Problem, UsageError
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, norms_of
-from gradtool.ops.passes import Timings, measure, open_session
-from gradtool.ops.results import facts, nonfinite_problems
+from gradtool.ops.passes import measure, open_session
+from gradtool.ops.results import Facts, facts, nonfinite_problems
 
 if TYPE_CHECKING:
     import os
@@ -37,24 +37,9 @@ class TensorNorm:
 
 
 @dataclass(frozen=True)
-class NormResult:
-    """What was found in all selected tensors, taken as one vector; `max_abs` leaves NaN out."""
+class NormResult(Facts):
+    """What was found in all selected tensors, taken as one vector."""
 
-    norm_type: float
-    norm: float
-    max_abs: float
-    files: int
-    tensors: int
-    elements: int
-    bytes: int
-    nan: int
-    inf: int
-    zeros: int
-    backend: str
-    backend_why: str
-    threads: int
-    seconds: float
-    timings: Timings
     per_tensor: tuple[TensorNorm, ...]
     problems: tuple[Problem, ...]
 
@@ -127,10 +112,7 @@ def norm(
     if limit is not None and not norms.whole <= limit:
         problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
     return NormResult(
-        norm_type=order,
-        norm=norms.whole,
-        max_abs=found.largest,
-        **facts(session, found),
+        **facts(session, found, norms.whole),
         per_tensor=tuple(rows if top is None else _largest(rows, top)),
         problems=tuple(problems),
     )

@@ -11,8 +11,9 @@ from gradtool.backends import VALUE_DTYPES, Backend, BlockSums, Piece, Terms, ch
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
+from gradtool.store.blocks import Block, plan
 from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
-from gradtool.store.stream import Block, Clock, default_threads, plan, run
+from gradtool.store.stream import Clock, default_threads, run
 
 if TYPE_CHECKING:
     import os

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import Problem
 
@@ -14,9 +15,16 @@ if TYPE_CHECKING:
     from gradtool.store.gradset import Selected
 
 
-class Facts(TypedDict):
-    """What every result says about the call itself."""
+@dataclass(frozen=True)
+class Facts:
+    """What every result says: the norm of all selected tensors as one vector, what is in them, and the call itself.
 
+    `max_abs` leaves NaN out; `threads` counts those that got work.
+    """
+
+    norm_type: float
+    norm: float
+    max_abs: float
     files: int
     tensors: int
     elements: int
@@ -31,22 +39,26 @@ class Facts(TypedDict):
     timings: Timings
 
 
-def facts(session: Session, found: Measurement) -> Facts:
-    """The facts of a call that is done."""
-    return {
-        "files": len(session.shards),
-        "tensors": len(session.selected),
-        "elements": session.elements,
-        "bytes": session.nbytes,
-        "nan": int(found.nan.sum()),
-        "inf": int(found.inf.sum()),
-        "zeros": int(found.zeros.sum()),
-        "backend": session.backend.name,
-        "backend_why": session.backend_why,
-        "threads": session.workers,
-        "seconds": session.seconds,
-        "timings": session.timings,
-    }
+def facts(session: Session, found: Measurement, norm: float, *, unscale: float = 1.0) -> dict[str, Any]:
+    """The facts of a call that is done, by name."""
+    gathered = Facts(
+        norm_type=found.terms.norm_type,
+        norm=norm,
+        max_abs=found.largest / unscale,
+        files=len(session.shards),
+        tensors=len(session.selected),
+        elements=session.elements,
+        bytes=session.nbytes,
+        nan=int(found.nan.sum()),
+        inf=int(found.inf.sum()),
+        zeros=int(found.zeros.sum()),
+        backend=session.backend.name,
+        backend_why=session.backend_why,
+        threads=session.workers,
+        seconds=session.seconds,
+        timings=session.timings,
+    )
+    return vars(gathered)
 
 
 def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:

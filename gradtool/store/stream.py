@@ -12,42 +12,20 @@ import os
 import threading
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import SystemRefusedError, from_os_error
-from gradtool.store.header import Shard, Tensor, changed_meanwhile, is_unchanged
+from gradtool.store import blocks
+from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-# Large enough that a system call costs nothing beside the bytes it moves, small enough to stay in the cache.
-BLOCK_BYTES = 2 << 20
-# A hole between two wanted tensors that is cheaper to read than to seek over.
-_BRIDGE_BYTES = 128 << 10
-# Bounds what one block's bookkeeping takes when tensors are tiny.
-_MAX_SPANS = 4096
+    from gradtool.store.blocks import Block
+
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
 MAX_DEFAULT_THREADS = 16
-
-
-class Span(NamedTuple):
-    """A part of a tensor in a block: `elements` from element `start` on, at byte `offset` of the block."""
-
-    tensor: int
-    dtype: str
-    start: int
-    elements: int
-    offset: int
-
-
-class Block(NamedTuple):
-    """Bytes `begin` to `end` of a file, and the wanted tensors in them; bytes of no span are only copied."""
-
-    shard: Shard
-    begin: int
-    end: int
-    spans: Sequence[Span]
 
 
 @dataclass
@@ -72,48 +50,6 @@ def default_threads() -> int:
     """One thread for each core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_DEFAULT_THREADS)
-
-
-def plan(shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole: bool = False) -> Iterator[Block]:
-    """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
-
-    `wanted` gives tensors with the number they shall have in the spans, in the order of their bytes. With `whole` the
-    blocks cover every byte of the file, for a copy of it.
-    """
-    begin = position = 0 if whole else -1
-    spans: list[Span] = []
-    for number, tensor in wanted:
-        elements = tensor.elements
-        if not elements:
-            continue
-        itemsize = tensor.nbytes // elements
-        if not whole and (position < 0 or tensor.begin - position > _BRIDGE_BYTES):
-            if spans:
-                yield Block(shard, begin, position, spans)
-            begin, spans = tensor.begin, []
-        start = 0
-        while start < elements:
-            at = tensor.begin + start * itemsize
-            fitting = _fitting(elements - start, (begin + BLOCK_BYTES - at) // itemsize, unit)
-            if fitting and len(spans) < _MAX_SPANS:
-                spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
-                start += fitting
-                continue
-            # Full. What lies before the next element is copied, and may itself be longer than a block.
-            end = min(at, begin + BLOCK_BYTES)
-            yield Block(shard, begin, end, spans)
-            begin, spans = end, []
-        position = tensor.end
-    end = shard.size if whole else position
-    while begin < end:
-        cut = min(end, begin + BLOCK_BYTES)
-        yield Block(shard, begin, cut, spans)
-        begin, spans = cut, []
-
-
-def _fitting(elements: int, room: int, unit: int) -> int:
-    """How many of the remaining elements go into the room left: all, or a multiple of `unit`."""
-    return elements if elements <= room else max(room, 0) // unit * unit
 
 
 def run(
@@ -204,7 +140,7 @@ def _drain(queue: _Queue, work: Callable[[Block, memoryview], None], destination
     clock = Clock()
     files = _OpenFiles(destinations)
     try:
-        buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        buffer = memoryview(mmap.mmap(-1, blocks.BLOCK_BYTES))
     except OSError as error:
         raise MemoryError from error
     try:

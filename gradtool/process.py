@@ -1,0 +1,95 @@
+"""How a run meets the system: signals, standard streams, and the exit code with what is said about it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from gradtool import report
+from gradtool.errors import EXIT_INTERRUPTED, Problem, SystemRefusedError
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+    from types import FrameType
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal that asks us to end, taken as Ctrl-C is, so that temporaries are removed on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
+    """Say what is wrong wherever it can still be said; the exit code, which does not depend on that."""
+    report.complain(problems, summary)
+    if "--json" in sys.argv[1:] and sys.stdout is not None:
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        try:
+            report.print_json(command, exit_code, {}, problems)
+        except OSError:
+            sys.stdout = None
+    return exit_code
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Say what the run was ended by, and what became of the files; the exit code."""
+    terminated = isinstance(error, Terminated)
+    message = "; ".join(["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())])
+    exit_code = 128 + error.number if isinstance(error, Terminated) else EXIT_INTERRUPTED
+    return fail(Problem("interrupted", message), exit_code=exit_code)
+
+
+def show_traceback() -> None:
+    """Print where the current exception comes from, for those who asked to see it."""
+    if os.environ.get("GRADTOOL_DEBUG"):
+        import traceback
+
+        traceback.print_exc()
+
+
+def take_signals() -> None:
+    """Have every signal that asks us to end end us cleanly."""
+    # One that was ignored when we were started, as under nohup, stays ignored.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Terminated(number)
+
+
+def take_streams() -> None:
+    """Make the standard streams safe to have."""
+    # Never let a data file be opened as descriptor 0, 1 or 2, where a stray message would be written into it.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        pass
+    os.close(fd)
+    # And never let a name that the terminal's encoding lacks end a run whose files are written.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            cast("TextIOWrapper", stream).reconfigure(errors="backslashreplace")
+
+
+def require_stdout() -> None:
+    """Refuse to work when nobody can read the result; asked before a byte is changed."""
+    if sys.stdout is None:
+        raise lost_stdout("it is closed")
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        raise lost_stdout("its reader is gone")
+
+
+def lost_stdout(reason: str) -> SystemRefusedError:
+    """The error for a result that cannot be printed; nothing is tried on stdout from here on."""
+    # What is still buffered would fail once more, with a traceback, when Python ends.
+    sys.stdout = None
+    return SystemRefusedError(f"cannot print the result on stdout: {reason}")

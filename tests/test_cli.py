@@ -471,7 +471,7 @@ def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path):
 
 
 def test_a_bug_is_one_line_and_exit_70(tmp_path):
-    code = "import sys, gradtool.ops.norm as n; n.measure = None; from gradtool.cli import main; main()"
+    code = "import sys, gradtool.ops.norm as n; n.measure_norms = None; from gradtool.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, "norm", str(sample(tmp_path))], capture_output=True, text=True, check=False
     )

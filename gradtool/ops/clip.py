@@ -11,7 +11,7 @@ from gradtool.ops import arguments
 from gradtool.ops.clip_policy import Decision, Policy, decide
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.ops.output import Output
-from gradtool.ops.passes import Session, measure, open_session, rewrite
+from gradtool.ops.passes import Session, measure_norms, open_session, rewrite
 from gradtool.ops.results import Facts, facts, nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
@@ -162,18 +162,12 @@ def clip(
 
 def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
     """What the files hold, and its norms; refused where the policy says so."""
-    terms = policy.terms
-    before = measure(session, session.selected, terms)
+    before, norms = measure_norms(session, policy.terms, per_tensor=policy.per_tensor)
     if policy.nonfinite == "error" and not before.is_finite:
         raise NonFiniteError(
             "nothing was written, for there are NaN or Inf values; --nonfinite zero or propagate goes on",
             nonfinite_problems(session.selected, before),
         )
-
-    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-        return measure(session, [session.selected[number] for number in numbers], terms, divisors)
-
-    norms = norms_of(before, again, per_tensor=policy.per_tensor)
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
     if policy.max_norm is not None and before.is_finite and math.inf in limiting:
         raise BadInputError("the norm is beyond float64; limit the values with --max-value first")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from gradtool.backends import Terms
 from gradtool.errors import Problem, UsageError
 from gradtool.ops import arguments
-from gradtool.ops.measurement import Measurement, norms_of
-from gradtool.ops.passes import measure, open_session
+from gradtool.ops.passes import measure_norms, open_session
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import Progress
     from gradtool.store.gradset import Selected
 
@@ -100,13 +100,7 @@ def norm(
         progress=progress,
     )
     session.total_bytes = session.nbytes
-    terms = Terms(order)
-    found = measure(session, session.selected, terms)
-
-    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-        return measure(session, [session.selected[number] for number in numbers], terms, divisors)
-
-    norms = norms_of(found, again, per_tensor=per_tensor or top is not None)
+    found, norms = measure_norms(session, Terms(order), per_tensor=per_tensor or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)
     if limit is not None and not norms.whole <= limit:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.backends import VALUE_DTYPES, Backend, BlockSums, Piece, Terms, choose
 from gradtool.ops import arguments
-from gradtool.ops.measurement import Measurement
+from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
 from gradtool.store.blocks import Block, plan
 from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
@@ -149,6 +149,16 @@ def measure(
     blocks = (block for shard, wanted in _by_shard(selected) for block in plan(shard, wanted, TILE))
     session.stream(blocks, sum(one.tensor.nbytes for one in selected), work)
     return measurement
+
+
+def measure_norms(session: Session, terms: Terms, *, per_tensor: bool) -> tuple[Measurement, Norms]:
+    """What all selected tensors hold, and the norms that it amounts to."""
+    found = measure(session, session.selected, terms)
+
+    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
+        return measure(session, [session.selected[number] for number in numbers], terms, divisors)
+
+    return found, norms_of(found, again, per_tensor=per_tensor)
 
 
 def rewrite(

@@ -6,9 +6,10 @@ first used, so that `import gradtool` costs nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gradtool._version import __version__ as __version__
+
+# As typing has it, whose import would be most of what `import gradtool` costs.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from gradtool.errors import BackendUnavailableError as BackendUnavailableError

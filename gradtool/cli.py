@@ -12,7 +12,7 @@ from gradtool import process, report
 from gradtool.errors import EXIT_FOUND, EXIT_SYSTEM, EXIT_USAGE, GradtoolError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 EXIT_BUG = 70
 
@@ -179,23 +179,28 @@ def clip(
 
 
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
-    if json or not quiet:
-        process.require_stdout()
+    result = None
     try:
+        if json or not quiet:
+            process.require_stdout()
         with report.progress(command, wanted=not quiet) as progress:
             result = call(progress)
+        problems = getattr(result, "problems", ())
+        if json or not quiet:
+            _show(command, result, problems, json=json)
+        if problems:
+            report.complain(problems)
     except KeyboardInterrupt as error:
         # Here and not in main(), for Typer would make an exit code of it and drop the rest.
-        raise typer.Exit(process.interrupted(error)) from error
-    problems = getattr(result, "problems", ())
-    if json or not quiet:
-        try:
-            report.show(command, result, problems, as_json=json)
-        except OSError as error:
-            raise process.lost_stdout(f"{error.strerror}; the work itself is done") from error
-    if problems:
-        report.complain(problems)
+        raise typer.Exit(process.interrupted(error, work_done=result is not None)) from error
     raise typer.Exit(EXIT_FOUND if problems else 0)
+
+
+def _show(command: str, result: Any, problems: Sequence[Problem], *, json: bool) -> None:
+    try:
+        report.show(command, result, problems, as_json=json)
+    except OSError as error:
+        raise process.lost_stdout(f"{error.strerror}; the work itself is done") from error
 
 
 def main() -> NoReturn:

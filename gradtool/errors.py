@@ -20,7 +20,6 @@ EXIT_USAGE = 2
 EXIT_INPUT = 3
 EXIT_BACKEND = 4
 EXIT_SYSTEM = 5
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ import sys
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from gradtool import report
-from gradtool.errors import EXIT_INTERRUPTED, Problem, SystemRefusedError
+from gradtool.errors import Problem, SystemRefusedError
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
     from types import FrameType
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-class Terminated(KeyboardInterrupt):
+
+class Ended(KeyboardInterrupt):
     """A signal that asks us to end, taken as Ctrl-C is, so that temporaries are removed on the way out."""
 
     def __init__(self, number: int) -> None:
@@ -36,12 +38,17 @@ def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
     return exit_code
 
 
-def interrupted(error: KeyboardInterrupt) -> int:
+def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
     """Say what the run was ended by, and what became of the files; the exit code."""
-    terminated = isinstance(error, Terminated)
-    message = "; ".join(["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())])
-    exit_code = 128 + error.number if isinstance(error, Terminated) else EXIT_INTERRUPTED
-    return fail(Problem("interrupted", message), exit_code=exit_code)
+    number = error.number if isinstance(error, Ended) else signal.SIGINT
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    notes = ["the work itself is done"] if work_done else getattr(error, "__notes__", [])
+    problem, exit_code = Problem("interrupted", "; ".join([word, *notes])), 128 + number
+    if not work_done:
+        return fail(problem, exit_code=exit_code)
+    # Its result may be half printed; another object after it would not mend that.
+    report.complain([problem])
+    return exit_code
 
 
 def show_traceback() -> None:
@@ -54,16 +61,17 @@ def show_traceback() -> None:
 
 def take_signals() -> None:
     """Have every signal that asks us to end end us cleanly."""
-    # One that was ignored when we were started, as under nohup, stays ignored.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _terminate)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _ENDING:
+        # One that was ignored when we were started, as under nohup, stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
 
 
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    raise Terminated(number)
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    # Once is enough: a second signal would tear into the clean-up that the first has set off.
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    raise Ended(number)
 
 
 def take_streams() -> None:

@@ -43,13 +43,13 @@ def total(sums: Iterable[float]) -> float:
         return math.inf
 
 
-def norm_of(total_sum: float, norm_type: float, divisor: float = 1.0) -> float:
-    """(Σ|x|^p)^(1/p), where the sum was taken over |x / divisor|^p; infinite where it is beyond float64."""
+def norm_of(total_sum: float, norm_type: float, divisor: float = 1.0, unscale: float = 1.0) -> float:
+    """(Σ|x / unscale|^p)^(1/p), where the sum was taken over |x / divisor|^p; infinite where it is beyond float64."""
     try:
         root = math.sqrt(total_sum) if norm_type == 2 else total_sum ** (1.0 / norm_type)  # noqa: PLR2004
     except OverflowError:
         return math.inf
-    return root * divisor
+    return root / unscale * divisor
 
 
 def rescue_divisor(total_sum: float, max_abs: float, norm_type: float) -> float:

@@ -25,7 +25,7 @@ def test_command_and_function_have_the_same_arguments_and_defaults(name):
 def test_every_argument_is_documented(name):
     function = getattr(gradtool, name)
     for argument in inspect.signature(function).parameters:
-        assert f"        {argument}: " in function.__doc__
+        assert f"    {argument}: " in inspect.getdoc(function)
 
 
 def test_everything_public_can_be_imported_and_is_listed():

@@ -311,7 +311,7 @@ def test_closed_standard_streams_never_become_data_files(tmp_path):
 SLOW_WRITES = """
 import os, signal, sys, time
 import gradtool.store.stream as stream
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 write = stream._write_fully
 def slowly(*arguments):
     os.write(2, b"writing\\n")
@@ -344,6 +344,46 @@ def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, 
     assert snapshot(tmp_path) == before
 
 
+def test_a_second_signal_does_not_disturb_the_clean_up(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(2_000_000, np.float32)})
+    before = snapshot(tmp_path)
+    command = [sys.executable, "-P", "-c", SLOW_WRITES, "clip", str(path), "--max-norm", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr.readline() == "writing\n"
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            running.send_signal(number)
+        _, stderr = running.communicate(timeout=60)
+    assert running.returncode in (129, 130, 143)
+    assert "no file was changed" in stderr
+    assert snapshot(tmp_path) == before
+
+
+SLOW_PRINTING = """
+import os, signal, sys, time
+import gradtool.report as report
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+def show(*arguments, **options):
+    os.write(2, b"printing\\n")
+    time.sleep(60)
+report.show = show
+from gradtool.cli import main
+sys.argv = ["gradtool", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_signal_while_the_result_is_printed_says_that_the_work_is_done(tmp_path):
+    path = sample(tmp_path)
+    command = [sys.executable, "-P", "-c", SLOW_PRINTING, "clip", str(path), "--max-norm", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr.readline() == "printing\n"
+        running.terminate()
+        stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout) == (143, "")
+    assert stderr == "gradtool: error: terminated; the work itself is done\n"
+    assert norm(path).norm == pytest.approx(1)
+
+
 def test_sigkill_in_the_middle_leaves_every_file_as_it_was(tmp_path):
     paths = [write(tmp_path / f"{i}.safetensors", {"a": np.ones(1_000_000, np.float32)}) for i in range(3)]
     before = snapshot(tmp_path)
@@ -374,6 +414,8 @@ def test_a_full_stdout_never_shows_a_traceback(arguments):
 
 
 def test_a_full_stderr_does_not_change_the_exit_code():
+    with Path("/dev/full").open("w") as full:
+        assert gradtool_json("norm", SAMPLES / "nan.safetensors", stderr=full)["exit_code"] == 1
     with Path("/dev/full").open("w") as full:
         assert gradtool("norm", "missing", stderr=full).returncode == 3
         assert json.loads(gradtool("norm", "missing", "--json", stderr=full).stdout)["exit_code"] == 3

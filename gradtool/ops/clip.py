@@ -139,18 +139,17 @@ def clip(
     )
     destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync)
     session.total_bytes = 2 * session.nbytes
-    before, raw = _measure(session, policy)
-    unscaled = Norms(raw.whole / policy.unscale, [one / policy.unscale for one in raw.tensors])
-    decision = decide(policy, session.selected, before, unscaled)
-    after, files = _write(session, policy, decision, (before, raw), destination)
+    before, norms = _measure(session, policy)
+    decision = decide(policy, session.selected, before, norms)
+    after, files = _write(session, policy, decision, before, destination)
     return ClipResult(
-        **facts(session, before, unscaled.whole, unscale=policy.unscale),
-        per_tensor=tuple(_rows(session, decision, unscaled, after) if per_tensor else ()),
+        **facts(session, before, norms.whole, unscale=policy.unscale),
+        per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
         max_norm=policy.max_norm,
         max_value=policy.max_value,
         total_norm=policy.total_norm,
         unscale=policy.unscale,
-        norm_before=unscaled.whole,
+        norm_before=norms.whole,
         norm_after=after.whole,
         coef=decision.coef,
         clipped=any(decision.clipped),
@@ -162,26 +161,22 @@ def clip(
 
 def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
     """What the files hold, and its norms; refused where the policy says so."""
-    before, norms = measure_norms(session, policy.terms, per_tensor=policy.per_tensor)
+    before, norms = measure_norms(session, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale)
     if policy.nonfinite == "error" and not before.is_finite:
         raise NonFiniteError(
             "nothing was written, for there are NaN or Inf values; --nonfinite zero or propagate goes on",
             nonfinite_problems(session.selected, before),
         )
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
-    if policy.max_norm is not None and before.is_finite and math.inf in limiting:
+    if policy.needs_norm and before.is_finite and math.inf in limiting:
         raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
     return before, norms
 
 
 def _write(
-    session: Session, policy: Policy, decision: Decision, found: tuple[Measurement, Norms], output: Output
+    session: Session, policy: Policy, decision: Decision, before: Measurement, output: Output
 ) -> tuple[Norms, list[Shard]]:
-    """Write what was decided; the norms of the result, and the files that were written.
-
-    `found` is what was measured before, whose norms are still the norms if nothing changes.
-    """
-    before, after = found
+    """Write what was decided; the norms of the result, and the files that were written."""
     changed = [number for number, changes in enumerate(decision.changed) if changes]
 
     def rewriting(numbers: Sequence[int]) -> Change:
@@ -201,6 +196,7 @@ def _write(
 
     selected = [session.selected[number] for number in changed]
     written = Measurement(selected, policy.terms)
+    after = Norms(math.nan, [])
 
     def verify() -> None:
         nonlocal after
@@ -209,8 +205,7 @@ def _write(
                 "nothing was written, for a result does not fit its type; a larger --unscale makes it smaller",
                 overflow_problems(selected, written),
             )
-        if changed:
-            after = norms_of(before.updated(changed, written), again, per_tensor=policy.per_tensor)
+        after = norms_of(before.updated(changed, written), again, per_tensor=policy.per_tensor)
 
     files = output.write(session, selected, written, rewriting(changed), verify)
     return after, files

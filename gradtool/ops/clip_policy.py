@@ -10,7 +10,7 @@ import numpy as np
 
 from gradtool.backends import Terms
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import UsageError
+from gradtool.errors import BadInputError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +49,11 @@ class Policy:
     def terms(self) -> Terms:
         """What sums are taken over."""
         return Terms(self.norm_type, drop_nonfinite=self.nonfinite == "zero")
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a coefficient is made of the norm that is measured."""
+        return self.max_norm is not None and self.max_norm < math.inf and self.total_norm is None
 
     @property
     def limit(self) -> float:
@@ -101,10 +106,17 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
         with np.errstate(over="ignore"):
             work = STORAGE[dtype].work.type
-            scales, clips = float(work(factor)) != 1, not own >= 1 and float(work(own)) != 1
+            rounded = float(work(factor))
+            clips = not own >= 1 and float(work(own)) != 1
+        if factor and (rounded == 0 or math.isinf(rounded)):
+            raise BadInputError(
+                f"would be multiplied by {factor!r}, which is beyond the {work.__name__} that {dtype} computes in",
+                file=one.shard.path,
+                tensor=one.tensor.name,
+            )
         clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         clipped.append(clamps or clips)
-        changed.append(one.tensor.elements > 0 and (scales or clamps or drops))
+        changed.append(one.tensor.elements > 0 and (rounded != 1 or clamps or drops))
     has_one = policy.max_norm is not None and not policy.per_tensor
     return Decision(coef if has_one else None, coefs, factors, clipped, changed)

@@ -89,17 +89,17 @@ class Measurement:
         """max|g| over all tensors, NaN left out."""
         return float(self.max_abs.max(initial=0.0))
 
-    def norm(self, divisor: float = 1.0) -> float:
-        """The norm of all tensors as one vector, all of them having been divided by `divisor`."""
+    def norm(self, divisor: float, unscale: float) -> float:
+        """The norm of all tensors as one vector, over `unscale`; their sums were taken after dividing by `divisor`."""
         if math.isinf(self.terms.norm_type):
-            return self._maximum(self.nan.any(), self.largest)
-        return norm_of(total(self.sums), self.terms.norm_type, divisor)
+            return self._maximum(self.nan.any(), self.largest) / unscale
+        return norm_of(total(self.sums), self.terms.norm_type, divisor, unscale)
 
-    def tensor_norm(self, number: int, divisor: float = 1.0) -> float:
-        """The norm of one tensor, which had been divided by `divisor`."""
+    def tensor_norm(self, number: int, divisor: float, unscale: float) -> float:
+        """The same of one tensor."""
         if math.isinf(self.terms.norm_type):
-            return self._maximum(self.nan[number] > 0, float(self.max_abs[number]))
-        return norm_of(total(self.sums[self._tiles(number)]), self.terms.norm_type, divisor)
+            return self._maximum(self.nan[number] > 0, float(self.max_abs[number])) / unscale
+        return norm_of(total(self.sums[self._tiles(number)]), self.terms.norm_type, divisor, unscale)
 
     def divisor(self) -> float:
         """What all tensors must be divided by for their sum to be good; 1 if it is good as it is."""
@@ -130,21 +130,21 @@ class Norms:
     tensors: list[float]
 
 
-def norms_of(measurement: Measurement, again: Again, *, per_tensor: bool) -> Norms:
-    """The norms that a measurement amounts to.
+def norms_of(measurement: Measurement, again: Again, *, per_tensor: bool, unscale: float = 1.0) -> Norms:
+    """The norms that a measurement amounts to, over `unscale`.
 
     Where a sum overflowed, or lost its terms to underflow, it is taken `again` on inputs that are divided first.
     """
     everything = range(len(measurement.max_abs))
     divisor = measurement.divisor()
     rescued = measurement if divisor == 1 else again(everything, [divisor] * len(everything))
-    whole = rescued.norm(divisor)
+    whole = rescued.norm(divisor, unscale)
     if not per_tensor:
         return Norms(whole, [])
-    tensors = [measurement.tensor_norm(number) for number in everything]
+    tensors = [measurement.tensor_norm(number, 1.0, unscale) for number in everything]
     divisors = {number: one for number in everything if (one := measurement.tensor_divisor(number)) != 1}
     if divisors:
         rescued = again(list(divisors), list(divisors.values()))
         for position, (number, one) in enumerate(divisors.items()):
-            tensors[number] = rescued.tensor_norm(position, one)
+            tensors[number] = rescued.tensor_norm(position, one, unscale)
     return Norms(whole, tensors)

@@ -40,6 +40,8 @@ class Output:
         )
         if output.file is not None and output.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
+        if output.file is not None and output.file.endswith(os.sep):
+            raise UsageError(f"--output {output.file} names a folder; use --output-dir")
         if output.file is not None and (len(session.shards) > 1 or session.sets[0].index):
             raise UsageError("--output takes a single input file; use --output-dir for several")
         # Not Path's questions, which raise where there is no permission.

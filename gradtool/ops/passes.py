@@ -151,14 +151,16 @@ def measure(
     return measurement
 
 
-def measure_norms(session: Session, terms: Terms, *, per_tensor: bool) -> tuple[Measurement, Norms]:
-    """What all selected tensors hold, and the norms that it amounts to."""
+def measure_norms(
+    session: Session, terms: Terms, *, per_tensor: bool, unscale: float = 1.0
+) -> tuple[Measurement, Norms]:
+    """What all selected tensors hold, and the norms that it amounts to, over `unscale`."""
     found = measure(session, session.selected, terms)
 
     def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
         return measure(session, [session.selected[number] for number in numbers], terms, divisors)
 
-    return found, norms_of(found, again, per_tensor=per_tensor)
+    return found, norms_of(found, again, per_tensor=per_tensor, unscale=unscale)
 
 
 def rewrite(

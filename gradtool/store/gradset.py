@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -64,10 +63,8 @@ def read_path_list(source: str) -> list[str]:
         SystemRefusedError: it cannot be read.
     """
     where = "standard input" if source == "-" else source
-    # Without standard input there is nothing on it.
-    stdin = sys.stdin.buffer if sys.stdin is not None else io.BytesIO()
     try:
-        text = stdin.read() if source == "-" else Path(source).read_bytes()
+        text = _read_stdin() if source == "-" else Path(source).read_bytes()
     except OSError as error:
         raise from_os_error(error, where) from error
     separator = b"\0" if b"\0" in text else b"\n"
@@ -75,6 +72,13 @@ def read_path_list(source: str) -> list[str]:
     if not paths:
         raise BadInputError("names no file", file=where)
     return paths
+
+
+def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        return b""
+    # In a notebook it is text and nothing else.
+    return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else os.fsencode(sys.stdin.read())
 
 
 def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
@@ -88,6 +92,10 @@ def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
     """
     if not paths:
         raise UsageError("no path is given; name a file, a folder, an index, or use --files-from")
+    for path in paths:
+        # Path takes the slash away, and with it that a folder is meant.
+        if str(path).endswith(os.sep) and not os.path.isdir(path):  # noqa: PTH112
+            raise BadInputError("no such folder", file=path, code="missing-file")
     sets = [_open_set(Path(path)) for path in paths]
     _refuse_same_file(shard for one in sets for shard in one.shards)
     return sets

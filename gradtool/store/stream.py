@@ -6,7 +6,6 @@ release the interpreter lock, so that threads really run side by side.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -69,32 +68,41 @@ def run(
     """
     queue = _Queue(iter(blocks), on_bytes)
     arguments = (queue, work, destinations or {})
-    # This thread works too, unless it must be free to hear of Ctrl-C while others do.
-    workers = _start(threads, arguments) if threads > 1 else []
     try:
-        if not workers:
+        # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
+        if threads == 1 or not _start(threads, arguments):
             _drain_quietly(*arguments)
-        for worker in workers:
-            worker.join()
+        queue.idle.wait()
     except BaseException:
         queue.stop()
-        for worker in workers:
-            worker.join()
+        # Not Thread.join, which does not survive being interrupted and called again.
+        queue.idle.wait()
         raise
     if queue.error is not None:
         raise queue.error
     return queue.clock
 
 
-def _start(count: int, arguments: tuple[Any, ...]) -> list[threading.Thread]:
-    """As many threads as the system lets us have."""
-    started: list[threading.Thread] = []
-    with contextlib.suppress(RuntimeError):
-        for _ in range(count):
-            worker = threading.Thread(target=_drain_quietly, args=arguments, daemon=True)
-            worker.start()
-            started.append(worker)
-    return started
+def _start(count: int, arguments: tuple[_Queue, Any, Any]) -> int:
+    """Start as many threads as the system lets us have, and say how many those are."""
+    queue = arguments[0]
+    for started in range(count):
+        queue.enter()
+        try:
+            threading.Thread(target=_drain_and_leave, args=arguments, daemon=True).start()
+        except RuntimeError:
+            queue.leave()
+            return started
+    return count
+
+
+def _drain_and_leave(
+    queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]
+) -> None:
+    try:
+        _drain_quietly(queue, work, destinations)
+    finally:
+        queue.leave()
 
 
 class _Queue:
@@ -105,8 +113,23 @@ class _Queue:
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self._stopped = False
+        self._working = 0
+        # Set while no thread is working.
+        self.idle = threading.Event()
+        self.idle.set()
         self.error: BaseException | None = None
         self.clock = Clock()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._working += 1
+            self.idle.clear()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._working -= 1
+            if not self._working:
+                self.idle.set()
 
     def next(self) -> Block | None:
         with self._lock:

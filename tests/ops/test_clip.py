@@ -369,6 +369,40 @@ def test_a_norm_beyond_float64_is_refused_rather_than_clipped_to_zero(tmp_path):
     assert clip(path, max_norm=1).norm_after == pytest.approx(1)
 
 
+def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(tmp_path):
+    path = one_file(tmp_path, a=np.full(4, 1.7e308))
+    assert not clip(path, max_norm=math.inf).clipped
+    assert clip(path, max_norm=1e300, total_norm=1e308, dry_run=True).clipped
+    result = clip(path, max_norm=1, unscale=1e10, dry_run=True)
+    assert result.norm_before == pytest.approx(3.4e298)
+    assert clip(path, max_value=1e300, unscale=1e10).norm_before == pytest.approx(3.4e298)
+
+
+@pytest.mark.parametrize(
+    ("array", "options"),
+    [
+        (np.array([1e300, 2e300]), {"unscale": 1e-10}),
+        (np.ones(2, np.float32), {"unscale": 1e-310}),
+        (np.full(2, 1e30, np.float32), {"unscale": 1e60, "max_norm": 1e9}),
+        (np.full(2, 1e37, np.float32), {"max_norm": 1e-10}),
+    ],
+)
+def test_a_factor_that_rounds_to_zero_or_infinity_is_refused(tmp_path, array, options):
+    path = one_file(tmp_path, a=array)
+    before = snapshot(tmp_path)
+    with pytest.raises(BadInputError, match="beyond"):
+        clip(path, **({"max_norm": 1} | options))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):
+    path = one_file(tmp_path, a=encode([3], "F32"))
+    with pytest.raises(BadInputError, match="no such folder"):
+        clip(f"{path}/", max_norm=1)
+    with pytest.raises(UsageError, match="names a folder"):
+        clip(path, max_norm=1, output=f"{tmp_path}/new/")
+
+
 def test_dry_run_says_the_same_and_writes_nothing(tmp_path):
     path = one_file(tmp_path, a=encode([3, 4], "BF16"), b=np.arange(100_000, dtype=np.float32))
     before = snapshot(tmp_path)

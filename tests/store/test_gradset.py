@@ -220,6 +220,11 @@ def test_a_path_that_is_none_is_a_usage_error():
             checked_path("a path", value)
 
 
+def test_standard_input_may_be_text_alone(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    assert read_path_list("-") == ["a", "b"]
+
+
 def test_without_standard_input_there_are_no_paths_on_it(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(BadInputError, match="standard input: names no file"):

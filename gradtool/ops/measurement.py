@@ -87,7 +87,7 @@ class Measurement:
     @property
     def largest(self) -> float:
         """max|g| over all tensors, NaN left out."""
-        return float(self.max_abs.max()) if self.max_abs.size else 0.0
+        return float(np.max(self.max_abs)) if self.max_abs.size else 0.0
 
     def norm(self, divisor: float, unscale: float) -> float:
         """The norm of all tensors as one vector, over `unscale`; their sums were taken after dividing by `divisor`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,20 +104,24 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
     clipped, changed = [], []
     for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype
-        # A coefficient so near to 1 that it rounds to 1 clips nothing.
-        with np.errstate(over="ignore"):
-            work = STORAGE[dtype].work.type
-            rounded = float(work(factor))
-            clips = not own >= 1 and float(work(own)) != 1
+        rounded = _rounded(dtype, factor)
         if factor and (rounded == 0 or math.isinf(rounded)):
             raise BadInputError(
-                f"would be multiplied by {factor!r}, which is beyond the {work.__name__} that {dtype} computes in",
+                f"would be multiplied by {factor!r}, which is beyond {STORAGE[dtype].work}, in which {dtype} computes",
                 file=one.shard.path,
                 tensor=one.tensor.name,
             )
         clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
-        clipped.append(clamps or clips)
+        # A coefficient so near to 1 that it rounds to 1 clips nothing.
+        clipped.append(clamps or (not own >= 1 and _rounded(dtype, own) != 1))
         changed.append(one.tensor.elements > 0 and (rounded != 1 or clamps or drops))
     has_one = policy.max_norm is not None and not policy.per_tensor
     return Decision(coef if has_one else None, coefs, factors, clipped, changed)
+
+
+@lru_cache(maxsize=64)
+def _rounded(dtype: str, value: float) -> float:
+    """A number in the type that tensors of a storage type compute in; nearly always the same few for all tensors."""
+    with np.errstate(over="ignore"):
+        return float(STORAGE[dtype].work.type(value))

@@ -63,16 +63,19 @@ def _each_piece(
                 raw = np.frombuffer(block, np.uint8, elements * storage.bits.itemsize, at)
                 values = _one_tile(raw, storage, change, drop_nonfinite=terms.drop_nonfinite)
                 finite = np.isfinite(values)
-                if not finite.all():
+                is_finite = bool(finite.all())
+                if not is_finite:
                     nan[k] += np.count_nonzero(np.isnan(values))
                     inf[k] += np.count_nonzero(np.isinf(values))
                     if first[k] < 0:
                         first[k] = start + int(np.argmin(finite))
-                if terms.drop_nonfinite:
-                    values[~finite] = 0
+                    if terms.drop_nonfinite:
+                        values[~finite] = 0
                 magnitudes = np.abs(values)
-                zeros[k] += values.size - np.count_nonzero(values)
-                max_abs[k] = max(max_abs[k], float(magnitudes[~np.isnan(magnitudes)].max(initial=0)))
+                zeros[k] += np.count_nonzero(magnitudes == 0)
+                # Not over NaN, whose comparisons depend on the version of numpy.
+                numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
+                max_abs[k] = max(max_abs[k], float(numbers.max(initial=0)))
                 if terms.norm_type != math.inf:
                     sums[tile] = _tile_sum(magnitudes, terms.norm_type, piece.divisor)
                 tile += 1
@@ -102,15 +105,9 @@ def _tile_sum(magnitudes: NDArray[Any], norm_type: float, divisor: float) -> flo
         powers = wide
     else:
         powers = wide**norm_type
-    # Elements past the end are +0, and a sum of magnitudes is not changed by +0.
-    rows = np.zeros((-(-powers.size // LANES), LANES))
-    rows.reshape(-1)[: powers.size] = powers
-    return float(fold(_add_rows(rows)[None, :])[0])
-
-
-def _add_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The lanes: row after row, each addition rounded. Written out, for numpy promises no order of its reductions."""
+    # Row after row, each addition rounded; written out, for numpy promises no order of its reductions.
     lanes = np.zeros(LANES)
-    for row in rows:
-        lanes += row
-    return lanes
+    for start in range(0, powers.size, LANES):
+        row = powers[start : start + LANES]
+        lanes[: row.size] += row
+    return float(fold(lanes[None, :])[0])

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-VALUE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
 
 class Piece(NamedTuple):
     """`elements` values of one storage type, from byte `offset` of a block on; summed after division by `divisor`."""

@@ -99,7 +99,6 @@ def norm(
         threads=threads,
         progress=progress,
     )
-    session.total_bytes = session.nbytes
     found, norms = measure_norms(session, Terms(order), per_tensor=per_tensor or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)

@@ -7,7 +7,8 @@ from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.backends import VALUE_DTYPES, Backend, BlockSums, Piece, Terms, choose
+from gradtool.backends import Backend, BlockSums, Piece, Terms, choose
+from gradtool.backends.storage import STORAGE
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
@@ -133,7 +134,7 @@ def open_session(
     choice = choose(backend)
     sets = open_sets(named)
     selected = select(sets, wanted, unwanted)
-    refuse_dtypes(selected, VALUE_DTYPES)
+    refuse_dtypes(selected, tuple(STORAGE))
     return Session(sets, selected, choice.backend, choice.why, workers, progress, began=began)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, with_header
+from support import COMMAND, NUMPY_TYPES, with_header
 
 ROUNDS = 5
 TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f64": np.float64}
@@ -114,7 +114,7 @@ def bench(request, _bench_folder):
 @pytest.fixture
 def gradtool_command():
     script = Path(sys.executable).parent / "gradtool"
-    return [str(script)] if script.exists() else [sys.executable, "-m", "gradtool"]
+    return [str(script)] if script.exists() else COMMAND
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_beside_the_tools_that_only_move_bytes(bench, gradtool_command, command,
 
 
 def test_threads_share_the_work(bench):
-    """If the interpreter lock were held, two threads would be no faster than one; the start of the process is left out."""
+    """If the interpreter lock were held, two threads would be no faster than one; start-up is left out."""
     source = bench.file("bf16", GIB, 48)
     rates = {}
     for threads in (1, 2, 1, 2, 1, 2):

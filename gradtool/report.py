@@ -65,10 +65,12 @@ def complain(problems: Sequence[Problem], summary: str | None = None) -> None:
     if len(problems) > _MAX_PROBLEM_LINES:
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
-    # What cannot be said does not change what is done.
-    with contextlib.suppress(OSError):
+    try:
         sys.stderr.writelines(f"gradtool: error: {printable(line)}\n" for line in lines)
         sys.stderr.flush()
+    except OSError:
+        # What cannot be said changes neither what is done nor, when Python flushes its streams, the exit code.
+        sys.stderr = None
 
 
 def printable(text: str) -> str:

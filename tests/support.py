@@ -129,7 +129,9 @@ def snapshot(folder):
 
 def gradtool(*arguments, **options):
     """Run the real command; its output and exit code."""
-    environment = os.environ | options.pop("env", {})
+    # Python's usual buffers, whatever this run was started with: unbuffered streams hide what fails at the end.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= options.pop("env", {})
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],
         check=False,

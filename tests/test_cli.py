@@ -310,14 +310,14 @@ def test_closed_standard_streams_never_become_data_files(tmp_path):
 # Says when the first block is about to be written, and holds it until the signal must have come.
 SLOW_WRITES = """
 import os, signal, sys, time
-import gradtool.store.stream as stream
+from gradtool.store.channel import Channel
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-write = stream._write_fully
+write = Channel.write
 def slowly(*arguments):
     os.write(2, b"writing\\n")
     time.sleep(2)
     write(*arguments)
-stream._write_fully = slowly
+Channel.write = slowly
 from gradtool.cli import main
 sys.argv = ["gradtool", *sys.argv[1:]]
 main()

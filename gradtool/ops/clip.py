@@ -16,7 +16,8 @@ from gradtool.ops.results import Facts, facts, nonfinite_problems, overflow_prob
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from gradtool.backends import BlockSums, Piece
     from gradtool.ops.passes import Change, Progress
@@ -141,7 +142,7 @@ def clip(
     session.total_bytes = 2 * session.nbytes
     before, norms = _measure(session, policy)
     decision = decide(policy, session.selected, before, norms)
-    after, files = _write(session, policy, decision, before, destination)
+    after, written = _write(session, policy, decision, before, destination)
     return ClipResult(
         **facts(session, before, norms.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
@@ -154,8 +155,8 @@ def clip(
         coef=decision.coef,
         clipped=any(decision.clipped),
         dry_run=dry_run,
-        files_written=len(files),
-        bytes_written=sum(shard.size for shard in files),
+        files_written=written,
+        bytes_written=session.timings.write_bytes,
     )
 
 
@@ -175,8 +176,8 @@ def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
 
 def _write(
     session: Session, policy: Policy, decision: Decision, before: Measurement, output: Output
-) -> tuple[Norms, list[Shard]]:
-    """Write what was decided; the norms of the result, and the files that were written."""
+) -> tuple[Norms, int]:
+    """Write what was decided; the norms of the result, and the number of files that were written."""
     changed = [number for number, changes in enumerate(decision.changed) if changes]
 
     def rewriting(numbers: Sequence[int]) -> Change:
@@ -207,8 +208,12 @@ def _write(
             )
         after = norms_of(before.updated(changed, written), again, per_tensor=policy.per_tensor)
 
-    files = output.write(session, selected, written, rewriting(changed), verify)
-    return after, files
+    def fill(destinations: Mapping[Shard, Path]) -> None:
+        rewrite(session, selected, written, rewriting(changed), destinations)
+
+    files = output.arriving(one.shard for one in selected)
+    count = output.write(session, files, fill, verify)
+    return after, count
 
 
 def _rows(session: Session, decision: Decision, before: Norms, after: Norms) -> list[TensorClip]:

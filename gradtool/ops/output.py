@@ -10,92 +10,129 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import UsageError, from_os_error
 from gradtool.ops import arguments
-from gradtool.ops.passes import Session, rewrite
 from gradtool.store.commit import Replacement, refuse_collisions
 from gradtool.store.header import read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from gradtool.ops.measurement import Measurement
-    from gradtool.ops.passes import Change
-    from gradtool.store.gradset import Selected
+    from gradtool.ops.passes import Session
+    from gradtool.store.gradset import GradientSet
     from gradtool.store.header import Shard
+
+    # Fills the new files, of which it is given the temporaries; given none, does all the work and writes nothing.
+    Fill = Callable[[Mapping[Shard, Path]], None]
+    # The content of an index, as the new files want it.
+    Reindex = Callable[[GradientSet, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file that takes a shard's place, and the ranges of it that will be written: all, unless there are to be holes.
+
+    `replaces` says that the shard is there already.
+    """
+
+    shard: Shard
+    size: int
+    ranges: Sequence[tuple[int, int]] | None = None
+    replaces: bool = True
 
 
 @dataclass(frozen=True)
 class Output:
-    """The options that every writing operation has, checked against its inputs."""
+    """The options that every writing operation has, checked against its inputs; `sets` are those it writes."""
 
+    sets: Sequence[GradientSet]
     file: str | None
     folder: str | None
     dry_run: bool
     fsync: bool
 
     @classmethod
-    def of(cls, session: Session, file: Any, folder: Any, *, dry_run: bool, fsync: bool) -> Self:
+    def of(
+        cls,
+        session: Session,
+        file: Any,
+        folder: Any,
+        *,
+        dry_run: bool,
+        fsync: bool,
+        sets: Sequence[GradientSet] | None = None,
+    ) -> Self:
         """The output of a call, or `UsageError` where the options do not fit its inputs; before any work is done."""
         output = cls(
-            arguments.optional_path("--output", file), arguments.optional_path("--output-dir", folder), dry_run, fsync
+            session.sets if sets is None else sets,
+            arguments.optional_path("--output", file),
+            arguments.optional_path("--output-dir", folder),
+            dry_run,
+            fsync,
         )
         if output.file is not None and output.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
         if output.file is not None and output.file.endswith(os.sep):
             raise UsageError(f"--output {output.file} names a folder; use --output-dir")
-        if output.file is not None and (len(session.shards) > 1 or session.sets[0].index):
+        if output.file is not None and (len(output.shards) > 1 or output.sets[0].index):
             raise UsageError("--output takes a single input file; use --output-dir for several")
         # Not Path's questions, which raise where there is no permission.
         there, is_folder = os.path.lexists(output.folder or ""), os.path.isdir(output.folder or "")  # noqa: PTH112
         if there and not is_folder:
             raise UsageError(f"--output-dir {output.folder} is no folder")
-        if output._is_elsewhere:
-            copies = [output._target(shard.path) for shard in session.shards]
-            copies += [output._target(one.index) for one in session.sets if one.index]
+        if output.is_elsewhere:
+            copies = [output._target(shard.path) for shard in output.shards]
+            copies += [output._target(one.index) for one in output.sets if one.index]
             refuse_collisions(copies, session.shards)
         return output
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Every file of the sets that are written."""
+        return [shard for one in self.sets for shard in one.shards]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the inputs are left alone."""
+        return self.file is not None or self.folder is not None
+
+    def arriving(self, changed: Iterable[Shard]) -> list[NewFile]:
+        """New files for the changed shards; elsewhere for all, which must arrive there."""
+        touched = set(changed)
+        return [NewFile(shard, shard.size) for shard in self.shards if self.is_elsewhere or shard in touched]
 
     def write(
         self,
         session: Session,
-        changed: Sequence[Selected],
-        written: Measurement,
-        change: Change,
-        verify: Callable[[], None],
-    ) -> list[Shard]:
-        """Change tensors, have the result verified, and put every file in its place; the files that were written.
+        files: Sequence[NewFile],
+        fill: Fill,
+        verify: Callable[[], None] = lambda: None,
+        reindex: Reindex | None = None,
+    ) -> int:
+        """Have new files filled and verified, and put each in its place; the number of files that were written.
 
-        `written` collects the sums of the changed tensors. What `verify` raises leaves every file as it was.
+        What `fill` and `verify` raise leaves every file as it was.
         """
         if self.dry_run:
-            rewrite(session, changed, written, change, {})
+            fill({})
             verify()
-            return []
-        # Elsewhere every file must arrive; in place, a file that does not change is not touched.
-        touched = {one.shard for one in changed}
-        shards = [shard for shard in session.shards if self._is_elsewhere or shard in touched]
+            return 0
         with Replacement(fsync=self.fsync) as replacement:
             self._make_folder()
-            destinations = {shard: self._stage(replacement, shard) for shard in shards}
-            rewrite(session, changed, written, change, destinations)
+            fill({file.shard: self._stage(replacement, file) for file in files})
             verify()
-            self._copy_indexes(session, replacement)
+            self._write_indexes(replacement, reindex)
             began = perf_counter()
             replacement.commit()
             session.commit_seconds = perf_counter() - began
-        return shards
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        return self.file is not None or self.folder is not None
+        return len(files)
 
     def _target(self, path: Path) -> Path:
         if self.file is not None:
             return Path(self.file)
         return path if self.folder is None else Path(self.folder) / path.name
 
-    def _stage(self, replacement: Replacement, shard: Shard) -> Path:
-        original = None if self._is_elsewhere else shard
-        return replacement.stage(self._target(shard.path), shard.size, original)
+    def _stage(self, replacement: Replacement, file: NewFile) -> Path:
+        original = None if self.is_elsewhere or not file.replaces else file.shard.stat
+        return replacement.stage(self._target(file.shard.path), file.size, original, ranges=file.ranges)
 
     def _make_folder(self) -> None:
         if self.folder is not None:
@@ -104,11 +141,17 @@ class Output:
             except OSError as error:
                 raise from_os_error(error, self.folder) from error
 
-    def _copy_indexes(self, session: Session, replacement: Replacement) -> None:
-        for index in (one.index for one in session.sets if one.index and self.folder is not None):
-            content = read_regular(index)
-            staged = replacement.stage(self._target(index), len(content))
+    def _write_indexes(self, replacement: Replacement, reindex: Reindex | None) -> None:
+        for one in self.sets:
+            if one.index is None or (self.file is not None) or not (self.is_elsewhere or reindex):
+                continue
+            status, content = read_regular(one.index)
+            new = content if reindex is None else reindex(one, content)
+            if new == content and not self.is_elsewhere:
+                continue
+            target = self._target(one.index)
+            staged = replacement.stage(target, len(new), None if self.is_elsewhere else status)
             try:
-                staged.write_bytes(content)
+                staged.write_bytes(new)
             except OSError as error:
-                raise from_os_error(error, self._target(index)) from error
+                raise from_os_error(error, target) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -13,8 +13,9 @@ from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
 from gradtool.store.blocks import Block, plan
+from gradtool.store.channel import Clock
 from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
-from gradtool.store.stream import Clock, default_threads, run
+from gradtool.store.stream import default_threads, rewriting, run
 
 if TYPE_CHECKING:
     import os
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.header import Shard, Tensor
+    from gradtool.store.stream import Task
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
     Progress = Callable[[int, int], None]
@@ -60,7 +62,6 @@ class Session:
     began: float = field(default_factory=perf_counter)
     _clock: Clock = field(default_factory=Clock)
     _read_bytes: int = 0
-    _written_bytes: int = 0
 
     @property
     def shards(self) -> list[Shard]:
@@ -87,25 +88,19 @@ class Session:
         """Where the time went."""
         clock = self._clock
         return Timings(
-            clock.read, self._read_bytes, clock.compute, clock.write, self._written_bytes, self.commit_seconds
+            clock.read, clock.read_bytes, clock.compute, clock.write, clock.written_bytes, self.commit_seconds
         )
 
-    def stream(
-        self,
-        blocks: Iterable[Block],
-        nbytes: int,
-        work: Callable[[Block, memoryview], None],
-        destinations: Mapping[Shard, Path] | None = None,
-    ) -> None:
-        """Run `work` over blocks of `nbytes` together, and count time and bytes."""
+    def stream(self, tasks: Iterable[Task], nbytes: int) -> None:
+        """Do tasks that read `nbytes` together, and count time and bytes."""
         self.total_bytes = max(self.total_bytes, self._read_bytes + nbytes)
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.threads, nbytes >> 20))
-        clock = run(blocks, work, threads=threads, destinations=destinations, on_bytes=self._count)
+        clock = run(tasks, threads=threads, on_bytes=self._count)
         workers = max(1, clock.workers)
         self.workers = max(self.workers, workers)
-        self._clock.add(Clock(clock.read / workers, clock.compute / workers, clock.write / workers))
-        self._written_bytes += nbytes if destinations else 0
+        each = Clock(clock.read / workers, clock.compute / workers, clock.write / workers)
+        self._clock.add(replace(each, read_bytes=clock.read_bytes, written_bytes=clock.written_bytes))
 
     def _count(self, nbytes: int) -> None:
         self._read_bytes += nbytes
@@ -147,8 +142,8 @@ def measure(
     def work(block: Block, view: memoryview) -> None:
         measurement.add(block, session.backend.tile_sums(view, measurement.pieces(block), terms))
 
-    blocks = (block for shard, wanted in _by_shard(selected) for block in plan(shard, wanted, TILE))
-    session.stream(blocks, sum(one.tensor.nbytes for one in selected), work)
+    blocks = (block for shard, wanted in by_shard(selected) for block in plan(shard, wanted, TILE))
+    session.stream(rewriting(blocks, work, {}), sum(one.tensor.nbytes for one in selected))
     return measurement
 
 
@@ -181,17 +176,18 @@ def rewrite(
         if block.spans:
             written.add(block, change(view, written.pieces(block), [span.tensor for span in block.spans]))
 
-    wanted_in = dict(_by_shard(selected))
+    wanted_in = dict(by_shard(selected))
     if destinations:
         nbytes = sum(shard.size for shard in destinations)
         blocks = (block for shard in destinations for block in plan(shard, wanted_in.get(shard, ()), TILE, whole=True))
     else:
         nbytes = sum(one.tensor.nbytes for one in selected)
         blocks = (block for shard, wanted in wanted_in.items() for block in plan(shard, wanted, TILE))
-    session.stream(blocks, nbytes, work, destinations)
+    session.stream(rewriting(blocks, work, destinations), nbytes)
 
 
-def _by_shard(selected: Sequence[Selected]) -> Iterator[tuple[Shard, list[tuple[int, Tensor]]]]:
+def by_shard(selected: Sequence[Selected]) -> Iterator[tuple[Shard, list[tuple[int, Tensor]]]]:
+    """The tensors of each file, with their numbers, as `plan` wants them."""
     for _, group in groupby(enumerate(selected), key=lambda entry: entry[1].shard):
         members = list(group)
         yield members[0][1].shard, [(number, one.tensor) for number, one in members]

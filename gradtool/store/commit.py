@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
-from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
+from gradtool.store.header import changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
+
+    from gradtool.store.header import Shard
 
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -29,7 +31,7 @@ class _Staged:
 
     temporary: Path
     target: Path
-    original: Shard | None
+    original: os.stat_result | None
     mode: int
 
     def finish(self, *, fsync: bool) -> None:
@@ -72,10 +74,17 @@ class Replacement:
         elif error is not None and not self._staged:
             error.add_note("all files were written before")
 
-    def stage(self, target: Path, size: int, original: Shard | None = None) -> Path:
+    def stage(
+        self,
+        target: Path,
+        size: int,
+        original: os.stat_result | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> Path:
         """Make a temporary of `size` bytes, its space reserved, that will become `target`; give its path.
 
-        With `original`, the file that is replaced, its mode, owner and extended attributes are kept.
+        With `original`, the status of the file that is replaced, its mode, owner and extended attributes are kept. With
+        `ranges`, only those are reserved, and the rest reads as zeros: holes, where the file system has them.
 
         Raises:
             SystemRefusedError: no permission, no space, or an attribute that cannot be kept.
@@ -87,12 +96,14 @@ class Replacement:
             except OSError as error:
                 missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
                 raise from_os_error(error, real.parent if missing else target) from error
-            mode = 0o666 & ~_umask() if original is None else stat.S_IMODE(original.stat.st_mode)
+            mode = 0o666 & ~_umask() if original is None else stat.S_IMODE(original.st_mode)
             self._staged.append(_Staged(Path(name), real, original, mode))
         try:
-            _reserve(fd, size)
+            os.ftruncate(fd, size)
+            for begin, end in [(0, size)] if ranges is None else ranges:
+                _reserve(fd, begin, end)
             if original is not None:
-                _keep_attributes(fd, real, original.stat)
+                _keep_attributes(fd, real, original)
         except OSError as error:
             raise from_os_error(error, target) from error
         finally:
@@ -108,7 +119,7 @@ class Replacement:
         for staged in self._staged:
             staged.finish(fsync=self._fsync)
         for staged in self._staged:
-            if staged.original is not None and not is_unchanged(staged.target, staged.original.stat):
+            if staged.original is not None and not is_unchanged(staged.target, staged.original):
                 raise changed_meanwhile(staged.target)
         folders = {staged.target.parent for staged in self._staged}
         with signals_deferred():
@@ -156,17 +167,15 @@ def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard]) -> None:
             raise UsageError(f"{target} is no regular file; use --dry-run to write nowhere")
 
 
-def _reserve(fd: int, size: int) -> None:
-    if size and hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            # A file system that cannot promise space; it will have to do without.
-            if error.errno not in _UNSUPPORTED:
-                raise
-        else:
-            return
-    os.ftruncate(fd, size)
+def _reserve(fd: int, begin: int, end: int) -> None:
+    if begin == end or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(fd, begin, end - begin)
+    except OSError as error:
+        # A file system that cannot promise space; it will have to do without.
+        if error.errno not in _UNSUPPORTED:
+            raise
 
 
 def _keep_attributes(fd: int, target: Path, original: os.stat_result) -> None:

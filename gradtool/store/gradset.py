@@ -200,7 +200,7 @@ def _open_index(path: Path, index: Path) -> GradientSet:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    text = read_regular(index)
+    _, text = read_regular(index)
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
         weight_map = document["weight_map"]

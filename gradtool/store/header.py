@@ -121,8 +121,8 @@ def changed_meanwhile(path: Path) -> SystemRefusedError:
     return SystemRefusedError("was changed by somebody else in the meantime; run again", file=path)
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a small regular file; anything else is refused, and a FIFO does not keep us waiting.
+def read_regular(path: Path) -> tuple[os.stat_result, bytes]:
+    """The status and the content of a small regular file; all else is refused, and a FIFO does not keep us waiting.
 
     Raises:
         BadInputError: the file is missing or no regular file.
@@ -131,8 +131,9 @@ def read_regular(path: Path) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                return file.read()
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode):
+                return status, file.read()
     except OSError as error:
         raise from_os_error(error, path) from error
     raise BadInputError("is not a regular file", file=path)

@@ -1,4 +1,4 @@
-"""Blocks in and out: stretches of files, read and rewritten by worker threads that each reuse one buffer.
+"""Blocks in and out: tasks that read and write stretches of files, done by worker threads.
 
 A pass reads contiguous ranges that span tensors, with large `preadv` and `pwrite` calls. Those calls and the arithmetic
 release the interpreter lock, so that threads really run side by side.
@@ -6,43 +6,29 @@ release the interpreter lock, so that threads really run side by side.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gradtool.errors import SystemRefusedError, from_os_error
-from gradtool.store import blocks
-from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
+from gradtool.store import blocks as blocks_
+from gradtool.store.channel import Channel, Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from gradtool.store.blocks import Block
+    from gradtool.store.header import Shard
+
+    # One stretch of work, done with the files and the memory of the thread that it falls to.
+    Task = Callable[[Channel], None]
 
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
 MAX_DEFAULT_THREADS = 16
-
-
-@dataclass
-class Clock:
-    """Seconds, summed over the threads."""
-
-    read: float = 0.0
-    compute: float = 0.0
-    write: float = 0.0
-    # The threads that got any work.
-    workers: int = 0
-
-    def add(self, other: Clock) -> None:
-        """Add another thread's, or another pass's, seconds."""
-        self.read += other.read
-        self.compute += other.compute
-        self.write += other.write
-        self.workers += other.workers
+# Of all threads together; a process may usually have 1,024, on some systems 256.
+_MAX_OPEN_FILES = 192
 
 
 def default_threads() -> int:
@@ -51,27 +37,50 @@ def default_threads() -> int:
     return min(cores, MAX_DEFAULT_THREADS)
 
 
-def run(
-    blocks: Iterable[Block],
-    work: Callable[[Block, memoryview], None],
-    *,
-    threads: int,
-    destinations: Mapping[Shard, Path] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
-) -> Clock:
-    """Read every block and do `work` on it, in worker threads; write it to its file's destination, if there is one.
+def rewriting(
+    blocks: Iterable[Block], work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]
+) -> Iterator[Task]:
+    """Tasks that read a block, do `work` on it, and write it to its file's destination, if there is one.
 
-    `work` may change the block in place. The first exception stops all threads and is raised again here.
+    `work` may change the block in place.
+    """
+
+    def do(block: Block, channel: Channel) -> None:
+        view = channel.memory("block", block.end - block.begin)
+        channel.read(block.shard, block.begin, view)
+        work(block, view)
+        if block.shard in destinations:
+            channel.write(destinations[block.shard], block.begin, view)
+
+    return (partial(do, block) for block in blocks)
+
+
+def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: Path) -> Iterator[Task]:
+    """Tasks that copy bytes of a shard; each range is where it begins and ends there, and where it goes."""
+
+    def do(begin: int, end: int, to: int, channel: Channel) -> None:
+        view = channel.memory("block", end - begin)
+        channel.read(shard, begin, view)
+        channel.write(destination, to, view)
+
+    for begin, end, to in ranges:
+        for at in range(begin, end, blocks_.BLOCK_BYTES):
+            yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end), to + at - begin)
+
+
+def run(tasks: Iterable[Task], *, threads: int, on_bytes: Callable[[int], None] | None = None) -> Clock:
+    """Do every task, in worker threads. The first exception stops all threads and is raised again here.
+
+    `on_bytes` is told how many bytes were read, from one thread at a time.
 
     Raises:
         SystemRefusedError: reading or writing failed, or a file changed since its header was read.
     """
-    queue = _Queue(iter(blocks), on_bytes)
-    arguments = (queue, work, destinations or {})
+    queue = _Queue(iter(tasks), on_bytes, max(4, _MAX_OPEN_FILES // threads))
     try:
         # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
-        if threads == 1 or not _start(threads, arguments):
-            _drain_quietly(*arguments)
+        if threads == 1 or not _start(threads, queue):
+            _drain_quietly(queue)
         queue.idle.wait()
     except BaseException:
         queue.stop()
@@ -83,37 +92,35 @@ def run(
     return queue.clock
 
 
-def _start(count: int, arguments: tuple[_Queue, Any, Any]) -> int:
+def _start(count: int, queue: _Queue) -> int:
     """Start as many threads as the system lets us have, and say how many those are."""
-    queue = arguments[0]
     for started in range(count):
         queue.enter()
         try:
-            threading.Thread(target=_drain_and_leave, args=arguments, daemon=True).start()
+            threading.Thread(target=_drain_and_leave, args=(queue,), daemon=True).start()
         except RuntimeError:
             queue.leave()
             return started
     return count
 
 
-def _drain_and_leave(
-    queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]
-) -> None:
+def _drain_and_leave(queue: _Queue) -> None:
     try:
-        _drain_quietly(queue, work, destinations)
+        _drain_quietly(queue)
     finally:
         queue.leave()
 
 
 class _Queue:
-    """The blocks still to do, shared by the worker threads."""
+    """The tasks still to do, shared by the worker threads."""
 
-    def __init__(self, blocks: Iterator[Block], on_bytes: Callable[[int], None] | None) -> None:
-        self._blocks = blocks
+    def __init__(self, tasks: Iterator[Task], on_bytes: Callable[[int], None] | None, max_files: int) -> None:
+        self._tasks = tasks
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self._stopped = False
         self._working = 0
+        self.max_files = max_files
         # Set while no thread is working.
         self.idle = threading.Event()
         self.idle.set()
@@ -131,14 +138,14 @@ class _Queue:
             if not self._working:
                 self.idle.set()
 
-    def next(self) -> Block | None:
+    def next(self) -> Task | None:
         with self._lock:
-            return None if self._stopped else next(self._blocks, None)
+            return None if self._stopped else next(self._tasks, None)
 
-    def done(self, block: Block) -> None:
+    def count(self, nbytes: int) -> None:
         if self._on_bytes is not None:
             with self._lock:
-                self._on_bytes(block.end - block.begin)
+                self._on_bytes(nbytes)
 
     def stop(self, error: BaseException | None = None) -> None:
         with self._lock:
@@ -150,108 +157,23 @@ class _Queue:
             self.clock.add(clock)
 
 
-def _drain_quietly(
-    queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]
-) -> None:
+def _drain_quietly(queue: _Queue) -> None:
     try:
-        _drain(queue, work, destinations)
+        _drain(queue)
     except BaseException as error:  # noqa: BLE001 - raised again by run(), in the thread that called it
         queue.stop(error)
 
 
-def _drain(queue: _Queue, work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]) -> None:
-    clock = Clock()
-    files = _OpenFiles(destinations)
+def _drain(queue: _Queue) -> None:
+    channel = Channel(queue.max_files, queue.count)
+    clock = channel.clock
     try:
-        buffer = memoryview(mmap.mmap(-1, blocks.BLOCK_BYTES))
-    except OSError as error:
-        raise MemoryError from error
-    try:
-        while (block := queue.next()) is not None:
-            view = buffer[: block.end - block.begin]
-            began = perf_counter()
-            files.switch(block.shard)
-            _read_fully(files.source, view, block)
-            read = perf_counter()
-            work(block, view)
-            computed = perf_counter()
-            clock.add(Clock(read - began, computed - read))
+        while (task := queue.next()) is not None:
+            began, moved = perf_counter(), clock.read + clock.write
+            task(channel)
+            clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
             clock.workers = 1
-            if files.target is not None:
-                _write_fully(files.target, view, block, destinations[block.shard])
-                clock.write += perf_counter() - computed
-            queue.done(block)
-        files.check()
+        channel.check()
     finally:
-        files.close()
+        channel.close()
         queue.finish(clock)
-
-
-class _OpenFiles:
-    """The file that a thread reads, and the one that it writes: two descriptors however many shards there are."""
-
-    def __init__(self, destinations: Mapping[Shard, Path]) -> None:
-        self._destinations = destinations
-        self._shard: Shard | None = None
-        self.source = -1
-        self.target: int | None = None
-
-    def switch(self, shard: Shard) -> None:
-        if shard is self._shard:
-            return
-        self.check()
-        self.close()
-        self.source = _open_source(shard)
-        self._shard = shard
-        destination = self._destinations.get(shard)
-        if destination is not None:
-            try:
-                self.target = os.open(destination, os.O_WRONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise from_os_error(error, destination) from error
-
-    def check(self) -> None:
-        """Whether what was read was one state of the file."""
-        if self._shard is not None and not is_unchanged(self.source, self._shard.stat):
-            raise changed_meanwhile(self._shard.path)
-
-    def close(self) -> None:
-        if self.source >= 0:
-            os.close(self.source)
-        if self.target is not None:
-            os.close(self.target)
-        self._shard, self.source, self.target = None, -1, None
-
-
-def _open_source(shard: Shard) -> int:
-    try:
-        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise from_os_error(error, shard.path) from error
-    if not is_unchanged(fd, shard.stat):
-        os.close(fd)
-        raise changed_meanwhile(shard.path)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    return fd
-
-
-def _read_fully(fd: int, view: memoryview, block: Block) -> None:
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(fd, [view[done:]], block.begin + done)
-        except OSError as error:
-            raise from_os_error(error, block.shard.path) from error
-        if not count:
-            raise SystemRefusedError("became shorter while it was read; run again", file=block.shard.path)
-        done += count
-
-
-def _write_fully(fd: int, view: memoryview, block: Block, target: Path) -> None:
-    done = 0
-    while done < len(view):
-        try:
-            done += os.pwrite(fd, view[done:], block.begin + done)
-        except OSError as error:
-            raise from_os_error(error, target) from error

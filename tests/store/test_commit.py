@@ -28,7 +28,7 @@ def test_nothing_changes_before_the_commit_and_everything_with_it(tmp_path):
     before = snapshot(tmp_path)
     with Replacement() as replacement:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard))
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
         assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
         replacement.commit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors"]
@@ -40,7 +40,7 @@ def test_without_a_commit_no_trace_is_left(tmp_path):
     before = snapshot(tmp_path)
     with pytest.raises(KeyboardInterrupt) as caught, Replacement() as replacement:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard))
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
         raise KeyboardInterrupt
     assert snapshot(tmp_path) == before
     assert caught.value.__notes__ == ["no file was changed"]
@@ -61,7 +61,7 @@ def test_the_mode_is_kept_even_one_that_forbids_writing(tmp_path, mode):
     shard.path.chmod(mode)
     object.__setattr__(shard, "stat", shard.path.stat())
     with Replacement() as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard))
+        fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert shard.path.stat().st_mode & 0o7777 == mode
 
@@ -73,7 +73,7 @@ def test_extended_attributes_are_kept(tmp_path):
     except OSError as error:
         pytest.skip(f"this file system has no extended attributes: {error}")
     with Replacement() as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard))
+        fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert os.getxattr(shard.path, "user.note") == b"from rank 3"
 
@@ -89,10 +89,10 @@ def test_an_attribute_that_cannot_be_kept_is_refused_but_a_security_label_is_not
     monkeypatch.setattr(os, "setxattr", refuse)
     monkeypatch.setattr(os, "listxattr", lambda _: ["security.label"])
     with Replacement() as replacement:
-        replacement.stage(shard.path, shard.size, shard)
+        replacement.stage(shard.path, shard.size, shard.stat)
     monkeypatch.setattr(os, "listxattr", lambda _: ["user.note"])
     with pytest.raises(SystemRefusedError), Replacement() as replacement:
-        replacement.stage(shard.path, shard.size, shard)
+        replacement.stage(shard.path, shard.size, shard.stat)
     assert snapshot(tmp_path) == before
 
 
@@ -103,7 +103,7 @@ def test_the_owner_is_kept(tmp_path):
     shard.path.chmod(0o4755)
     shard = read_shard(shard.path)
     with Replacement() as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard))
+        fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     status = shard.path.stat()
     assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (1234, 4321, 0o4755)
@@ -120,7 +120,7 @@ def test_an_owner_that_cannot_be_kept_is_refused(tmp_path, monkeypatch):
     stolen = os.stat_result([*shard.stat[:4], 1234, *shard.stat[5:]])
     object.__setattr__(shard, "stat", stolen)
     with pytest.raises(SystemRefusedError, match="check the owner"), Replacement() as replacement:
-        replacement.stage(shard.path, shard.size, shard)
+        replacement.stage(shard.path, shard.size, shard.stat)
     assert snapshot(tmp_path) == before
 
 
@@ -141,7 +141,7 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     link.symlink_to(shard.path)
     shard = read_shard(link)
     with Replacement() as replacement:
-        fill(replacement.stage(link, shard.size, shard))
+        fill(replacement.stage(link, shard.size, shard.stat))
         replacement.commit()
     assert link.is_symlink()
     assert (tmp_path / "real" / "0.safetensors").read_bytes() == b"n" * shard.size
@@ -159,7 +159,7 @@ def test_all_files_are_synced_before_the_first_rename(tmp_path, monkeypatch):
         calls.clear()
         with Replacement(fsync=fsync) as replacement:
             for shard in shards_of(tmp_path):
-                fill(replacement.stage(shard.path, shard.size, shard))
+                fill(replacement.stage(shard.path, shard.size, shard.stat))
             replacement.commit()
         assert calls == expected
 
@@ -168,7 +168,7 @@ def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
     first, second = shards_of(tmp_path)
     with pytest.raises(SystemRefusedError, match="changed by somebody else"), Replacement() as replacement:
         for shard in (first, second):
-            fill(replacement.stage(shard.path, shard.size, shard))
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
         with second.path.open("ab") as file:
             file.write(b"theirs")
         replacement.commit()
@@ -192,7 +192,7 @@ def test_a_rename_that_fails_half_way_says_what_is_replaced_and_what_is_not(tmp_
         Replacement() as replacement,
     ):
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard))
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert [shard.path.read_bytes()[:1] == b"n" for shard in shards] == [True, False, False]
     assert len(list(tmp_path.iterdir())) == 3
@@ -207,9 +207,9 @@ def test_a_full_disk_is_known_before_work_starts_and_leaves_no_trace(tmp_path, m
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught, Replacement() as replacement:
-        replacement.stage(shards[0].path, shards[0].size, shards[0])
+        replacement.stage(shards[0].path, shards[0].size, shards[0].stat)
         monkeypatch.setattr(commit.os, "posix_fallocate", refuse)
-        replacement.stage(shards[1].path, shards[1].size, shards[1])
+        replacement.stage(shards[1].path, shards[1].size, shards[1].stat)
     assert caught.value.exit_code == 5
     assert snapshot(tmp_path) == before
 
@@ -226,7 +226,7 @@ def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt) as caught, Replacement(fsync=False) as replacement:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard))
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
     assert caught.value.__notes__ == ["all files were written before"]
@@ -244,7 +244,7 @@ def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, call):
     monkeypatch.setattr(os, call, refuse)
     with pytest.raises(SystemRefusedError, match="Input/output"), Replacement() as replacement:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard))
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert snapshot(tmp_path) == before
 
@@ -280,7 +280,7 @@ def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
     path = tmp_path / ("😀" * 60 + ".safetensors")
     shard = read_shard(write(path, {"a": np.ones(5, np.float32)}))
     with Replacement() as replacement:
-        fill(replacement.stage(path, shard.size, shard))
+        fill(replacement.stage(path, shard.size, shard.stat))
         replacement.commit()
     assert path.read_bytes() == b"n" * shard.size
 

@@ -9,7 +9,7 @@ from support import NUMPY_TYPES, write
 from gradtool import SystemRefusedError
 from gradtool.store.blocks import plan
 from gradtool.store.header import read_shard
-from gradtool.store.stream import run
+from gradtool.store.stream import rewriting, run
 
 UNIT = 65_536
 
@@ -34,7 +34,7 @@ def test_every_block_is_worked_on_once_and_arrives_at_the_destination(tmp_path, 
         view[0] ^= 255
 
     blocks = list(plan(shard, enumerate(shard.tensors), UNIT, whole=True))
-    run(blocks, work, threads=threads, destinations={shard: target})
+    run(rewriting(blocks, work, {shard: target}), threads=threads)
     assert sorted(seen) == [block.begin for block in blocks]
     expected = bytearray(path.read_bytes())
     for block in blocks:
@@ -56,7 +56,7 @@ def test_the_first_error_of_a_worker_is_raised_and_stops_the_others(tmp_path, th
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run(blocks, work, threads=threads)
+        run(rewriting(blocks, work, {}), threads=threads)
     if threads == 1:
         assert len(list(blocks)) == 7
 
@@ -69,7 +69,7 @@ def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read_some(fd, [views[0][:700_001]], at))
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: write_some(fd, view[:300_007], at))
     blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
-    run(blocks, lambda *_: None, threads=1, destinations={shard: target})
+    run(rewriting(blocks, lambda *_: None, {shard: target}), threads=1)
     assert target.read_bytes() == path.read_bytes()
 
 
@@ -84,7 +84,7 @@ def test_reads_and_writes_that_fail_name_the_file(tmp_path, monkeypatch, call):
     monkeypatch.setattr(os, call, refuse)
     blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
     with pytest.raises(SystemRefusedError, match="No space left") as caught:
-        run(blocks, lambda *_: None, threads=2, destinations={shard: target})
+        run(rewriting(blocks, lambda *_: None, {shard: target}), threads=2)
     assert caught.value.problems[0].file == str(shard.path if call == "preadv" else target)
 
 
@@ -95,24 +95,22 @@ def test_where_no_thread_can_be_had_the_work_is_done_without(tmp_path, monkeypat
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    run(plan(shard, enumerate(shard.tensors), UNIT), lambda block, _: seen.append(block), threads=8)
+    run(rewriting(plan(shard, enumerate(shard.tensors), UNIT), lambda block, _: seen.append(block), {}), threads=8)
     assert len(seen) == 4
 
 
 def test_a_file_that_changes_during_a_pass_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
     with pytest.raises(SystemRefusedError, match="changed by somebody else"):
-        run(
-            plan(shard, enumerate(shard.tensors), UNIT),
-            lambda *_: os.utime(shard.path, ns=(0, 0)),
-            threads=1,
-        )
+        blocks = plan(shard, enumerate(shard.tensors), UNIT)
+        run(rewriting(blocks, lambda *_: os.utime(shard.path, ns=(0, 0)), {}), threads=1)
 
 
 def test_progress_counts_every_byte(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000), ("F32", 3)])
     counts = []
-    run(plan(shard, enumerate(shard.tensors), UNIT), lambda *_: None, threads=2, on_bytes=counts.append)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT)
+    run(rewriting(blocks, lambda *_: None, {}), threads=2, on_bytes=counts.append)
     assert sum(counts) == 900_000 * 8 + 12
 
 
@@ -122,7 +120,7 @@ def test_a_file_that_was_replaced_or_cut_since_it_was_opened_is_refused(tmp_path
     with shard.path.open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(SystemRefusedError, match="changed"):
-        run(blocks, lambda *_: None, threads=1)
+        run(rewriting(blocks, lambda *_: None, {}), threads=1)
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
@@ -133,4 +131,4 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
             file.truncate(100_000)
 
     with pytest.raises(SystemRefusedError, match="shorter"):
-        run(plan(shard, enumerate(shard.tensors), UNIT), cut, threads=1)
+        run(rewriting(plan(shard, enumerate(shard.tensors), UNIT), cut, {}), threads=1)

@@ -1,0 +1,155 @@
+"""One worker thread's way to the files: reused memory, few open files, every byte and second counted."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@dataclass
+class Clock:
+    """Seconds, summed over the threads, and the bytes that were moved in them."""
+
+    read: float = 0.0
+    compute: float = 0.0
+    write: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    # The threads that got any work.
+    workers: int = 0
+
+    def add(self, other: Clock) -> None:
+        """Add another thread's, or another pass's, figures."""
+        self.read += other.read
+        self.compute += other.compute
+        self.write += other.write
+        self.read_bytes += other.read_bytes
+        self.written_bytes += other.written_bytes
+        self.workers += other.workers
+
+
+class Channel:
+    """Reads shards and writes files, for one thread. At most `max_files` are open at a time, however many take part."""
+
+    def __init__(self, max_files: int, on_bytes: Callable[[int], None] | None = None) -> None:
+        self.clock = Clock()
+        self._max_files = max_files
+        self._on_bytes = on_bytes
+        self._memory: dict[str, memoryview] = {}
+        # The least recently used first.
+        self._open: OrderedDict[Shard | Path, int] = OrderedDict()
+
+    def memory(self, use: str, nbytes: int) -> memoryview:
+        """`nbytes` of memory, the same for the same use until more is asked for; what is in it is left from before."""
+        kept = self._memory.get(use)
+        if kept is None or len(kept) < nbytes:
+            try:
+                # A power of two, for sizes that differ a little.
+                kept = self._memory[use] = memoryview(mmap.mmap(-1, 1 << max(12, (nbytes - 1).bit_length())))
+            except OSError as error:
+                raise MemoryError from error
+        return kept[:nbytes]
+
+    def read(self, shard: Shard, begin: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of a shard from `begin` on.
+
+        Raises:
+            SystemRefusedError: reading failed, or the file changed since its header was read.
+        """
+        began = perf_counter()
+        fd = self._descriptor(shard)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(fd, [view[done:]], begin + done)
+            except OSError as error:
+                raise from_os_error(error, shard.path) from error
+            if not count:
+                raise SystemRefusedError("became shorter while it was read; run again", file=shard.path)
+            done += count
+        self.clock.read += perf_counter() - began
+        self.clock.read_bytes += done
+        if self._on_bytes is not None:
+            self._on_bytes(done)
+
+    def write(self, path: Path, begin: int, view: memoryview) -> None:
+        """Write `view` into a file that is there, from byte `begin` on.
+
+        Raises:
+            SystemRefusedError: writing failed.
+        """
+        began = perf_counter()
+        fd = self._descriptor(path)
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwrite(fd, view[done:], begin + done)
+            except OSError as error:
+                raise from_os_error(error, path) from error
+        self.clock.write += perf_counter() - began
+        self.clock.written_bytes += done
+
+    def check(self) -> None:
+        """Raise `SystemRefusedError` unless what was read was one state of each file."""
+        for file, fd in self._open.items():
+            _check(file, fd)
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, file: Shard | Path) -> int:
+        fd = self._open.get(file)
+        if fd is not None:
+            self._open.move_to_end(file)
+            return fd
+        if len(self._open) >= self._max_files:
+            self._close_oldest()
+        while True:
+            try:
+                fd = _open_source(file) if isinstance(file, Shard) else os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as error:
+                # The limit of the system may be lower than ours.
+                if error.errno != errno.EMFILE or not self._open:
+                    raise from_os_error(error, file.path if isinstance(file, Shard) else file) from error
+                self._close_oldest()
+            else:
+                self._open[file] = fd
+                return fd
+
+    def _close_oldest(self) -> None:
+        file, fd = self._open.popitem(last=False)
+        try:
+            _check(file, fd)
+        finally:
+            os.close(fd)
+
+
+def _check(file: Shard | Path, fd: int) -> None:
+    if isinstance(file, Shard) and not is_unchanged(fd, file.stat):
+        raise changed_meanwhile(file.path)
+
+
+def _open_source(shard: Shard) -> int:
+    fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check(shard, fd)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from gradtool.errors import NonFiniteError as NonFiniteError
     from gradtool.errors import SystemRefusedError as SystemRefusedError
     from gradtool.errors import UsageError as UsageError
+    from gradtool.ops.accumulate import AccumulateResult as AccumulateResult
+    from gradtool.ops.accumulate import accumulate as accumulate
     from gradtool.ops.clip import ClipResult as ClipResult
     from gradtool.ops.clip import clip as clip
     from gradtool.ops.norm import NormResult as NormResult
     from gradtool.ops.norm import norm as norm
 
 _HOMES = {
+    "AccumulateResult": "gradtool.ops.accumulate",
     "BackendUnavailableError": "gradtool.errors",
     "BadInputError": "gradtool.errors",
     "ClipResult": "gradtool.ops.clip",
@@ -32,6 +35,7 @@ _HOMES = {
     "NormResult": "gradtool.ops.norm",
     "SystemRefusedError": "gradtool.errors",
     "UsageError": "gradtool.errors",
+    "accumulate": "gradtool.ops.accumulate",
     "clip": "gradtool.ops.clip",
     "norm": "gradtool.ops.norm",
 }

@@ -42,6 +42,10 @@ FilesFrom = Annotated[
     str | None, typer.Option(metavar="FILE", help="Read more paths from a file or - (newline or NUL between them).")
 ]
 NormType = Annotated[float, typer.Option(metavar="P", help="The order of the norm, above 0; inf for the maximum.")]
+Output = Annotated[str | None, typer.Option(metavar="FILE", help="Write here; leave the input alone.")]
+OutputDir = Annotated[str | None, typer.Option(metavar="DIR", help="Write all files here; leave the inputs alone.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")]
+Fsync = Annotated[bool, typer.Option(help="Have the new files on the disk before the old ones go.")]
 Backend = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", help="Worker threads.  [default: one for each core, at most 16]")
@@ -131,12 +135,10 @@ def clip(
     include: Include = None,
     exclude: Exclude = None,
     files_from: FilesFrom = None,
-    output: Annotated[str | None, typer.Option(metavar="FILE", help="Write here; leave the input alone.")] = None,
-    output_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write all files here; leave the inputs alone.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
-    fsync: Annotated[bool, typer.Option(help="Have the new files on the disk before the old ones go.")] = True,
+    output: Output = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    fsync: Fsync = True,
     backend: Backend = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -178,6 +180,98 @@ def clip(
     )
 
 
+@app.command()
+def accumulate(
+    buffer: Annotated[str, typer.Argument(metavar="BUFFER", help="The gradient set that is added to.")],
+    gradients: Annotated[
+        list[str] | None, typer.Argument(metavar="GRAD...", help="Files, folders or index files; each is one gradient.")
+    ] = None,
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the buffer's old content, even NaN.")] = False,
+    update: Annotated[bool, typer.Option(help="Add; or only check, and write nothing.")] = True,
+    weight: Annotated[
+        list[float] | None, typer.Option(metavar="W", help="A gradient's weight; once for each, in order.")
+    ] = None,
+    weight_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Take the weights from the files' metadata, such as num_tokens.")
+    ] = None,
+    mean: Annotated[bool, typer.Option("--mean", help="Divide the sum by the sum of the weights.")] = False,
+    missing: Annotated[
+        str, typer.Option(metavar="error|skip", help="Tensors missing on either side: refuse, or add what there is.")
+    ] = "error",
+    create: Annotated[
+        bool, typer.Option("--create", help="Make the buffer, with the names and shapes of the first gradient.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="The type of a buffer that is created.  [default: F32]")
+    ] = None,
+    max_norm: Annotated[float | None, typer.Option(metavar="C", help="Clip the sum to this norm.")] = None,
+    clip_each: Annotated[
+        float | None, typer.Option(metavar="C", help="Limit each gradient's own norm before it is added.")
+    ] = None,
+    norm_type: NormType = 2.0,
+    eps: Annotated[float, typer.Option(metavar="E", help="coef = C / (norm + E).")] = 1e-6,
+    nonfinite: Annotated[
+        str,
+        typer.Option(
+            metavar="error|propagate|skip",
+            help="NaN and Inf: write nothing, go on, or leave out the gradients that hold one.",
+        ),
+    ] = "error",
+    include: Include = None,
+    exclude: Exclude = None,
+    files_from: FilesFrom = None,
+    output: Output = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    fsync: Fsync = True,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Add gradients to a buffer in float64, with one rounding at the end; in place.
+
+    Tensors match by name, whatever shard they are in, and broadcast to the buffer's shape.
+
+    \b
+    Example:  gradtool accumulate buffer.safetensors micro_*.safetensors
+              gradtool accumulate mean.safetensors rank*/ --create --mean --weight-key num_tokens --max-norm 1
+    """
+    _run(
+        "accumulate",
+        lambda progress: gradtool.accumulate(
+            buffer,
+            gradients or (),
+            overwrite=overwrite,
+            update=update,
+            weight=weight or (),
+            weight_key=weight_key,
+            mean=mean,
+            missing=missing,
+            create=create,
+            dtype=dtype,
+            max_norm=max_norm,
+            clip_each=clip_each,
+            norm_type=norm_type,
+            eps=eps,
+            nonfinite=nonfinite,
+            include=include or (),
+            exclude=exclude or (),
+            files_from=files_from,
+            output=output,
+            output_dir=output_dir,
+            dry_run=dry_run,
+            fsync=fsync,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+        ),
+        json=json,
+        quiet=quiet,
+    )
+
+
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
     result = None
     try:
@@ -190,6 +284,8 @@ def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -
             _show(command, result, problems, json=json)
         if problems:
             report.complain(problems)
+        if warnings := getattr(result, "warnings", ()):
+            report.complain(warnings, level="warning")
     except KeyboardInterrupt as error:
         # Here and not in main(), for Typer would make an exit code of it and drop the rest.
         raise typer.Exit(process.interrupted(error, work_done=result is not None)) from error

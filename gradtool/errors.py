@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     import os
@@ -53,8 +53,16 @@ class GradtoolError(Exception):
         super().__init__(message)
         self.problems: Sequence[Problem] = (problem,)
 
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> Self:
+        """One error for several problems, of which there is at least one."""
+        error = cls(problems[0].message)
+        error.problems = tuple(problems)
+        return error
+
     def __str__(self) -> str:
-        return self.problems[0].line
+        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+        return f"{self.problems[0].line}{more}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # So that a worker process can hand it to its parent.
@@ -73,8 +81,7 @@ class NonFiniteError(GradtoolError, ArithmeticError):
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        return f"{self.summary}; {self.problems[0].line}{more}"
+        return f"{self.summary}; {super().__str__()}"
 
 
 class UsageError(GradtoolError, ValueError):

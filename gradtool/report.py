@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gradtool.ops.passes import Timings
-    from gradtool.ops.results import Facts
+    from gradtool.ops.results import Call
 
 SCHEMA = 1
 # Less work than this needs no progress bar.
@@ -26,9 +26,13 @@ _PATIENCE_SECONDS = 0.5
 # On stderr; JSON names all of them.
 _MAX_PROBLEM_LINES = 20
 _STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
+# What every result says of its call, in the order that it is shown.
+_CALL = ("files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings")
+# Facts that share one line of a table.
+_FOUND = ("nan", "inf", "zeros")
 
 
-def show(command: str, result: Facts, problems: Sequence[Problem], *, as_json: bool) -> None:
+def show(command: str, result: Call, problems: Sequence[Problem], *, as_json: bool) -> None:
     """Print a result on stdout: JSON, tables on a terminal, or else lines of tab-separated fields."""
     if as_json:
         print_json(command, EXIT_FOUND if problems else EXIT_OK, _data(result), problems)
@@ -57,7 +61,7 @@ def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Seq
     sys.stdout.flush()
 
 
-def complain(problems: Sequence[Problem], summary: str | None = None) -> None:
+def complain(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
     """Print one line for each problem on stderr, what it is about first."""
     if sys.stderr is None:
         return
@@ -66,7 +70,7 @@ def complain(problems: Sequence[Problem], summary: str | None = None) -> None:
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
     try:
-        sys.stderr.writelines(f"gradtool: error: {printable(line)}\n" for line in lines)
+        sys.stderr.writelines(f"gradtool: {level}: {printable(line)}\n" for line in lines)
         sys.stderr.flush()
     except OSError:
         # What cannot be said changes neither what is done nor, when Python flushes its streams, the exit code.
@@ -115,13 +119,21 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, whole: bar.update(task, completed=done, total=whole)
 
 
-def _data(result: Facts) -> dict[str, Any]:
-    """The fields of a result as JSON has them."""
+def _data(result: Call) -> dict[str, Any]:
+    """The fields of a result as JSON has them: its own facts, those of the call, its rows."""
     data = asdict(result)
     data.pop("problems", None)
+    data.pop("warnings", None)
     data["timings"] = dict(_timings(result.timings, result.seconds))
-    exact: dict[str, Any] = _exact(data)
+    own = [key for key in data if key not in _CALL and not _is_rows(key)]
+    ordered = {key: data[key] for key in (*own, *_CALL, *filter(_is_rows, data))}
+    exact: dict[str, Any] = _exact(ordered)
     return exact
+
+
+def _is_rows(key: str) -> bool:
+    """Whether a field holds rows, one for each tensor, or layer, or whatever comes after `per_`."""
+    return key.startswith("per_")
 
 
 def _timings(timings: Timings, total: float) -> list[tuple[str, float]]:
@@ -152,20 +164,22 @@ def _exact(value: Any) -> Any:
     return value
 
 
-def _lines(result: Facts) -> Iterator[list[str]]:
-    """One line a fact, name first; one line a tensor, `tensor` first and the names last."""
+def _lines(result: Call) -> Iterator[list[str]]:
+    """One line a fact, name first; one line a row, what it is about first and the names last."""
     data = _data(result)
-    rows = data.pop("per_tensor")
     timings = data.pop("timings")
     for key, value in (data | timings).items():
-        if value is not None:
+        if not _is_rows(key) and value is not None:
             yield [key, _field(value)]
-    for row in rows:
-        name, file = row.pop("name"), row.pop("file")
-        yield ["tensor", *(_field(value) for value in row.values()), printable(name), printable(file)]
+    for key in filter(_is_rows, data):
+        for row in data[key]:
+            names = [row.pop(name) for name in ("name", "file") if name in row]
+            yield [key.removeprefix("per_"), *(_field(value) for value in row.values()), *map(printable, names)]
 
 
 def _field(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
@@ -173,7 +187,7 @@ def _field(value: Any) -> str:
     return repr(value) if isinstance(value, float) else printable(str(value))
 
 
-def _show_tables(result: Facts) -> None:
+def _show_tables(result: Call) -> None:
     from rich.console import Console  # slow to import
     from rich.table import Table
 
@@ -185,7 +199,8 @@ def _show_tables(result: Facts) -> None:
     for label, value in _summary(data):
         facts.add_row(label, value)
     console.print(facts)
-    _show_rows(console, data["per_tensor"])
+    for key in filter(_is_rows, data):
+        _show_rows(console, data[key])
 
 
 def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -193,7 +208,7 @@ def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
         return
     from rich.table import Table
 
-    if len({row["file"] for row in rows}) == 1:
+    if len(rows) > 1 and len({row["file"] for row in rows}) == 1:
         rows = [{key: value for key, value in row.items() if key != "file"} for row in rows]
     table = Table()
     for key, value in rows[0].items():
@@ -204,20 +219,13 @@ def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a person wants to know first."""
-    kind = "max norm" if data["norm_type"] == "Infinity" else f"L{data['norm_type']:g} norm"
-    if "norm_before" in data:
-        yield f"{kind} before", _field(data["norm_before"])
-        yield f"{kind} after", _field(data["norm_after"])
-        if data["coef"] is not None:
-            yield "coefficient", _field(data["coef"])
-        yield "clipped", ("yes" if data["clipped"] else "no") + (" (dry run)" if data["dry_run"] else "")
-        yield "written", f"{_count(data['files_written'], 'file')}, {data['bytes_written']:,} bytes"
-    else:
-        yield kind, _field(data["norm"])
-    yield "max |g|", _field(data["max_abs"])
-    yield "scope", ", ".join(_count(data[f"{thing}s"], thing) for thing in ("file", "tensor", "element"))
-    yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"
+    """What a person wants to know: the operation's own facts, and the call in a few lines."""
+    for key, value in data.items():
+        if key not in _CALL and key not in _FOUND and not _is_rows(key) and value is not None:
+            yield key.replace("_", " "), f"{value:,}" if type(value) is int else _field(value)
+    if "nan" in data:
+        yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"
+    yield "scope", ", ".join(_count(data[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte"))
     timings = data["timings"]
     phases = [
         f"{phase} {timings[f'{phase}_seconds']:.3f} s"

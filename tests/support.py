@@ -9,6 +9,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
+from gradtool.backends import Piece
 from gradtool.backends.cpu import NumpyBackend
 
 # The types as others implement them: numpy and ml_dtypes.
@@ -24,6 +25,8 @@ NUMPY_TYPES = {
 }
 # -P: what is installed, and not what lies in the current folder.
 COMMAND = [sys.executable, "-P", "-m", "gradtool"]
+# What a backend finds in a block.
+FACTS = ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
 VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -45,6 +48,33 @@ def encode(values, dtype):
     """Numbers as an array of a storage type."""
     with np.errstate(all="ignore"):
         return np.asarray(values).astype(NUMPY_TYPES[dtype])
+
+
+def gaussian(elements, dtype, seed=3):
+    """Values over many orders of magnitude, with zeros of both signs among them."""
+    rng = np.random.default_rng(seed)
+    spread = 3 if dtype.startswith("F8") else 8
+    values = rng.standard_normal(elements) * 10.0 ** rng.integers(-spread, 2, elements)
+    values[rng.random(elements) < 0.01] = 0.0
+    values[rng.random(elements) < 0.01] = -0.0
+    return encode(values, dtype)
+
+
+def block_of(*arrays, lead=0):
+    """A writable block that holds the arrays one after another, and the pieces in it."""
+    data = bytearray(b"\xff" * lead)
+    pieces = []
+    names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+    for array in arrays:
+        pieces.append(Piece(names[array.dtype], len(data), array.size))
+        data += array.tobytes()
+    return memoryview(data), pieces
+
+
+def stored(block, piece):
+    itemsize = NUMPY_TYPES[piece.dtype].itemsize
+    raw = np.frombuffer(block, np.uint8, piece.elements * itemsize, piece.offset)
+    return raw.copy().view(NUMPY_TYPES[piece.dtype])
 
 
 def build(tensors, metadata=None, padding=0):

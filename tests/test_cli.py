@@ -50,10 +50,8 @@ def test_without_a_command_the_help_is_shown():
     assert gradtool().stdout == gradtool("--help").stdout
 
 
-NORM_KEYS = [
-    "norm_type", "norm", "max_abs", "files", "tensors", "elements", "bytes", "nan", "inf", "zeros",
-    "backend", "backend_why", "threads", "seconds", "timings", "per_tensor",
-]  # fmt: skip
+CALL_KEYS = ["files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings"]
+NORM_KEYS = ["norm_type", "norm", "max_abs", "nan", "inf", "zeros"]
 CLIP_KEYS = [
     "max_norm", "max_value", "total_norm", "unscale", "norm_before", "norm_after", "coef", "clipped", "dry_run",
     "files_written", "bytes_written",
@@ -68,14 +66,14 @@ def test_the_keys_of_norm_in_json_are_pinned(tmp_path):
     assert [answer[key] for key in ("gradtool", "schema", "command", "status", "exit_code", "errors")] == [
         "0.1.0", 1, "norm", "ok", 0, [],
     ]  # fmt: skip
-    assert list(answer["data"]) == NORM_KEYS
+    assert list(answer["data"]) == [*NORM_KEYS, *CALL_KEYS, "per_tensor"]
     assert [list(row) for row in answer["data"]["per_tensor"]] == [ROW_KEYS] * 2
     assert (answer["data"]["norm"], answer["data"]["zeros"]) == (5.0, 2)
 
 
 def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
     answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
-    assert list(answer["data"]) == NORM_KEYS + CLIP_KEYS
+    assert list(answer["data"]) == [*NORM_KEYS, *CLIP_KEYS, *CALL_KEYS, "per_tensor"]
     assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
     assert answer["data"]["clipped"] is True
 
@@ -502,7 +500,7 @@ def test_a_terminal_gets_tables_that_truncate_nothing(tmp_path):
     assert "…" not in shown
     code, shown = on_terminal("clip", path, "--max-norm", "1")
     assert code == 0
-    for label in ("before", "after", "coefficient", "clipped", "yes"):
+    for label in ("norm before", "norm after", "coef", "clipped", "yes"):
         assert label in shown
 
 

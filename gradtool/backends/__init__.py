@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from gradtool.errors import BackendUnavailableError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -26,6 +26,29 @@ class Piece(NamedTuple):
     offset: int
     elements: int
     divisor: float = 1.0
+
+
+class Addend(NamedTuple):
+    """`elements` values of one storage type, from byte `offset` of a source on, for the sums from `at` on."""
+
+    dtype: str
+    offset: int
+    elements: int
+    at: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of Σ w·g before it is rounded: (old + Σ) · factor, or with a divisor (old + Σ / divisor) · factor.
+
+    Without `keeps`, nothing is old. Without `rounds`, it is the float64 sums that are measured, and nothing is written.
+    """
+
+    keeps: bool = True
+    divisor: float | None = None
+    factor: float = 1.0
+    rounds: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +91,20 @@ class Backend(Protocol):
         """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
 
         Factor and limit are rounded to the type that the piece computes in. NaN stays NaN.
+        """
+
+    def accumulate(
+        self,
+        block: memoryview,
+        pieces: Sequence[Piece],
+        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
+        rule: Rule,
+        terms: Terms,
+    ) -> BlockSums:
+        """Add to each piece, in float64 and in the order of `sources`, and round once; the sums of what was written.
+
+        The elements of all pieces, one piece after another, are what `Addend.at` counts. A source is done with before
+        the next is asked for.
         """
 
 

@@ -213,9 +213,37 @@ VECTOR static void row_stats64(const double *row, int n, struct stats *stats)
 ROW_LOOPS(32, float, fabsf)
 ROW_LOOPS(64, double, fabs)
 
+VECTOR static void row_nearest(const double *wide, float *row, int n)
+{
+    for (int j = 0; j < n; j++) row[j] = (float)wide[j];
+}
+
+/* Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the
+ * only one. */
+VECTOR static void row_odd(const double *wide, float *row, int n)
+{
+    for (int j = 0; j < n; j++) {
+        float nearest = (float)wide[j];
+        uint32_t bits = as_bits(nearest);
+        uint32_t cut = (bits - (uint32_t)(fabs((double)nearest) > fabs(wide[j]))) | 1;
+        row[j] = as_float(nearest == wide[j] || wide[j] != wide[j] ? bits : cut);
+    }
+}
+
+VECTOR static void row_add32(double *sums, const float *row, double weight, int n)
+{
+    for (int j = 0; j < n; j++) sums[j] += weight * (double)row[j];
+}
+
+VECTOR static void row_add64(double *sums, const double *row, double weight, int n)
+{
+    for (int j = 0; j < n; j++) sums[j] += weight * row[j];
+}
+
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
 
-struct job { enum term term; int writes, drops; double factor, limit; };
+/* With `wide`, what is written comes from there, float64 values that run on from piece to piece. */
+struct job { enum term term; int writes, drops; double factor, limit; const double *wide; };
 
 /* What is dropped is counted first, and then takes part as a zero. */
 #define ROW(BITS)                                                                                                      \
@@ -234,7 +262,13 @@ struct job { enum term term; int writes, drops; double factor, limit; };
 static void row32(struct job job, enum dtype dtype, char *data, int n, double *lanes, struct stats *stats)
 {
     float row[LANES];
-    load_row(dtype, data, row, n);
+    if (job.wide) {
+        if (dtype == F32) row_nearest(job.wide, row, n);
+        else row_odd(job.wide, row, n);
+        store_row(dtype, row, data, n);
+    } else {
+        load_row(dtype, data, row, n);
+    }
     if (job.writes) {
         if (job.drops) row_drop32(row, n);
         row_scale32(row, (float)job.factor, n);
@@ -247,6 +281,11 @@ static void row32(struct job job, enum dtype dtype, char *data, int n, double *l
 static void row64(struct job job, char *data, int n, double *lanes, struct stats *stats)
 {
     double row[LANES];
+    if (job.wide) {
+        uint64_t codes[LANES];
+        narrow_f64(job.wide, codes, n);
+        memcpy(data, codes, 8 * (size_t)n);
+    }
     memcpy(row, data, 8 * (size_t)n);
     if (job.writes) {
         uint64_t codes[LANES];
@@ -279,6 +318,7 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
         char *row = data + start * ITEMSIZE[dtype];
         if (dtype == F64) row64(job, row, n, lanes, stats);
         else row32(job, dtype, row, n, lanes, stats);
+        if (job.wide) job.wide += n;
     }
     return fold(lanes, elements);
 }
@@ -298,9 +338,10 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
 
 /* ---- Python ----------------------------------------------------------------------------------------------------- */
 
-/* run(block, pieces, factors, limit, term, drops, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte offset and
- * elements; factors float64 (k,), or None to write nothing; sums float64, one a tile; max_abs float64 (k,); counts int64
- * (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. The caller is trusted for everything but the bounds. */
+/* run(block, pieces, factors, wide, limit, term, drops, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte
+ * offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each element, to be
+ * rounded into the block first, or None; sums float64, one a tile; max_abs float64 (k,); counts int64 (k, 4) of NaN, Inf,
+ * zeros and the first non-finite index or -1. The caller is trusted for everything but the bounds. */
 static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssize_t k, const double *factors,
                        double *sum, double *max_abs, int64_t *count)
 {
@@ -313,6 +354,7 @@ static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssi
         for (int64_t start = 0; start < elements; start += TILE) {
             int64_t left = elements - start;
             *sum++ = tile(job, dtype, data + start * ITEMSIZE[dtype], left < TILE ? left : TILE, &stats);
+            if (job.wide) job.wide += left < TILE ? left : TILE;
         }
         if (stats.nan + stats.inf) stats.first = first_nonfinite(dtype, data, elements);
         max_abs[i] = stats.max_abs;
@@ -320,34 +362,53 @@ static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssi
     }
 }
 
-/* What is wrong with the sizes of the arguments, or NULL. */
-static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, Py_ssize_t sums)
+/* What is wrong with one row of a table of pieces, or NULL. */
+static const char *check_piece(const Py_buffer *block, const int64_t *piece)
 {
-    Py_ssize_t tiles = 0;
+    if (piece[0] < 0 || piece[0] >= DTYPES) return "no such storage type";
+    if (piece[1] < 0 || piece[1] > block->len || piece[2] < 0) return "a piece lies outside its block";
+    if (piece[2] > (block->len - piece[1]) / ITEMSIZE[piece[0]]) return "a piece lies outside its block";
+    return NULL;
+}
+
+/* What is wrong with the sizes of the arguments, or NULL. */
+static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, Py_ssize_t sums, const Py_buffer *wide)
+{
+    Py_ssize_t tiles = 0, elements = 0;
     for (Py_ssize_t i = 0; i < k; i++, piece += 3) {
-        if (piece[0] < 0 || piece[0] >= DTYPES) return "no such storage type";
-        if (piece[1] < 0 || piece[1] > block->len || piece[2] < 0) return "a piece lies outside its block";
-        if (piece[2] > (block->len - piece[1]) / ITEMSIZE[piece[0]]) return "a piece lies outside its block";
+        const char *problem = check_piece(block, piece);
+        if (problem) return problem;
         tiles += (Py_ssize_t)((piece[2] + TILE - 1) / TILE);
+        elements += (Py_ssize_t)piece[2];
     }
+    if (wide->buf && wide->len != 8 * elements) return "one wide value an element is needed";
     return sums == tiles ? NULL : "one sum a tile is needed";
+}
+
+static PyObject *done(const char *problem)
+{
+    if (!problem) Py_RETURN_NONE;
+    PyErr_SetString(PyExc_ValueError, problem);
+    return NULL;
 }
 
 static PyObject *run(PyObject *self, PyObject *args)
 {
-    Py_buffer block, pieces, factors, sums, max_abs, counts;
-    struct job job = {SQUARE, 0, 0, 1, INFINITY};
+    Py_buffer block, pieces, factors, wide, sums, max_abs, counts;
+    struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL};
     int term;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*z*dipw*w*w*", &block, &pieces, &factors, &job.limit, &term, &job.drops, &sums, &max_abs,
-                          &counts))
+    if (!PyArg_ParseTuple(args, "y*y*z*z*dipw*w*w*", &block, &pieces, &factors, &wide, &job.limit, &term, &job.drops, &sums,
+                          &max_abs, &counts))
         return NULL;
 
     job.term = (enum term)term;
     job.writes = factors.buf != NULL;
+    job.wide = wide.buf;
     Py_ssize_t k = pieces.len / 24;
-    const char *problem = check(&block, pieces.buf, k, sums.len / 8);
-    if (job.writes && (block.readonly || factors.len != 8 * k)) problem = "a writable block and k factors are needed";
+    const char *problem = check(&block, pieces.buf, k, sums.len / 8, &wide);
+    if (job.writes && factors.len != 8 * k) problem = "one factor a piece is needed";
+    if ((job.writes || job.wide) && block.readonly) problem = "a writable block is needed";
     if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
@@ -355,16 +416,61 @@ static PyObject *run(PyObject *self, PyObject *args)
         Py_END_ALLOW_THREADS
     }
 
-    Py_buffer *const all[] = {&block, &pieces, &factors, &sums, &max_abs, &counts};
+    Py_buffer *const all[] = {&block, &pieces, &factors, &wide, &sums, &max_abs, &counts};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
-    if (problem) {
-        PyErr_SetString(PyExc_ValueError, problem);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return done(problem);
 }
 
-static PyMethodDef methods[] = {{"run", run, METH_VARARGS, "Work through the pieces of one block."}, {NULL, NULL, 0, NULL}};
+static void add_piece(double *sums, const char *data, enum dtype dtype, int64_t elements, double weight)
+{
+    for (int64_t start = 0; start < elements; start += LANES) {
+        int n = (int)(elements - start < LANES ? elements - start : LANES);
+        if (dtype == F64) {
+            double row[LANES];
+            memcpy(row, data + 8 * start, 8 * (size_t)n);
+            row_add64(sums + start, row, weight, n);
+        } else {
+            float row[LANES];
+            load_row(dtype, data + start * ITEMSIZE[dtype], row, n);
+            row_add32(sums + start, row, weight, n);
+        }
+    }
+}
+
+/* add(sums, source, addends, weights): addends is int64 (k, 4) of dtype code, byte offset in the source, elements, and
+ * index into the sums; weights float64 (k,). */
+static PyObject *add(PyObject *self, PyObject *args)
+{
+    Py_buffer sums, source, addends, weights;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*y*y*y*", &sums, &source, &addends, &weights)) return NULL;
+
+    Py_ssize_t k = addends.len / 32;
+    const char *problem = weights.len == 8 * k ? NULL : "one weight an addend is needed";
+    const int64_t *addend = addends.buf;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) {
+        problem = check_piece(&source, addend + 4 * i);
+        int64_t at = addend[4 * i + 3];
+        if (at < 0 || at > sums.len / 8 || addend[4 * i + 2] > sums.len / 8 - at) problem = "an addend lies outside the sums";
+    }
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < k; i++, addend += 4)
+            add_piece((double *)sums.buf + addend[3], (const char *)source.buf + addend[1], (enum dtype)addend[0], addend[2],
+                      ((const double *)weights.buf)[i]);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&sums, &source, &addends, &weights};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
+static PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS, "Work through the pieces of one block."},
+    {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
+    {NULL, NULL, 0, NULL},
+};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

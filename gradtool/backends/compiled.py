@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradtool.backends import BlockSums, Piece, Terms
+from gradtool.backends import Addend, BlockSums, Piece, Terms
+from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
@@ -39,18 +40,33 @@ class CompiledBackend(NumpyBackend):
             return super().scale(block, pieces, factors, limit, terms)
         return _run(block, pieces, np.array(factors, np.float64), limit, terms)
 
+    def _add(self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend]) -> None:
+        table = np.array([(STORAGE[a.dtype].code, a.offset, a.elements, a.at) for a in addends], np.int64)
+        add_kernel(sums, source, table, np.array([addend.weight for addend in addends], np.float64))
+
+    def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+        if not _is_compiled(pieces, terms):
+            return super()._round(sums, block, pieces, terms)
+        return _run(block, pieces, None, math.inf, terms, wide=sums)
+
 
 def _is_compiled(pieces: Sequence[Piece], terms: Terms) -> bool:
     return terms.norm_type in _TERMS and all(piece.divisor == 1 for piece in pieces)
 
 
 def _run(
-    block: memoryview, pieces: Sequence[Piece], factors: NDArray[np.float64] | None, limit: float, terms: Terms
+    block: memoryview,
+    pieces: Sequence[Piece],
+    factors: NDArray[np.float64] | None,
+    limit: float,
+    terms: Terms,
+    *,
+    wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
     table = np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
     sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
     max_abs = np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
     term = _TERMS[terms.norm_type]
-    run_kernels(block, table, factors, limit, term, terms.drop_nonfinite, sums, max_abs, counts)
+    run_kernels(block, table, factors, wide, limit, term, terms.drop_nonfinite, sums, max_abs, counts)
     return BlockSums(sums, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import BlockSums, Piece, Terms
+from gradtool.backends import Addend, BlockSums, Piece, Rule, Terms
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, TILE, fold, tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -45,6 +46,52 @@ class NumpyBackend:
             return change
 
         return _each_piece(block, pieces, terms, [scaled_by(factor) for factor in factors])
+
+    def accumulate(
+        self,
+        block: memoryview,
+        pieces: Sequence[Piece],
+        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
+        rule: Rule,
+        terms: Terms,
+    ) -> BlockSums:
+        """Add in float64, round once; the sums of what was written."""
+        starts = [0, *accumulate(piece.elements for piece in pieces)]
+        old = [Addend(p.dtype, p.offset, p.elements, at, 1.0) for p, at in zip(pieces, starts, strict=False)]
+        # The one number that adds nothing to anything, not even to -0.
+        sums = np.full(starts[-1], -0.0)
+        with np.errstate(all="ignore"):
+            if rule.keeps and rule.divisor is None:
+                self._add(sums, block, old)
+            for source, addends in sources:
+                self._add(sums, source, addends)
+            if rule.divisor is not None:
+                sums /= rule.divisor
+                if rule.keeps:
+                    self._add(sums, block, old)
+            if rule.factor != 1:
+                sums *= rule.factor
+        if rule.rounds:
+            return self._round(sums, block, pieces, terms)
+        wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
+        return self.tile_sums(sums.data.cast("B"), wide, terms)
+
+    def _add(self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend]) -> None:
+        for one in addends:
+            storage = STORAGE[one.dtype]
+            raw = np.frombuffer(source, np.uint8, one.elements * storage.bits.itemsize, one.offset)
+            values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
+            sums[one.at : one.at + one.elements] += values * one.weight
+
+    def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+        at = 0
+        with np.errstate(all="ignore"):
+            for piece in pieces:
+                codes = STORAGE[piece.dtype].narrow_wide(sums[at : at + piece.elements])
+                raw = np.frombuffer(block, np.uint8, codes.nbytes, piece.offset)
+                raw[:] = codes.view(np.uint8)
+                at += piece.elements
+        return self.tile_sums(block, pieces, terms)
 
 
 def _each_piece(

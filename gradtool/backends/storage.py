@@ -55,6 +55,13 @@ class Storage:
         codes[np.isnan(values)] = self.quiet_nan
         return codes
 
+    def narrow_wide(self, values: NDArray[np.float64]) -> NDArray[Any]:
+        """The codes of float64 values, each rounded once to nearest even, whatever the type computes in."""
+        if self.work == values.dtype:
+            return self.narrow(values)
+        singles = values.astype(np.float32)
+        return self.narrow(singles if self.name == "F32" else _to_odd(singles, values))
+
     def rounded(self, value: float) -> float:
         """A number as this type would store it, going through the type that arithmetic is done in."""
         with np.errstate(over="ignore"):
@@ -96,6 +103,18 @@ def _round_shift(bits: NDArray[np.uint32], shift: int) -> NDArray[np.uint32]:
     """`bits` without its lowest `shift` bits, rounded to nearest even; a carry rightly runs on into the exponent."""
     odd = (bits >> np.uint32(shift)) & np.uint32(1)
     return (bits + np.uint32((1 << (shift - 1)) - 1) + odd) >> np.uint32(shift)
+
+
+def _to_odd(singles: NDArray[np.float32], values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """`values` rounded to odd, from what they are rounded to nearest.
+
+    What is inexact is cut off and gets an odd last place, which a float32 has to spare; so rounding it once more, to
+    fewer places, comes out as if the float64 had been rounded there at once (S. Boldo and G. Melquiond, "Emulation of
+    FMA and correctly rounded sums: proved algorithms using rounding to odd").
+    """
+    bits = singles.view(np.uint32)
+    cut = bits - (np.abs(singles) > np.abs(values)) | np.uint32(1)
+    return np.where((singles == values) | np.isnan(values), bits, cut).view(np.float32)
 
 
 def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]:

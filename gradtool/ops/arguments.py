@@ -10,7 +10,7 @@ from gradtool.errors import UsageError
 from gradtool.store.gradset import checked_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 
 def number(option: str, value: Any) -> float:
@@ -24,6 +24,16 @@ def number(option: str, value: Any) -> float:
 def optional_number(option: str, value: Any) -> float | None:
     """As `number`, with None for an option that is not given."""
     return None if value is None else number(option, value)
+
+
+def numbers(option: str, values: Any) -> list[float]:
+    """Several numbers, or none; a single one is a list of one."""
+    if isinstance(values, (int, float)):
+        return [number(option, values)]
+    try:
+        return [number(option, value) for value in values or ()]
+    except TypeError as error:
+        raise UsageError(f"{option} must be numbers, not {values!r}") from error
 
 
 def optional_count(option: str, value: Any) -> int | None:
@@ -45,6 +55,12 @@ def norm_order(value: Any) -> float:
     if not order > 0:
         raise UsageError(f"--norm-type must be above 0, not {order!r}")
     return order
+
+
+def one_of(option: str, value: Any, known: Collection[str]) -> None:
+    """Raise `UsageError` for a word that is not one of those known."""
+    if value not in known:
+        raise UsageError(f"{option} must be one of {', '.join(known)}, not {value!r}")
 
 
 def patterns(option: str, values: str | Iterable[str] | None) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 from gradtool.backends import Terms
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
+from gradtool.ops import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,8 +78,7 @@ class Policy:
                 raise UsageError(f"{option} must be 0 or more and finite, not {number!r}")
         if not 0 < self.unscale < math.inf:
             raise UsageError(f"--unscale must be above 0 and finite, not {self.unscale!r}")
-        if self.nonfinite not in NONFINITE_POLICIES:
-            raise UsageError(f"--nonfinite must be one of {', '.join(NONFINITE_POLICIES)}, not {self.nonfinite!r}")
+        arguments.one_of("--nonfinite", self.nonfinite, NONFINITE_POLICIES)
 
 
 @dataclass(frozen=True)

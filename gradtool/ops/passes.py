@@ -68,10 +68,10 @@ class Session:
         """Every file of the call."""
         return [shard for one in self.sets for shard in one.shards]
 
-    @property
-    def elements(self) -> int:
-        """Elements of all selected tensors."""
-        return sum(one.tensor.elements for one in self.selected)
+    def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
+        """The selected tensors of the given files."""
+        among = set(shards)
+        return [one for one in self.selected if one.shard in among]
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +145,16 @@ def measure(
     blocks = (block for shard, wanted in by_shard(selected) for block in plan(shard, wanted, TILE))
     session.stream(rewriting(blocks, work, {}), sum(one.tensor.nbytes for one in selected))
     return measurement
+
+
+def measure_norm(session: Session, selected: Sequence[Selected], terms: Terms) -> tuple[Measurement, float]:
+    """What the given tensors hold, and their norm as one vector."""
+    found = measure(session, selected, terms)
+
+    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
+        return measure(session, [selected[number] for number in numbers], terms, divisors)
+
+    return found, norms_of(found, again, per_tensor=False).whole
 
 
 def measure_norms(

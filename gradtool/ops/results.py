@@ -16,22 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What every result says: the norm of all selected tensors as one vector, what is in them, and the call itself.
+class Call:
+    """What every result says of its call: how much it was about, what did it, and how long it took.
 
-    `max_abs` leaves NaN out; `threads` counts those that got work.
+    `threads` counts those that got work.
     """
 
-    norm_type: float
-    norm: float
-    max_abs: float
     files: int
     tensors: int
     elements: int
     bytes: int
-    nan: int
-    inf: int
-    zeros: int
     backend: str
     backend_why: str
     threads: int
@@ -39,26 +33,52 @@ class Facts:
     timings: Timings
 
 
-def facts(session: Session, found: Measurement, norm: float, *, unscale: float = 1.0) -> dict[str, Any]:
-    """The facts of a call that is done, by name."""
-    gathered = Facts(
-        norm_type=found.terms.norm_type,
-        norm=norm,
-        max_abs=found.largest / unscale,
-        files=len(session.shards),
-        tensors=len(session.selected),
-        elements=session.elements,
-        bytes=session.nbytes,
-        nan=int(found.nan.sum()),
-        inf=int(found.inf.sum()),
-        zeros=int(found.zeros.sum()),
-        backend=session.backend.name,
-        backend_why=session.backend_why,
-        threads=session.workers,
-        seconds=session.seconds,
-        timings=session.timings,
+@dataclass(frozen=True)
+class Facts(Call):
+    """What a result says of the tensors it is about, taken as one vector; `max_abs` leaves NaN out."""
+
+    norm_type: float
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+def call_facts(session: Session, selected: Sequence[Selected]) -> dict[str, Any]:
+    """The facts of a call that is done, by name; the tensors it is about are those given."""
+    return vars(
+        Call(
+            files=len(session.shards),
+            tensors=len(selected),
+            elements=sum(one.tensor.elements for one in selected),
+            bytes=sum(one.tensor.nbytes for one in selected),
+            backend=session.backend.name,
+            backend_why=session.backend_why,
+            threads=session.workers,
+            seconds=session.seconds,
+            timings=session.timings,
+        )
     )
-    return vars(gathered)
+
+
+def facts(
+    session: Session,
+    found: Measurement,
+    norm: float,
+    *,
+    unscale: float = 1.0,
+    selected: Sequence[Selected] | None = None,
+) -> dict[str, Any]:
+    """The facts of a call, and of what was found in the tensors it is about, by name."""
+    return call_facts(session, session.selected if selected is None else selected) | {
+        "norm_type": found.terms.norm_type,
+        "norm": norm,
+        "max_abs": found.largest / unscale,
+        "nan": int(found.nan.sum()),
+        "inf": int(found.inf.sum()),
+        "zeros": int(found.zeros.sum()),
+    }
 
 
 def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:

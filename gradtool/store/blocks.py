@@ -36,12 +36,15 @@ class Block(NamedTuple):
     spans: Sequence[Span]
 
 
-def plan(shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole: bool = False) -> Iterator[Block]:
+def plan(
+    shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole: bool = False, nbytes: int | None = None
+) -> Iterator[Block]:
     """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
     `wanted` gives tensors with the number they shall have in the spans, in the order of their bytes. With `whole` the
-    blocks cover every byte of the file, for a copy of it.
+    blocks cover every byte of the file, for a copy of it. A block has at most `nbytes`, which must be room for a unit.
     """
+    nbytes = BLOCK_BYTES if nbytes is None else nbytes
     begin = position = 0 if whole else -1
     spans: list[Span] = []
     for number, tensor in wanted:
@@ -56,19 +59,19 @@ def plan(shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole
         start = 0
         while start < elements:
             at = tensor.begin + start * itemsize
-            fitting = _fitting(elements - start, (begin + BLOCK_BYTES - at) // itemsize, unit)
+            fitting = _fitting(elements - start, (begin + nbytes - at) // itemsize, unit)
             if fitting and len(spans) < _MAX_SPANS:
                 spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
                 start += fitting
                 continue
             # Full. What lies before the next element is copied, and may itself be longer than a block.
-            end = min(at, begin + BLOCK_BYTES)
+            end = min(at, begin + nbytes)
             yield Block(shard, begin, end, spans)
             begin, spans = end, []
         position = tensor.end
     end = shard.size if whole else position
     while begin < end:
-        cut = min(end, begin + BLOCK_BYTES)
+        cut = min(end, begin + nbytes)
         yield Block(shard, begin, cut, spans)
         begin, spans = cut, []
 

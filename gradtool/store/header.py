@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_HEADER = 100_000_000
-_BITS = {
+BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
@@ -216,7 +216,7 @@ def _explain_tensors(path: Path, data_size: int, header: dict[str, Any], data_st
     tensors = sorted((_tensor(name, entry, 0) for name, entry in header.items()), key=lambda tensor: tensor[3:])
     expected = 0
     for tensor in tensors:
-        needed = -(-tensor.elements * _BITS[tensor.dtype] // 8)
+        needed = -(-tensor.elements * BITS[tensor.dtype] // 8)
         if tensor.begin != expected or tensor.end < tensor.begin:
             return BadInputError(
                 f"bad offsets: begins at {tensor.begin:,}, where {expected:,} is the end of the one before it "

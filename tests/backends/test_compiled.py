@@ -12,6 +12,7 @@ def arguments(pieces=((1, 0, 4),), **changed):
         "block": bytearray(16),
         "pieces": np.array(pieces, np.int64),
         "factors": np.ones(1),
+        "wide": None,
         "limit": math.inf,
         "term": 2,
         "drops": False,
@@ -42,6 +43,8 @@ def test_a_correct_call_works():
         {"counts": np.zeros((0, 4), np.int64)},
         {"factors": np.zeros(2)},
         {"block": bytes(16)},
+        {"wide": np.zeros(3)},
+        {"wide": np.zeros(4), "factors": None, "block": bytes(16)},
     ],
 )
 def test_no_call_reaches_outside_its_buffers(wrong):
@@ -51,3 +54,37 @@ def test_no_call_reaches_outside_its_buffers(wrong):
 
 def test_reading_needs_no_writable_block():
     kernels.run(*arguments(block=bytes(16), factors=None))
+
+
+def addition(addends=((1, 0, 4, 0),), **changed):
+    """A call of the other kernel that works, and what a test changes about it."""
+    good = {
+        "sums": np.zeros(4),
+        "source": bytes(16),
+        "addends": np.array(addends, np.int64),
+        "weights": np.ones(1),
+    }
+    return list((good | changed).values())
+
+
+def test_a_correct_addition_works():
+    kernels.add(*addition())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"addends": [(1, 0, 5, 0)]},
+        {"addends": [(1, 4, 4, 0)]},
+        {"addends": [(1, 0, 4, 1)]},
+        {"addends": [(1, 0, 4, -1)]},
+        {"addends": [(1, 0, 0, 5)]},
+        {"addends": [(1, 0, -1, 0)]},
+        {"addends": [(1, 0, 2**62, 0)]},
+        {"addends": [(6, 0, 1, 0)]},
+        {"weights": np.ones(2)},
+    ],
+)
+def test_no_addition_reaches_outside_its_buffers(wrong):
+    with pytest.raises(ValueError, match=r"needed|outside|storage type"):
+        kernels.add(*addition(**wrong))

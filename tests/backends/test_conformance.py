@@ -6,43 +6,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import NUMPY_TYPES, VALUE_TYPES, backends, bits_of, canonical_tile_sums, encode
+from support import (
+    FACTS,
+    NUMPY_TYPES,
+    VALUE_TYPES,
+    backends,
+    bits_of,
+    block_of,
+    canonical_tile_sums,
+    encode,
+    gaussian,
+    stored,
+)
 
-from gradtool.backends import Piece, Terms
+from gradtool.backends import Terms
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
 
 # Odd on purpose: around a lane, a row, a tile; and sizes that are a multiple of nothing.
 SIZES = [1, 2, 37, 199, 760, 2047, 2048, 2049, 4096, 65_535, 65_536, 65_537, 131_072, 200_003]
-
-FACTS = ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
-
-
-def gaussian(elements, dtype, seed=3):
-    """Values over many orders of magnitude, with zeros of both signs among them."""
-    rng = np.random.default_rng(seed)
-    spread = 3 if dtype.startswith("F8") else 8
-    values = rng.standard_normal(elements) * 10.0 ** rng.integers(-spread, 2, elements)
-    values[rng.random(elements) < 0.01] = 0.0
-    values[rng.random(elements) < 0.01] = -0.0
-    return encode(values, dtype)
-
-
-def block_of(*arrays, lead=0):
-    """A writable block that holds the arrays one after another, and the pieces in it."""
-    data = bytearray(b"\xff" * lead)
-    pieces = []
-    names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
-    for array in arrays:
-        pieces.append(Piece(names[array.dtype], len(data), array.size))
-        data += array.tobytes()
-    return memoryview(data), pieces
-
-
-def stored(block, piece):
-    itemsize = NUMPY_TYPES[piece.dtype].itemsize
-    raw = np.frombuffer(block, np.uint8, piece.elements * itemsize, piece.offset)
-    return raw.copy().view(NUMPY_TYPES[piece.dtype])
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -1,0 +1,84 @@
+"""What accumulating does: the arguments that decide it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradtool.backends import Terms
+from gradtool.backends.storage import STORAGE
+from gradtool.errors import BadInputError, UsageError
+from gradtool.ops import arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NONFINITE_POLICIES = ("error", "propagate", "skip")
+MISSING_POLICIES = ("error", "skip")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The arguments that decide what becomes of the buffer."""
+
+    overwrite: bool
+    weights: Sequence[float] | None
+    weight_key: str | None
+    mean: bool
+    missing: str
+    create: bool
+    dtype: str | None
+    max_norm: float | None
+    clip_each: float | None
+    norm_type: float
+    eps: float
+    nonfinite: str
+
+    @property
+    def terms(self) -> Terms:
+        """What sums are taken over."""
+        return Terms(self.norm_type)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the old content of the buffer is part of the sum."""
+        return not (self.overwrite or self.create)
+
+    @property
+    def screens(self) -> bool:
+        """Whether the gradients must be looked at before they are added."""
+        return self.clip_each is not None or self.nonfinite == "skip"
+
+    def coef(self, limit: float | None, norm: float) -> float:
+        """The coefficient limit / (norm + eps), and 1 where there is nothing to clip; NaN goes through."""
+        if limit is None or math.isinf(limit) or norm + self.eps == 0:
+            return 1.0
+        coef = limit / (norm + self.eps)
+        return 1.0 if coef >= 1 else coef
+
+    def divisor(self, weights: Sequence[float]) -> float | None:
+        """What the sum of the gradients is divided by; raises `BadInputError` where that is 0."""
+        if not self.mean:
+            return None
+        divisor = math.fsum(weights)
+        if divisor == 0:
+            raise BadInputError("the weights add up to 0, so there is no mean", code="weight")
+        return divisor
+
+    def check(self) -> None:
+        """Raise `UsageError` where the arguments make no sense."""
+        if self.weights is not None and self.weight_key is not None:
+            raise UsageError("--weight and --weight-key exclude each other")
+        if not all(map(math.isfinite, self.weights or ())):
+            raise UsageError(f"--weight must be finite, not {self.weights!r}")
+        if self.dtype is not None and not self.create:
+            raise UsageError("--dtype is the type of a buffer that --create makes")
+        arguments.one_of("--dtype", self.dtype or "F32", STORAGE)
+        for option, limit in (("--max-norm", self.max_norm), ("--clip-each", self.clip_each)):
+            if limit is not None and not limit >= 0:
+                raise UsageError(f"{option} must be 0 or more, not {limit!r}")
+        if not 0 <= self.eps < math.inf:
+            raise UsageError(f"--eps must be 0 or more and finite, not {self.eps!r}")
+        arguments.one_of("--nonfinite", self.nonfinite, NONFINITE_POLICIES)
+        arguments.one_of("--missing", self.missing, MISSING_POLICIES)

@@ -1,0 +1,164 @@
+"""The steps of accumulating: look at the gradients, add those that are taken, clip the sum, round it, write it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gradtool.backends import Rule
+from gradtool.errors import BadInputError, NonFiniteError, Problem
+from gradtool.ops.accumulation import Accumulation
+from gradtool.ops.measurement import Measurement
+from gradtool.ops.output import NewFile
+from gradtool.ops.passes import measure_norm
+from gradtool.ops.results import nonfinite_problems
+from gradtool.store.gradset import Selected
+from gradtool.store.layout import Layout, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from gradtool.ops.accumulate_policy import Policy
+    from gradtool.ops.contributions import Contribution
+    from gradtool.ops.output import Output
+    from gradtool.ops.passes import Session
+    from gradtool.store.header import Shard
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """What became of one gradient set; what was found in it is known where it was looked at before it was added."""
+
+    weight: float
+    taken: bool
+    norm: float | None
+    coef: float | None
+    nan: int | None
+    inf: int | None
+    file: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was done, for the result; `found` is what the buffer holds now."""
+
+    found: Measurement
+    norm_before: float | None
+    norm_after: float
+    rows: Sequence[GradientRow]
+    sum_norm: float | None = None
+    coef: float | None = None
+    files_written: int = 0
+    warnings: Sequence[Problem] = ()
+
+
+def tensors_of(layout: Layout) -> list[Selected]:
+    """The tensors of a file that is to be made."""
+    return [Selected(layout.shard, tensor) for tensor in layout.shard.tensors]
+
+
+def leave(
+    session: Session,
+    policy: Policy,
+    targets: Sequence[Selected],
+    contributions: Sequence[Contribution],
+    *,
+    output: Output,  # noqa: ARG001 - the same arguments as `add`
+    created: Layout | None,
+) -> Done:
+    """Add nothing and write nothing; only say what the buffer holds."""
+    found, norm = measure_norm(session, [] if created else targets, policy.terms)
+    return Done(found, norm, norm, [_row(one, taken=False) for one in contributions])
+
+
+def add(
+    session: Session,
+    policy: Policy,
+    targets: Sequence[Selected],
+    contributions: Sequence[Contribution],
+    *,
+    output: Output,
+    created: Layout | None,
+) -> Done:
+    """Add the contributions to the targets, or put them into the file that is `created`."""
+    rows, taken, warnings = _screen(session, policy, contributions)
+    weights = [one.weight for one in taken]
+    rule = Rule(policy.keeps, policy.divisor(weights))
+    if created is not None and policy.weight_key is not None:
+        total = math.fsum(weights)
+        metadata = {policy.weight_key: str(int(total) if total.is_integer() else total)}
+        created = lay_out(created.shard.path, created.shard.tensors, created.shard.metadata | metadata)
+        targets = tensors_of(created)
+    work = Accumulation(session, policy.terms, targets, taken)
+    before = sum_norm = coef = None
+    if policy.max_norm is not None:
+        before, sum_norm, found = work.run(replace(rule, rounds=False), {}, looks_back=True)
+        if policy.nonfinite != "propagate":
+            work.refuse_nonfinite(rule, found)
+        if found.is_finite and math.isinf(sum_norm):
+            raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
+        coef = policy.coef(policy.max_norm, sum_norm)
+        rule = replace(rule, factor=coef)
+    after, found = math.nan, Measurement((), policy.terms)
+
+    def fill(destinations: Mapping[Shard, Path]) -> None:
+        nonlocal before, after, found
+        then, after, found = work.run(rule, destinations, created=created, looks_back=coef is None)
+        before = before if then is None else then
+        if policy.nonfinite != "propagate":
+            work.refuse_nonfinite(rule, found)
+
+    files = [NewFile(created.shard, created.shard.size, replaces=False)] if created else output.arriving(work.shards)
+    count = output.write(session, files, fill)
+    return Done(found, before, after, rows, sum_norm, coef, count, warnings)
+
+
+def _screen(
+    session: Session, policy: Policy, contributions: Sequence[Contribution]
+) -> tuple[list[GradientRow], list[Contribution], list[Problem]]:
+    """Each gradient by itself, where that is asked for: its norm is limited, or it is left out."""
+    if not policy.screens:
+        return [_row(one, taken=True) for one in contributions], list(contributions), []
+    rows, taken, warnings, problems = [], [], [], []
+    for one in contributions:
+        selected = list(one.tensors.values())
+        found, norm = measure_norm(session, selected, policy.terms)
+        bad = nonfinite_problems(selected, found)
+        if policy.clip_each is not None and not bad and math.isinf(norm):
+            raise BadInputError("its norm is beyond float64, so it cannot be clipped", file=one.path)
+        limited = replace(one, coef=policy.coef(policy.clip_each, norm))
+        is_taken = not bad or policy.nonfinite != "skip"
+        coef = None if policy.clip_each is None else limited.coef
+        rows.append(_row(limited, taken=is_taken, norm=norm, coef=coef, found=found))
+        problems += bad
+        if is_taken:
+            taken.append(limited)
+        else:
+            warnings.append(
+                Problem("skipped", f"the whole gradient is left out: {bad[0].message}", str(one.path), bad[0].tensor)
+            )
+    if problems and (policy.nonfinite == "error" or not taken):
+        why = "every gradient holds" if policy.nonfinite == "skip" else "there are"
+        raise NonFiniteError(f"nothing was written, for {why} NaN or Inf values", problems)
+    return rows, taken, warnings
+
+
+def _row(
+    one: Contribution,
+    *,
+    taken: bool,
+    norm: float | None = None,
+    coef: float | None = None,
+    found: Measurement | None = None,
+) -> GradientRow:
+    return GradientRow(
+        weight=one.weight,
+        taken=taken,
+        norm=norm,
+        coef=coef,
+        nan=None if found is None else int(found.nan.sum()),
+        inf=None if found is None else int(found.inf.sum()),
+        file=str(one.path),
+    )

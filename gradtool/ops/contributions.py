@@ -1,0 +1,173 @@
+"""What is added to a buffer: the gradients of a call, matched by name, weighted, and read block by block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gradtool.backends import Addend
+from gradtool.backends.storage import STORAGE
+from gradtool.errors import BadInputError, Problem, UsageError
+from gradtool.ops.broadcast import is_broadcastable, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from gradtool.store.blocks import Block, Span
+    from gradtool.store.channel import Channel
+    from gradtool.store.gradset import GradientSet, Selected
+    from gradtool.store.header import Shard
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One gradient set: its tensors by the number of the buffer's tensor that they are for, and its weight."""
+
+    path: Path
+    tensors: dict[int, Selected]
+    weight: float = 1.0
+    # What clipping the gradient by itself multiplies it by.
+    coef: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What its values are multiplied by."""
+        return self.weight * self.coef
+
+
+def match(
+    targets: Sequence[Selected], gradients: Sequence[tuple[GradientSet, Sequence[Selected]]], *, skip: bool
+) -> list[Contribution]:
+    """The contributions of each gradient set to the buffer's tensors.
+
+    Raises:
+        BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless `skip`; or its
+            shape does not broadcast to the buffer's. Every such tensor is named.
+    """
+    numbers = {target.tensor.name: number for number, target in enumerate(targets)}
+    problems: list[Problem] = []
+    contributions = []
+    for gradient, selected in gradients:
+        home = {one.tensor.name: one for one in selected}
+        if not skip:
+            problems += [
+                Problem("missing-tensor", "is only in the buffer; --missing skip goes on", str(gradient.path), name)
+                for name in numbers
+                if name not in home
+            ]
+            problems += [
+                Problem("extra-tensor", "is not in the buffer; --missing skip goes on", str(one.shard.path), name)
+                for name, one in home.items()
+                if name not in numbers
+            ]
+        matched = {numbers[name]: one for name, one in home.items() if name in numbers}
+        problems += [
+            _misfit(one, targets[number])
+            for number, one in matched.items()
+            if not is_broadcastable(one.tensor.shape, targets[number].tensor.shape)
+        ]
+        contributions.append(Contribution(gradient.path, matched))
+    if problems:
+        raise BadInputError.of(problems)
+    return contributions
+
+
+def _misfit(one: Selected, target: Selected) -> Problem:
+    message = (
+        f"has shape {list(one.tensor.shape)}, which does not broadcast to the buffer's {list(target.tensor.shape)}; "
+        f"a gradient is never larger than its buffer"
+    )
+    return Problem("shape", message, str(one.shard.path), one.tensor.name)
+
+
+def weighted(
+    contributions: Sequence[Contribution],
+    gradients: Sequence[GradientSet],
+    weights: Sequence[float] | None,
+    key: str | None,
+) -> list[Contribution]:
+    """The contributions with the weights that were given, or those that their files have under `key`.
+
+    Raises:
+        UsageError: the weights are not one for each gradient.
+        BadInputError: a file has no such key, or no finite number under it, or shards of one set differ.
+    """
+    if key is not None:
+        weights = [_weight_of(gradient, key) for gradient in gradients]
+    if weights is None:
+        return list(contributions)
+    if len(weights) != len(contributions):
+        raise UsageError(f"{len(weights)} weights are given for {len(contributions)} gradients; give one for each")
+    return [replace(one, weight=weight) for one, weight in zip(contributions, weights, strict=True)]
+
+
+def _weight_of(gradient: GradientSet, key: str) -> float:
+    found: dict[float, Path] = {}
+    for shard in gradient.shards:
+        if key not in shard.metadata:
+            raise BadInputError(f"has no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
+        text = shard.metadata[key]
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            message = f"has {key!r} = {text!r} in its metadata, which is no number; use --weight"
+            raise BadInputError(message, file=shard.path, code="weight")
+        found[weight] = shard.path
+    if len(found) > 1:
+        (one, here), (other, there), *_ = found.items()
+        message = (
+            f"has {key!r} = {other:g} in its metadata, where {here.name} of the same set has {one:g}; use --weight"
+        )
+        raise BadInputError(message, file=there, code="weight")
+    return next(iter(found))
+
+
+def read(
+    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel
+) -> Iterator[tuple[memoryview, list[Addend]]]:
+    """What each contribution has for the spans of a block, in order; each is done with before the next is read."""
+    for one in contributions:
+        spans: list[tuple[Span, int, Selected]] = []
+        at = 0
+        for span in block.spans:
+            if span.tensor in one.tensors:
+                spans.append((span, at, one.tensors[span.tensor]))
+            at += span.elements
+        if spans:
+            yield _read_one(one.factor, spans, targets, channel)
+
+
+def _read_one(
+    factor: float, spans: Sequence[tuple[Span, int, Selected]], targets: Sequence[Selected], channel: Channel
+) -> tuple[memoryview, list[Addend]]:
+    addends, runs, offset = [], _Runs(), 0
+    sizes = [span.elements * STORAGE[one.tensor.dtype].bits.itemsize for span, _, one in spans]
+    view = channel.memory("gradient", sum(sizes))
+    for (span, at, one), size in zip(spans, sizes, strict=True):
+        addends.append(Addend(one.tensor.dtype, offset, span.elements, at, factor))
+        target = targets[span.tensor].tensor
+        if one.tensor.elements == target.elements:
+            runs.add(one, span.start * (size // span.elements), size, offset)
+        else:
+            spread(one, target.shape, span, view[offset:], channel)
+        offset += size
+    for shard, begin, end, to in runs:
+        channel.read(shard, begin, view[to : to + end - begin])
+    return view, addends
+
+
+class _Runs(list[tuple["Shard", int, int, int]]):
+    """Bytes of shards and where they go; neighbours in the buffer are mostly neighbours here, and read in one go."""
+
+    def add(self, one: Selected, start: int, size: int, to: int) -> None:
+        begin = one.tensor.begin + start
+        if self:
+            shard, first, end, at = self[-1]
+            if shard is one.shard and end == begin and at + end - first == to:
+                self[-1] = (shard, first, end + size, at)
+                return
+        self.append((one.shard, begin, begin + size, to))

@@ -1,0 +1,48 @@
+"""Files that are yet to be written: a new header, and where each tensor will lie."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.store.header import BITS, Shard, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+# What a header is padded to, with spaces, so that the tensors behind it are aligned.
+_ALIGNMENT = 8
+
+
+class Layout(NamedTuple):
+    """The bytes up to the first tensor, and the file that they announce."""
+
+    header: bytes
+    shard: Shard
+
+
+def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> Layout:
+    """A file of these tensors, in this order; their offsets are made anew."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    placed: list[Tensor] = []
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        placed.append(tensor._replace(begin=begin, end=end))
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    start = 8 + len(text)
+    moved = tuple(one._replace(begin=start + one.begin, end=start + one.end) for one in placed)
+    nowhere = os.stat_result([0] * 10)
+    return Layout(
+        len(text).to_bytes(8, "little") + text, Shard(path, start, start + end, dict(metadata), moved, nowhere)
+    )
+
+
+def new_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that has no place yet."""
+    tensor = Tensor(name, dtype, shape, 0, 0)
+    return tensor._replace(end=tensor.elements * BITS[dtype] // 8)

@@ -1,0 +1,160 @@
+"""The weighted add of every backend against Python floats, ml_dtypes and exact fractions."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import FACTS, NUMPY_TYPES, VALUE_TYPES, backends, bits_of, block_of, encode, gaussian, stored
+
+from gradtool.backends import Addend, Piece, Rule, Terms
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.storage import STORAGE
+
+
+def whole(array, weight=1.0):
+    """One source that adds an array to a piece of the same length."""
+    block, (piece,) = block_of(array, lead=1)
+    return block, [Addend(piece.dtype, piece.offset, array.size, 0, weight)]
+
+
+@pytest.mark.parametrize("ours", VALUE_TYPES)
+@pytest.mark.parametrize("theirs", VALUE_TYPES)
+def test_every_type_into_every_type_is_a_float64_sum_rounded_once(backend, ours, theirs):
+    old, grads = gaussian(3000, ours, seed=1), [gaussian(3000, theirs, seed=seed) for seed in (2, 3)]
+    block, pieces = block_of(old, lead=3)
+    backend.accumulate(block, pieces, iter([whole(grads[0], 0.7), whole(grads[1], -3.0)]), Rule(), Terms())
+    with np.errstate(all="ignore"):
+        wide = old.astype(np.float64) + 0.7 * grads[0].astype(np.float64)
+        expected = rounded_once(wide + -3.0 * grads[1].astype(np.float64), ours)
+    assert stored(block, pieces[0]).tobytes() == expected.tobytes()
+
+
+def rounded_once(values, dtype):
+    """float64 values in a storage type; ml_dtypes itself goes through float32 and so may round twice."""
+    candidates = np.arange(2 ** (8 * STORAGE[dtype].bits.itemsize)) if NUMPY_TYPES[dtype].itemsize < 4 else None
+    if candidates is None:
+        return values.astype(NUMPY_TYPES[dtype])
+    codes = candidates.astype(STORAGE[dtype].bits)
+    table = codes.view(NUMPY_TYPES[dtype]).astype(np.float64)
+    finite = np.isfinite(table) & (np.signbit(table) == 0)
+    numbers, codes = table[finite], codes[finite]
+    magnitudes = np.abs(values)
+    above = np.clip(np.searchsorted(numbers, magnitudes), 1, len(numbers) - 1)
+    low, high = numbers[above - 1], numbers[above]
+    # Exact: the difference of two neighbours and a float64 between them loses nothing that could decide a tie wrongly.
+    pick_high = [
+        Fraction(m) - Fraction(a) > Fraction(b) - Fraction(m)
+        or (Fraction(m) - Fraction(a) == Fraction(b) - Fraction(m) and codes[i] % 2 == 0)
+        for m, a, b, i in zip(magnitudes, low, high, above, strict=True)
+    ]
+    result = np.where(pick_high, codes[above], codes[above - 1])
+    sign = STORAGE[dtype].bits.type(1 << (8 * STORAGE[dtype].bits.itemsize - 1))
+    result = np.where(np.signbit(values), result | sign, result).astype(STORAGE[dtype].bits)
+    return result.view(NUMPY_TYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4])
+def test_a_float64_sum_is_not_rounded_twice(backend, dtype):
+    """Just above and below a tie, by less than float32 can tell."""
+    storage = STORAGE[dtype]
+    codes = np.arange(storage.overflow or 0x7F7F, dtype=storage.bits)[:-1]
+    low = codes.view(NUMPY_TYPES[dtype]).astype(np.float64)
+    high = (codes + storage.bits.type(1)).view(NUMPY_TYPES[dtype]).astype(np.float64)
+    ties = (low + high) / 2
+    for offset, expected in ((1 + 2**-50, codes + 1), (1 - 2**-50, codes), (1, codes + codes % 2)):
+        block, pieces = block_of(np.zeros(len(codes), NUMPY_TYPES[dtype]))
+        backend.accumulate(block, pieces, iter([whole(ties * offset)]), Rule(keeps=False), Terms())
+        assert np.array_equal(bits_of(stored(block, pieces[0])), expected.astype(storage.bits)), offset
+
+
+def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(backend):
+    for dtype in VALUE_TYPES[1:]:
+        block, pieces = block_of(encode([0, 0, 0], dtype))
+        found = backend.accumulate(block, pieces, iter([whole(np.array([1e300, -1e300, np.nan]))]), Rule(), Terms())
+        values = stored(block, pieces[0]).astype(float)
+        if dtype == "F8_E4M3":
+            assert np.isnan(values).all()
+            assert np.signbit(values).tolist() == [False, True, False]
+        else:
+            assert np.array_equal(values, [math.inf, -math.inf, math.nan], equal_nan=True)
+        assert found.nan[0] + found.inf[0] == 3
+        assert bits_of(stored(block, pieces[0]))[2] == STORAGE[dtype].quiet_nan
+
+
+def test_the_sums_are_those_of_what_was_written(backend):
+    block, pieces = block_of(gaussian(70_001, "BF16"), gaussian(5, "F64"))
+    source, _ = block_of(gaussian(70_006, "F32", seed=8))
+    written = backend.accumulate(block, pieces, iter([(source, [Addend("F32", 0, 70_006, 0, 0.3)])]), Rule(), Terms())
+    again = backend.tile_sums(block, pieces, Terms())
+    for fact in FACTS:
+        assert getattr(written, fact).tolist() == getattr(again, fact).tolist()
+
+
+def test_minus_zero_survives_when_nothing_is_added_to_it(backend):
+    block, pieces = block_of(encode([5, 5], "F32"))
+    backend.accumulate(block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), Rule(keeps=False), Terms())
+    assert np.signbit(stored(block, pieces[0])).tolist() == [True, False]
+
+
+def test_a_divisor_divides_the_sum_and_not_what_was_there(backend):
+    block, pieces = block_of(encode([10, 20], "F32"))
+    sources = [whole(encode([3, 6], "F32"), 2.0), whole(encode([1, 1], "BF16"), 1.0)]
+    backend.accumulate(block, pieces, iter(sources), Rule(divisor=3.0), Terms())
+    assert stored(block, pieces[0]).tolist() == [np.float32(10 + 7 / 3), np.float32(20 + 13 / 3)]
+
+
+def test_a_factor_multiplies_before_the_rounding(backend):
+    block, pieces = block_of(encode([60_000], "F16"))
+    backend.accumulate(block, pieces, iter([whole(encode([60_000], "F16"))]), Rule(factor=0.001), Terms())
+    assert stored(block, pieces[0]).tolist() == [120.0]
+
+
+def test_unrounded_sums_are_measured_and_nothing_is_written(backend):
+    block, pieces = block_of(encode([60_000, 1], "F16"), encode([2], "F16"))
+    before = bytes(block)
+    found = backend.accumulate(block, pieces, iter([whole(encode([60_000, 2, 2], "F16"))]), Rule(rounds=False), Terms())
+    assert bytes(block) == before
+    assert (found.sums.tolist(), found.max_abs.tolist()) == ([120_000.0**2 + 9, 16.0], [120_000.0, 4.0])
+    assert found.inf.tolist() == [0, 0]
+
+
+def test_a_source_may_have_parts_in_any_order_and_leave_some_out(backend):
+    block, pieces = block_of(encode([1, 2, 3], "F32"), encode([10, 20], "BF16"))
+    source, parts = block_of(encode([7], "F64"), encode([100, 200, 300], "F8_E5M2"), lead=5)
+    addends = [Addend("F8_E5M2", parts[1].offset, 2, 3, 1.0), Addend("F64", parts[0].offset, 1, 1, 2.0)]
+    backend.accumulate(block, pieces, iter([(source, addends)]), Rule(), Terms())
+    assert stored(block, pieces[0]).tolist() == [1, 16, 3]
+    assert stored(block, pieces[1]).astype(float).tolist() == [10 + 96, 20 + 192]
+
+
+PIECES = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 2049, 65_537])), max_size=3)
+
+
+@given(shapes=PIECES, theirs=st.sampled_from(VALUE_TYPES), seed=st.integers(0, 99), divisor=st.none() | st.just(0.3))
+def test_every_backend_gives_the_bits_of_the_reference(shapes, theirs, seed, divisor):
+    rng = np.random.default_rng(seed)
+
+    def anything(count, dtype):
+        return rng.integers(0, 256, count * NUMPY_TYPES[dtype].itemsize, np.uint8).view(NUMPY_TYPES[dtype])
+
+    arrays = [anything(count, dtype) for dtype, count in shapes]
+    grad = anything(sum(count for _, count in shapes), theirs)
+    rule = Rule(keeps=seed % 3 > 0, divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0)
+    terms = Terms([1.0, 2.0, math.inf][seed % 3])
+    expected = None
+    for backend in [NumpyBackend(), *(backend for _, backend in backends())]:
+        block, pieces = block_of(*arrays, lead=3)
+        found = backend.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, terms)
+        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in FACTS[1:])]
+        expected = expected or (facts, found.sums)
+        assert facts == expected[0]
+        assert np.array_equal(found.sums, expected[1], equal_nan=True)
+
+
+def test_pieces_may_be_none_at_all(backend):
+    found = backend.accumulate(memoryview(bytearray(8)), [], iter(()), Rule(), Terms())
+    assert found.sums.tolist() == []
+    assert backend.tile_sums(memoryview(bytearray(8)), [Piece("F32", 0, 0)], Terms()).sums.tolist() == []

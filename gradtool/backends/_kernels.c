@@ -107,10 +107,9 @@ VECTOR static void narrow_bf16(const float *row, void *target, int n)
     }
 }
 
-VECTOR static void narrow_f32(const float *row, void *target, int n)
+VECTOR static void narrow_f32(float *row, int n)
 {
-    uint32_t *codes = target;
-    for (int j = 0; j < n; j++) codes[j] = row[j] == row[j] ? as_bits(row[j]) : 0x7fc00000u;
+    for (int j = 0; j < n; j++) row[j] = row[j] == row[j] ? row[j] : as_float(0x7fc00000u);
 }
 
 VECTOR static void narrow_f64(const double *row, void *target, int n)
@@ -119,14 +118,19 @@ VECTOR static void narrow_f64(const double *row, void *target, int n)
     for (int j = 0; j < n; j++) codes[j] = row[j] == row[j] ? as_bits64(row[j]) : 0x7ff8000000000000u;
 }
 
-/* The copies let a tensor lie at any address, and let the row be rounded in place. */
+/* A tensor may lie at any address; where it lies badly, it is copied to `room` first. */
+HELPER const void *aligned(const char *source, void *room, size_t itemsize, int n)
+{
+    return (uintptr_t)source % itemsize == 0 ? source : memcpy(room, source, itemsize * (size_t)n);
+}
+
 static void load_row(enum dtype dtype, const char *source, float *row, int n)
 {
     uint16_t codes[LANES];
     switch (dtype) {
     case F32: memcpy(row, source, 4 * (size_t)n); return;
-    case F16: memcpy(codes, source, 2 * (size_t)n); widen_f16(codes, row, n); return;
-    case BF16: memcpy(codes, source, 2 * (size_t)n); widen_bf16(codes, row, n); return;
+    case F16: widen_f16(aligned(source, codes, 2, n), row, n); return;
+    case BF16: widen_bf16(aligned(source, codes, 2, n), row, n); return;
     case F8_E4M3: widen_f8_e4m3(source, row, n); return;
     default: widen_f8_e5m2(source, row, n); return;
     }
@@ -137,7 +141,7 @@ static void store_row(enum dtype dtype, float *row, char *target, int n)
 {
     uint32_t codes[LANES];
     switch (dtype) {
-    case F32: narrow_f32(row, codes, n); break;
+    case F32: narrow_f32(row, n); memcpy(target, row, 4 * (size_t)n); return;
     case F16: narrow_f16(row, codes, n); break;
     case BF16: narrow_bf16(row, codes, n); break;
     case F8_E4M3: narrow_f8_e4m3(row, codes, n); break;
@@ -230,14 +234,38 @@ VECTOR static void row_odd(const double *wide, float *row, int n)
     }
 }
 
-VECTOR static void row_add32(double *sums, const float *row, double weight, int n)
+VECTOR static void row_add32(double *restrict sums, const float *restrict row, double weight, int n)
 {
     for (int j = 0; j < n; j++) sums[j] += weight * (double)row[j];
 }
 
-VECTOR static void row_add64(double *sums, const double *row, double weight, int n)
+VECTOR static void row_add64(double *restrict sums, const double *restrict row, double weight, int n)
 {
     for (int j = 0; j < n; j++) sums[j] += weight * row[j];
+}
+
+VECTOR static void row_put32(double *restrict sums, const float *restrict row, double weight, int n)
+{
+    for (int j = 0; j < n; j++) sums[j] = weight * (double)row[j];
+}
+
+VECTOR static void row_put64(double *restrict sums, const double *restrict row, double weight, int n)
+{
+    for (int j = 0; j < n; j++) sums[j] = weight * row[j];
+}
+
+static void row_add(double *sums, enum dtype dtype, const char *source, double weight, int n, int fresh)
+{
+    double room[LANES];
+    if (dtype == F64) {
+        const double *row = aligned(source, room, 8, n);
+        (fresh ? row_put64 : row_add64)(sums, row, weight, n);
+    } else {
+        const float *row = (const float *)room;
+        if (dtype == F32) row = aligned(source, room, 4, n);
+        else load_row(dtype, source, (float *)room, n);
+        (fresh ? row_put32 : row_add32)(sums, row, weight, n);
+    }
 }
 
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
@@ -421,29 +449,35 @@ static PyObject *run(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-static void add_piece(double *sums, const char *data, enum dtype dtype, int64_t elements, double weight)
+struct addend { int64_t dtype, offset, elements, at; };
+
+/* Addends of the same sums are taken together, row by row, so that the row of sums stays in the cache. */
+static void add_all(double *sums, const char *source, const struct addend *addend, const double *weight, Py_ssize_t k,
+                    int fresh)
 {
-    for (int64_t start = 0; start < elements; start += LANES) {
-        int n = (int)(elements - start < LANES ? elements - start : LANES);
-        if (dtype == F64) {
-            double row[LANES];
-            memcpy(row, data + 8 * start, 8 * (size_t)n);
-            row_add64(sums + start, row, weight, n);
-        } else {
-            float row[LANES];
-            load_row(dtype, data + start * ITEMSIZE[dtype], row, n);
-            row_add32(sums + start, row, weight, n);
+    for (Py_ssize_t i = 0, same; i < k; i += same) {
+        const struct addend *first = addend + i;
+        for (same = 1; i + same < k; same++)
+            if (first[same].at != first->at || first[same].elements != first->elements) break;
+        for (int64_t start = 0; start < first->elements; start += LANES) {
+            int n = (int)(first->elements - start < LANES ? first->elements - start : LANES);
+            for (Py_ssize_t one = 0; one < same; one++) {
+                enum dtype dtype = (enum dtype)first[one].dtype;
+                const char *row = source + first[one].offset + start * ITEMSIZE[dtype];
+                row_add(sums + first->at + start, dtype, row, weight[i + one], n, fresh);
+            }
         }
     }
 }
 
-/* add(sums, source, addends, weights): addends is int64 (k, 4) of dtype code, byte offset in the source, elements, and
- * index into the sums; weights float64 (k,). */
+/* add(sums, source, addends, weights, fresh): addends is int64 (k, 4) of dtype code, byte offset in the source, elements,
+ * and index into the sums; weights float64 (k,). Fresh sums are set to what would have been added. */
 static PyObject *add(PyObject *self, PyObject *args)
 {
     Py_buffer sums, source, addends, weights;
     (void)self;
-    if (!PyArg_ParseTuple(args, "w*y*y*y*", &sums, &source, &addends, &weights)) return NULL;
+    int fresh;
+    if (!PyArg_ParseTuple(args, "w*y*y*y*p", &sums, &source, &addends, &weights, &fresh)) return NULL;
 
     Py_ssize_t k = addends.len / 32;
     const char *problem = weights.len == 8 * k ? NULL : "one weight an addend is needed";
@@ -455,9 +489,7 @@ static PyObject *add(PyObject *self, PyObject *args)
     }
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < k; i++, addend += 4)
-            add_piece((double *)sums.buf + addend[3], (const char *)source.buf + addend[1], (enum dtype)addend[0], addend[2],
-                      ((const double *)weights.buf)[i]);
+        add_all(sums.buf, source.buf, addends.buf, weights.buf, k, fresh);
         Py_END_ALLOW_THREADS
     }
 

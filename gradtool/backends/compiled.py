@@ -40,9 +40,11 @@ class CompiledBackend(NumpyBackend):
             return super().scale(block, pieces, factors, limit, terms)
         return _run(block, pieces, np.array(factors, np.float64), limit, terms)
 
-    def _add(self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend]) -> None:
+    def _add(
+        self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
+    ) -> None:
         table = np.array([(STORAGE[a.dtype].code, a.offset, a.elements, a.at) for a in addends], np.int64)
-        add_kernel(sums, source, table, np.array([addend.weight for addend in addends], np.float64))
+        add_kernel(sums, source, table, np.array([addend.weight for addend in addends], np.float64), fresh)
 
     def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
         if not _is_compiled(pieces, terms):

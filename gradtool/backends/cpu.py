@@ -58,11 +58,13 @@ class NumpyBackend:
         """Add in float64, round once; the sums of what was written."""
         starts = [0, *accumulate(piece.elements for piece in pieces)]
         old = [Addend(p.dtype, p.offset, p.elements, at, 1.0) for p, at in zip(pieces, starts, strict=False)]
-        # The one number that adds nothing to anything, not even to -0.
-        sums = np.full(starts[-1], -0.0)
+        sums = np.empty(starts[-1])
         with np.errstate(all="ignore"):
             if rule.keeps and rule.divisor is None:
-                self._add(sums, block, old)
+                self._add(sums, block, old, fresh=True)
+            else:
+                # The one number that adds nothing to anything, not even to -0.
+                sums.fill(-0.0)
             for source, addends in sources:
                 self._add(sums, source, addends)
             if rule.divisor is not None:
@@ -76,12 +78,15 @@ class NumpyBackend:
         wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, terms)
 
-    def _add(self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend]) -> None:
+    def _add(
+        self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
+    ) -> None:
         for one in addends:
             storage = STORAGE[one.dtype]
             raw = np.frombuffer(source, np.uint8, one.elements * storage.bits.itemsize, one.offset)
             values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
-            sums[one.at : one.at + one.elements] += values * one.weight
+            part = sums[one.at : one.at + one.elements]
+            part[:] = values * one.weight if fresh else part + values * one.weight
 
     def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
         at = 0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradtool.store.stream import Task
 
 # The float64 sums of a block, and what is added to them, should stay in a core's cache.
-_TILES = 2
+_TILES = 4
 
 
 class Accumulation:

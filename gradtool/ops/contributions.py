@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Addend
 from gradtool.backends.storage import STORAGE
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from gradtool.store.channel import Channel
     from gradtool.store.gradset import GradientSet, Selected
     from gradtool.store.header import Shard
+
+# Of gradients read before they are added.
+_BATCH_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -129,35 +132,61 @@ def _weight_of(gradient: GradientSet, key: str) -> float:
 def read(
     contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """What each contribution has for the spans of a block, in order; each is done with before the next is read."""
+    """What the contributions have for the spans of a block, in order, a few of them at a time."""
+    batch: list[_Part] = []
+    nbytes = 0
     for one in contributions:
-        spans: list[tuple[Span, int, Selected]] = []
-        at = 0
-        for span in block.spans:
-            if span.tensor in one.tensors:
-                spans.append((span, at, one.tensors[span.tensor]))
-            at += span.elements
-        if spans:
-            yield _read_one(one.factor, spans, targets, channel)
+        parts = _parts(one, block)
+        size = sum(part.nbytes for part in parts)
+        if batch and nbytes + size > _BATCH_BYTES:
+            yield _read_batch(batch, nbytes, targets, channel)
+            batch, nbytes = [], 0
+        batch += parts
+        nbytes += size
+    if batch:
+        yield _read_batch(batch, nbytes, targets, channel)
 
 
-def _read_one(
-    factor: float, spans: Sequence[tuple[Span, int, Selected]], targets: Sequence[Selected], channel: Channel
+class _Part(NamedTuple):
+    """What one contribution has for one span, whose first sum is number `at`."""
+
+    span: Span
+    at: int
+    selected: Selected
+    factor: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.elements * STORAGE[self.selected.tensor.dtype].bits.itemsize
+
+
+def _parts(contribution: Contribution, block: Block) -> list[_Part]:
+    parts, at = [], 0
+    for span in block.spans:
+        if span.tensor in contribution.tensors:
+            parts.append(_Part(span, at, contribution.tensors[span.tensor], contribution.factor))
+        at += span.elements
+    return parts
+
+
+def _read_batch(
+    parts: Sequence[_Part], nbytes: int, targets: Sequence[Selected], channel: Channel
 ) -> tuple[memoryview, list[Addend]]:
     addends, runs, offset = [], _Runs(), 0
-    sizes = [span.elements * STORAGE[one.tensor.dtype].bits.itemsize for span, _, one in spans]
-    view = channel.memory("gradient", sum(sizes))
-    for (span, at, one), size in zip(spans, sizes, strict=True):
-        addends.append(Addend(one.tensor.dtype, offset, span.elements, at, factor))
+    view = channel.memory("gradients", nbytes)
+    for part in parts:
+        span, tensor = part.span, part.selected.tensor
+        addends.append(Addend(tensor.dtype, offset, span.elements, part.at, part.factor))
         target = targets[span.tensor].tensor
-        if one.tensor.elements == target.elements:
-            runs.add(one, span.start * (size // span.elements), size, offset)
+        if tensor.elements == target.elements:
+            runs.add(part.selected, span.start * (part.nbytes // span.elements), part.nbytes, offset)
         else:
-            spread(one, target.shape, span, view[offset:], channel)
-        offset += size
+            spread(part.selected, target.shape, span, view[offset:], channel)
+        offset += part.nbytes
     for shard, begin, end, to in runs:
         channel.read(shard, begin, view[to : to + end - begin])
-    return view, addends
+    # Side by side what is added to the same sums, still in the order given: the kernels then pass over the sums once.
+    return view, sorted(addends, key=lambda addend: addend.at)
 
 
 class _Runs(list[tuple["Shard", int, int, int]]):

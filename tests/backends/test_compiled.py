@@ -63,6 +63,7 @@ def addition(addends=((1, 0, 4, 0),), **changed):
         "source": bytes(16),
         "addends": np.array(addends, np.int64),
         "weights": np.ones(1),
+        "fresh": False,
     }
     return list((good | changed).values())
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gradtool.ops.clip import clip as clip
     from gradtool.ops.norm import NormResult as NormResult
     from gradtool.ops.norm import norm as norm
+    from gradtool.ops.zero import ZeroResult as ZeroResult
+    from gradtool.ops.zero import zero as zero
 
 _HOMES = {
     "AccumulateResult": "gradtool.ops.accumulate",
@@ -35,9 +37,11 @@ _HOMES = {
     "NormResult": "gradtool.ops.norm",
     "SystemRefusedError": "gradtool.errors",
     "UsageError": "gradtool.errors",
+    "ZeroResult": "gradtool.ops.zero",
     "accumulate": "gradtool.ops.accumulate",
     "clip": "gradtool.ops.clip",
     "norm": "gradtool.ops.norm",
+    "zero": "gradtool.ops.zero",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings, all of them

@@ -272,6 +272,50 @@ def accumulate(
     )
 
 
+@app.command()
+def zero(
+    paths: Paths = None,
+    *,
+    include: Include = None,
+    exclude: Exclude = None,
+    files_from: FilesFrom = None,
+    output: Output = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    fsync: Fsync = True,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make every element of all tensors of all paths +0, whatever its type; in place.
+
+    Zeros are not written but left out where the file system can do that, so gigabytes take no longer than kilobytes.
+
+    \b
+    Example:  gradtool zero buffer.safetensors
+              gradtool zero grads/ --include '^lm_head'
+    """
+    _run(
+        "zero",
+        lambda progress: gradtool.zero(
+            paths or (),
+            include=include or (),
+            exclude=exclude or (),
+            files_from=files_from,
+            output=output,
+            output_dir=output_dir,
+            dry_run=dry_run,
+            fsync=fsync,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+        ),
+        json=json,
+        quiet=quiet,
+    )
+
+
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
     result = None
     try:

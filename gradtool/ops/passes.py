@@ -118,8 +118,12 @@ def open_session(
     backend: str,
     threads: int | None,
     progress: Progress | None,
+    dtypes: Sequence[str] | None = tuple(STORAGE),
 ) -> Session:
-    """Open the sets of one call and check all that can be checked before a byte of data is read."""
+    """Open the sets of one call and check all that can be checked before a byte of data is read.
+
+    Of the selected tensors, only those of the given `dtypes` are accepted; any, with None.
+    """
     began = perf_counter()
     workers = arguments.optional_count("--threads", threads) or default_threads()
     wanted, unwanted = arguments.patterns("--include", include), arguments.patterns("--exclude", exclude)
@@ -129,7 +133,8 @@ def open_session(
     choice = choose(backend)
     sets = open_sets(named)
     selected = select(sets, wanted, unwanted)
-    refuse_dtypes(selected, tuple(STORAGE))
+    if dtypes is not None:
+        refuse_dtypes(selected, dtypes)
     return Session(sets, selected, choice.backend, choice.why, workers, progress, began=began)
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gradtool.ops.accumulate import accumulate as accumulate
     from gradtool.ops.clip import ClipResult as ClipResult
     from gradtool.ops.clip import clip as clip
+    from gradtool.ops.layernorm import LayerNormResult as LayerNormResult
+    from gradtool.ops.layernorm import layernorm_backward as layernorm_backward
     from gradtool.ops.norm import NormResult as NormResult
     from gradtool.ops.norm import norm as norm
     from gradtool.ops.zero import ZeroResult as ZeroResult
@@ -33,6 +35,7 @@ _HOMES = {
     "BadInputError": "gradtool.errors",
     "ClipResult": "gradtool.ops.clip",
     "GradtoolError": "gradtool.errors",
+    "LayerNormResult": "gradtool.ops.layernorm",
     "NonFiniteError": "gradtool.errors",
     "NormResult": "gradtool.ops.norm",
     "SystemRefusedError": "gradtool.errors",
@@ -40,6 +43,7 @@ _HOMES = {
     "ZeroResult": "gradtool.ops.zero",
     "accumulate": "gradtool.ops.accumulate",
     "clip": "gradtool.ops.clip",
+    "layernorm_backward": "gradtool.ops.layernorm",
     "norm": "gradtool.ops.norm",
     "zero": "gradtool.ops.zero",
 }

@@ -316,6 +316,95 @@ def zero(
     )
 
 
+@app.command("layernorm-backward")
+def layernorm_backward(
+    paths: Paths = None,
+    *,
+    kind: Annotated[str, typer.Option(metavar="layernorm|rmsnorm", help="What kind of layer.")] = "layernorm",
+    invertible: Annotated[
+        bool, typer.Option("--invertible", help="Read Y (and bias) instead of X (and mean).")
+    ] = False,
+    axis: Annotated[int, typer.Option(metavar="N", help="The first axis that is normalized over.")] = -1,
+    norm_eps: Annotated[float, typer.Option(metavar="E", help="For statistics that are not in the files.")] = 1e-5,
+    scale_offset: Annotated[
+        float, typer.Option(metavar="S", help="Added to scale: 1 where weights are stored as gamma - 1.")
+    ] = 0.0,
+    nonfinite: Annotated[
+        str, typer.Option(metavar="error|propagate", help="NaN and Inf: write nothing, or go on.")
+    ] = "error",
+    prefix: Annotated[
+        list[str] | None, typer.Option(metavar="PREFIX", help="Only the layer of this prefix; repeatable.")
+    ] = None,
+    y_grad: Annotated[
+        str, typer.Option(metavar="NAME", help="The gradient of the output, after the prefix.")
+    ] = "Y_grad",
+    x: Annotated[str, typer.Option("--x", metavar="NAME", help="The input.")] = "X",
+    y: Annotated[str, typer.Option("--y", metavar="NAME", help="The output, for --invertible.")] = "Y",
+    scale: Annotated[str, typer.Option(metavar="NAME", help="The weight.")] = "scale",
+    bias: Annotated[str, typer.Option(metavar="NAME", help="The bias, for --invertible.")] = "bias",
+    mean: Annotated[str, typer.Option(metavar="NAME", help="The mean of each row.")] = "mean",
+    inv_std_dev: Annotated[
+        str, typer.Option(metavar="NAME", help="1 / sqrt(variance + eps) of each row.")
+    ] = "inv_std_dev",
+    x_grad_in_place: Annotated[
+        bool, typer.Option("--x-grad-in-place", help="Put X_grad in the place of Y_grad, which goes.")
+    ] = False,
+    include: Include = None,
+    exclude: Exclude = None,
+    files_from: FilesFrom = None,
+    output: Output = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    fsync: Fsync = True,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Work out X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
+
+    A layer is a common prefix of Y_grad, X, scale, mean and inv_std_dev; the last two are computed where they are
+    missing. With --output or --output-dir, the gradients alone are written there.
+
+    \b
+    Example:  gradtool layernorm-backward step_100/ --output-dir grads/
+              gradtool layernorm-backward acts.safetensors --kind rmsnorm --scale-offset 1 --prefix model.norm
+    """
+    _run(
+        "layernorm-backward",
+        lambda progress: gradtool.layernorm_backward(
+            paths or (),
+            kind=kind,
+            invertible=invertible,
+            axis=axis,
+            norm_eps=norm_eps,
+            scale_offset=scale_offset,
+            nonfinite=nonfinite,
+            prefix=prefix or (),
+            y_grad=y_grad,
+            x=x,
+            y=y,
+            scale=scale,
+            bias=bias,
+            mean=mean,
+            inv_std_dev=inv_std_dev,
+            x_grad_in_place=x_grad_in_place,
+            include=include or (),
+            exclude=exclude or (),
+            files_from=files_from,
+            output=output,
+            output_dir=output_dir,
+            dry_run=dry_run,
+            fsync=fsync,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+        ),
+        json=json,
+        quiet=quiet,
+    )
+
+
 def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
     result = None
     try:

@@ -52,6 +52,27 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Patch:
+    """Rows of a layer norm's input and of its output's gradient, (rows, columns) each, and what belongs to them.
+
+    `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` (rows,), `scale` and `bias`
+    (columns,) float64. With a bias, `x` is the layer's output, from which the normalized input is (x - bias) / scale;
+    without one it is the input, and (x - mean) · inv_std_dev. RMS norm has a mean, or a bias, of 0.
+    """
+
+    rows: int
+    columns: int
+    x: memoryview
+    x_dtype: str
+    y_grad: memoryview
+    y_grad_dtype: str
+    mean: NDArray[np.float64]
+    inv_std_dev: NDArray[np.float64]
+    scale: NDArray[np.float64]
+    bias: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True)
 class Terms:
     """What the sums are taken over: |x|^norm_type, and nothing but maxima where `norm_type` is infinite.
 
@@ -105,6 +126,26 @@ class Backend(Protocol):
 
         The elements of all pieces, one piece after another, are what `Addend.at` counts. A source is done with before
         the next is asked for.
+        """
+
+    def row_sums(
+        self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
+    ) -> NDArray[np.float64]:
+        """Per row the sum of x, or with a center (rows,) of (x - center)²; float64, over 32 lanes."""
+
+    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Per row the sums of y_grad·scale and of y_grad·scale·xh, xh being the normalized input; as `row_sums`."""
+
+    def layer_norm_grads(
+        self,
+        patch: Patch,
+        means: tuple[NDArray[np.float64], NDArray[np.float64]],
+        x_grad: memoryview,
+        dtype: str,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Write inv_std_dev · (y_grad·scale - means[0] - xh·means[1]), rounded once, to `x_grad`.
+
+        The gradients of scale and bias, y_grad·xh and y_grad, are summed over the rows in order, in float64.
         """
 
 

@@ -364,6 +364,154 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
     return -1;
 }
 
+/* ---- layer norm: float64 throughout, a chunk of a row at a time --------------------------------------------------- */
+
+enum { ROW_LANES = 32, CHUNK = 1024 };
+
+struct patch {
+    int64_t rows, columns;
+    enum dtype x_dtype, y_grad_dtype;
+    const char *x, *y_grad;
+    const double *mean, *inv_std_dev, *scale, *bias;
+};
+
+VECTOR static void row_widen(const float *restrict row, double *restrict wide, int n)
+{
+    for (int j = 0; j < n; j++) wide[j] = (double)row[j];
+}
+
+static void load_wide(enum dtype dtype, const char *source, double *wide, int n)
+{
+    float row[LANES];
+    if (dtype == F64) { memcpy(wide, source, 8 * (size_t)n); return; }
+    load_row(dtype, source, row, n);
+    row_widen(row, wide, n);
+}
+
+VECTOR static void row_normalize(double *x, double mean, double inv_std_dev, int n)
+{
+    for (int j = 0; j < n; j++) x[j] = (x[j] - mean) * inv_std_dev;
+}
+
+VECTOR static void row_invert(double *restrict y, const double *restrict bias, const double *restrict scale, int n)
+{
+    for (int j = 0; j < n; j++) y[j] = (y[j] - bias[j]) / scale[j];
+}
+
+/* The normalized input and the gradient of a chunk of a row. */
+static void load_chunk(const struct patch *patch, int64_t row, int64_t column, int n, double *xh, double *y_grad)
+{
+    int64_t at = row * patch->columns + column;
+    load_wide(patch->x_dtype, patch->x + at * ITEMSIZE[patch->x_dtype], xh, n);
+    load_wide(patch->y_grad_dtype, patch->y_grad + at * ITEMSIZE[patch->y_grad_dtype], y_grad, n);
+    if (patch->bias) row_invert(xh, patch->bias + column, patch->scale + column, n);
+    else row_normalize(xh, patch->mean[row], patch->inv_std_dev[row], n);
+}
+
+VECTOR static void lanes_add(double *restrict lanes, const double *restrict x, int n)
+{
+    int whole = n / ROW_LANES * ROW_LANES;
+    for (int j = 0; j < whole; j += ROW_LANES)
+        for (int lane = 0; lane < ROW_LANES; lane++) lanes[lane] += x[j + lane];
+    for (int j = whole; j < n; j++) lanes[j - whole] += x[j];
+}
+
+VECTOR static void row_center_square(double *x, double center, int n)
+{
+    for (int j = 0; j < n; j++) { double away = x[j] - center; x[j] = away * away; }
+}
+
+/* y_grad becomes y_grad·scale, and xh that times xh. */
+VECTOR static void row_weigh(double *restrict xh, double *restrict y_grad, const double *restrict scale, int n)
+{
+    for (int j = 0; j < n; j++) { y_grad[j] *= scale[j]; xh[j] = y_grad[j] * xh[j]; }
+}
+
+static double fold_lanes(double *lanes)
+{
+    for (int width = ROW_LANES; width > 1; width /= 2)
+        for (int j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
+    return lanes[0];
+}
+
+static int chunk_of(int64_t columns, int64_t column)
+{
+    return (int)(columns - column < CHUNK ? columns - column : CHUNK);
+}
+
+static void sum_rows(const struct patch *patch, const double *center, double *sums)
+{
+    for (int64_t row = 0; row < patch->rows; row++) {
+        double lanes[ROW_LANES] = {0}, x[CHUNK];
+        for (int64_t column = 0; column < patch->columns; column += CHUNK) {
+            int n = chunk_of(patch->columns, column);
+            load_wide(patch->x_dtype, patch->x + (row * patch->columns + column) * ITEMSIZE[patch->x_dtype], x, n);
+            if (center) row_center_square(x, center[row], n);
+            lanes_add(lanes, x, n);
+        }
+        sums[row] = fold_lanes(lanes);
+    }
+}
+
+static void sum_gradients(const struct patch *patch, double *weighted, double *projected)
+{
+    for (int64_t row = 0; row < patch->rows; row++) {
+        double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
+        for (int64_t column = 0; column < patch->columns; column += CHUNK) {
+            int n = chunk_of(patch->columns, column);
+            load_chunk(patch, row, column, n, xh, y_grad);
+            row_weigh(xh, y_grad, patch->scale + column, n);
+            lanes_add(first, y_grad, n);
+            lanes_add(second, xh, n);
+        }
+        weighted[row] = fold_lanes(first);
+        projected[row] = fold_lanes(second);
+    }
+}
+
+/* y_grad becomes the gradient of x, and the gradients of scale and bias are added to. */
+VECTOR static void row_gradients(const double *restrict xh, double *restrict y_grad, const double *restrict scale,
+                                 double mean, double projection, double inv_std_dev, double *restrict scale_grad,
+                                 double *restrict bias_grad, int n)
+{
+    for (int j = 0; j < n; j++) {
+        double grad = y_grad[j];
+        scale_grad[j] += xh[j] * grad;
+        bias_grad[j] += grad;
+        y_grad[j] = ((grad * scale[j] - mean) - xh[j] * projection) * inv_std_dev;
+    }
+}
+
+static void store_wide(enum dtype dtype, const double *wide, char *target, int n)
+{
+    if (dtype == F64) {
+        uint64_t codes[CHUNK];
+        narrow_f64(wide, codes, n);
+        memcpy(target, codes, 8 * (size_t)n);
+        return;
+    }
+    float row[LANES];
+    if (dtype == F32) row_nearest(wide, row, n);
+    else row_odd(wide, row, n);
+    store_row(dtype, row, target, n);
+}
+
+/* Column after column of chunks, so that the sums over the rows stay in the cache. */
+static void differentiate(const struct patch *patch, const double *mean, const double *projection, enum dtype dtype,
+                          char *x_grad, double *scale_grad, double *bias_grad)
+{
+    for (int64_t column = 0; column < patch->columns; column += CHUNK) {
+        int n = chunk_of(patch->columns, column);
+        for (int64_t row = 0; row < patch->rows; row++) {
+            double xh[CHUNK], y_grad[CHUNK];
+            load_chunk(patch, row, column, n, xh, y_grad);
+            row_gradients(xh, y_grad, patch->scale + column, mean[row], projection[row], patch->inv_std_dev[row],
+                          scale_grad + column, bias_grad + column, n);
+            store_wide(dtype, y_grad, x_grad + (row * patch->columns + column) * ITEMSIZE[dtype], n);
+        }
+    }
+}
+
 /* ---- Python ----------------------------------------------------------------------------------------------------- */
 
 /* run(block, pieces, factors, wide, limit, term, drops, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte
@@ -498,9 +646,89 @@ static PyObject *add(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* Fills a patch from its buffers; what is wrong with their sizes, or NULL. */
+static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype, const Py_buffer *y_grad,
+                            int y_grad_dtype, const Py_buffer *rows, const Py_buffer *columns)
+{
+    if (x_dtype < 0 || x_dtype >= DTYPES || y_grad_dtype < 0 || y_grad_dtype >= DTYPES) return "no such storage type";
+    if (patch->rows < 0 || patch->columns < 0) return "a number of rows and of columns is needed";
+    if (patch->columns && patch->rows > x->len / patch->columns) return "the input does not fit";
+    int64_t elements = patch->rows * patch->columns;
+    if (x->len != elements * ITEMSIZE[x_dtype]) return "the input does not fit";
+    if (y_grad->len != elements * ITEMSIZE[y_grad_dtype]) return "the gradient does not fit";
+    for (int i = 0; i < 2; i++) {
+        if (rows[i].buf && rows[i].len != 8 * patch->rows) return "one value a row is needed";
+        if (columns[i].buf && columns[i].len != 8 * patch->columns) return "one value a column is needed";
+    }
+    patch->x = x->buf, patch->x_dtype = (enum dtype)x_dtype;
+    patch->y_grad = y_grad->buf, patch->y_grad_dtype = (enum dtype)y_grad_dtype;
+    patch->mean = rows[0].buf, patch->inv_std_dev = rows[1].buf;
+    patch->scale = columns[0].buf, patch->bias = columns[1].buf;
+    return NULL;
+}
+
+/* sum_rows(x, dtype, rows, columns, center, sums): center and sums float64 (rows,); without a center the plain sums. */
+static PyObject *row_sums(PyObject *self, PyObject *args)
+{
+    Py_buffer x, center, sums;
+    struct patch patch = {0};
+    int dtype;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*iLLz*w*", &x, &dtype, &patch.rows, &patch.columns, &center, &sums)) return NULL;
+    Py_buffer rows[2] = {center, sums}, none[2] = {{0}, {0}};
+    const char *problem = patch_of(&patch, &x, dtype, &x, dtype, rows, none);
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        sum_rows(&patch, center.buf, sums.buf);
+        Py_END_ALLOW_THREADS
+    }
+    Py_buffer *const all[] = {&x, &center, &sums};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
+/* layer_norm(x, x_dtype, y_grad, y_grad_dtype, rows, columns, mean, inv_std_dev, scale, bias, first, second, x_grad, dtype,
+ * scale_grad, bias_grad): without x_grad, the row sums go to first and second; with it they are the row means, and the
+ * gradients are written and added to. */
+static PyObject *layer_norm(PyObject *self, PyObject *args)
+{
+    Py_buffer x, y_grad, rows[2], columns[2], sums[2], x_grad, grads[2];
+    struct patch patch = {0};
+    int x_dtype, y_grad_dtype, dtype;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*iy*iLLz*y*y*z*w*w*z*iz*z*", &x, &x_dtype, &y_grad, &y_grad_dtype, &patch.rows,
+                          &patch.columns, &rows[0], &rows[1], &columns[0], &columns[1], &sums[0], &sums[1], &x_grad,
+                          &dtype, &grads[0], &grads[1]))
+        return NULL;
+    const char *problem = patch_of(&patch, &x, x_dtype, &y_grad, y_grad_dtype, rows, columns);
+    if (!problem && !patch.mean && !patch.bias) problem = "a mean or a bias is needed";
+    for (int i = 0; i < 2 && !problem; i++) {
+        if (sums[i].len != 8 * patch.rows) problem = "one sum a row is needed";
+        if (x_grad.buf && grads[i].len != 8 * patch.columns) problem = "one gradient a column is needed";
+        if (x_grad.buf && (grads[i].readonly || x_grad.readonly)) problem = "writable gradients are needed";
+    }
+    if (!problem && (dtype < 0 || dtype >= DTYPES)) problem = "no such storage type";
+    if (!problem && x_grad.buf && x_grad.len != patch.rows * patch.columns * ITEMSIZE[dtype])
+        problem = "room for the result is needed";
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        if (x_grad.buf)
+            differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, grads[0].buf, grads[1].buf);
+        else
+            sum_gradients(&patch, sums[0].buf, sums[1].buf);
+        Py_END_ALLOW_THREADS
+    }
+    Py_buffer *const all[] = {&x,       &y_grad,  &rows[0], &rows[1], &columns[0], &columns[1],
+                              &sums[0], &sums[1], &x_grad,  &grads[0], &grads[1]};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
+    {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
+    {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};

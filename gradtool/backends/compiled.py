@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, Piece, Terms
+from gradtool.backends import Addend, BlockSums, Patch, Piece, Terms
 from gradtool.backends._kernels import add as add_kernel
+from gradtool.backends._kernels import layer_norm as layer_norm_kernel
+from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
@@ -40,6 +42,32 @@ class CompiledBackend(NumpyBackend):
             return super().scale(block, pieces, factors, limit, terms)
         return _run(block, pieces, np.array(factors, np.float64), limit, terms)
 
+    def row_sums(
+        self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
+    ) -> NDArray[np.float64]:
+        """Per row the sum of x, or of (x - center)²."""
+        sums = np.zeros(rows)
+        row_sums_kernel(x, STORAGE[dtype].code, rows, columns, center, sums)
+        return sums
+
+    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
+        sums = np.zeros(patch.rows), np.zeros(patch.rows)
+        layer_norm_kernel(*_arguments(patch), *sums, None, 0, None, None)
+        return sums
+
+    def layer_norm_grads(
+        self,
+        patch: Patch,
+        means: tuple[NDArray[np.float64], NDArray[np.float64]],
+        x_grad: memoryview,
+        dtype: str,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Write the gradient of x; the sums over the rows of those of scale and bias."""
+        grads = np.zeros(patch.columns), np.zeros(patch.columns)
+        layer_norm_kernel(*_arguments(patch), *means, x_grad, STORAGE[dtype].code, *grads)
+        return grads
+
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
     ) -> None:
@@ -50,6 +78,21 @@ class CompiledBackend(NumpyBackend):
         if not _is_compiled(pieces, terms):
             return super()._round(sums, block, pieces, terms)
         return _run(block, pieces, None, math.inf, terms, wide=sums)
+
+
+def _arguments(patch: Patch) -> tuple[Any, ...]:
+    return (
+        patch.x,
+        STORAGE[patch.x_dtype].code,
+        patch.y_grad,
+        STORAGE[patch.y_grad_dtype].code,
+        patch.rows,
+        patch.columns,
+        patch.mean,
+        patch.inv_std_dev,
+        patch.scale,
+        patch.bias,
+    )
 
 
 def _is_compiled(pieces: Sequence[Piece], terms: Terms) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, Piece, Rule, Terms
+from gradtool.backends import Addend, BlockSums, Patch, Piece, Rule, Terms
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, TILE, fold, tile_count
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Change = Callable[[NDArray[Any]], NDArray[Any]]
+
+_ROW_LANES = 32
 
 
 class NumpyBackend:
@@ -77,6 +79,43 @@ class NumpyBackend:
             return self._round(sums, block, pieces, terms)
         wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, terms)
+
+    def row_sums(
+        self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
+    ) -> NDArray[np.float64]:
+        """Per row the sum of x, or of (x - center)²."""
+        values = _wide(x, dtype, rows, columns)
+        with np.errstate(all="ignore"):
+            if center is not None:
+                values -= center[:, None]
+                values *= values
+            return _row_sums(values)
+
+    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
+        with np.errstate(all="ignore"):
+            weighted = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns) * patch.scale
+            return _row_sums(weighted), _row_sums(weighted * _normalized(patch))
+
+    def layer_norm_grads(
+        self,
+        patch: Patch,
+        means: tuple[NDArray[np.float64], NDArray[np.float64]],
+        x_grad: memoryview,
+        dtype: str,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Write the gradient of x; the sums over the rows of those of scale and bias."""
+        y_grad, xh = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
+        scale_grad, bias_grad = np.zeros(patch.columns), np.zeros(patch.columns)
+        with np.errstate(all="ignore"):
+            grad = y_grad * patch.scale - means[0][:, None] - xh * means[1][:, None]
+            grad *= patch.inv_std_dev[:, None]
+            np.frombuffer(x_grad, np.uint8)[:] = STORAGE[dtype].narrow_wide(grad.ravel()).view(np.uint8)
+            xh *= y_grad
+            for row in range(patch.rows):
+                scale_grad += xh[row]
+                bias_grad += y_grad[row]
+        return scale_grad, bias_grad
 
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
@@ -163,3 +202,32 @@ def _tile_sum(magnitudes: NDArray[Any], norm_type: float, divisor: float) -> flo
         row = powers[start : start + LANES]
         lanes[: row.size] += row
     return float(fold(lanes[None, :])[0])
+
+
+def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
+    storage = STORAGE[dtype]
+    codes = np.frombuffer(block, np.uint8, rows * columns * storage.bits.itemsize).copy().view(storage.bits)
+    return storage.widen(codes).astype(np.float64).reshape(rows, columns)
+
+
+def _normalized(patch: Patch) -> NDArray[np.float64]:
+    """The normalized input: from x and its statistics, or from the layer's output."""
+    values = _wide(patch.x, patch.x_dtype, patch.rows, patch.columns)
+    with np.errstate(all="ignore"):
+        if patch.bias is None:
+            values -= patch.mean[:, None]
+            values *= patch.inv_std_dev[:, None]
+        else:
+            values -= patch.bias
+            values /= patch.scale
+    return values
+
+
+def _row_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Element j of a row belongs to lane j mod 32; lanes are added in order and folded, neighbours first."""
+    rows, columns = values.shape
+    lanes = np.zeros((rows, _ROW_LANES))
+    for start in range(0, columns, _ROW_LANES):
+        part = values[:, start : start + _ROW_LANES]
+        lanes[:, : part.shape[1]] += part
+    return fold(lanes)

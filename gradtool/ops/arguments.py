@@ -36,14 +36,19 @@ def numbers(option: str, values: Any) -> list[float]:
         raise UsageError(f"{option} must be numbers, not {values!r}") from error
 
 
+def whole(option: str, value: Any) -> int:
+    """A whole number."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UsageError(f"{option} must be a whole number, not {value!r}") from error
+
+
 def optional_count(option: str, value: Any) -> int | None:
     """A whole number of at least 1, or None."""
     if value is None:
         return None
-    try:
-        count = operator.index(value)
-    except TypeError as error:
-        raise UsageError(f"{option} must be a whole number, not {value!r}") from error
+    count = whole(option, value)
     if count < 1:
         raise UsageError(f"{option} must be at least 1, not {count}")
     return count

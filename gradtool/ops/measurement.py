@@ -79,6 +79,15 @@ class Measurement:
             setattr(copied, fact, values)
         return copied
 
+    def part(self, selected: Sequence[Selected], numbers: Sequence[int]) -> Measurement:
+        """What was found in the tensors of the given numbers alone."""
+        copied = Measurement(selected, self.terms)
+        for ours, theirs in enumerate(numbers):
+            copied.sums[copied._tiles(ours)] = self.sums[self._tiles(theirs)]
+        for fact in _FACTS:
+            setattr(copied, fact, getattr(self, fact)[list(numbers)])
+        return copied
+
     @property
     def is_finite(self) -> bool:
         """Whether no NaN and no Inf took part in the sums."""

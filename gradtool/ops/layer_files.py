@@ -1,0 +1,158 @@
+"""Where the gradients of layers go: into the files of their layers, or into new files of their own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradtool.errors import BadInputError
+from gradtool.store.gradset import Selected
+from gradtool.store.header import BITS
+from gradtool.store.layout import Layout, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.layers import Layer
+    from gradtool.store.gradset import GradientSet
+    from gradtool.store.header import Shard, Tensor
+
+
+@dataclass(frozen=True)
+class NewShard:
+    """What takes a shard's place: its layout, and what is copied into it, as (begin, end, begin there)."""
+
+    layout: Layout
+    copies: Sequence[tuple[int, int, int]]
+
+    @property
+    def keeps_header(self) -> bool:
+        """Whether the header is copied like everything else."""
+        return bool(self.copies) and self.copies[0][0] == 0
+
+
+@dataclass(frozen=True)
+class Files:
+    """The new files by the shard that they come from, and by layer where its outputs are in them."""
+
+    shards: dict[Shard, NewShard]
+    places: list[list[tuple[Shard, Selected]]]
+
+
+def apart(layers: Sequence[Layer]) -> Files:
+    """New files that hold the gradients and nothing else, one for each file that has a layer's `Y_grad`."""
+    return _files({}, [[(layer.y_grad.shard, output) for output in layer.outputs] for layer in layers], {})
+
+
+def beside(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
+    """The files of the layers, with the gradients added, or in the place of tensors of the same names."""
+    homes: list[list[tuple[Shard, Tensor]]] = []
+    kept = {shard: list(shard.tensors) for layer in layers for shard in layer.owner.shards}
+    instead: dict[tuple[Shard, str], Tensor] = {}
+    for layer in layers:
+        home = {tensor.name: shard for shard in layer.owner.shards for tensor in shard.tensors}
+        homes.append([(home.get(output.name, layer.y_grad.shard), output) for output in layer.outputs])
+        if x_grad_in_place:
+            x_grad = layer.outputs[0]
+            _check_alike(layer, x_grad)
+            shard = home.get(x_grad.name)
+            if shard is not None:
+                kept[shard] = [tensor for tensor in kept[shard] if tensor.name != x_grad.name]
+            homes[-1][0] = (layer.y_grad.shard, x_grad)
+            instead[layer.y_grad.shard, layer.y_grad.tensor.name] = x_grad
+        for shard, output in homes[-1][x_grad_in_place:]:
+            if output.name in home:
+                instead[shard, output.name] = output
+    return _files(kept, homes, instead)
+
+
+def _check_alike(layer: Layer, x_grad: Tensor) -> None:
+    own = layer.y_grad.tensor
+    if (own.dtype, own.shape) != (x_grad.dtype, x_grad.shape):
+        raise BadInputError(
+            f"has type {own.dtype}, and X_grad will have {x_grad.dtype}, so it cannot take its place",
+            file=layer.y_grad.shard.path,
+            tensor=own.name,
+            code="dtype",
+        )
+
+
+def _files(
+    kept: dict[Shard, list[Tensor]],
+    homes: Sequence[Sequence[tuple[Shard, Tensor]]],
+    instead: dict[tuple[Shard, str], Tensor],
+) -> Files:
+    outputs: dict[Shard, list[Tensor]] = {}
+    for of_layer in homes:
+        for shard, output in of_layer:
+            outputs.setdefault(shard, []).append(output)
+    changed = {shard: outputs.get(shard, []) for shard in (*outputs, *kept) if shard in outputs or _lost(shard, kept)}
+    shards = {shard: _new_shard(shard, kept.get(shard, []), new, instead) for shard, new in changed.items()}
+    named = {(shard, one.name): one for shard, new in shards.items() for one in new.layout.shard.tensors}
+    places = [
+        [(shard, Selected(shards[shard].layout.shard, named[shard, one.name])) for shard, one in h] for h in homes
+    ]
+    return Files(shards, places)
+
+
+def _lost(shard: Shard, kept: dict[Shard, list[Tensor]]) -> bool:
+    return shard in kept and len(kept[shard]) != len(shard.tensors)
+
+
+def _new_shard(
+    shard: Shard, kept: Sequence[Tensor], outputs: Sequence[Tensor], instead: dict[tuple[Shard, str], Tensor]
+) -> NewShard:
+    order: list[Tensor] = []
+    placed: set[str] = set()
+    for tensor in kept:
+        new = instead.get((shard, tensor.name))
+        if new is None:
+            order.append(tensor)
+        elif (new.dtype, new.shape) == (tensor.dtype, tensor.shape):
+            order.append(new)
+            placed.add(new.name)
+    for output in outputs:
+        if output.name not in placed:
+            # As the format's writers have it: larger elements first, so that every tensor is aligned.
+            after = [at for at, tensor in enumerate(order) if BITS[tensor.dtype] >= BITS[output.dtype]]
+            order.insert(after[-1] + 1 if after else 0, output)
+    if [one[:3] for one in order] == [one[:3] for one in shard.tensors]:
+        written = {output.name for output in outputs}
+        copies = [(0, shard.data_start, 0)]
+        copies += [(one.begin, one.end, one.begin) for one in shard.tensors if one.name not in written]
+        return NewShard(Layout(b"", shard), _joined(copies))
+    layout = lay_out(shard.path, order, shard.metadata)
+    copies = [
+        (old.begin, old.end, new.begin)
+        for old, new in zip(order, layout.shard.tensors, strict=True)
+        if old.begin  # Nothing has its place at the very beginning of a file but what is yet to be written.
+    ]
+    return NewShard(layout, _joined(copies))
+
+
+def _joined(copies: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    joined: list[tuple[int, int, int]] = []
+    for begin, end, to in copies:
+        if joined and joined[-1][1] == begin and joined[-1][2] + begin - joined[-1][0] == to:
+            joined[-1] = (joined[-1][0], end, joined[-1][2])
+        elif end > begin:
+            joined.append((begin, end, to))
+    return joined
+
+
+def reindexed(files: Files, owner: GradientSet, content: bytes, *, alone: bool) -> bytes:
+    """An index for the new files of a set; `alone` where those hold the gradients and nothing else."""
+    document: dict[str, Any] = json.loads(content)
+    news = {shard: files.shards[shard].layout.shard for shard in owner.shards if shard in files.shards}
+    if not alone:
+        news = {shard: news.get(shard, shard) for shard in owner.shards}
+    names = {tensor.name: shard.path.name for shard, new in news.items() for tensor in new.tensors}
+    if names == document["weight_map"]:
+        return content
+    known = {name: names[name] for name in document["weight_map"] if name in names}
+    document["weight_map"] = known | names
+    if isinstance(document.get("metadata"), dict) and "total_size" in document["metadata"]:
+        total = sum(tensor.nbytes for new in news.values() for tensor in new.tensors)
+        document["metadata"] = document["metadata"] | {"total_size": total}
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,70 @@
+"""Canonical sums of a tensor whose values come in stretches that are cut anywhere, in any order."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradtool.backends.storage import STORAGE
+from gradtool.reduction import TILE
+from gradtool.store.blocks import Block, Span
+
+if TYPE_CHECKING:
+    from gradtool.backends import Backend
+    from gradtool.ops.measurement import Measurement
+    from gradtool.store.gradset import Selected
+
+
+class Stitch:
+    """Measures tensor `number` of a measurement: whole tiles at once, cut ones when their last part has come."""
+
+    def __init__(self, measurement: Measurement, number: int, selected: Selected, backend: Backend) -> None:
+        self._measurement = measurement
+        self._number = number
+        self._selected = selected
+        self._backend = backend
+        self._itemsize = STORAGE[selected.tensor.dtype].bits.itemsize
+        self._lock = threading.Lock()
+        # By tile: what is there of it, and how many elements are still to come.
+        self._cut: dict[int, tuple[memoryview, int]] = {}
+
+    def add(self, start: int, view: memoryview) -> None:
+        """Take in the stored values from element `start` on."""
+        elements = len(view) // self._itemsize
+        stop = start + elements
+        first = min(-(-start // TILE) * TILE, stop)
+        last = stop if stop == self._selected.tensor.elements else max(stop // TILE * TILE, first)
+        if first < last:
+            self._measure(first, view[(first - start) * self._itemsize : (last - start) * self._itemsize])
+        for begin, end in ((start, first), (last, stop)):
+            if begin < end:
+                self._patch(begin, view[(begin - start) * self._itemsize : (end - start) * self._itemsize])
+
+    def _patch(self, start: int, view: memoryview) -> None:
+        tile = start // TILE
+        size = min(TILE, self._selected.tensor.elements - tile * TILE)
+        with self._lock:
+            if tile not in self._cut:
+                self._cut[tile] = (memoryview(bytearray(size * self._itemsize)), size)
+            buffer, missing = self._cut.pop(tile)
+            at = (start - tile * TILE) * self._itemsize
+            buffer[at : at + len(view)] = view
+            missing -= len(view) // self._itemsize
+            if missing:
+                self._cut[tile] = (buffer, missing)
+                return
+        self._measure(tile * TILE, buffer)
+
+    def _measure(self, start: int, view: memoryview) -> None:
+        tensor = self._selected.tensor
+        span = Span(self._number, tensor.dtype, start, len(view) // self._itemsize, 0)
+        block = Block(self._selected.shard, 0, len(view), [span])
+        found = self._backend.tile_sums(view, self._measurement.pieces(block), self._measurement.terms)
+        self._measurement.add(block, found)
+
+
+def encoded(values: np.ndarray[tuple[int], np.dtype[np.float64]], dtype: str) -> memoryview:
+    """Float64 values as they are stored in a type, rounded once."""
+    return STORAGE[dtype].narrow_wide(values).view(np.uint8).data

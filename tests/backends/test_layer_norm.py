@@ -1,0 +1,119 @@
+"""The layer-norm kernels of every backend: against exact arithmetic, and against the reference to the last bit."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import NUMPY_TYPES, VALUE_TYPES, backends, encode
+
+from gradtool.backends import Patch
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.storage import STORAGE
+
+
+def patch_of(rows, columns, x_dtype="F32", y_dtype="F32", *, inverted=False, seed=0):
+    rng = np.random.default_rng(seed)
+    x = encode(rng.standard_normal(rows * columns), x_dtype)
+    y_grad = encode(rng.standard_normal(rows * columns), y_dtype)
+    return Patch(
+        rows,
+        columns,
+        memoryview(x.tobytes()),
+        x_dtype,
+        memoryview(y_grad.tobytes()),
+        y_dtype,
+        mean=rng.standard_normal(rows) / 10,
+        inv_std_dev=rng.random(rows) + 0.5,
+        scale=rng.random(columns) + 0.5,
+        bias=rng.standard_normal(columns) if inverted else None,
+    )
+
+
+def matrix(block, dtype, patch):
+    return np.frombuffer(block, NUMPY_TYPES[dtype]).astype(np.float64).reshape(patch.rows, patch.columns)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5, 31, 32, 33, 64, 1023, 1024, 1025, 3000])
+def test_row_sums_go_over_32_lanes(backend, columns):
+    x = np.random.default_rng(1).standard_normal((3, columns))
+    sums = backend.row_sums(memoryview(x.tobytes()), "F64", 3, columns, None)
+    centers = np.array([0.5, -1.0, 0.0])
+    squares = backend.row_sums(memoryview(x.tobytes()), "F64", 3, columns, centers)
+    for row, center, plain, square in zip(x.tolist(), centers.tolist(), sums, squares, strict=True):
+        assert plain == by_lanes(row)
+        assert square == by_lanes([(value - center) * (value - center) for value in row])
+
+
+def by_lanes(terms):
+    lanes = [0.0] * 32
+    for i, term in enumerate(terms):
+        lanes[i % 32] += term
+    while len(lanes) > 1:
+        lanes = [lanes[j] + lanes[j + 1] for j in range(0, len(lanes), 2)]
+    return lanes[0]
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_the_gradients_are_those_of_exact_arithmetic(backend, inverted):
+    patch = patch_of(3, 37, "F64", "F64", inverted=inverted)
+    x, y_grad = matrix(patch.x, "F64", patch), matrix(patch.y_grad, "F64", patch)
+    means = np.array([0.1, -0.2, 0.3]), np.array([0.5, 0.25, -1.0])
+    out = memoryview(bytearray(3 * 37 * 8))
+    weighted, projected = backend.layer_norm_sums(patch)
+    scale_grad, bias_grad = backend.layer_norm_grads(patch, means, out, "F64")
+    exact = np.vectorize(Fraction)
+    g, r = exact(patch.scale), exact(patch.inv_std_dev)[:, None]
+    xh = (exact(x) - exact(patch.bias)) / g if inverted else (exact(x) - exact(patch.mean)[:, None]) * r
+    dy = exact(y_grad)
+    for ours, theirs in (
+        (weighted, (dy * g).sum(axis=1)),
+        (projected, (dy * g * xh).sum(axis=1)),
+        (scale_grad, (dy * xh).sum(axis=0)),
+        (bias_grad, dy.sum(axis=0)),
+        (matrix(out, "F64", patch), r * (dy * g - exact(means[0])[:, None] - xh * exact(means[1])[:, None])),
+    ):
+        truth = theirs.astype(np.float64)
+        assert np.abs(ours - truth).max() <= 1e-14 * np.abs(truth).max()
+
+
+def test_the_result_is_rounded_once_to_its_type(backend):
+    for dtype in VALUE_TYPES:
+        patch = patch_of(5, 70, "BF16", "F16")
+        means = np.zeros(5), np.zeros(5)
+        wide, out = memoryview(bytearray(350 * 8)), memoryview(bytearray(350 * NUMPY_TYPES[dtype].itemsize))
+        backend.layer_norm_grads(patch, means, wide, "F64")
+        backend.layer_norm_grads(patch, means, out, dtype)
+        expected = STORAGE[dtype].narrow_wide(np.frombuffer(wide, np.float64))
+        assert bytes(out) == expected.tobytes()
+
+
+@given(
+    rows=st.sampled_from([0, 1, 2, 7, 64]),
+    columns=st.sampled_from([0, 1, 31, 37, 1025, 2049]),
+    types=st.tuples(*[st.sampled_from(VALUE_TYPES)] * 3),
+    inverted=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_backend_gives_the_bits_of_the_reference(rows, columns, types, inverted, seed):
+    patch = patch_of(rows, columns, *types[:2], inverted=inverted, seed=seed)
+    if seed % 7 == 0 and rows and columns:
+        patch.mean[0] = [math.nan, math.inf][seed % 2]
+        patch.scale[0] = 0.0
+    answers = set()
+    for backend in [NumpyBackend(), *(backend for _, backend in backends())]:
+        out = memoryview(bytearray(rows * columns * NUMPY_TYPES[types[2]].itemsize))
+        sums = backend.layer_norm_sums(patch)
+        grads = backend.layer_norm_grads(patch, sums, out, types[2])
+        plain = backend.row_sums(patch.x, patch.x_dtype, rows, columns, None)
+        squares = backend.row_sums(patch.x, patch.x_dtype, rows, columns, patch.mean)
+        parts = [canonical(part) for part in (*sums, *grads, plain, squares)]
+        answers.add(b"".join([bytes(out), *parts]))
+    assert len(answers) == 1
+
+
+def canonical(values):
+    """The bits, with all NaN alike."""
+    return np.where(np.isnan(values), np.nan, values).tobytes()

@@ -1,0 +1,102 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import VALUE_TYPES, bits_of, encode, write
+
+from gradtool.ops import broadcast
+from gradtool.ops.broadcast import is_broadcastable, positions, spread
+from gradtool.store.blocks import Span
+from gradtool.store.channel import Channel
+from gradtool.store.gradset import Selected
+from gradtool.store.header import read_shard
+
+SHAPES = st.lists(st.integers(0, 4), max_size=5).map(tuple)
+
+
+@st.composite
+def broadcasts(draw):
+    """A shape, one that broadcasts to it, and a range of elements."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=5).map(tuple))
+    own = tuple(1 if draw(st.booleans()) else size for size in shape)[draw(st.integers(0, len(shape))) :]
+    start = draw(st.integers(0, math.prod(shape) - 1))
+    return own, shape, start, draw(st.integers(start + 1, math.prod(shape)))
+
+
+def broadcasts_in_numpy(own, shape):
+    try:
+        np.broadcast_to(np.zeros(own), shape)
+    except ValueError:
+        return False
+    return True
+
+
+@given(own=SHAPES, shape=SHAPES)
+def test_what_broadcasts_is_what_numpy_says(own, shape):
+    assert is_broadcastable(own, shape) == broadcasts_in_numpy(own, shape)
+
+
+@pytest.mark.parametrize(
+    ("own", "shape", "expected"),
+    [
+        ((), (), True),
+        ((), (2, 3), True),
+        ((3,), (2, 3), True),
+        ((2, 1), (2, 3), True),
+        ((1,), (0,), True),
+        ((0,), (1,), False),
+        ((1,), (), False),
+        ((1, 3), (3,), False),
+        ((2,), (2, 3), False),
+        ((2, 3), (2, 1), False),
+    ],
+)
+def test_a_tensor_broadcasts_to_a_larger_one_and_never_the_other_way(own, shape, expected):
+    assert is_broadcastable(own, shape) is expected
+
+
+@given(broadcasts())
+def test_positions_are_those_of_numpy(case):
+    own, shape, start, stop = case
+    expected = np.broadcast_to(np.arange(math.prod(own)).reshape(own), shape).ravel()[start:stop]
+    assert positions(own, shape, start, stop).tolist() == expected.tolist()
+
+
+def spread_of(path, shape, start, stop):
+    """The elements that `spread` gives, and how many bytes it read; what lies behind them must stay."""
+    shard = read_shard(path)
+    one = next(Selected(shard, tensor) for tensor in shard.tensors if tensor.name == "a")
+    channel, target = Channel(4), memoryview(bytearray(b"\xee" * ((stop - start) * 8 + 8)))
+    spread(one, shape, Span(0, "F32", start, stop - start, 0), target, channel)
+    channel.close()
+    itemsize = one.tensor.nbytes // one.tensor.elements
+    assert bytes(target[(stop - start) * itemsize :]).strip(b"\xee") == b""
+    return bytes(target[: (stop - start) * itemsize]), channel.clock.read_bytes
+
+
+@given(case=broadcasts(), dtype=st.sampled_from(VALUE_TYPES), window=st.sampled_from([1, 2, 7, 1 << 18]))
+def test_spread_elements_are_those_of_numpy_whatever_the_window(tmp_path_factory, case, dtype, window):
+    own, shape, start, stop = case
+    array = encode(np.arange(math.prod(own)).reshape(own) - 3, dtype)
+    path = write(tmp_path_factory.getbasetemp() / "spread", {"before": np.ones(3, np.uint8), "a": array})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broadcast, "_WINDOW", window)
+        found, _ = spread_of(path, shape, start, stop)
+    assert found == np.broadcast_to(array, shape).ravel()[start:stop].tobytes()
+
+
+def test_a_run_that_wraps_round_a_large_tensor_reads_its_two_ends_and_not_what_lies_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(broadcast, "_WINDOW", 100)
+    array = encode(np.random.default_rng(1).standard_normal(100_000), "F32")
+    path = write(tmp_path / "x", {"a": array})
+    found, nbytes = spread_of(path, (3, 100_000), 99_970, 100_010)
+    assert np.array_equal(np.frombuffer(found, np.uint32), bits_of(np.r_[array[-30:], array[:10]]))
+    assert nbytes < 1000
+
+
+def test_the_bits_of_a_nan_are_spread_as_they_are(tmp_path):
+    array = np.array([0x7FA0_1234], np.uint32).view(np.float32)
+    found, _ = spread_of(write(tmp_path / "x", {"a": array}), (2, 3), 0, 6)
+    assert np.frombuffer(found, np.uint32).tolist() == [0x7FA0_1234] * 6

@@ -1,0 +1,176 @@
+import errno
+import os
+
+import numpy as np
+import pytest
+from support import write
+
+from gradtool import SystemRefusedError
+from gradtool.store.channel import Channel
+from gradtool.store.header import read_shard
+
+
+def shards_in(folder, count):
+    arrays = [np.full(10, i, np.uint8) for i in range(count)]
+    return [read_shard(write(folder / f"{i}.safetensors", {"a": array})) for i, array in enumerate(arrays)]
+
+
+def read(channel, shard):
+    view = channel.memory("block", 10)
+    channel.read(shard, shard.data_start, view)
+    return bytes(view)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The descriptors that are open, by the name of their file, in the order in which they were opened."""
+    descriptors = {}
+    open_, close = os.open, os.close
+
+    def remember(path, *arguments, **options):
+        fd = open_(path, *arguments, **options)
+        descriptors[fd] = os.path.basename(path)  # noqa: PTH119 - a path of any type
+        return fd
+
+    def forget(fd):
+        descriptors.pop(fd, None)
+        close(fd)
+
+    monkeypatch.setattr(os, "open", remember)
+    monkeypatch.setattr(os, "close", forget)
+    return descriptors
+
+
+def names(opened):
+    return [name.removesuffix(".safetensors") for name in opened.values()]
+
+
+def test_few_files_are_open_though_many_take_part_and_none_in_the_end(tmp_path, opened):
+    shards = shards_in(tmp_path, 20)
+    channel, most = Channel(3), 0
+    for turn in range(3):
+        for i, shard in enumerate(shards):
+            assert read(channel, shard) == bytes([i]) * 10, turn
+            most = max(most, len(opened))
+    assert most == 3
+    channel.check()
+    channel.close()
+    assert names(opened) == []
+
+
+def test_the_file_that_was_used_least_recently_is_closed(tmp_path, opened):
+    one, two, three, four = shards_in(tmp_path, 4)
+    channel = Channel(3)
+    for shard in (one, two, three, one, four):
+        read(channel, shard)
+    assert names(opened) == ["0", "2", "3"]
+    channel.close()
+
+
+def test_files_that_are_written_count_too_and_are_written_on_when_opened_again(tmp_path, opened):
+    shards = shards_in(tmp_path, 3)
+    target = tmp_path / "target"
+    target.write_bytes(bytes(30))
+    opened.clear()
+    channel = Channel(2)
+    for i, shard in enumerate(shards):
+        view = channel.memory("block", 10)
+        channel.read(shard, shard.data_start, view)
+        channel.write(target, 10 * i, view)
+        assert len(opened) <= 2
+    channel.close()
+    assert target.read_bytes() == bytes(10) + b"\1" * 10 + b"\2" * 10
+    assert (channel.clock.read_bytes, channel.clock.written_bytes) == (30, 30)
+
+
+def test_where_the_system_allows_fewer_open_files_the_oldest_is_closed_and_it_is_tried_again(
+    tmp_path, opened, monkeypatch
+):
+    one, two, three = shards_in(tmp_path, 3)
+    channel = Channel(100)
+    read(channel, one)
+    read(channel, two)
+    open_, refused = os.open, []
+
+    def refuse_once(path, *arguments, **options):
+        if not refused:
+            refused.append(path)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse_once)
+    assert read(channel, three) == b"\2" * 10
+    assert refused == [three.path]
+    assert names(opened) == ["1", "2"]
+    assert read(channel, one) == bytes(10)
+    channel.close()
+    assert names(opened) == []
+
+
+def test_a_limit_that_allows_no_file_at_all_is_an_error_that_names_the_file(tmp_path, opened, monkeypatch):
+    one, two = shards_in(tmp_path, 2)
+    channel = Channel(100)
+    read(channel, one)
+
+    def refuse(*_arguments, **_options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(SystemRefusedError, match="Too many open files") as caught:
+        read(channel, two)
+    assert caught.value.problems[0].file == str(two.path)
+    channel.close()
+    assert names(opened) == []
+
+
+def test_a_file_that_changed_is_noticed_when_it_is_closed_for_another(tmp_path, opened):
+    one, two = shards_in(tmp_path, 2)
+    channel = Channel(1)
+    read(channel, one)
+    os.utime(one.path, ns=(0, 0))
+    with pytest.raises(SystemRefusedError, match="changed by somebody else") as caught:
+        read(channel, two)
+    assert caught.value.problems[0].file == str(one.path)
+    assert names(opened) == []
+
+
+def test_a_file_that_changed_is_noticed_at_the_end_and_when_it_is_opened_again(tmp_path):
+    one, two = shards_in(tmp_path, 2)
+    channel = Channel(2)
+    read(channel, one)
+    channel.check()
+    os.utime(one.path, ns=(0, 0))
+    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+        channel.check()
+    channel.close()
+    os.utime(two.path, ns=(0, 0))
+    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+        read(channel, two)
+
+
+def test_memory_is_the_same_for_the_same_use_until_more_is_asked_for():
+    channel = Channel(1)
+    first, other = channel.memory("block", 5000), channel.memory("gradients", 10)
+    first[:3] = b"abc"
+    other[:3] = b"xyz"
+    again = channel.memory("block", 3)
+    assert (len(first), len(again), bytes(again)) == (5000, 3, b"abc")
+    again[0] = ord("A")
+    assert bytes(first[:3]) == b"Abc"
+    larger = channel.memory("block", 100_000)
+    larger[0] = ord("z")
+    assert (len(larger), bytes(first[:3]), bytes(other[:3])) == (100_000, b"Abc", b"xyz")
+    assert len(channel.memory("nothing", 0)) == 0
+
+
+def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
+    (shard,) = shards_in(tmp_path, 1)
+    target = tmp_path / "target"
+    target.touch()
+    told = []
+    channel = Channel(2, told.append)
+    view = channel.memory("block", 7)
+    channel.read(shard, shard.data_start, view)
+    channel.write(target, 0, view)
+    channel.close()
+    assert told == [7]

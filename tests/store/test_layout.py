@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from support import NUMPY_TYPES, VALUE_TYPES
+
+from gradtool.store.header import read_shard
+from gradtool.store.layout import lay_out, new_tensor
+
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
+TENSORS = st.dictionaries(NAMES, st.tuples(st.sampled_from(VALUE_TYPES), SHAPES), max_size=6)
+
+
+def written(path, tensors, metadata):
+    """A layout, and its file with ones for data."""
+    layout = lay_out(path, [new_tensor(name, *one) for name, one in tensors.items()], metadata)
+    path.write_bytes(layout.header + b"\1" * (layout.shard.size - len(layout.header)))
+    return layout
+
+
+@given(tensors=TENSORS, metadata=st.dictionaries(NAMES, NAMES, max_size=3))
+def test_the_library_opens_what_is_laid_out_and_finds_it_all(tmp_path_factory, tensors, metadata):
+    path = tmp_path_factory.getbasetemp() / "layout.safetensors"
+    layout = written(path, tensors, metadata)
+    with safe_open(path, framework="numpy") as file:
+        assert set(file.keys()) == set(tensors)
+        assert (file.metadata() or {}) == metadata
+        found = {name: file.get_slice(name) for name in tensors}
+        assert {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()} == tensors
+    shard = read_shard(path)
+    assert (shard.tensors, shard.data_start, shard.size) == (
+        layout.shard.tensors, layout.shard.data_start, layout.shard.size,
+    )  # fmt: skip
+    assert shard.metadata == layout.shard.metadata == metadata
+
+
+@given(tensors=TENSORS, metadata=st.dictionaries(NAMES, NAMES, max_size=3))
+def test_headers_are_padded_to_eight_bytes_and_tensors_follow_in_order_without_a_hole(tensors, metadata):
+    layout = lay_out(Path("x"), [new_tensor(name, *one) for name, one in tensors.items()], metadata)
+    assert int.from_bytes(layout.header[:8], "little") == len(layout.header) - 8
+    assert layout.shard.data_start == len(layout.header)
+    assert len(layout.header) % 8 == 0
+    assert [tensor.name for tensor in layout.shard.tensors] == list(tensors)
+    ends = [layout.shard.data_start, *(tensor.end for tensor in layout.shard.tensors)]
+    assert [tensor.begin for tensor in layout.shard.tensors] == ends[:-1]
+    assert layout.shard.size == ends[-1]
+
+
+def test_the_header_is_exactly_this():
+    layout = lay_out(Path("x"), [new_tensor("ü", "BF16", (2, 3)), new_tensor("s", "F64", ())], {"note": "日本"})
+    text = (
+        '{"__metadata__":{"note":"日本"},"ü":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},'
+        '"s":{"dtype":"F64","shape":[],"data_offsets":[12,20]}}'
+    ).encode()
+    text += b" " * (-len(text) % 8)
+    assert layout.header == len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+@pytest.mark.parametrize(("shape", "elements"), [((), 1), ((0, 3), 0), ((2, 0), 0), ((2, 3), 6)])
+def test_a_new_tensor_takes_the_bytes_of_its_elements(dtype, shape, elements):
+    tensor = new_tensor("a", dtype, shape)
+    assert (tensor.elements, tensor.nbytes) == (elements, elements * NUMPY_TYPES[dtype].itemsize)
+
+
+def test_offsets_are_made_anew(tmp_path):
+    first = written(tmp_path / "1", {"a": ("F32", (3,)), "b": ("F32", ())}, {})
+    again = lay_out(tmp_path / "2", reversed(first.shard.tensors), {"step": "7"})
+    entries = json.loads(again.header[8:])
+    assert {name: one["data_offsets"] for name, one in entries.items() if name != "__metadata__"} == {
+        "b": [0, 4], "a": [4, 16],
+    }  # fmt: skip
+
+
+def test_without_metadata_there_is_no_entry_for_it(tmp_path):
+    layout = written(tmp_path / "x", {}, {})
+    assert layout.header == (8).to_bytes(8, "little") + b"{}      "
+    assert read_shard(tmp_path / "x").tensors == ()

@@ -417,8 +417,8 @@ def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -
             _show(command, result, problems, json=json)
         if problems:
             report.complain(problems)
-        if warnings := getattr(result, "warnings", ()):
-            report.complain(warnings, level="warning")
+        if not quiet:
+            report.complain(getattr(result, "warnings", ()), level="warning")
     except KeyboardInterrupt as error:
         # Here and not in main(), for Typer would make an exit code of it and drop the rest.
         raise typer.Exit(process.interrupted(error, work_done=result is not None)) from error

@@ -123,7 +123,6 @@ def _data(result: Call) -> dict[str, Any]:
     """The fields of a result as JSON has them: its own facts, those of the call, its rows."""
     data = asdict(result)
     data.pop("problems", None)
-    data.pop("warnings", None)
     data["timings"] = dict(_timings(result.timings, result.seconds))
     own = [key for key in data if key not in _CALL and not _is_rows(key)]
     ordered = {key: data[key] for key in (*own, *_CALL, *filter(_is_rows, data))}
@@ -168,6 +167,7 @@ def _lines(result: Call) -> Iterator[list[str]]:
     """One line a fact, name first; one line a row, what it is about first and the names last."""
     data = _data(result)
     timings = data.pop("timings")
+    data.pop("warnings", None)
     for key, value in (data | timings).items():
         if not _is_rows(key) and value is not None:
             yield [key, _field(value)]
@@ -221,7 +221,7 @@ def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What a person wants to know: the operation's own facts, and the call in a few lines."""
     for key, value in data.items():
-        if key not in _CALL and key not in _FOUND and not _is_rows(key) and value is not None:
+        if key not in (*_CALL, *_FOUND, "warnings") and not _is_rows(key) and value is not None:
             yield key.replace("_", " "), f"{value:,}" if type(value) is int else _field(value)
     if "nan" in data:
         yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"

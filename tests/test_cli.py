@@ -196,7 +196,7 @@ BAD_INPUTS = {
     "missing list": ("x.safetensors --files-from missing", 3, "no such file"),
     "backend that is not there": ("x.safetensors --backend cuda", 4, "CUDA"),
     "backend that is none": ("x.safetensors --backend tpu", 2, "tpu"),
-    "output into nowhere": ("x.safetensors --output missing/x", 3, "no such file"),
+    "output into nowhere": ("x.safetensors --output missing/x", 3, "no such folder"),
 }
 
 

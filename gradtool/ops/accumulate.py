@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +122,7 @@ def accumulate(
     policy = Policy(
         overwrite=overwrite,
         weights=arguments.numbers("--weight", weight) or None,
-        weight_key=weight_key,
+        weight_key=arguments.optional_word("--weight-key", weight_key),
         mean=mean,
         missing=missing,
         create=create,
@@ -166,7 +165,7 @@ def accumulate(
         clipped=done.coef is not None and done.coef != 1,
         taken=sum(row.taken for row in done.rows),
         skipped=sum(not row.taken for row in done.rows),
-        weight_sum=math.fsum(row.weight for row in done.rows if row.taken),
+        weight_sum=done.weight_sum,
         updated=update,
         dry_run=dry_run,
         files_written=done.files_written,

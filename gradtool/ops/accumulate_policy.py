@@ -10,6 +10,7 @@ from gradtool.backends import Terms
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops import arguments
+from gradtool.reduction import total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,14 +58,14 @@ class Policy:
         coef = limit / (norm + self.eps)
         return 1.0 if coef >= 1 else coef
 
-    def divisor(self, weights: Sequence[float]) -> float | None:
-        """What the sum of the gradients is divided by; raises `BadInputError` where that is 0."""
-        if not self.mean:
-            return None
-        divisor = math.fsum(weights)
-        if divisor == 0:
+    def weight_sum(self, weights: Sequence[float]) -> float:
+        """What the weights add up to; raises `BadInputError` where nothing can be divided by it that must be."""
+        sum_ = total(weights)
+        if math.isinf(sum_):
+            raise BadInputError("the weights add up to more than float64 can hold", code="weight")
+        if self.mean and sum_ == 0:
             raise BadInputError("the weights add up to 0, so there is no mean", code="weight")
-        return divisor
+        return sum_
 
     def check(self) -> None:
         """Raise `UsageError` where the arguments make no sense."""
@@ -74,7 +75,7 @@ class Policy:
             raise UsageError(f"--weight must be finite, not {self.weights!r}")
         if self.dtype is not None and not self.create:
             raise UsageError("--dtype is the type of a buffer that --create makes")
-        arguments.one_of("--dtype", self.dtype or "F32", STORAGE)
+        arguments.one_of("--dtype", "F32" if self.dtype is None else self.dtype, STORAGE)
         for option, limit in (("--max-norm", self.max_norm), ("--clip-each", self.clip_each)):
             if limit is not None and not limit >= 0:
                 raise UsageError(f"{option} must be 0 or more, not {limit!r}")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from gradtool.backends import Rule
 from gradtool.errors import BadInputError, NonFiniteError, Problem
-from gradtool.ops.accumulation import Accumulation
+from gradtool.ops.accumulation import NONFINITE_REMEDY, Accumulation
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.output import NewFile
 from gradtool.ops.passes import measure_norm
 from gradtool.ops.results import nonfinite_problems
 from gradtool.store.gradset import Selected
 from gradtool.store.layout import Layout, lay_out
+from gradtool.store.stream import copying
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ class Done:
     found: Measurement
     norm_before: float | None
     norm_after: float
+    weight_sum: float
     rows: Sequence[GradientRow]
     sum_norm: float | None = None
     coef: float | None = None
@@ -65,12 +67,21 @@ def leave(
     targets: Sequence[Selected],
     contributions: Sequence[Contribution],
     *,
-    output: Output,  # noqa: ARG001 - the same arguments as `add`
+    output: Output,
     created: Layout | None,
 ) -> Done:
-    """Add nothing and write nothing; only say what the buffer holds."""
+    """Add nothing; say what the buffer holds, and copy it where its output is wanted elsewhere."""
+    policy.weight_sum([one.weight for one in contributions])
     found, norm = measure_norm(session, [] if created else targets, policy.terms)
-    return Done(found, norm, norm, [_row(one, taken=False) for one in contributions])
+    files = output.arriving(())
+
+    def fill(destinations: Mapping[Shard, Path]) -> None:
+        tasks = (task for shard, path in destinations.items() for task in copying(shard, [(0, shard.size, 0)], path))
+        session.stream(tasks, sum(shard.size for shard in destinations))
+
+    count = output.write(session, files, fill) if files else 0
+    rows = [_row(one, taken=False) for one in contributions]
+    return Done(found, norm, norm, 0.0, rows, files_written=count)
 
 
 def add(
@@ -84,20 +95,19 @@ def add(
 ) -> Done:
     """Add the contributions to the targets, or put them into the file that is `created`."""
     rows, taken, warnings = _screen(session, policy, contributions)
-    weights = [one.weight for one in taken]
-    rule = Rule(policy.keeps, policy.divisor(weights))
+    weight_sum = policy.weight_sum([one.weight for one in taken])
+    rule = Rule(policy.keeps, weight_sum if policy.mean else None)
     if created is not None and policy.weight_key is not None:
-        total = math.fsum(weights)
-        metadata = {policy.weight_key: str(int(total) if total.is_integer() else total)}
+        metadata = {policy.weight_key: str(int(weight_sum) if weight_sum.is_integer() else weight_sum)}
         created = lay_out(created.shard.path, created.shard.tensors, created.shard.metadata | metadata)
         targets = tensors_of(created)
-    work = Accumulation(session, policy.terms, targets, taken)
+    work = Accumulation(session, policy.terms, targets, taken, created)
     before = sum_norm = coef = None
     if policy.max_norm is not None:
-        before, sum_norm, found = work.run(replace(rule, rounds=False), {}, looks_back=True)
+        before, sum_norm, found = work.measure_sums(rule)
         if policy.nonfinite != "propagate":
             work.refuse_nonfinite(rule, found)
-        if found.is_finite and math.isinf(sum_norm):
+        if found.is_finite and math.isinf(sum_norm) and policy.max_norm < math.inf:
             raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
         coef = policy.coef(policy.max_norm, sum_norm)
         rule = replace(rule, factor=coef)
@@ -105,14 +115,14 @@ def add(
 
     def fill(destinations: Mapping[Shard, Path]) -> None:
         nonlocal before, after, found
-        then, after, found = work.run(rule, destinations, created=created, looks_back=coef is None)
+        then, after, found = work.run(rule, destinations, looks_back=coef is None)
         before = before if then is None else then
         if policy.nonfinite != "propagate":
             work.refuse_nonfinite(rule, found)
 
     files = [NewFile(created.shard, created.shard.size, replaces=False)] if created else output.arriving(work.shards)
     count = output.write(session, files, fill)
-    return Done(found, before, after, rows, sum_norm, coef, count, warnings)
+    return Done(found, before, after, weight_sum, rows, sum_norm, coef, count, warnings)
 
 
 def _screen(
@@ -126,7 +136,7 @@ def _screen(
         selected = list(one.tensors.values())
         found, norm = measure_norm(session, selected, policy.terms)
         bad = nonfinite_problems(selected, found)
-        if policy.clip_each is not None and not bad and math.isinf(norm):
+        if policy.clip_each is not None and policy.clip_each < math.inf and not bad and math.isinf(norm):
             raise BadInputError("its norm is beyond float64, so it cannot be clipped", file=one.path)
         limited = replace(one, coef=policy.coef(policy.clip_each, norm))
         is_taken = not bad or policy.nonfinite != "skip"
@@ -141,7 +151,7 @@ def _screen(
             )
     if problems and (policy.nonfinite == "error" or not taken):
         why = "every gradient holds" if policy.nonfinite == "skip" else "there are"
-        raise NonFiniteError(f"nothing was written, for {why} NaN or Inf values", problems)
+        raise NonFiniteError(f"nothing was written, for {why} NaN or Inf values; {NONFINITE_REMEDY}", problems)
     return rows, taken, warnings
 
 

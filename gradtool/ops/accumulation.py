@@ -14,7 +14,7 @@ from gradtool.ops.passes import by_shard, measure
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.reduction import TILE
 from gradtool.store.blocks import plan
-from gradtool.store.stream import copying
+from gradtool.store.stream import copying, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,28 +30,34 @@ if TYPE_CHECKING:
     from gradtool.store.layout import Layout
     from gradtool.store.stream import Task
 
+NONFINITE_REMEDY = "--nonfinite skip leaves out gradients that hold one, --overwrite drops what the buffer holds"
 # The float64 sums of a block, and what is added to them, should stay in a core's cache.
 _TILES = 4
 
 
 class Accumulation:
-    """Adds contributions to the buffer's tensors (`targets`); those that nothing is added to are left alone."""
+    """Adds contributions to the buffer's tensors (`targets`); those that nothing is added to are left alone.
+
+    With `created` the buffer is that new file, and there is nothing to add to but zeros.
+    """
 
     def __init__(
-        self, session: Session, terms: Terms, targets: Sequence[Selected], contributions: Sequence[Contribution]
+        self,
+        session: Session,
+        terms: Terms,
+        targets: Sequence[Selected],
+        contributions: Sequence[Contribution],
+        created: Layout | None = None,
     ) -> None:
-        self._session = session
-        self._terms = terms
-        self._targets = targets
-        touched = sorted({number for one in contributions for number in one.tensors})
-        self._numbers = touched
-        self._left = sorted(set(range(len(targets))) - set(touched))
-        self._touched = [targets[number] for number in touched]
-        position = {number: place for place, number in enumerate(touched)}
+        self._session, self._terms, self._targets, self._created = session, terms, targets, created
+        self._numbers = sorted({number for one in contributions for number in one.tensors})
+        self._touched = [targets[number] for number in self._numbers]
+        position = {number: place for place, number in enumerate(self._numbers)}
         self._contributions = [
             replace(one, tensors={position[number]: selected for number, selected in one.tensors.items()})
             for one in contributions
         ]
+        self._left = sorted(set(range(len(targets))) - set(self._numbers))
         self._left_alone: Measurement | None = None
 
     @property
@@ -59,116 +65,131 @@ class Accumulation:
         """The files of the tensors that are added to."""
         return list(dict.fromkeys(one.shard for one in self._touched))
 
+    def measure_sums(self, rule: Rule) -> tuple[float | None, float, Measurement]:
+        """The norm of the buffer as it is, that of the sums before they are rounded, and what was found in them."""
+        unrounded = replace(rule, rounds=False)
+        before, sums = self._pass(unrounded, {}, looks_back=True)
+
+        def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
+            return self._pass(unrounded, {}, divisors)[1]
+
+        return self._norm_before(before), norms_of(sums, again, per_tensor=False).whole, sums
+
     def run(
-        self,
-        rule: Rule,
-        destinations: Mapping[Shard, Path],
-        *,
-        created: Layout | None = None,
-        looks_back: bool = False,
+        self, rule: Rule, destinations: Mapping[Shard, Path], *, looks_back: bool
     ) -> tuple[float | None, float, Measurement]:
-        """Do it once: the norms before (if it `looks_back`) and after, and what was found in the result.
+        """Add and write: the norms of the buffer before (if it `looks_back`) and after, and what is in it then."""
+        before, after = self._pass(rule, destinations, looks_back=looks_back)
 
-        With `created`, the one destination is a new file.
-        """
-        before = Measurement(self._touched, self._terms) if looks_back and rule.keeps else None
-        after = Measurement(self._touched, self._terms)
-        header = b"" if created is None else created.header
-        self._stream(rule, before, after, destinations, header)
-
-        def again_before(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-            return measure(self._session, [self._targets[number] for number in numbers], self._terms, divisors)
-
-        def again_after(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
-            found = Measurement(self._touched, self._terms, [divisors[number] for number in self._numbers])
-            self._stream(rule, None, found, {}, b"")
-            return self._whole(found, divisors)
+        def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
+            touched = self._pass(rule, {}, [divisors[number] for number in self._numbers])[1]
+            return self._whole(touched, divisors)
 
         whole = self._whole(after)
-        then = None if before is None else norms_of(self._whole(before), again_before, per_tensor=False).whole
-        return then, norms_of(whole, again_after, per_tensor=False).whole, whole
+        return self._norm_before(before), norms_of(whole, again, per_tensor=False).whole, whole
 
-    def refuse_nonfinite(self, rule: Rule, after: Measurement) -> None:
-        """Raise `NonFiniteError` if there is a NaN or Inf in a result, and name the inputs that it comes from."""
-        bad = [number for number in self._numbers if after.nan[number] or after.inf[number]]
+    def refuse_nonfinite(self, rule: Rule, found: Measurement) -> None:
+        """Raise `NonFiniteError` if there is a NaN or Inf in what was added up, and name the inputs it comes from.
+
+        `found` is about the tensors that are added to, or about all.
+        """
+        selected = self._touched if len(found.nan) == len(self._touched) else self._targets
+        touched = self._numbers if selected is self._targets else range(len(selected))
+        bad = [number for number in touched if found.nan[number] or found.inf[number]]
         if not bad:
             return
+        names = {selected[number].tensor.name for number in bad}
         problems = []
         for one in self._contributions:
-            suspects = [selected for place, selected in one.tensors.items() if self._numbers[place] in bad]
+            suspects = [part for place, part in one.tensors.items() if self._touched[place].tensor.name in names]
             problems += nonfinite_problems(suspects, measure(self._session, suspects, self._terms))
+        results = [selected[number] for number in bad]
         if rule.keeps:
-            suspects = [self._targets[number] for number in bad]
-            problems += nonfinite_problems(suspects, measure(self._session, suspects, self._terms))
+            problems += nonfinite_problems(results, measure(self._session, results, self._terms))
         if problems:
-            raise NonFiniteError(
-                "nothing was written, for there are NaN or Inf values; --nonfinite skip leaves out gradients that hold "
-                "one, propagate goes on",
-                problems,
-            )
+            raise NonFiniteError(f"nothing was written, for there are NaN or Inf values; {NONFINITE_REMEDY}", problems)
         raise NonFiniteError(
-            "nothing was written, for a sum does not fit its type; --mean or --max-norm makes it smaller, "
-            "--nonfinite propagate lets it become Inf",
-            overflow_problems(self._targets, after),
+            "nothing was written, for a sum does not fit its type; --mean, --max-norm or smaller weights may make it "
+            "fit, --nonfinite propagate lets it become Inf",
+            overflow_problems(results, found.part(results, bad)),
         )
+
+    def _norm_before(self, touched: Measurement | None) -> float | None:
+        if touched is None:
+            return None
+
+        def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
+            return measure(self._session, [self._targets[number] for number in numbers], self._terms, divisors)
+
+        return norms_of(self._whole(touched), again, per_tensor=False).whole
 
     def _whole(self, touched: Measurement, divisors: Sequence[float] | None = None) -> Measurement:
         """A measurement of all targets, of which one of those that are added to is given."""
         whole = Measurement(self._targets, self._terms).updated(self._numbers, touched)
         if not self._left:
             return whole
-        if divisors is not None or self._left_alone is None:
-            left = [self._targets[number] for number in self._left]
-            own = None if divisors is None else [divisors[number] for number in self._left]
-            found = measure(self._session, left, self._terms, own)
-            if divisors is not None:
-                return whole.updated(self._left, found)
-            self._left_alone = found
+        left = [self._targets[number] for number in self._left]
+        if self._created is not None:
+            empty = Measurement(left, self._terms)
+            empty.zeros[:] = [one.tensor.elements for one in left]
+            return whole.updated(self._left, empty)
+        if divisors is not None:
+            own = [divisors[number] for number in self._left]
+            return whole.updated(self._left, measure(self._session, left, self._terms, own))
+        self._left_alone = self._left_alone or measure(self._session, left, self._terms)
         return whole.updated(self._left, self._left_alone)
 
-    def _stream(
+    def _pass(
         self,
         rule: Rule,
-        before: Measurement | None,
-        after: Measurement,
         destinations: Mapping[Shard, Path],
-        header: bytes,
-    ) -> None:
+        divisors: Sequence[float] | None = None,
+        *,
+        looks_back: bool = False,
+    ) -> tuple[Measurement | None, Measurement]:
+        """What was found in the tensors that are added to, before (if it `looks_back`) and after."""
+        before = Measurement(self._touched, self._terms) if looks_back and rule.keeps else None
+        after = Measurement(self._touched, self._terms, divisors)
         nbytes = sum(one.tensor.nbytes for part in self._contributions for one in part.tensors.values())
         nbytes += sum(one.tensor.nbytes for one in self._touched) if rule.keeps else 0
-        self._session.stream(self._tasks(rule, before, after, destinations, header), nbytes)
+        self._session.stream(self._tasks(rule, before, after, destinations), nbytes)
+        return before, after
 
     def _tasks(
-        self,
-        rule: Rule,
-        before: Measurement | None,
-        after: Measurement,
-        destinations: Mapping[Shard, Path],
-        header: bytes,
+        self, rule: Rule, before: Measurement | None, after: Measurement, destinations: Mapping[Shard, Path]
     ) -> Iterator[Task]:
-        def add(block: Block, channel: Channel) -> None:
-            view = channel.memory("block", block.end - block.begin)
-            pieces = after.pieces(block)
-            covered = sum(piece.elements * STORAGE[piece.dtype].bits.itemsize for piece in pieces)
-            if rule.keeps or covered < len(view):
-                channel.read(block.shard, block.begin, view)
-            if before is not None:
-                before.add(block, self._session.backend.tile_sums(view, before.pieces(block), self._terms))
-            sources = reading.read(self._contributions, self._touched, block, channel)
-            after.add(block, self._session.backend.accumulate(view, pieces, sources, rule, self._terms))
-            if block.shard in destinations:
-                channel.write(destinations[block.shard], block.begin, view)
-
-        def write_header(path: Path, channel: Channel) -> None:
-            channel.write(path, 0, memoryview(header))
-
-        for shard in destinations.keys() - set(self.shards):
-            yield from copying(shard, [(0, shard.size, 0)], destinations[shard])
+        touched = set(self.shards)
+        for shard, path in destinations.items():
+            if self._created is not None:
+                yield writing(path, self._created.header)
+            elif shard not in touched:
+                yield from copying(shard, [(0, shard.size, 0)], path)
         for shard, wanted in by_shard(self._touched):
-            if header and shard in destinations:
-                yield partial(write_header, destinations[shard])
             itemsizes = {STORAGE[tensor.dtype].bits.itemsize for _, tensor in wanted}
             nbytes = TILE * max(_TILES * min(itemsizes), *itemsizes)
-            whole = shard in destinations and not header
+            whole = shard in destinations and self._created is None
             for block in plan(shard, wanted, TILE, whole=whole, nbytes=nbytes):
-                yield partial(add, block)
+                yield partial(self._add, rule, (before, after), block, destinations.get(shard))
+
+    def _add(
+        self,
+        rule: Rule,
+        found: tuple[Measurement | None, Measurement],
+        block: Block,
+        destination: Path | None,
+        channel: Channel,
+    ) -> None:
+        before, after = found
+        view = channel.memory("block", block.end - block.begin)
+        pieces = after.pieces(block)
+        covered = sum(piece.elements * STORAGE[piece.dtype].bits.itemsize for piece in pieces)
+        if self._created is None and (rule.keeps or covered < len(view)):
+            channel.read(block.shard, block.begin, view)
+        elif covered < len(view):
+            view[:] = bytes(len(view))
+        if before is not None:
+            before.add(block, self._session.backend.tile_sums(view, before.pieces(block), self._terms))
+        sources = reading.read(self._contributions, self._touched, block, channel)
+        after.add(block, self._session.backend.accumulate(view, pieces, sources, rule, self._terms))
+        if destination is not None:
+            channel.write(destination, block.begin, view)

@@ -28,12 +28,15 @@ def optional_number(option: str, value: Any) -> float | None:
 
 def numbers(option: str, values: Any) -> list[float]:
     """Several numbers, or none; a single one is a list of one."""
-    if isinstance(values, (int, float)):
-        return [number(option, values)]
+    if values is None:
+        return []
+    if isinstance(values, (str, bytes)):
+        raise UsageError(f"{option} must be numbers, not {values!r}")
     try:
-        return [number(option, value) for value in values or ()]
-    except TypeError as error:
-        raise UsageError(f"{option} must be numbers, not {values!r}") from error
+        several = list(values)
+    except TypeError:
+        several = [values]
+    return [number(option, value) for value in several]
 
 
 def whole(option: str, value: Any) -> int:
@@ -62,9 +65,16 @@ def norm_order(value: Any) -> float:
     return order
 
 
+def optional_word(option: str, value: Any) -> str | None:
+    """A text that is not empty, or None for an option that is not given."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise UsageError(f"{option} must be a word, not {value!r}")
+
+
 def one_of(option: str, value: Any, known: Collection[str]) -> None:
     """Raise `UsageError` for a word that is not one of those known."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise UsageError(f"{option} must be one of {', '.join(known)}, not {value!r}")
 
 

@@ -66,6 +66,9 @@ def match(
                 if name not in numbers
             ]
         matched = {numbers[name]: one for name, one in home.items() if name in numbers}
+        if skip and home and not matched:
+            message = "has no tensor of the buffer's; --missing skip needs at least one"
+            problems.append(Problem("missing-tensor", message, str(gradient.path)))
         problems += [
             _misfit(one, targets[number])
             for number, one in matched.items()
@@ -102,7 +105,8 @@ def weighted(
     if weights is None:
         return list(contributions)
     if len(weights) != len(contributions):
-        raise UsageError(f"{len(weights)} weights are given for {len(contributions)} gradients; give one for each")
+        given, wanted = len(weights), len(contributions)
+        raise UsageError(f"--weight is given {given} times, and there are {wanted} gradients; give one for each")
     return [replace(one, weight=weight) for one, weight in zip(contributions, weights, strict=True)]
 
 
@@ -113,7 +117,8 @@ def _weight_of(gradient: GradientSet, key: str) -> float:
             raise BadInputError(f"has no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
         text = shard.metadata[key]
         try:
-            weight = float(text)
+            # Python's own spelling of numbers allows 1_000; metadata that says so means something else.
+            weight = math.nan if "_" in text else float(text)
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight):

@@ -16,7 +16,7 @@ from gradtool.ops.measurement import Measurement, norms_of
 from gradtool.ops.output import NewFile, Output
 from gradtool.ops.passes import measure, open_session
 from gradtool.ops.results import Call, call_facts, nonfinite_problems, overflow_problems
-from gradtool.store.stream import copying
+from gradtool.store.stream import copying, writing
 
 if TYPE_CHECKING:
     import os
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.ops.passes import Progress, Session
-    from gradtool.store.channel import Channel
     from gradtool.store.gradset import GradientSet
     from gradtool.store.header import Shard
     from gradtool.store.stream import Task
@@ -95,9 +94,9 @@ def layernorm_backward(
 
     With xh = (X - mean) · inv_std_dev, g = scale, and M the mean over the axes from `axis` on,
     X_grad = inv_std_dev · (Y_grad·g - M(Y_grad·g) - xh · M(Y_grad·g·xh)); over the other axes,
-    scale_grad = Σ Y_grad·xh and bias_grad = Σ Y_grad. RMSNorm leaves out mean, M(Y_grad·g) and bias_grad; the invertible
-    form takes xh = (Y - bias) / g. Arithmetic is float64, each value is rounded once. X_grad has the type of X (of Y),
-    the others that of scale. As ONNX Runtime's LayerNormalizationGrad, SimplifiedLayerNormalizationGrad and
+    scale_grad = Σ Y_grad·xh and bias_grad = Σ Y_grad. RMSNorm leaves out mean, M(Y_grad·g) and bias_grad; the
+    invertible form takes xh = (Y - bias) / g. Arithmetic is float64, each value is rounded once. X_grad has the type
+    of X (of Y), the others that of scale. As ONNX Runtime's LayerNormalizationGrad, SimplifiedLayerNormalizationGrad and
     InvertibleLayerNormalizationGrad.
 
     Args:
@@ -234,7 +233,7 @@ class _Work:
         for shard, path in destinations.items():
             new = self._files.shards[shard]
             if not new.keeps_header:
-                yield _writing(path, new.layout.header)
+                yield writing(path, new.layout.header)
             yield from copying(shard, new.copies, path)
         for one in passes:
             yield from one.tasks()
@@ -259,10 +258,3 @@ class _Work:
             "nothing was written, for a gradient does not fit its type; --nonfinite propagate goes on",
             overflow_problems(self._outputs, self._found),
         )
-
-
-def _writing(path: Path, header: bytes) -> Task:
-    def write(channel: Channel) -> None:
-        channel.write(path, 0, memoryview(header))
-
-    return write

@@ -132,7 +132,8 @@ class Output:
 
     def _stage(self, replacement: Replacement, file: NewFile) -> Path:
         original = None if self.is_elsewhere or not file.replaces else file.shard.stat
-        return replacement.stage(self._target(file.shard.path), file.size, original, ranges=file.ranges)
+        target = self._target(file.shard.path)
+        return replacement.stage(target, file.size, original, file.ranges, is_new=not file.replaces)
 
     def _make_folder(self) -> None:
         if self.folder is not None:

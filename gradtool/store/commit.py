@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store.header import changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class _Staged:
     target: Path
     original: os.stat_result | None
     mode: int
+    # Nothing may have been there before.
+    is_new: bool
 
     def finish(self, *, fsync: bool) -> None:
         """Bring the content to the disk. The mode comes last: it may be one that even we could not write to."""
@@ -80,11 +82,14 @@ class Replacement:
         size: int,
         original: os.stat_result | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
+        *,
+        is_new: bool = False,
     ) -> Path:
         """Make a temporary of `size` bytes, its space reserved, that will become `target`; give its path.
 
         With `original`, the status of the file that is replaced, its mode, owner and extended attributes are kept. With
-        `ranges`, only those are reserved, and the rest reads as zeros: holes, where the file system has them.
+        `ranges`, only those are reserved, and the rest reads as zeros: holes, where the file system has them. A target
+        that `is_new` replaces nothing.
 
         Raises:
             SystemRefusedError: no permission, no space, or an attribute that cannot be kept.
@@ -94,10 +99,11 @@ class Replacement:
             try:
                 fd, name = tempfile.mkstemp(prefix=".gradtool-", suffix=".tmp", dir=real.parent)
             except OSError as error:
-                missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-                raise from_os_error(error, real.parent if missing else target) from error
+                if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                    raise BadInputError("no such folder", file=real.parent, code="missing-file") from error
+                raise from_os_error(error, target) from error
             mode = 0o666 & ~_umask() if original is None else stat.S_IMODE(original.st_mode)
-            self._staged.append(_Staged(Path(name), real, original, mode))
+            self._staged.append(_Staged(Path(name), real, original, mode, is_new))
         try:
             os.ftruncate(fd, size)
             for begin, end in [(0, size)] if ranges is None else ranges:
@@ -119,6 +125,8 @@ class Replacement:
         for staged in self._staged:
             staged.finish(fsync=self._fsync)
         for staged in self._staged:
+            if staged.is_new and os.path.lexists(staged.target):
+                raise SystemRefusedError("was made by somebody else in the meantime", file=staged.target)
             if staged.original is not None and not is_unchanged(staged.target, staged.original):
                 raise changed_meanwhile(staged.target)
         folders = {staged.target.parent for staged in self._staged}

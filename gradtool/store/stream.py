@@ -7,6 +7,7 @@ release the interpreter lock, so that threads really run side by side.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from functools import partial
 from time import perf_counter
@@ -68,6 +69,11 @@ def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: P
             yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end), to + at - begin)
 
 
+def writing(path: Path, content: bytes) -> Task:
+    """A task that writes the beginning of a file."""
+    return lambda channel: channel.write(path, 0, memoryview(content))
+
+
 def run(tasks: Iterable[Task], *, threads: int, on_bytes: Callable[[int], None] | None = None) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised again here.
 
@@ -76,7 +82,9 @@ def run(tasks: Iterable[Task], *, threads: int, on_bytes: Callable[[int], None] 
     Raises:
         SystemRefusedError: reading or writing failed, or a file changed since its header was read.
     """
-    queue = _Queue(iter(tasks), on_bytes, max(4, _MAX_OPEN_FILES // threads))
+    budget = min(_MAX_OPEN_FILES, _descriptors_left())
+    threads = max(1, min(threads, budget))
+    queue = _Queue(iter(tasks), on_bytes, max(1, budget // threads))
     try:
         # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
         if threads == 1 or not _start(threads, queue):
@@ -90,6 +98,18 @@ def run(tasks: Iterable[Task], *, threads: int, on_bytes: Callable[[int], None] 
     if queue.error is not None:
         raise queue.error
     return queue.clock
+
+
+def _descriptors_left() -> int:
+    """How many more files this process may have open, about: a few are left to others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_OPEN_FILES
+    try:
+        taken = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names, of descriptors
+    except OSError:
+        taken = 16
+    return limit - taken - 4
 
 
 def _start(count: int, queue: _Queue) -> int:

@@ -1,0 +1,187 @@
+/* Canonical sums, tile by tile, of what is in a block or of what is written there on the way. */
+#ifndef GRADTOOL_TILES_H
+#define GRADTOOL_TILES_H
+
+#include "_storage.h"
+
+/* ---- one row ---------------------------------------------------------------------------------------------------- */
+
+struct stats { double max_abs; int64_t nan, inf, zeros, first; };
+
+/* The largest magnitude leaves NaN out, so that it still says something about the tensor. */
+VECTOR static void row_stats32(const float *row, int n, struct stats *stats)
+{
+    uint32_t largest = 0, nan = 0, inf = 0, zeros = 0;
+    for (int j = 0; j < n; j++) {
+        uint32_t magnitude = as_bits(row[j]) & 0x7fffffffu;
+        uint32_t number = -(uint32_t)(magnitude <= 0x7f800000u), kept = magnitude & number;
+        nan += 1 + number;
+        inf += magnitude == 0x7f800000u;
+        zeros += magnitude == 0;
+        largest = kept > largest ? kept : largest;
+    }
+    double max_abs = as_float(largest);
+    if (max_abs > stats->max_abs) stats->max_abs = max_abs;
+    stats->nan += nan, stats->inf += inf, stats->zeros += zeros;
+}
+
+VECTOR static void row_stats64(const double *row, int n, struct stats *stats)
+{
+    uint64_t largest = 0, nan = 0, inf = 0, zeros = 0, limit = 0x7ff0000000000000u;
+    for (int j = 0; j < n; j++) {
+        uint64_t magnitude = as_bits64(row[j]) & 0x7fffffffffffffffu;
+        uint64_t number = -(uint64_t)(magnitude <= limit), kept = magnitude & number;
+        nan += 1 + number;
+        inf += magnitude == limit;
+        zeros += magnitude == 0;
+        largest = kept > largest ? kept : largest;
+    }
+    double max_abs;
+    memcpy(&max_abs, &largest, sizeof max_abs);
+    if (max_abs > stats->max_abs) stats->max_abs = max_abs;
+    stats->nan += (int64_t)nan, stats->inf += (int64_t)inf, stats->zeros += (int64_t)zeros;
+}
+
+#define ROW_LOOPS(BITS, REAL, FABS)                                                                                    \
+    VECTOR static void row_squares##BITS(const REAL *row, double *lanes, int n)                                       \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) lanes[j] += (double)row[j] * (double)row[j];                                       \
+    }                                                                                                                  \
+    VECTOR static void row_absolutes##BITS(const REAL *row, double *lanes, int n)                                     \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) lanes[j] += (double)FABS(row[j]);                                                  \
+    }                                                                                                                  \
+    VECTOR static void row_scale##BITS(REAL *row, REAL factor, int n)                                                 \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) row[j] *= factor;                                                                  \
+    }                                                                                                                  \
+    VECTOR static void row_drop##BITS(REAL *row, int n)                                                                \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) row[j] = FABS(row[j]) < (REAL)INFINITY ? row[j] : 0;                               \
+    }                                                                                                                  \
+    VECTOR static void row_clamp##BITS(REAL *row, REAL limit, int n)                                                  \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) {                                                                                  \
+            REAL low = row[j] < -limit ? -limit : row[j];                                                              \
+            row[j] = low > limit ? limit : low;                                                                        \
+        }                                                                                                              \
+    }
+
+ROW_LOOPS(32, float, fabsf)
+ROW_LOOPS(64, double, fabs)
+
+/* ---- one tile --------------------------------------------------------------------------------------------------- */
+
+/* With `wide`, what is written comes from there, float64 values that run on from piece to piece. */
+struct job { enum term term; int writes, drops; double factor, limit; const double *wide; };
+
+/* What is dropped is counted first, and then takes part as a zero. */
+#define ROW(BITS)                                                                                                      \
+    do {                                                                                                               \
+        if (job.drops) {                                                                                               \
+            struct stats raw = {0, 0, 0, 0, -1};                                                                       \
+            row_stats##BITS(row, n, &raw);                                                                             \
+            row_drop##BITS(row, n);                                                                                    \
+            stats->nan += raw.nan, stats->inf += raw.inf;                                                              \
+        }                                                                                                              \
+        row_stats##BITS(row, n, stats);                                                                                \
+        if (job.term == SQUARE) row_squares##BITS(row, lanes, n);                                                      \
+        if (job.term == ABSOLUTE) row_absolutes##BITS(row, lanes, n);                                                  \
+    } while (0)
+
+static void row32(struct job job, enum dtype dtype, char *data, int n, double *lanes, struct stats *stats)
+{
+    float row[LANES];
+    if (job.wide) {
+        store_wide32(dtype, job.wide, row, data, n);
+    } else {
+        load_row(dtype, data, row, n);
+    }
+    if (job.writes) {
+        if (job.drops) row_drop32(row, n);
+        row_scale32(row, (float)job.factor, n);
+        if (job.limit < INFINITY) row_clamp32(row, (float)job.limit, n);
+        store_row(dtype, row, data, n);
+    }
+    ROW(32);
+}
+
+static void row64(struct job job, char *data, int n, double *lanes, struct stats *stats)
+{
+    double row[LANES];
+    if (job.wide) {
+        uint64_t codes[LANES];
+        narrow_f64(job.wide, codes, n);
+        memcpy(data, codes, 8 * (size_t)n);
+    }
+    memcpy(row, data, 8 * (size_t)n);
+    if (job.writes) {
+        uint64_t codes[LANES];
+        if (job.drops) row_drop64(row, n);
+        row_scale64(row, job.factor, n);
+        if (job.limit < INFINITY) row_clamp64(row, job.limit, n);
+        narrow_f64(row, codes, n);
+        memcpy(data, codes, 8 * (size_t)n);
+        memcpy(row, codes, 8 * (size_t)n);
+    }
+    ROW(64);
+}
+
+/* Lanes that hold no element are +0 and change nothing, so a short tensor folds only the lanes it has. */
+static double fold(double *lanes, int64_t used)
+{
+    int width = LANES;
+    while (width / 2 >= used && width > 1) width /= 2;
+    for (; width > 1; width /= 2)
+        for (int j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
+    return lanes[0];
+}
+
+static double tile(struct job job, enum dtype dtype, char *data, int64_t elements, struct stats *stats)
+{
+    double lanes[LANES];
+    memset(lanes, 0, sizeof lanes);
+    for (int64_t start = 0; start < elements; start += LANES) {
+        int n = (int)(elements - start < LANES ? elements - start : LANES);
+        char *row = data + start * ITEMSIZE[dtype];
+        if (dtype == F64) row64(job, row, n, lanes, stats);
+        else row32(job, dtype, row, n, lanes, stats);
+        if (job.wide) job.wide += n;
+    }
+    return fold(lanes, elements);
+}
+
+/* Only looked for in a piece that is known to hold one, so its cost does not matter. */
+static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t elements)
+{
+    for (int64_t i = 0; i < elements; i++) {
+        const char *at = data + i * ITEMSIZE[dtype];
+        double value;
+        if (dtype == F64) memcpy(&value, at, sizeof value);
+        else { float wide; load_row(dtype, at, &wide, 1); value = wide; }
+        if (!isfinite(value)) return i;
+    }
+    return -1;
+}
+
+static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssize_t k, const double *factors,
+                       double *sum, double *max_abs, int64_t *count)
+{
+    for (Py_ssize_t i = 0; i < k; i++, piece += 3, count += 4) {
+        enum dtype dtype = (enum dtype)piece[0];
+        char *data = block + piece[1];
+        int64_t elements = piece[2];
+        struct stats stats = {0, 0, 0, 0, -1};
+        if (job.writes) job.factor = factors[i];
+        for (int64_t start = 0; start < elements; start += TILE) {
+            int64_t left = elements - start;
+            *sum++ = tile(job, dtype, data + start * ITEMSIZE[dtype], left < TILE ? left : TILE, &stats);
+            if (job.wide) job.wide += left < TILE ? left : TILE;
+        }
+        if (stats.nan + stats.inf) stats.first = first_nonfinite(dtype, data, elements);
+        max_abs[i] = stats.max_abs;
+        count[0] = stats.nan, count[1] = stats.inf, count[2] = stats.zeros, count[3] = stats.first;
+    }
+}
+
+#endif

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import gradtool
-from gradtool import process, report
-from gradtool.errors import EXIT_FOUND, EXIT_SYSTEM, EXIT_USAGE, GradtoolError, Problem
+from gradtool import process
+from gradtool.errors import EXIT_SYSTEM, EXIT_USAGE, GradtoolError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from typer.models import CommandInfo
 
 EXIT_BUG = 70
 
@@ -82,7 +84,7 @@ def norm(
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
-) -> None:
+) -> int:
     """Measure the norm of all tensors of all paths, as one vector, and change nothing.
 
     NaN and Inf values are named, and make the exit code 1.
@@ -91,24 +93,7 @@ def norm(
     Example:  gradtool norm grads/ --top 5
               gradtool norm rank*.safetensors --json | jq .data.norm
     """
-    _run(
-        "norm",
-        lambda progress: gradtool.norm(
-            paths or (),
-            norm_type=norm_type,
-            per_tensor=per_tensor,
-            top=top,
-            fail_above=fail_above,
-            include=include or (),
-            exclude=exclude or (),
-            files_from=files_from,
-            backend=backend,
-            threads=threads,
-            progress=progress,
-        ),
-        json=json,
-        quiet=quiet,
-    )
+    return _run("norm", **locals())
 
 
 @app.command()
@@ -143,7 +128,7 @@ def clip(
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
-) -> None:
+) -> int:
     """Clip all tensors of all paths, as one vector, to a norm of at most C; in place.
 
     Files are replaced only when all of them are ready; when nothing is to be clipped, none is touched.
@@ -152,32 +137,7 @@ def clip(
     Example:  gradtool clip grads/ --max-norm 1.0
               gradtool clip scaled.safetensors --unscale 1024 --max-norm 1.0 --output clipped.safetensors
     """
-    _run(
-        "clip",
-        lambda progress: gradtool.clip(
-            paths or (),
-            max_norm=max_norm,
-            max_value=max_value,
-            norm_type=norm_type,
-            eps=eps,
-            per_tensor=per_tensor,
-            total_norm=total_norm,
-            unscale=unscale,
-            nonfinite=nonfinite,
-            include=include or (),
-            exclude=exclude or (),
-            files_from=files_from,
-            output=output,
-            output_dir=output_dir,
-            dry_run=dry_run,
-            fsync=fsync,
-            backend=backend,
-            threads=threads,
-            progress=progress,
-        ),
-        json=json,
-        quiet=quiet,
-    )
+    return _run("clip", **locals())
 
 
 @app.command()
@@ -229,7 +189,7 @@ def accumulate(
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
-) -> None:
+) -> int:
     """Add gradients to a buffer in float64, with one rounding at the end; in place.
 
     Tensors match by name, whatever shard they are in, and broadcast to the buffer's shape.
@@ -238,38 +198,7 @@ def accumulate(
     Example:  gradtool accumulate buffer.safetensors micro_*.safetensors
               gradtool accumulate mean.safetensors rank*/ --create --mean --weight-key num_tokens --max-norm 1
     """
-    _run(
-        "accumulate",
-        lambda progress: gradtool.accumulate(
-            buffer,
-            gradients or (),
-            overwrite=overwrite,
-            update=update,
-            weight=weight or (),
-            weight_key=weight_key,
-            mean=mean,
-            missing=missing,
-            create=create,
-            dtype=dtype,
-            max_norm=max_norm,
-            clip_each=clip_each,
-            norm_type=norm_type,
-            eps=eps,
-            nonfinite=nonfinite,
-            include=include or (),
-            exclude=exclude or (),
-            files_from=files_from,
-            output=output,
-            output_dir=output_dir,
-            dry_run=dry_run,
-            fsync=fsync,
-            backend=backend,
-            threads=threads,
-            progress=progress,
-        ),
-        json=json,
-        quiet=quiet,
-    )
+    return _run("accumulate", **locals())
 
 
 @app.command()
@@ -287,7 +216,7 @@ def zero(
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
-) -> None:
+) -> int:
     """Make every element of all tensors of all paths +0, whatever its type; in place.
 
     Zeros are not written but left out where the file system can do that, so gigabytes take no longer than kilobytes.
@@ -296,24 +225,7 @@ def zero(
     Example:  gradtool zero buffer.safetensors
               gradtool zero grads/ --include '^lm_head'
     """
-    _run(
-        "zero",
-        lambda progress: gradtool.zero(
-            paths or (),
-            include=include or (),
-            exclude=exclude or (),
-            files_from=files_from,
-            output=output,
-            output_dir=output_dir,
-            dry_run=dry_run,
-            fsync=fsync,
-            backend=backend,
-            threads=threads,
-            progress=progress,
-        ),
-        json=json,
-        quiet=quiet,
-    )
+    return _run("zero", **locals())
 
 
 @app.command("layernorm-backward")
@@ -360,7 +272,7 @@ def layernorm_backward(
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
-) -> None:
+) -> int:
     """Work out X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
     A layer is a common prefix of Y_grad, X, scale, mean and inv_std_dev; the last two are computed where they are
@@ -370,66 +282,14 @@ def layernorm_backward(
     Example:  gradtool layernorm-backward step_100/ --output-dir grads/
               gradtool layernorm-backward acts.safetensors --kind rmsnorm --scale-offset 1 --prefix model.norm
     """
-    _run(
-        "layernorm-backward",
-        lambda progress: gradtool.layernorm_backward(
-            paths or (),
-            kind=kind,
-            invertible=invertible,
-            axis=axis,
-            norm_eps=norm_eps,
-            scale_offset=scale_offset,
-            nonfinite=nonfinite,
-            prefix=prefix or (),
-            y_grad=y_grad,
-            x=x,
-            y=y,
-            scale=scale,
-            bias=bias,
-            mean=mean,
-            inv_std_dev=inv_std_dev,
-            x_grad_in_place=x_grad_in_place,
-            include=include or (),
-            exclude=exclude or (),
-            files_from=files_from,
-            output=output,
-            output_dir=output_dir,
-            dry_run=dry_run,
-            fsync=fsync,
-            backend=backend,
-            threads=threads,
-            progress=progress,
-        ),
-        json=json,
-        quiet=quiet,
-    )
+    return _run("layernorm-backward", **locals())
 
 
-def _run(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> NoReturn:
-    result = None
-    try:
-        if json or not quiet:
-            process.require_stdout()
-        with report.progress(command, wanted=not quiet) as progress:
-            result = call(progress)
-        problems = getattr(result, "problems", ())
-        if json or not quiet:
-            _show(command, result, problems, json=json)
-        if problems:
-            report.complain(problems)
-        if not quiet:
-            report.complain(getattr(result, "warnings", ()), level="warning")
-    except KeyboardInterrupt as error:
-        # Here and not in main(), for Typer would make an exit code of it and drop the rest.
-        raise typer.Exit(process.interrupted(error, work_done=result is not None)) from error
-    raise typer.Exit(EXIT_FOUND if problems else 0)
-
-
-def _show(command: str, result: Any, problems: Sequence[Problem], *, json: bool) -> None:
-    try:
-        report.show(command, result, problems, as_json=json)
-    except OSError as error:
-        raise process.lost_stdout(f"{error.strerror}; the work itself is done") from error
+def _run(command: str, *, json: bool, quiet: bool, **arguments: Any) -> int:
+    """Call the function of the same name; what is not given has its default there."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    function = getattr(gradtool, command.replace("-", "_"))
+    return process.perform(command, lambda progress: function(**given, progress=progress), json=json, quiet=quiet)
 
 
 def main() -> NoReturn:
@@ -444,6 +304,7 @@ def main() -> NoReturn:
 
 def _guarded() -> int:
     try:
+        _prepare_only(sys.argv[1:2])
         code = int(app(standalone_mode=False) or 0)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -465,3 +326,13 @@ def _guarded() -> int:
         message = f"a bug in gradtool: {type(error).__name__}: {error}; GRADTOOL_DEBUG=1 shows where"
         return process.fail(Problem("bug", message), exit_code=EXIT_BUG)
     return code
+
+
+def _prepare_only(first: Sequence[str]) -> None:
+    """Leave out the other commands where one is named: Typer takes 2 ms to prepare each, needed or not."""
+    commands = app.registered_commands
+    app.registered_commands = [one for one in commands if [_name_of(one)] == first] or commands
+
+
+def _name_of(command: CommandInfo) -> str:
+    return str(command.name or getattr(command.callback, "__name__", ""))

@@ -6,12 +6,13 @@ import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from gradtool import report
-from gradtool.errors import Problem, SystemRefusedError
+from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem, SystemRefusedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from io import TextIOWrapper
     from types import FrameType
 
@@ -24,6 +25,33 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+
+
+def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> int:
+    """Call, and show the result and what was found; the exit code. The call is handed a progress bar, or None."""
+    result, problems = None, ()
+    try:
+        if json or not quiet:
+            require_stdout()
+        with report.progress(command, wanted=not quiet) as progress:
+            result = call(progress)
+        problems = getattr(result, "problems", ())
+        if json or not quiet:
+            _show(command, result, problems, json=json)
+        report.complain(problems)
+        if not quiet:
+            report.complain(getattr(result, "warnings", ()), level="warning")
+    except KeyboardInterrupt as error:
+        # Here and not in main(), for Typer would make an exit code of it and drop the rest.
+        return interrupted(error, work_done=result is not None)
+    return EXIT_FOUND if problems else EXIT_OK
+
+
+def _show(command: str, result: Any, problems: Sequence[Problem], *, json: bool) -> None:
+    try:
+        report.show(command, result, problems, as_json=json)
+    except OSError as error:
+        raise lost_stdout(f"{error.strerror}; the work itself is done") from error
 
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:

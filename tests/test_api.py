@@ -8,11 +8,12 @@ from gradtool import cli
 from gradtool.errors import Problem
 
 # What only one of the twins has: the command prints, the function reports progress.
+OPERATIONS = ["norm", "clip", "accumulate", "zero", "layernorm_backward"]
 COMMAND_ONLY = {"json", "quiet"}
 FUNCTION_ONLY = {"progress"}
 
 
-@pytest.mark.parametrize("name", ["norm", "clip"])
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_command_and_function_have_the_same_arguments_and_defaults(name):
     def defaults(function, leave_out):
         parameters = inspect.signature(function).parameters.values()
@@ -21,7 +22,7 @@ def test_command_and_function_have_the_same_arguments_and_defaults(name):
     assert defaults(getattr(cli, name), COMMAND_ONLY) == defaults(getattr(gradtool, name), FUNCTION_ONLY)
 
 
-@pytest.mark.parametrize("name", ["norm", "clip"])
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_every_argument_is_documented(name):
     function = getattr(gradtool, name)
     for argument in inspect.signature(function).parameters:

@@ -38,12 +38,28 @@ def test_version():
     assert (done.returncode, done.stdout, done.stderr) == (0, "gradtool 0.1.0\n", "")
 
 
-@pytest.mark.parametrize("command", [[], ["norm"], ["clip"]])
-def test_help_shows_what_there_is(command):
-    done = gradtool(*command, "--help")
+COMMANDS = {
+    "norm": "--fail-above",
+    "clip": "--max-value",
+    "accumulate": "--weight-key",
+    "zero": "--include",
+    "layernorm-backward": "--inv-std-dev",
+}
+
+
+def test_help_names_every_command():
+    done = gradtool("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage:" in done.stdout
-    assert all(option in done.stdout for option in (["--max-norm", "--eps"] if command == ["clip"] else ["--help"]))
+    assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_shows_its_options_and_an_example(command):
+    done = gradtool(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"gradtool {command} [OPTIONS]" in done.stdout.splitlines()[0]
+    assert COMMANDS[command] in done.stdout
+    assert f"Example:  gradtool {command} " in done.stdout
 
 
 def test_without_a_command_the_help_is_shown():
@@ -76,6 +92,58 @@ def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
     assert list(answer["data"]) == [*NORM_KEYS, *CLIP_KEYS, *CALL_KEYS, "per_tensor"]
     assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
     assert answer["data"]["clipped"] is True
+
+
+WRITTEN_KEYS = ["dry_run", "files_written", "bytes_written"]
+
+
+def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
+    grad = write(tmp_path / "grad", {"a": encode([1, math.nan], "F32"), "b": encode([0, 0], "F32")})
+    good = write(tmp_path / "good", {"a": encode([1, 2], "F32"), "b": encode([0, 0], "F32")})
+    answer = gradtool_json("accumulate", sample(tmp_path), grad, good, "--nonfinite", "skip", "--clip-each", "9")
+    assert list(answer["data"]) == [
+        *NORM_KEYS, "norm_before", "norm_after", "max_norm", "sum_norm", "coef", "clipped", "taken", "skipped",
+        "weight_sum", "updated", *WRITTEN_KEYS, "warnings", *CALL_KEYS, "per_gradient",
+    ]  # fmt: skip
+    assert [list(row) for row in answer["data"]["per_gradient"]] == [
+        ["weight", "taken", "norm", "coef", "nan", "inf", "file"]
+    ] * 2
+    assert [(row["taken"], row["nan"], row["norm"]) for row in answer["data"]["per_gradient"]] == [
+        (False, 1, "NaN"), (True, 0, math.sqrt(5)),
+    ]  # fmt: skip
+    assert (answer["exit_code"], answer["data"]["warnings"][0]["file"]) == (0, str(grad))
+
+
+def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
+    bad = write(tmp_path / "bad", {"a": encode([1, math.nan], "F32"), "b": encode([0, 0], "F32")})
+    good = write(tmp_path / "good", {"a": encode([1, 2], "F32"), "b": encode([0, 0], "F32")})
+    command = ["accumulate", sample(tmp_path), bad, good, "--nonfinite", "skip"]
+    done = gradtool(*command)
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"gradtool: warning: {bad}: tensor 'a': the whole gradient is left out: 1 NaN, 0 Inf, the first at index 1\n",
+    )
+    rows = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("gradient\t")]
+    assert [(row[2], row[-1]) for row in rows] == [("no", str(bad)), ("yes", str(good))]
+    assert gradtool(*command, "--quiet").stderr == ""
+
+
+def test_the_keys_of_zero_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("zero", sample(tmp_path))
+    assert list(answer["data"]) == [*WRITTEN_KEYS, *CALL_KEYS]
+    assert (answer["data"]["elements"], answer["data"]["files_written"]) == (4, 1)
+
+
+def test_the_keys_of_layernorm_backward_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("layernorm-backward", SAMPLES / "layernorm.safetensors", "--output", tmp_path / "grads")
+    assert list(answer["data"]) == ["kind", "invertible", "layers", *WRITTEN_KEYS, *CALL_KEYS, "per_layer"]
+    (row,) = answer["data"]["per_layer"]
+    assert list(row) == [
+        "shape", "rows", "columns", "x_grad_norm", "scale_grad_norm", "bias_grad_norm", "seconds", "gb_per_s",
+        "name", "file",
+    ]  # fmt: skip
+    assert (row["name"], row["shape"], row["rows"], row["columns"]) == ("blocks.0.norm", [4, 16, 40], 64, 40)
+    assert list(read(tmp_path / "grads")) == [f"blocks.0.norm.{name}_grad" for name in ("X", "scale", "bias")]
 
 
 def test_floats_in_json_read_back_to_the_same_bits(tmp_path):

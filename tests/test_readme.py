@@ -45,12 +45,18 @@ def test_examples_print_what_the_readme_shows(checkout, command, output):
     assert done.stdout == output
 
 
-@pytest.mark.parametrize("command", ["norm", "clip"])
-def test_every_option_the_readme_names_exists(command):
-    everything = gradtool("norm", "--help").stdout + gradtool("clip", "--help").stdout
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {"--timing", "--version", "--help"}
-    assert named <= set(re.findall(r"--[a-z][a-z-]+", everything))
-    assert f"gradtool {command} --help" in README
+COMMANDS = ["norm", "clip", "accumulate", "zero", "layernorm-backward"]
+
+
+def options_in(text):
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+
+
+def test_every_option_the_readme_names_exists_and_every_option_is_named():
+    everything = set().union(*(options_in(gradtool(command, "--help").stdout) for command in COMMANDS))
+    assert options_in(README) - {"--timing", "--version"} <= everything
+    assert everything - options_in(README) == set()
+    assert all(f"`gradtool {command}`" in README for command in COMMANDS)
 
 
 def test_there_are_two_set_up_commands():

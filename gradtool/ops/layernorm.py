@@ -96,8 +96,8 @@ def layernorm_backward(
     X_grad = inv_std_dev · (Y_grad·g - M(Y_grad·g) - xh · M(Y_grad·g·xh)); over the other axes,
     scale_grad = Σ Y_grad·xh and bias_grad = Σ Y_grad. RMSNorm leaves out mean, M(Y_grad·g) and bias_grad; the
     invertible form takes xh = (Y - bias) / g. Arithmetic is float64, each value is rounded once. X_grad has the type
-    of X (of Y), the others that of scale. As ONNX Runtime's LayerNormalizationGrad, SimplifiedLayerNormalizationGrad and
-    InvertibleLayerNormalizationGrad.
+    of X (of Y), the others that of scale. As ONNX Runtime's LayerNormalizationGrad, SimplifiedLayerNormalizationGrad
+    and InvertibleLayerNormalizationGrad.
 
     Args:
         paths: files, folders or index files. A layer is a common prefix, such as `blocks.0.norm.`, of `Y_grad`, `X`,

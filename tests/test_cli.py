@@ -235,6 +235,9 @@ def lay_out_bad_inputs(folder):
     for name in ("1", "2"):
         write(folder / "twice" / f"{name}.safetensors", {"a": ONES})
     (folder / "empty").mkdir()
+    write(folder / "larger", {"a": np.ones((2, 2), np.float32), "b": encode([0, 0], "BF16")})
+    write(folder / "fewer", {"a": ONES}, {"num_tokens": "many"})
+    write(folder / "norm", {"X": np.ones((2, 3)), "Y_grad": np.ones((2, 3)), "scale": np.ones(4)})
 
 
 # By what is wrong: the arguments, the exit code, and what the message says.
@@ -268,18 +271,54 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_INPUTS)
-def test_bad_input_is_one_clear_line_an_exit_code_and_no_changed_byte(tmp_path, name):
+# The same for the commands that came later, whose ways to the files are the same.
+BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected in BAD_INPUTS.values()} | {
+    "accumulate": (2, "BUFFER"),
+    "accumulate x.safetensors": (2, "no gradient is given"),
+    "accumulate missing x.safetensors": (3, "--create makes it"),
+    "accumulate x.safetensors fewer --create": (3, "is there already"),
+    "accumulate x.safetensors truncated": (3, "truncated: the header says"),
+    "accumulate truncated x.safetensors": (3, "truncated: the header says"),
+    "accumulate x.safetensors x.safetensors": (3, "same file"),
+    "accumulate x.safetensors larger": (3, "[2, 2], which does not broadcast to the buffer's [2]"),
+    "accumulate x.safetensors fewer": (3, "is only in the buffer"),
+    "accumulate fewer x.safetensors": (3, "is not in the buffer"),
+    "accumulate fewer integers --missing skip": (3, "has type I32"),
+    "accumulate x.safetensors larger --weight 1 --weight 2": (2, "--weight is given 2 times"),
+    "accumulate x.safetensors larger --weight nan": (2, "finite"),
+    "accumulate x.safetensors fewer --missing skip --weight-key num_tokens": (3, "'many'"),
+    "accumulate x.safetensors fewer --missing skip --weight-key steps": (3, "has no 'steps'"),
+    "accumulate x.safetensors fewer --missing skip --mean --weight 0": (3, "add up to 0"),
+    "accumulate x.safetensors fewer --dtype F32": (2, "--create"),
+    "accumulate x.safetensors fewer --clip-each -1": (2, "0 or more"),
+    "zero truncated": (3, "truncated: the header says"),
+    "zero lost": (3, "which is not there"),
+    "zero x.safetensors --include zzz": (3, "matches no tensor"),
+    "zero x.safetensors --backend cuda": (4, "CUDA"),
+    "zero": (2, "no path"),
+    "layernorm-backward truncated": (3, "truncated: the header says"),
+    "layernorm-backward x.safetensors": (3, "no tensor is called Y_grad"),
+    "layernorm-backward norm": (3, "has shape [4], where [3] is needed"),
+    "layernorm-backward norm --axis 2": (3, "no axis 2"),
+    "layernorm-backward norm --prefix nope": (3, "'nope'"),
+    "layernorm-backward norm --kind batchnorm": (2, "--kind"),
+    "layernorm-backward norm --invertible": (3, "--y names it"),
+    "layernorm-backward norm --x-grad-in-place --output new": (2, "--x-grad-in-place"),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_input_is_one_clear_line_an_exit_code_and_no_changed_byte(tmp_path, call):
     lay_out_bad_inputs(tmp_path)
-    arguments, exit_code, message = BAD_INPUTS[name]
+    exit_code, message = BAD_CALLS[call]
     before = snapshot(tmp_path)
-    done = gradtool("clip", "--max-norm", "1", *arguments.split(), cwd=tmp_path)
+    done = gradtool(*call.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (exit_code, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("gradtool: error: ")
     assert message in done.stderr
 
-    answer = gradtool_json("clip", "--max-norm", "1", *arguments.split(), cwd=tmp_path)
+    answer = gradtool_json(*call.split(), cwd=tmp_path)
     assert (answer["status"], answer["exit_code"], answer["data"]) == ("error", exit_code, {})
     assert message in answer["errors"][0]["message"]
     assert snapshot(tmp_path) == before

@@ -11,7 +11,7 @@ from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops import arguments
 from gradtool.ops.accumulate_policy import Policy
 from gradtool.ops.accumulate_steps import GradientRow, add, leave, tensors_of
-from gradtool.ops.contributions import match, weighted
+from gradtool.ops.contributions import match, weights_of
 from gradtool.ops.output import Output
 from gradtool.ops.passes import open_session
 from gradtool.ops.results import Facts, facts
@@ -152,8 +152,9 @@ def accumulate(
     destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync, sets=buffers)
     created = _created(session, policy, Path(path), offered[0]) if policy.create else None
     targets = tensors_of(created) if created else session.selected_in(destination.shards)
-    matched = match(targets, [(one, session.selected_in(one.shards)) for one in offered], skip=policy.missing == "skip")
-    contributions = weighted(matched, offered, policy.weights, policy.weight_key)
+    weights = weights_of(offered, policy.weights, policy.weight_key)
+    gradients_in = [(one, session.selected_in(one.shards)) for one in offered]
+    contributions = match(targets, gradients_in, weights, skip=policy.missing == "skip")
     done = (add if update else leave)(session, policy, targets, contributions, output=destination, created=created)
     return AccumulateResult(
         **facts(session, done.found, done.norm_after, selected=targets),

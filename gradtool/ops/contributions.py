@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Addend
@@ -30,7 +30,7 @@ class Contribution:
 
     path: Path
     tensors: dict[int, Selected]
-    weight: float = 1.0
+    weight: float
     # What clipping the gradient by itself multiplies it by.
     coef: float = 1.0
 
@@ -41,9 +41,13 @@ class Contribution:
 
 
 def match(
-    targets: Sequence[Selected], gradients: Sequence[tuple[GradientSet, Sequence[Selected]]], *, skip: bool
+    targets: Sequence[Selected],
+    gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
+    weights: Sequence[float],
+    *,
+    skip: bool,
 ) -> list[Contribution]:
-    """The contributions of each gradient set to the buffer's tensors.
+    """The contributions of each gradient set, with its weight, to the buffer's tensors.
 
     Raises:
         BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless `skip`; or its
@@ -52,7 +56,7 @@ def match(
     numbers = {target.tensor.name: number for number, target in enumerate(targets)}
     problems: list[Problem] = []
     contributions = []
-    for gradient, selected in gradients:
+    for (gradient, selected), weight in zip(gradients, weights, strict=True):
         home = {one.tensor.name: one for one in selected}
         if not skip:
             problems += [
@@ -74,7 +78,7 @@ def match(
             for number, one in matched.items()
             if not is_broadcastable(one.tensor.shape, targets[number].tensor.shape)
         ]
-        contributions.append(Contribution(gradient.path, matched))
+        contributions.append(Contribution(gradient.path, matched, weight))
     if problems:
         raise BadInputError.of(problems)
     return contributions
@@ -88,26 +92,21 @@ def _misfit(one: Selected, target: Selected) -> Problem:
     return Problem("shape", message, str(one.shard.path), one.tensor.name)
 
 
-def weighted(
-    contributions: Sequence[Contribution],
-    gradients: Sequence[GradientSet],
-    weights: Sequence[float] | None,
-    key: str | None,
-) -> list[Contribution]:
-    """The contributions with the weights that were given, or those that their files have under `key`.
+def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None, key: str | None) -> list[float]:
+    """The weight of each gradient: as given, or as its files have it under `key`, or else 1.
 
     Raises:
         UsageError: the weights are not one for each gradient.
         BadInputError: a file has no such key, or no finite number under it, or shards of one set differ.
     """
     if key is not None:
-        weights = [_weight_of(gradient, key) for gradient in gradients]
+        return [_weight_of(gradient, key) for gradient in gradients]
     if weights is None:
-        return list(contributions)
-    if len(weights) != len(contributions):
-        given, wanted = len(weights), len(contributions)
+        return [1.0] * len(gradients)
+    if len(weights) != len(gradients):
+        given, wanted = len(weights), len(gradients)
         raise UsageError(f"--weight is given {given} times, and there are {wanted} gradients; give one for each")
-    return [replace(one, weight=weight) for one, weight in zip(contributions, weights, strict=True)]
+    return list(weights)
 
 
 def _weight_of(gradient: GradientSet, key: str) -> float:
@@ -159,17 +158,16 @@ class _Part(NamedTuple):
     at: int
     selected: Selected
     factor: float
-
-    @property
-    def nbytes(self) -> int:
-        return self.span.elements * STORAGE[self.selected.tensor.dtype].bits.itemsize
+    nbytes: int
 
 
 def _parts(contribution: Contribution, block: Block) -> list[_Part]:
     parts, at = [], 0
     for span in block.spans:
-        if span.tensor in contribution.tensors:
-            parts.append(_Part(span, at, contribution.tensors[span.tensor], contribution.factor))
+        selected = contribution.tensors.get(span.tensor)
+        if selected is not None:
+            nbytes = span.elements * STORAGE[selected.tensor.dtype].bits.itemsize
+            parts.append(_Part(span, at, selected, contribution.factor, nbytes))
         at += span.elements
     return parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -70,8 +71,11 @@ class Session:
 
     def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
         """The selected tensors of the given files."""
-        among = set(shards)
-        return [one for one in self.selected if one.shard in among]
+        return [one for shard in shards for one in self._by_shard.get(shard, ())]
+
+    @cached_property
+    def _by_shard(self) -> dict[Shard, list[Selected]]:
+        return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
 
     @property
     def nbytes(self) -> int:

@@ -109,6 +109,8 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         BadInputError: a pattern finds no tensor, or nothing is left.
     """
     wanted, unwanted = _compile(include, "--include"), _compile(exclude, "--exclude")
+    if not wanted and not unwanted:
+        return [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
     found: set[re.Pattern[str]] = set()
 
     def hits(patterns: list[re.Pattern[str]], name: str) -> bool:

@@ -130,7 +130,7 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         for pattern in patterns:
             if pattern not in found:
                 raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
-    if not selected and (wanted or unwanted):
+    if not selected:
         raise BadInputError("--include and --exclude leave no tensor", code="no-match")
     return selected
 

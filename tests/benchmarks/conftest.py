@@ -7,6 +7,8 @@ before each round; bytes are counted from the file sizes, never guessed from the
 """
 
 import importlib.util
+import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -63,6 +65,24 @@ def _write_repeated(path, values, tensors):
             file.write(values.tobytes())
 
 
+def _write_parts(path, repeated, others):
+    """Tensors of repeated rows, a part at a time, and others as they are."""
+    names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+    header, end = {}, 0
+    shapes = {name: ((rows, part.shape[1]), part.dtype) for name, (part, rows) in repeated.items()}
+    shapes |= {name: (array.shape, array.dtype) for name, array in others.items()}
+    for name, (shape, dtype) in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    with path.open("wb") as file:
+        file.write(with_header(header))
+        for part, rows in repeated.values():
+            for _ in range(rows // len(part)):
+                file.write(part.tobytes())
+        for array in others.values():
+            file.write(array.tobytes())
+
+
 class Bench:
     """Makes inputs, runs commands in turn, and notes a row of the table."""
 
@@ -80,6 +100,27 @@ class Bench:
             _write_repeated(path, values, tensors)
         return path
 
+    def gradients(self, dtype, nbytes, count):
+        """Several files of the same names and shapes, `nbytes` each."""
+        first = self.file(dtype, nbytes, 48)
+        paths = [first.with_name(f"{first.stem}_{i}.safetensors") for i in range(count)]
+        for path in paths:
+            if not path.exists():
+                shutil.copyfile(first, path)
+        return [str(path) for path in paths]
+
+    def layer(self, dtype, nbytes, columns=4096):
+        """X and Y_grad of `nbytes` together (a thousandth of it when not timed), and what else a layer norm has."""
+        path = self.folder / f"layer_{dtype}_{nbytes}.safetensors"
+        if not path.exists():
+            kind, rng = np.dtype(TYPES[dtype]), np.random.default_rng(0)
+            rows = max(64, nbytes // (1 if self.timing else 1000) // 2 // kind.itemsize // columns // 64 * 64)
+            part = rng.standard_normal((64, columns), np.float32).astype(kind)
+            statistics = {name: np.ones((rows, 1), kind) for name in ("mean", "inv_std_dev")}
+            weights = {name: rng.standard_normal(columns, np.float32).astype(kind) for name in ("scale", "bias")}
+            _write_parts(path, {"X": (part, rows), "Y_grad": (part, rows)}, statistics | weights)
+        return path
+
     def restored(self, source):
         """A copy of an input that a command may change, in the page cache."""
         return Path(shutil.copyfile(source, self.folder / "work.safetensors"))
@@ -91,6 +132,8 @@ class Bench:
             for run, command in zip(runs, commands, strict=True):
                 if restore is not None:
                     self.restored(restore)
+                # So that no command pays for what the one before it left to be written.
+                os.sync()
                 (run if number or not self.timing else Run()).measure(command)
         return runs
 

@@ -1,9 +1,11 @@
 """Speed and memory of whole processes against the torch script that users write today, and against `cat` and `cp`."""
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
-from support import gradtool_json
+from support import gradtool_json, with_header
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -48,6 +50,85 @@ def test_many_small_tensors_are_faster_than_the_peer(bench, gradtool_command, pe
         bench, ours, [*peer_command, "clip", work],
         what="clip f32 64 MiB in 2,000 tensors", target=6, nbytes=nbytes, restore=source,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "count", "target"),
+    [("f32", GIB // 5, 4, 6), ("bf16", GIB // 10, 4, 4), ("f32", 64 * MIB, 16, 6)],
+    ids=["f32", "bf16", "many"],
+)
+def test_accumulate_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, nbytes, count, target):
+    buffer = bench.file("f32", GIB // 5 if count == 4 else nbytes, 48)
+    gradients = bench.gradients(dtype, nbytes, count)
+    work = str(bench.restored(buffer))
+    # The buffer is read and written.
+    moved = 2 * buffer.stat().st_size + sum(Path(path).stat().st_size for path in gradients)
+    ours = [*gradtool_command, "accumulate", work, *gradients, "--no-fsync"]
+    compare(
+        bench, ours, [*peer_command, "accumulate", work, *gradients],
+        what=f"accumulate {count} x {dtype} {nbytes // MIB} MiB into f32", target=target, nbytes=moved, restore=buffer,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["in place", "apart"])
+@pytest.mark.parametrize(("dtype", "target"), [("f32", 3), ("bf16", 2)])
+def test_layernorm_backward_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, target, to):
+    source = bench.layer(dtype, GIB)
+    work = str(bench.restored(source))
+    out = [str(bench.folder / "grads.safetensors")] if to == "apart" else []
+    ours = [*gradtool_command, "layernorm-backward", work, "--no-fsync", *(["--output", *out] if out else [])]
+    size = source.stat().st_size
+    # X and Y_grad are read; half as much is written, and in place the rest copied.
+    nbytes = size * 3 // 2 if out else size * 7 // 2
+    compare(
+        bench, ours, [*peer_command, "layernorm", work, *out],
+        what=f"layernorm-backward {dtype} 1 GiB, {to}", target=target, nbytes=nbytes, restore=source,
+    )  # fmt: skip
+
+
+def test_zeroing_gigabytes_takes_no_longer_than_megabytes(bench, gradtool_command):
+    sizes = {"8 GiB": 8 * GIB, "8 MiB": 8 * MIB}
+    sparse = {}
+    for name, nbytes in sizes.items():
+        sparse[name] = bench.folder / f"sparse_{nbytes}.safetensors"
+        elements = nbytes // (1 if bench.timing else 1000) // 2
+        header = {"a": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}
+        sparse[name].write_bytes(with_header(header))
+        os.truncate(sparse[name], sparse[name].stat().st_size + 2 * elements)
+    large, small = bench.in_turn([[*gradtool_command, "zero", str(path)] for path in sparse.values()])
+    detail = f"{large.median:.3f} s, 8 MiB {small.median:.3f} s"
+    bench.note("zero 8 GiB beside 8 MiB, with fsync", f"{large.median / small.median:.2f}x", "< 1 s", detail)
+    assert not bench.timing or large.median < 1
+
+
+def test_zeroing_takes_as_long_as_the_system_takes_to_drop_the_old_file(bench, gradtool_command):
+    source = bench.file("bf16", 8 * GIB, 48)
+    work = str(bench.restored(source))
+    bench.rounds = min(bench.rounds, 3)
+    ours, theirs = bench.in_turn([[*gradtool_command, "zero", work], ["rm", work]], source)
+    detail = f"{ours.median:.3f} s, rm {theirs.median:.3f} s"
+    bench.note("zero 8 GiB that were written, beside rm", f"{ours.median / theirs.median:.1f}x", "-", detail)
+
+
+@pytest.mark.parametrize("command", ["accumulate", "layernorm-backward"])
+def test_peak_memory_of_the_others(bench, gradtool_command, command):
+    bench.rounds = 1
+    if command == "accumulate":
+        buffer = bench.file("f32", GIB, 48)
+        work, limit = bench.restored(buffer), 200
+        arguments = [str(work), *bench.gradients("bf16", GIB // 2, 4), "--no-fsync"]
+        what, restore = "accumulate, 3 GiB", buffer
+    else:
+        arguments = [
+            str(bench.layer("bf16", 8 * GIB)),
+            "--no-fsync",
+            "--output",
+            str(bench.folder / "grads.safetensors"),
+        ]
+        what, restore, limit = "layernorm-backward, 8 GiB", None, 400
+    (run,) = bench.in_turn([[*gradtool_command, command, *arguments]], restore)
+    bench.note(f"peak memory of {what}", f"{run.peak_mib:.0f} MiB", f"< {limit} MiB")
+    assert run.peak_mib < limit
 
 
 @pytest.mark.parametrize("gib", [1, 8])

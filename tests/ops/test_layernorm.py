@@ -274,7 +274,7 @@ def test_rows_longer_than_a_patch_give_what_short_ones_do(tmp_path, monkeypatch,
 
 
 def test_a_row_just_longer_than_a_patch_gives_the_formula(tmp_path):
-    tensors = layer((2, layer_pass._PATCH + 1), statistics=False)
+    tensors = layer((2, (1 << 18) + 1), statistics=False)
     path = write(tmp_path / "x", tensors)
     layernorm_backward(path, fsync=False)
     assert_all(gradients(path), reference(tensors, **FORMS["layernorm"]), "F32", "F32")

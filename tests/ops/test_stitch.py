@@ -1,5 +1,4 @@
 import math
-import random
 import threading
 from itertools import pairwise
 
@@ -69,7 +68,7 @@ def test_stretches_cut_anywhere_in_any_order_give_the_bits_of_norm(
 ):
     path = write(tmp_path_factory.getbasetemp() / "stitch", {"a": gaussian(elements, dtype, seed)})
     ranges = stretches(elements, cuts)
-    random.Random(seed).shuffle(ranges)
+    ranges = np.random.default_rng(seed).permutation(ranges).tolist()
     pieces = Pieces(path, BACKENDS[backend])
     for begin, end in ranges:
         pieces.add(begin, end)

@@ -34,6 +34,7 @@ Paths = Annotated[
     list[str] | None,
     typer.Argument(metavar="PATH...", help="Files, folders or index files; together they are one gradient vector."),
 ]
+Sets = Annotated[list[str] | None, typer.Argument(metavar="PATH...", help="Files, folders or index files.")]
 Include = Annotated[
     list[str] | None, typer.Option("--include", metavar="REGEX", help="Only tensors whose name this finds.")
 ]
@@ -203,7 +204,7 @@ def accumulate(
 
 @app.command()
 def zero(
-    paths: Paths = None,
+    paths: Sets = None,
     *,
     include: Include = None,
     exclude: Exclude = None,
@@ -230,7 +231,7 @@ def zero(
 
 @app.command("layernorm-backward")
 def layernorm_backward(
-    paths: Paths = None,
+    paths: Sets = None,
     *,
     kind: Annotated[str, typer.Option(metavar="layernorm|rmsnorm", help="What kind of layer.")] = "layernorm",
     invertible: Annotated[

@@ -7,7 +7,6 @@ only because it gives the same ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gradtool.errors import BackendUnavailableError, UsageError
@@ -38,8 +37,7 @@ class Addend(NamedTuple):
     weight: float
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What becomes of Σ w·g before it is rounded: (old + Σ) · factor, or with a divisor (old + Σ / divisor) · factor.
 
     Without `keeps`, nothing is old. Without `rounds`, it is the float64 sums that are measured, and nothing is written.
@@ -51,8 +49,7 @@ class Rule:
     rounds: bool = True
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """Rows of a layer norm's input and of its output's gradient, (rows, columns) each, and what belongs to them.
 
     `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` (rows,), `scale` and `bias`
@@ -72,8 +69,7 @@ class Patch:
     bias: NDArray[np.float64] | None = None
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What the sums are taken over: |x|^norm_type, and nothing but maxima where `norm_type` is infinite.
 
     With `drop_nonfinite` each NaN and Inf counts as, and is written as, zero.
@@ -83,8 +79,7 @@ class Terms:
     drop_nonfinite: bool = False
 
 
-@dataclass(frozen=True)
-class BlockSums:
+class BlockSums(NamedTuple):
     """What one pass over a block found: the canonical sum of every tile, and five facts of every piece.
 
     `max_abs` leaves NaN out (and Inf too, where they are dropped). `first_nonfinite` is an index into the piece, or -1.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Rule
 from gradtool.errors import BadInputError, NonFiniteError, Problem
@@ -41,8 +41,7 @@ class GradientRow:
     file: str
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What was done, for the result; `found` is what the buffer holds now."""
 
     found: Measurement
@@ -110,7 +109,7 @@ def add(
         if found.is_finite and math.isinf(sum_norm) and policy.max_norm < math.inf:
             raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
         coef = policy.coef(policy.max_norm, sum_norm)
-        rule = replace(rule, factor=coef)
+        rule = rule._replace(factor=coef)
     after, found = math.nan, Measurement((), policy.terms)
 
     def fill(destinations: Mapping[Shard, Path]) -> None:
@@ -138,7 +137,7 @@ def _screen(
         bad = nonfinite_problems(selected, found)
         if policy.clip_each is not None and policy.clip_each < math.inf and not bad and math.isinf(norm):
             raise BadInputError("its norm is beyond float64, so it cannot be clipped", file=one.path)
-        limited = replace(one, coef=policy.coef(policy.clip_each, norm))
+        limited = one._replace(coef=policy.coef(policy.clip_each, norm))
         is_taken = not bad or policy.nonfinite != "skip"
         coef = None if policy.clip_each is None else limited.coef
         rows.append(_row(limited, taken=is_taken, norm=norm, coef=coef, found=found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ class Accumulation:
         self._touched = [targets[number] for number in self._numbers]
         position = {number: place for place, number in enumerate(self._numbers)}
         self._contributions = [
-            replace(one, tensors={position[number]: selected for number, selected in one.tensors.items()})
+            one._replace(tensors={position[number]: selected for number, selected in one.tensors.items()})
             for one in contributions
         ]
         self._left = sorted(set(range(len(targets))) - set(self._numbers))
@@ -67,7 +66,7 @@ class Accumulation:
 
     def measure_sums(self, rule: Rule) -> tuple[float | None, float, Measurement]:
         """The norm of the buffer as it is, that of the sums before they are rounded, and what was found in them."""
-        unrounded = replace(rule, rounds=False)
+        unrounded = rule._replace(rounds=False)
         before, sums = self._pass(unrounded, {}, looks_back=True)
 
         def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:

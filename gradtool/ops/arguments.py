@@ -67,9 +67,14 @@ def norm_order(value: Any) -> float:
 
 def optional_word(option: str, value: Any) -> str | None:
     """A text that is not empty, or None for an option that is not given."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise UsageError(f"{option} must be a word, not {value!r}")
+    return None if value is None else word(option, value)
+
+
+def word(option: str, value: Any) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{option} must be a word, not {value!r}")
+    return value
 
 
 def one_of(option: str, value: Any, known: Collection[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -81,8 +81,7 @@ class Policy:
         arguments.one_of("--nonfinite", self.nonfinite, NONFINITE_POLICIES)
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What becomes of each tensor: its coefficient, its factor, and whether it is clipped and whether it changes.
 
     `coef` is the one coefficient of all, or None where there is no such thing.

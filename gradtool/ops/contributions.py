@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Addend
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 2 << 20
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """One gradient set: its tensors by the number of the buffer's tensor that they are for, and its weight."""
 
     path: Path

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError
 from gradtool.store.gradset import Selected
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from gradtool.store.header import Shard, Tensor
 
 
-@dataclass(frozen=True)
-class NewShard:
+class NewShard(NamedTuple):
     """What takes a shard's place: its layout, and what is copied into it, as (begin, end, begin there)."""
 
     layout: Layout
@@ -32,8 +30,7 @@ class NewShard:
         return bool(self.copies) and self.copies[0][0] == 0
 
 
-@dataclass(frozen=True)
-class Files:
+class Files(NamedTuple):
     """The new files by the shard that they come from, and by layer where its outputs are in them."""
 
     shards: dict[Shard, NewShard]
@@ -48,23 +45,26 @@ def apart(layers: Sequence[Layer]) -> Files:
 def beside(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
     """The files of the layers, with the gradients added, or in the place of tensors of the same names."""
     homes: list[list[tuple[Shard, Tensor]]] = []
-    kept = {shard: list(shard.tensors) for layer in layers for shard in layer.owner.shards}
+    owners = {id(layer.owner): layer.owner for layer in layers}
+    kept = {shard: {tensor.name: tensor for tensor in shard.tensors} for one in owners.values() for shard in one.shards}
+    home_in = {
+        key: {tensor.name: shard for shard in owner.shards for tensor in shard.tensors} for key, owner in owners.items()
+    }
     instead: dict[tuple[Shard, str], Tensor] = {}
     for layer in layers:
-        home = {tensor.name: shard for shard in layer.owner.shards for tensor in shard.tensors}
+        home = home_in[id(layer.owner)]
         homes.append([(home.get(output.name, layer.y_grad.shard), output) for output in layer.outputs])
         if x_grad_in_place:
             x_grad = layer.outputs[0]
             _check_alike(layer, x_grad)
-            shard = home.get(x_grad.name)
-            if shard is not None:
-                kept[shard] = [tensor for tensor in kept[shard] if tensor.name != x_grad.name]
+            if x_grad.name in home:
+                del kept[home[x_grad.name]][x_grad.name]
             homes[-1][0] = (layer.y_grad.shard, x_grad)
             instead[layer.y_grad.shard, layer.y_grad.tensor.name] = x_grad
         for shard, output in homes[-1][x_grad_in_place:]:
             if output.name in home:
                 instead[shard, output.name] = output
-    return _files(kept, homes, instead)
+    return _files({shard: list(tensors.values()) for shard, tensors in kept.items()}, homes, instead)
 
 
 def _check_alike(layer: Layer, x_grad: Tensor) -> None:
@@ -112,11 +112,11 @@ def _new_shard(
         elif (new.dtype, new.shape) == (tensor.dtype, tensor.shape):
             order.append(new)
             placed.add(new.name)
-    for output in outputs:
-        if output.name not in placed:
-            # As the format's writers have it: larger elements first, so that every tensor is aligned.
-            after = [at for at, tensor in enumerate(order) if BITS[tensor.dtype] >= BITS[output.dtype]]
-            order.insert(after[-1] + 1 if after else 0, output)
+    added = [output for output in outputs if output.name not in placed]
+    # As the format's writers have it: larger elements first, so that every tensor is aligned.
+    for bits in sorted({BITS[output.dtype] for output in added}, reverse=True):
+        after = max((at + 1 for at, tensor in enumerate(order) if BITS[tensor.dtype] >= bits), default=0)
+        order[after:after] = [output for output in added if BITS[output.dtype] == bits]
     if [one[:3] for one in order] == [one[:3] for one in shard.tensors]:
         written = {output.name for output in outputs}
         copies = [(0, shard.data_start, 0)]
@@ -148,11 +148,14 @@ def reindexed(files: Files, owner: GradientSet, content: bytes, *, alone: bool) 
     if not alone:
         news = {shard: news.get(shard, shard) for shard in owner.shards}
     names = {tensor.name: shard.path.name for shard, new in news.items() for tensor in new.tensors}
-    if names == document["weight_map"]:
-        return content
+    changed = names != document["weight_map"]
     known = {name: names[name] for name in document["weight_map"] if name in names}
     document["weight_map"] = known | names
-    if isinstance(document.get("metadata"), dict) and "total_size" in document["metadata"]:
+    metadata = document.get("metadata")
+    if isinstance(metadata, dict) and "total_size" in metadata:
         total = sum(tensor.nbytes for new in news.values() for tensor in new.tensors)
-        document["metadata"] = document["metadata"] | {"total_size": total}
+        changed = changed or metadata["total_size"] != total
+        metadata["total_size"] = total
+    if not changed:
+        return content
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 # Elements of a patch. The sums over rows are taken by groups of rows of this size, so it is part of the result's bits.
 _PATCH = 1 << 18
+_MAX_ROWS = 1 << 14
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What the arguments say of every layer."""
 
     form: Form
@@ -51,8 +50,7 @@ class Options:
             raise UsageError(f"--scale-offset must be finite, not {self.scale_offset!r}")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where an output goes: a tensor of a file, of which only the number is known when nothing is written."""
 
     number: int
@@ -105,7 +103,7 @@ class LayerPass:
         self._stitch = Stitch(measurement, places[0].number, places[0].selected, session.backend)
         columns = layer.columns
         self._stretches = [(at, min(at + _PATCH, columns)) for at in range(0, columns, _PATCH)]
-        self._height = max(1, _PATCH // max(1, columns))
+        self._height = max(1, min(_MAX_ROWS, _PATCH // max(1, columns)))
         self._groups = -(-layer.rows // self._height)
         # Known before the gradients are worked out where a row is more than one patch.
         self._rows: _Rows | None = None
@@ -123,6 +121,7 @@ class LayerPass:
         """Read rows that are longer than a patch for what their gradients will need."""
         if len(self._stretches) < 2 or not self._layer.rows:  # noqa: PLR2004
             return
+        self._began = perf_counter()
         layer, form, backend = self._layer, self._options.form, self._session.backend
         rows = _Rows(layer.rows)
 
@@ -142,15 +141,32 @@ class LayerPass:
         self._rows = rows
 
     def tasks(self) -> Iterator[Task]:
-        """The gradients: of x patch by patch, of scale and bias when all rows of a stretch are done."""
+        """The gradients: of x patch by patch, of scale and bias when all rows of a stretch are done.
+
+        Where a row is more than one patch, first those of x, a row after the other, so that little of it waits to be
+        measured; then those of scale and bias, a stretch after the other, so that few sums are kept.
+        """
+        is_wide = len(self._stretches) > 1
+        if is_wide:
+            for group in range(self._groups):
+                for stretch in self._stretches:
+                    yield partial(self._differentiate, stretch, group, None)
         for stretch in self._stretches:
             columns = _Columns(stretch[1] - stretch[0], self._groups)
             if not self._groups:
                 yield partial(self._finish, stretch, columns)
             for group in range(self._groups):
-                yield partial(self._differentiate, stretch, group, columns)
+                yield partial(self._differentiate, stretch, group, columns, writes=not is_wide)
 
-    def _differentiate(self, stretch: tuple[int, int], group: int, columns: _Columns, channel: Channel) -> None:
+    def _differentiate(
+        self,
+        stretch: tuple[int, int],
+        group: int,
+        columns: _Columns | None,
+        channel: Channel,
+        *,
+        writes: bool = True,
+    ) -> None:
         self._began = self._began or perf_counter()
         patch = self._patch(stretch, group, channel)
         if self._rows is None:
@@ -158,15 +174,16 @@ class LayerPass:
             means = self._means(*self._session.backend.layer_norm_sums(patch))
         else:
             rows = slice(group, group + 1)
-            patch = replace(patch, mean=self._rows.mean[rows], inv_std_dev=self._rows.inv_std_dev[rows])
+            patch = patch._replace(mean=self._rows.mean[rows], inv_std_dev=self._rows.inv_std_dev[rows])
             means = self._rows.weighted[rows], self._rows.projected[rows]
         dtype = self._layer.x.tensor.dtype
         out = channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].bits.itemsize)
         grads = self._session.backend.layer_norm_grads(patch, means, out, dtype)
         start = group * self._height * self._layer.columns + stretch[0]
-        self._stitch.add(start, out)
-        self._places[0].write(channel, start, out)
-        if columns.add(group, grads):
+        if writes:
+            self._stitch.add(start, out)
+            self._places[0].write(channel, start, out)
+        if columns is not None and columns.add(group, grads):
             self._finish(stretch, columns, channel)
 
     def _finish(self, stretch: tuple[int, int], columns: _Columns, channel: Channel) -> None:
@@ -174,7 +191,9 @@ class LayerPass:
             view = encoded(values, place.selected.tensor.dtype)
             Stitch(self._measurement, place.number, place.selected, self._session.backend).add(stretch[0], view)
             place.write(channel, stretch[0], view)
+        self._scales = None
         self._ended = perf_counter()
+        self._began = self._began or self._ended
 
     def _patch(self, stretch: tuple[int, int], group: int, channel: Channel) -> Patch:
         layer = self._layer
@@ -208,7 +227,7 @@ class LayerPass:
             mean = _values(layer.mean, first, patch.rows, channel)
         if layer.inv_std_dev is not None:
             inv_std_dev = _values(layer.inv_std_dev, first, patch.rows, channel)
-        return replace(patch, mean=mean, inv_std_dev=inv_std_dev)
+        return patch._replace(mean=mean, inv_std_dev=inv_std_dev)
 
     def _read_statistics(self, rows: _Rows, channel: Channel) -> None:
         if self._layer.mean is not None:
@@ -222,7 +241,7 @@ class LayerPass:
 
         def work(number: int, row: int, channel: Channel) -> None:
             patch = self._patch(self._stretches[number], row, channel)
-            patch = replace(patch, mean=rows.mean[row : row + 1], inv_std_dev=rows.inv_std_dev[row : row + 1])
+            patch = patch._replace(mean=rows.mean[row : row + 1], inv_std_dev=rows.inv_std_dev[row : row + 1])
             found[number, row] = sums(patch)
 
         numbers = range(len(self._stretches))
@@ -236,8 +255,15 @@ class LayerPass:
         return totals
 
     def _inverted(self, squares: Floats) -> Floats:
+        x = self._layer.x
+        if np.isinf(squares).any():
+            message = "is too large for its variance to be computed in float64; store its mean and inv_std_dev too"
+            raise BadInputError(message, file=x.shard.path, tensor=x.tensor.name, code="range")
         with np.errstate(all="ignore"):
             inverted: Floats = 1.0 / np.sqrt(squares / self._layer.columns + self._options.norm_eps)
+        if np.isinf(inverted).any():
+            message = "has a row whose variance is 0; --norm-eps must be above 0"
+            raise BadInputError(message, file=x.shard.path, tensor=x.tensor.name, code="range")
         return inverted
 
     def _means(self, weighted: Floats, projected: Floats) -> tuple[Floats, Floats]:
@@ -256,8 +282,9 @@ class LayerPass:
             bias = np.zeros(count) if layer.bias is None else _values(layer.bias, stretch[0], count, channel)
             zeros = np.flatnonzero(scale == 0)
             if zeros.size:
+                offset = " plus --scale-offset" if self._options.scale_offset else ""
                 raise BadInputError(
-                    f"is 0 in column {stretch[0] + zeros[0]}, which the invertible form divides by",
+                    f"{offset} is 0 in column {stretch[0] + zeros[0]}, which the invertible form divides by".lstrip(),
                     file=layer.scale.shard.path,
                     tensor=layer.scale.tensor.name,
                     code="zero-scale",

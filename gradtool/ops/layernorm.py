@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool.backends import Terms
-from gradtool.errors import NonFiniteError, UsageError
+from gradtool.errors import BadInputError, NonFiniteError, UsageError
 from gradtool.ops import arguments
 from gradtool.ops.layer_files import Files, apart, beside, reindexed
 from gradtool.ops.layer_pass import LayerPass, Options, Place
 from gradtool.ops.layers import Form, Layer, find_layers
 from gradtool.ops.measurement import Measurement, norms_of
 from gradtool.ops.output import NewFile, Output
-from gradtool.ops.passes import measure, open_session
+from gradtool.ops.passes import in_file_order, measure, open_session
 from gradtool.ops.results import Call, call_facts, nonfinite_problems, overflow_problems
+from gradtool.store.gradset import foreign_index
 from gradtool.store.stream import copying, writing
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ def layernorm_backward(
     names = {
         "y_grad": y_grad, "x": x, "y": y, "scale": scale, "bias": bias, "mean": mean, "inv_std_dev": inv_std_dev,
     }  # fmt: skip
+    for role, name in names.items():
+        arguments.word(f"--{role.replace('_', '-')}", name)
     form = Form(kind == "rmsnorm", invertible, arguments.whole("--axis", axis), names)
     options = Options(form, arguments.number("--norm-eps", norm_eps), arguments.number("--scale-offset", scale_offset))
     options.check()
@@ -158,6 +161,8 @@ def layernorm_backward(
         raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
     layers = find_layers(session.sets, session.selected, form, arguments.patterns("--prefix", prefix))
     files = apart(layers) if destination.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
+    if not destination.is_elsewhere:
+        _refuse_foreign(files, layers)
     work = _Work(session, options, layers, files)
     count = work.write(destination, may_be_nonfinite=nonfinite == "propagate")
     return LayerNormResult(
@@ -172,6 +177,17 @@ def layernorm_backward(
     )
 
 
+def _refuse_foreign(files: Files, layers: Sequence[Layer]) -> None:
+    """A shard that was named without its index would hold tensors that the index does not know."""
+    for owner in {layer.owner.path: layer.owner for layer in layers}.values():
+        adds = any(not files.shards[shard].keeps_header for shard in owner.shards if shard in files.shards)
+        index = foreign_index(owner) if adds else None
+        if index is not None:
+            raise BadInputError(
+                f"is a shard of {index.name}, which would not know what is added; name that", file=owner.path
+            )
+
+
 class _Work:
     """All layers of a call, from the files they are in to those their gradients are in."""
 
@@ -180,6 +196,7 @@ class _Work:
         self._outputs = [selected for places in files.places for _, selected in places]
         self._found = Measurement(self._outputs, Terms())
         self._seconds: list[float] = []
+        self._norms: list[float] = []
 
     def write(self, output: Output, *, may_be_nonfinite: bool) -> int:
         """Do it all; the number of files that were written."""
@@ -190,6 +207,8 @@ class _Work:
         def verify() -> None:
             if not may_be_nonfinite and not self._found.is_finite:
                 raise self._nonfinite()
+            # Before the files are in their place: it may have to be worked out once more.
+            self._norms = norms_of(self._found, self._again, per_tensor=True).tensors
 
         def reindex(owner: GradientSet, content: bytes) -> bytes:
             return reindexed(self._files, owner, content, alone=output.is_elsewhere)
@@ -199,7 +218,7 @@ class _Work:
 
     def rows(self) -> Iterator[LayerRow]:
         """One row for each layer."""
-        norms = iter(norms_of(self._found, self._again, per_tensor=True).tensors)
+        norms = iter(self._norms)
         for layer, seconds in zip(self._layers, self._seconds, strict=True):
             own = [next(norms) for _ in layer.outputs]
             nbytes = sum(one.tensor.nbytes for one in layer.inputs) + sum(output.nbytes for output in layer.outputs)
@@ -248,7 +267,7 @@ class _Work:
         return found.part([self._outputs[number] for number in numbers], numbers)
 
     def _nonfinite(self) -> NonFiniteError:
-        inputs = [one for layer in self._layers for one in layer.inputs]
+        inputs = in_file_order(one for layer in self._layers for one in layer.inputs)
         problems = nonfinite_problems(inputs, measure(self._session, inputs, Terms(math.inf)))
         if problems:
             return NonFiniteError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from gradtool.store.header import Tensor
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """Which of the four backward passes it is, and what the tensors are called after a layer's prefix."""
 
     rms: bool
@@ -33,8 +31,7 @@ class Form:
         return not self.rms
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One layer: `x` is its input, or in the invertible form its output; (rows, columns) is how its shape is split.
 
     `mean` and `inv_std_dev` are None where they are to be computed, `mean` also where none is needed, and `bias` where
@@ -70,31 +67,37 @@ def find_layers(
             does not fit.
     """
     suffix = form.suffixes["y_grad"]
-    layers = []
+    layers, found = [], set()
     chosen = {(one.shard, one.tensor.name) for one in wanted}
     for owner in sets:
         home = {tensor.name: Selected(shard, tensor) for shard in owner.shards for tensor in shard.tensors}
         for name, one in home.items():
             prefix = name.removesuffix(suffix)
-            if name.endswith(suffix) and _is_prefix(prefix) and (one.shard, name) in chosen:
-                stem = _stem(prefix)
-                if not prefixes or stem in prefixes or prefix in prefixes:
+            if name.endswith(suffix) and _is_prefix(prefix, home, form) and (one.shard, name) in chosen:
+                named = {prefix, _stem(prefix)}
+                if not prefixes or not named.isdisjoint(prefixes):
+                    found |= named
                     layers.append(_layer(owner, home, prefix, form))
+    where = sets[0].path if len(sets) == 1 else None
     for prefix in prefixes:
-        if not any(_stem(prefix) == layer.name for layer in layers):
-            raise BadInputError(f"--prefix {prefix!r} has no tensor {suffix}", code="no-match")
+        if prefix not in found:
+            raise BadInputError(f"--prefix {prefix!r} has no tensor {suffix}", file=where, code="no-match")
     if not layers:
-        raise BadInputError(f"no tensor is called {suffix}, after any prefix; --y-grad names it", code="no-match")
+        message = f"no tensor is called {suffix}, after any prefix; --y-grad names it"
+        raise BadInputError(message, file=where, code="no-match")
     return layers
 
 
-def _is_prefix(prefix: str) -> bool:
+def _is_prefix(prefix: str, home: Mapping[str, Selected], form: Form) -> bool:
     """Whether a name is cut at a separator, and not in the middle of a word."""
-    return not prefix or not (prefix[-1].isalnum() or prefix[-1] == "_")
+    if prefix.endswith("_"):
+        # It may be either; X decides.
+        return prefix + form.suffixes["y" if form.invertible else "x"] in home
+    return not prefix or not prefix[-1].isalnum()
 
 
 def _stem(prefix: str) -> str:
-    return prefix[:-1] if prefix and _is_prefix(prefix) else prefix
+    return prefix if prefix[-1:].isalnum() else prefix[:-1]
 
 
 def _layer(owner: GradientSet, home: Mapping[str, Selected], prefix: str, form: Form) -> Layer:
@@ -134,8 +137,19 @@ def _layer(owner: GradientSet, home: Mapping[str, Selected], prefix: str, form: 
     if form.has_bias_grad:
         outputs.append(new_tensor(f"{prefix}bias_grad", scale.tensor.dtype, scale.tensor.shape))
     layer = Layer(_stem(prefix), owner, y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
-    refuse_dtypes(layer.inputs, tuple(STORAGE))
+    refuse_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)
+    _refuse_overwritten(layer)
     return layer
+
+
+def _refuse_overwritten(layer: Layer) -> None:
+    """An input that was given an output's name may only be replaced by its like."""
+    news = {output.name: output for output in layer.outputs}
+    for one in layer.inputs:
+        new = news.get(one.tensor.name)
+        if new is not None and (new.dtype, new.shape) != (one.tensor.dtype, one.tensor.shape):
+            message = f"is read, and would be lost to a result of the same name, of {new.dtype} {list(new.shape)}"
+            raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name)
 
 
 def _split(x: Selected, axis: int) -> tuple[int, int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -131,8 +130,7 @@ class Measurement:
         return slice(int(self._first_tile[number]), int(self._first_tile[number + 1]))
 
 
-@dataclass(frozen=True)
-class Norms:
+class Norms(NamedTuple):
     """The norm of all tensors as one vector, and of each of them where that was asked for."""
 
     whole: float

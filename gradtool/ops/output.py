@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import UsageError, from_os_error
 from gradtool.ops import arguments
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     Reindex = Callable[[GradientSet, bytes], bytes]
 
 
-@dataclass(frozen=True)
-class NewFile:
+class NewFile(NamedTuple):
     """A file that takes a shard's place, and the ranges of it that will be written: all, unless there are to be holes.
 
     `replaces` says that the shard is there already.

@@ -205,6 +205,14 @@ def rewrite(
     session.stream(rewriting(blocks, work, destinations), nbytes)
 
 
+def in_file_order(selected: Iterable[Selected]) -> list[Selected]:
+    """Tensors as a pass wants them: each once, file after file, in the order of their bytes."""
+    tensors: dict[Shard, set[Tensor]] = {}
+    for one in selected:
+        tensors.setdefault(one.shard, set()).add(one.tensor)
+    return [Selected(shard, one) for shard, found in tensors.items() for one in sorted(found, key=lambda t: t.begin)]
+
+
 def by_shard(selected: Sequence[Selected]) -> Iterator[tuple[Shard, list[tuple[int, Tensor]]]]:
     """The tensors of each file, with their numbers, as `plan` wants them."""
     for _, group in groupby(enumerate(selected), key=lambda entry: entry[1].shard):

@@ -9,9 +9,8 @@ import signal
 import stat
 import tempfile
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store.header import changed_meanwhile, is_unchanged
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-@dataclass(frozen=True)
-class _Staged:
+class _Staged(NamedTuple):
     """A temporary, what it will replace, and the original that must still be there unchanged."""
 
     temporary: Path

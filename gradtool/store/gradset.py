@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,9 +11,9 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, UsageError, from_os_error
+from gradtool.errors import BadInputError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store.header import Shard, Tensor, read_regular, read_shard
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class GradientSet:
     index: Path | None = None
 
 
-@dataclass(frozen=True)
-class Selected:
+class Selected(NamedTuple):
     """One tensor that an operation works on, and the shard it is in."""
 
     shard: Shard
@@ -109,8 +109,9 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         BadInputError: a pattern finds no tensor, or nothing is left.
     """
     wanted, unwanted = _compile(include, "--include"), _compile(exclude, "--exclude")
+    everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
     if not wanted and not unwanted:
-        return [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
+        return everything
     found: set[re.Pattern[str]] = set()
 
     def hits(patterns: list[re.Pattern[str]], name: str) -> bool:
@@ -120,12 +121,10 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         return bool(matching)
 
     selected = []
-    for one in sets:
-        for shard in one.shards:
-            for tensor in shard.tensors:
-                included, excluded = hits(wanted, tensor.name), hits(unwanted, tensor.name)
-                if (included or not wanted) and not excluded:
-                    selected.append(Selected(shard, tensor))
+    for one in everything:
+        included, excluded = hits(wanted, one.tensor.name), hits(unwanted, one.tensor.name)
+        if (included or not wanted) and not excluded:
+            selected.append(one)
     for option, patterns in (("--include", wanted), ("--exclude", unwanted)):
         for pattern in patterns:
             if pattern not in found:
@@ -135,17 +134,34 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     return selected
 
 
-def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str]) -> None:
+def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
     """Raise `BadInputError` for the first tensor whose type the operation cannot work with."""
     for one in selected:
         if one.tensor.dtype not in supported:
+            remedy = f"; leave it out with --exclude {shlex.quote(f'^{re.escape(one.tensor.name)}$')}"
             raise BadInputError(
-                f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do); "
-                f"leave it out with --exclude {shlex.quote(f'^{re.escape(one.tensor.name)}$')}",
+                f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do)"
+                f"{remedy if can_exclude else ''}",
                 file=one.shard.path,
                 tensor=one.tensor.name,
                 code="dtype",
             )
+
+
+def foreign_index(one: GradientSet) -> Path | None:
+    """The index that maps a file which was named without it, if there is one: it would not know of added tensors."""
+    if one.index is not None or len(one.shards) != 1:
+        return None
+    path = one.shards[0].path
+    try:
+        indexes = [entry for entry in path.parent.iterdir() if entry.name.endswith(INDEX_SUFFIX)]
+    except OSError:
+        return None
+    for index in indexes:
+        with contextlib.suppress(BadInputError, SystemRefusedError):
+            if path.name in _read_weight_map(index).values():
+                return index
+    return None
 
 
 def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:

@@ -718,3 +718,93 @@ def sharded(folder, tensors, count):
 
 def values_in(folder):
     return {name: array.tobytes() for file in folder.glob("*.safetensors") for name, array in read(file).items()}
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_weights_that_add_up_to_more_than_float64_are_refused_before_a_byte_is_written(tmp_path, mean):
+    path, grads = lay_out(tmp_path, f32(1), encode([1e-300], "F64"), encode([1e-300], "F64"))
+    assert refused(BadInputError, tmp_path, path, grads, weight=[1e308, 1e308], mean=mean) == [("weight", None, None)]
+
+
+@pytest.mark.parametrize("weight", [np.array([2.0]), np.float32(2), 2, np.array(2.0), (2,)])
+def test_a_weight_may_be_any_kind_of_number(tmp_path, weight):
+    path, grads = lay_out(tmp_path, f32(1), f32(3))
+    accumulate(path, grads, weight=weight)
+    assert read(path)["a"].tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": "2"}, {"weight": [None]}, {"weight_key": ""}, {"weight_key": ["n"]}, {"missing": ["skip"]}]
+)
+def test_arguments_of_a_wrong_kind_are_usage_errors(tmp_path, options):
+    path, grads = lay_out(tmp_path, f32(1), f32(3))
+    assert refused(UsageError, tmp_path, path, grads, **options)[0][0] == "usage"
+
+
+@pytest.mark.parametrize("dtype", ["", "float32", ["F32"]])
+def test_a_type_that_is_none_is_a_usage_error(tmp_path, dtype):
+    _, grads = lay_out(tmp_path, f32(), f32(1))
+    assert refused(UsageError, tmp_path, tmp_path / "new", grads, create=True, dtype=dtype)[0][0] == "usage"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_gradient_without_tensors_makes_an_empty_buffer(tmp_path):
+    _, grads = lay_out(tmp_path, f32(), {})
+    assert accumulate(tmp_path / "new", grads, create=True).tensors == 0
+    assert read(tmp_path / "new") == {}
+
+
+def test_what_nothing_is_added_to_is_zero_in_a_new_buffer(tmp_path):
+    bad = {"a": f32(math.nan, 2), "b": f32(1), "c": f32(5)}
+    _, grads = lay_out(tmp_path, f32(), bad, {"c": f32(6)})
+    result = accumulate(tmp_path / "new", grads, create=True, missing="skip", nonfinite="skip")
+    found = read(tmp_path / "new")
+    assert {name: bits_of(array).tolist() for name, array in found.items()} == {
+        "a": [0, 0], "b": [0], "c": bits_of(f32(6)).tolist(),
+    }  # fmt: skip
+    assert (result.zeros, result.norm_after) == (3, norm(tmp_path / "new").norm)
+
+
+def test_clipping_the_sum_is_about_what_is_added_to(tmp_path):
+    path, grads = lay_out(tmp_path, {"a": f32(3), "z": f32(math.nan)}, {"a": f32(1)})
+    result = accumulate(path, grads, missing="skip", max_norm=1, eps=0)
+    assert (result.sum_norm, result.coef, read(path)["a"].tolist()) == (4.0, 0.25, [1.0])
+    assert math.isnan(result.norm_after)
+
+
+def test_an_overflow_is_told_of_the_tensors_that_have_one(tmp_path):
+    path, grads = lay_out(tmp_path, {"a": f32(3e38), "z": f32(math.nan)}, {"a": f32(3e38)})
+    assert refused(NonFiniteError, tmp_path, path, grads, missing="skip") == [("overflow", "a", "buffer")]
+
+
+def test_an_infinite_limit_limits_nothing_whatever_the_norm(tmp_path):
+    huge = np.full(4, 1.7e308)
+    path, grads = lay_out(tmp_path, huge, np.zeros(4))
+    assert accumulate(path, grads, max_norm=math.inf).coef == 1.0
+    assert read(path)["a"].tolist() == huge.tolist()
+    assert refused(BadInputError, tmp_path, path, grads, max_norm=1) == [("input", None, None)]
+    assert refused(BadInputError, tmp_path, grads[0], path, clip_each=1) == [("input", None, "buffer")]
+    assert accumulate(grads[0], path, clip_each=math.inf).per_gradient[0].coef == 1.0
+
+
+def test_a_buffer_that_appears_while_it_is_made_is_not_overwritten(tmp_path):
+    _, grads = lay_out(tmp_path, f32(), f32(1))
+    with pytest.raises(SystemRefusedError, match="made by somebody else"):
+        accumulate(tmp_path / "new", grads, create=True, progress=lambda *_: (tmp_path / "new").write_text("theirs"))
+    assert (tmp_path / "new").read_text() == "theirs"
+
+
+def test_a_gradient_that_has_nothing_of_the_buffer_is_refused_even_with_skip(tmp_path):
+    path, grads = lay_out(tmp_path, f32(1), {"a": f32(1)}, {"module.a": f32(1)})
+    assert refused(BadInputError, tmp_path, path, grads, missing="skip") == [("missing-tensor", None, "g2")]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 16])
+@pytest.mark.parametrize("limit", [20, 12])
+def test_a_low_limit_of_open_files_is_enough_for_any_number_of_threads(tmp_path, threads, limit):
+    old = {"a": np.zeros(70_000, np.float32), "b": np.zeros(200_000, np.float32)}
+    path, grads = lay_out(tmp_path, old, *[{name: array + 1 for name, array in old.items()}] * 30)
+    call = f"gradtool.accumulate({str(path)!r}, {[str(grad) for grad in grads]!r}, threads={threads}, fsync=False)"
+    code = f"import resource, gradtool; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); {call}"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+    assert (read(path)["b"] == 30).all()

@@ -349,3 +349,28 @@ def test_a_symbolic_link_stays_a_link(tmp_path):
     layernorm_backward(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert "X_grad" in read(path)
+
+
+def test_the_size_in_the_index_is_right_even_where_the_names_stay(tmp_path):
+    tensors = layer() | {"X_grad": np.zeros((5, 7)), "scale_grad": np.zeros(7, np.float32), "bias_grad": np.zeros(1)}
+    write(tmp_path / "1.safetensors", tensors)
+    index = tmp_path / "model.safetensors.index.json"
+    mapped = dict.fromkeys(tensors, "1.safetensors")
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": mapped}))
+    layernorm_backward(tmp_path)
+    document = json.loads(index.read_text())
+    total = sum(array.nbytes for array in read(tmp_path / "1.safetensors").values())
+    assert (document["metadata"]["total_size"], document["weight_map"]) == (total, mapped)
+
+
+def test_a_shard_named_without_its_index_gets_nothing_that_the_index_does_not_know(tmp_path):
+    shard = write(tmp_path / "1.safetensors", layer())
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(layer(), "1.safetensors")}))
+    before = snapshot(tmp_path)
+    with pytest.raises(BadInputError, match=r"is a shard of model\.safetensors\.index\.json"):
+        layernorm_backward(shard)
+    assert snapshot(tmp_path) == before
+    layernorm_backward(shard, output=tmp_path / "grads")
+    layernorm_backward(index)
+    assert layernorm_backward(shard).files_written == 1

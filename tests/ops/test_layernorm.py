@@ -637,3 +637,84 @@ def test_bad_input_and_nan_on_the_command_line_have_their_exit_codes(tmp_path):
     done = gradtool("layernorm-backward", path)
     assert done.returncode == 1
     assert f"{path}: tensor 'scale': 9 NaN, 0 Inf, the first at index 0" in done.stderr
+
+
+def saved(folder, tensors, order):
+    """The tensors in a file, in an order of its own."""
+    return write(folder / "x", {name: tensors[name] for name in order})
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["X", "Y_grad", "scale"])))
+@pytest.mark.parametrize("bad", ["X", "Y_grad", "scale"])
+def test_a_nan_is_named_wherever_it_lies_in_the_file(tmp_path, order, bad):
+    tensors = layer((30, 50), statistics=False)
+    tensors[bad].reshape(-1)[7] = math.nan
+    path = saved(tmp_path, tensors, order)
+    with pytest.raises(NonFiniteError) as caught:
+        layernorm_backward(path)
+    assert [(one.tensor, one.message) for one in caught.value.problems] == [(bad, "1 NaN, 0 Inf, the first at index 7")]
+
+
+@pytest.mark.parametrize("power", [200, -200])
+@pytest.mark.parametrize("options", [{}, {"x_grad_in_place": True}])
+def test_extreme_gradients_have_their_norms_in_place_too(tmp_path, power, options):
+    tensors = layer((5, 7), types=("F64", "F64", "F64"))
+    tensors["Y_grad"] *= 10.0**power
+    path = write(tmp_path / "x", tensors)
+    (row,) = layernorm_backward(path, **options).per_layer
+    assert row.x_grad_norm == norm(path, include=["^X_grad$"]).norm
+    assert math.isfinite(row.x_grad_norm)
+    assert row.x_grad_norm > 0
+
+
+@pytest.mark.parametrize("prefix", ["blocks[0]", "blocks[0].", "a-", "norm_", "norm"])
+def test_a_prefix_may_end_in_anything(tmp_path, prefix):
+    stems = {"blocks[0]": "blocks[0].", "a-": "a-.", "norm": "norm_"}
+    path = write(tmp_path / "x", layer((3, 4), prefix=stems.get(prefix, prefix)) | layer((3, 4), prefix="b."))
+    assert len(layernorm_backward(path, prefix=[prefix]).per_layer) == 1
+    with pytest.raises(BadInputError, match="'b:' has no tensor Y_grad"):
+        layernorm_backward(path, prefix=["b:", "b."])
+
+
+def test_a_word_that_ends_like_a_gradient_is_no_layer(tmp_path):
+    tensors = {name: array for name, array in layer((3, 4)).items() if name != "Y_grad"}
+    path = write(tmp_path / "x", tensors | {"grad": layer((3, 4))["Y_grad"]})
+    layernorm_backward(path, y_grad="grad")
+    assert len(layernorm_backward(path, y_grad="grad").per_layer) == 1
+
+
+def test_a_layer_without_rows_takes_no_time(tmp_path):
+    (row,) = layernorm_backward(write(tmp_path / "x", layer((0, 40)))).per_layer
+    assert (row.seconds, row.gb_per_s) == (0.0, 0.0)
+
+
+def test_statistics_beyond_float64_are_refused_and_not_turned_to_zeros(tmp_path):
+    tensors = layer((5, 7), types=("F64", "F64", "F64"), statistics=False)
+    tensors["X"] *= 1e200
+    before = tensors["X"].copy()
+    with pytest.raises(BadInputError, match="too large for its variance"):
+        layernorm_backward(write(tmp_path / "x", tensors))
+    assert read(tmp_path / "x")["X"].tobytes() == before.tobytes()
+
+
+def test_a_constant_row_needs_an_eps(tmp_path):
+    tensors = layer((5, 7), statistics=False)
+    tensors["X"][2] = 3.0
+    path = write(tmp_path / "x", tensors)
+    with pytest.raises(BadInputError, match="variance is 0; --norm-eps"):
+        layernorm_backward(path, norm_eps=0)
+    assert layernorm_backward(path).files_written == 1
+
+
+def test_an_input_is_not_lost_to_a_result_of_its_name(tmp_path):
+    tensors = layer((6, 4))
+    tensors["scale_grad"] = tensors.pop("Y_grad")
+    with pytest.raises(BadInputError, match="would be lost"):
+        layernorm_backward(write(tmp_path / "x", tensors), y_grad="scale_grad")
+
+
+def test_many_layers_do_not_take_long(tmp_path):
+    tensors = {}
+    for i in range(3000):
+        tensors |= {f"{i}.{name}": array for name, array in layer((2, 3), seed=1).items()}
+    assert layernorm_backward(write(tmp_path / "x", tensors), fsync=False).layers == 3000

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NONFINITE_REMEDY = "--nonfinite skip leaves out gradients that hold one, --overwrite drops what the buffer holds"
 # The float64 sums of a block, and what is added to them, should stay in a core's cache.
-_TILES = 4
+_TILES = 6
 
 
 class Accumulation:

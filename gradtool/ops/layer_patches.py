@@ -1,0 +1,129 @@
+"""A layer cut into patches: groups of rows, or where rows are long stretches of one; and how a patch is read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from gradtool.backends import Patch
+from gradtool.backends.storage import STORAGE
+from gradtool.errors import BadInputError, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gradtool.ops.layers import Form, Layer
+    from gradtool.store.channel import Channel
+    from gradtool.store.gradset import Selected
+
+    Floats = NDArray[np.float64]
+
+# Elements of a patch, and its rows at most. The sums over rows are taken by groups of rows of this size, so both are
+# part of the result's bits.
+_PATCH = 1 << 18
+_MAX_ROWS = 1 << 14
+
+
+class Options(NamedTuple):
+    """What the arguments say of every layer."""
+
+    form: Form
+    norm_eps: float
+    scale_offset: float
+
+    def check(self) -> None:
+        """Raise `UsageError` where the arguments make no sense."""
+        if not 0 <= self.norm_eps < math.inf:
+            raise UsageError(f"--norm-eps must be 0 or more and finite, not {self.norm_eps!r}")
+        if not math.isfinite(self.scale_offset):
+            raise UsageError(f"--scale-offset must be finite, not {self.scale_offset!r}")
+
+
+class Patches:
+    """The patches of a layer, by group of rows and stretch of columns."""
+
+    def __init__(self, options: Options, layer: Layer) -> None:
+        self._options, self._layer = options, layer
+        columns = layer.columns
+        self.stretches = [(at, min(at + _PATCH, columns)) for at in range(0, columns, _PATCH)]
+        self._height = max(1, min(_MAX_ROWS, _PATCH // max(1, columns)))
+        self.groups = -(-layer.rows // self._height)
+        self._scales: tuple[tuple[int, int], Floats, Floats | None] | None = None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a row is more than one patch; a group then is a single row."""
+        return len(self.stretches) > 1
+
+    def start(self, stretch: tuple[int, int], group: int) -> int:
+        """The element that a patch begins with."""
+        return group * self._height * self._layer.columns + stretch[0]
+
+    def read(self, stretch: tuple[int, int], group: int, channel: Channel) -> Patch:
+        """A patch, with zeros for the statistics of its rows."""
+        layer = self._layer
+        rows, columns = min(self._height, layer.rows - group * self._height), stretch[1] - stretch[0]
+        start = self.start(stretch, group)
+        scale, bias = self._scale_and_bias(stretch, channel)
+        return Patch(
+            rows=rows,
+            columns=columns,
+            x=_stored(layer.x, start, rows * columns, "x", channel),
+            x_dtype=layer.x.tensor.dtype,
+            y_grad=_stored(layer.y_grad, start, rows * columns, "y_grad", channel),
+            y_grad_dtype=layer.y_grad.tensor.dtype,
+            mean=np.zeros(rows),
+            inv_std_dev=np.zeros(rows),
+            scale=scale,
+            bias=bias,
+        )
+
+    def statistics(self, group: int, rows: int, channel: Channel) -> tuple[Floats | None, Floats | None]:
+        """The mean and the inverse standard deviation of each row of a group, where the files have them."""
+        first = group * self._height
+        mean, inv_std_dev = self._layer.mean, self._layer.inv_std_dev
+        return (
+            None if mean is None else _values(mean, first, rows, channel),
+            None if inv_std_dev is None else _values(inv_std_dev, first, rows, channel),
+        )
+
+    def forget(self) -> None:
+        """Give back what is kept between patches."""
+        self._scales = None
+
+    def _scale_and_bias(self, stretch: tuple[int, int], channel: Channel) -> tuple[Floats, Floats | None]:
+        kept = self._scales
+        if kept is not None and kept[0] == stretch:
+            return kept[1], kept[2]
+        layer, count = self._layer, stretch[1] - stretch[0]
+        scale = _values(layer.scale, stretch[0], count, channel) + self._options.scale_offset
+        bias = None
+        if self._options.form.invertible:
+            bias = np.zeros(count) if layer.bias is None else _values(layer.bias, stretch[0], count, channel)
+            zeros = np.flatnonzero(scale == 0)
+            if zeros.size:
+                what = "plus --scale-offset is" if self._options.scale_offset else "is"
+                raise BadInputError(
+                    f"{what} 0 in column {stretch[0] + zeros[0]}, which the invertible form divides by",
+                    file=layer.scale.shard.path,
+                    tensor=layer.scale.tensor.name,
+                    code="zero-scale",
+                )
+        self._scales = stretch, scale, bias
+        return scale, bias
+
+
+def _stored(one: Selected, start: int, count: int, use: str, channel: Channel) -> memoryview:
+    itemsize = STORAGE[one.tensor.dtype].bits.itemsize
+    view = channel.memory(use, count * itemsize)
+    channel.read(one.shard, one.tensor.begin + start * itemsize, view)
+    return view
+
+
+def _values(one: Selected, start: int, count: int, channel: Channel) -> Floats:
+    storage = STORAGE[one.tensor.dtype]
+    codes = np.frombuffer(_stored(one, start, count, "values", channel), storage.bits)
+    values: Floats = storage.widen(codes).astype(np.float64)
+    return values

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors import safe_open
+from support import read
 
 import gradtool
 
@@ -64,3 +67,32 @@ def test_the_nan_is_found_where_it_is():
 
 def test_the_samples_are_small():
     assert sum(path.stat().st_size for path in SAMPLES.rglob("*") if path.is_file()) < 1_000_000
+
+
+def test_the_weighted_mean_of_the_micro_batches_is_a_float64_sum_rounded_once(tmp_path):
+    micro = [SAMPLES / "micro_0.safetensors", SAMPLES / "micro_1.safetensors"]
+    options = {"create": True, "mean": True, "weight_key": "num_tokens"}
+    result = gradtool.accumulate(tmp_path / "mean", micro, **options)
+    assert [row.weight for row in result.per_gradient] == [128.0, 96.0]
+    first, second, mean = read(micro[0]), read(micro[1]), read(tmp_path / "mean")
+    for name, array in mean.items():
+        wide = (128.0 * first[name].astype(np.float64) + 96.0 * second[name].astype(np.float64)) / 224.0
+        assert array.tobytes() == wide.astype(np.float32).tobytes()
+    with safe_open(tmp_path / "mean", framework="numpy") as opened:
+        assert opened.metadata() == {"format": "pt", "num_tokens": "224"}
+
+
+def test_the_layer_norm_is_torchs(tmp_path):
+    gradtool.layernorm_backward(SAMPLES / "layernorm.safetensors", output=tmp_path / "grads")
+    ours, theirs = read(tmp_path / "grads"), read(SAMPLES / "layernorm_expected.safetensors")
+    for name, array in ours.items():
+        truth = theirs[f"{name}_f64"]
+        # Half a unit in float32's last place, and torch's float64 sums in another order.
+        assert np.abs(array - truth).max() <= 6e-8 * np.abs(truth).max()
+        assert np.abs(theirs[name] - truth).max() > np.abs(array - truth).max()
+
+
+def test_a_zeroed_set_has_no_norm(tmp_path):
+    result = gradtool.zero(SAMPLES / "sharded", output_dir=tmp_path / "zeros")
+    assert (result.tensors, result.elements) == (28, 27_651)
+    assert gradtool.norm(tmp_path / "zeros").zeros == 27_651

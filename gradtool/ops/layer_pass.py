@@ -91,6 +91,19 @@ class LayerPass:
         """From its first patch to its last."""
         return self._ended - self._began
 
+    @property
+    def task_bytes(self) -> int:
+        """What the tasks read, about."""
+        return sum(one.tensor.nbytes for one in self._layer.inputs) * (2 if self._patches.is_wide else 1)
+
+    @property
+    def preparation_bytes(self) -> int:
+        """What is read before them, about."""
+        if not self._patches.is_wide:
+            return 0
+        statistics = (1 if self._options.form.rms else 2) if self._computes_statistics else 0
+        return sum(one.tensor.nbytes for one in self._layer.inputs) * (1 + statistics)
+
     def prepare(self) -> None:
         """Read rows that are longer than a patch for what their gradients will need."""
         if not self._patches.is_wide or not self._layer.rows:

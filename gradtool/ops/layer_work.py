@@ -113,8 +113,9 @@ class LayerWork:
             own = [Place(number + k, one, destinations.get(shard)) for k, (shard, one) in enumerate(places)]
             number += len(own)
             passes.append(LayerPass(self._session, self._options, layer, own, found))
-        nbytes = sum(one.tensor.nbytes for layer in self._layers for one in layer.inputs)
+        nbytes = sum(one.task_bytes for one in passes)
         nbytes += sum(end - begin for shard in destinations for begin, end, _ in self._files.shards[shard].copies)
+        self._session.total_bytes = nbytes + sum(one.preparation_bytes for one in passes)
         for one in passes:
             one.prepare()
         self._session.stream(self._tasks(passes, destinations), nbytes)

@@ -70,7 +70,7 @@ def _root(
         typer.echo(context.get_help())
 
 
-@app.command()
+@app.command(short_help="Measure the norm of all tensors, as one vector.")
 def norm(
     paths: Paths = None,
     *,
@@ -97,7 +97,7 @@ def norm(
     return _run("norm", **locals())
 
 
-@app.command()
+@app.command(short_help="Clip by global norm, by tensor or by value.")
 def clip(
     paths: Paths = None,
     *,
@@ -141,7 +141,7 @@ def clip(
     return _run("clip", **locals())
 
 
-@app.command()
+@app.command(short_help="Add gradients to a buffer, in float64.")
 def accumulate(
     buffer: Annotated[str, typer.Argument(metavar="BUFFER", help="The gradient set that is added to.")],
     gradients: Annotated[
@@ -202,7 +202,7 @@ def accumulate(
     return _run("accumulate", **locals())
 
 
-@app.command()
+@app.command(short_help="Make every element +0.")
 def zero(
     paths: Sets = None,
     *,
@@ -229,7 +229,7 @@ def zero(
     return _run("zero", **locals())
 
 
-@app.command("layernorm-backward")
+@app.command("layernorm-backward", short_help="Work out the gradients of layer norms.")
 def layernorm_backward(
     paths: Sets = None,
     *,

@@ -51,6 +51,7 @@ def test_help_names_every_command():
     done = gradtool("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
+    assert "..." not in done.stdout.split("Commands:")[1]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

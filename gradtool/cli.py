@@ -289,8 +289,12 @@ def layernorm_backward(
 def _run(command: str, *, json: bool, quiet: bool, **arguments: Any) -> int:
     """Call the function of the same name; what is not given has its default there."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    function = getattr(gradtool, command.replace("-", "_"))
-    return process.perform(command, lambda progress: function(**given, progress=progress), json=json, quiet=quiet)
+
+    def call(progress: Any) -> Any:
+        # Looked up here, for this is what imports numpy and all else, and a signal must not meet Typer meanwhile.
+        return getattr(gradtool, command.replace("-", "_"))(**given, progress=progress)
+
+    return process.perform(command, call, json=json, quiet=quiet)
 
 
 def main() -> NoReturn:
@@ -298,7 +302,8 @@ def main() -> NoReturn:
     process.take_streams()
     process.take_signals()
     try:
-        sys.exit(_guarded())
+        code = _guarded()
+        sys.exit(code if process.pending is None else process.interrupted(process.pending))
     except KeyboardInterrupt as error:
         sys.exit(process.interrupted(error))
 

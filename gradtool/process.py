@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A signal that has come and has not been told of: Typer makes a bare exit code of those that it meets.
+pending: Ended | None = None
 
 
 class Ended(KeyboardInterrupt):
@@ -68,6 +70,8 @@ def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
 
 def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
     """Say what the run was ended by, and what became of the files; the exit code."""
+    global pending  # noqa: PLW0603
+    pending = None
     number = error.number if isinstance(error, Ended) else signal.SIGINT
     word = "interrupted" if number == signal.SIGINT else "terminated"
     notes = ["the work itself is done"] if work_done else getattr(error, "__notes__", [])
@@ -97,9 +101,11 @@ def take_signals() -> None:
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     # Once is enough: a second signal would tear into the clean-up that the first has set off.
+    global pending  # noqa: PLW0603 - signals are global
     for each in _ENDING:
         signal.signal(each, signal.SIG_IGN)
-    raise Ended(number)
+    pending = Ended(number)
+    raise pending
 
 
 def take_streams() -> None:

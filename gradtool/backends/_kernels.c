@@ -127,7 +127,7 @@ static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype
     return NULL;
 }
 
-/* sum_rows(x, dtype, rows, columns, center, sums): center and sums float64 (rows,); without a center the plain sums. */
+/* row_sums(x, dtype, rows, columns, center, sums): center and sums float64 (rows,); without a center the plain sums. */
 static PyObject *row_sums(PyObject *self, PyObject *args)
 {
     Py_buffer x, center, sums;

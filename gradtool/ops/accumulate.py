@@ -155,6 +155,8 @@ def accumulate(
     weights = weights_of(offered, policy.weights, policy.weight_key)
     gradients_in = [(one, session.selected_in(one.shards)) for one in offered]
     contributions = match(targets, gradients_in, weights, skip=policy.missing == "skip")
+    if created and not update:
+        targets = []
     done = (add if update else leave)(session, policy, targets, contributions, output=destination, created=created)
     return AccumulateResult(
         **facts(session, done.found, done.norm_after, selected=targets),

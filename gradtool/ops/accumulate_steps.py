@@ -11,7 +11,7 @@ from gradtool.errors import BadInputError, NonFiniteError, Problem
 from gradtool.ops.accumulation import NONFINITE_REMEDY, Accumulation
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.output import NewFile
-from gradtool.ops.passes import measure_norm
+from gradtool.ops.passes import measure_norms
 from gradtool.ops.results import nonfinite_problems
 from gradtool.store.gradset import Selected
 from gradtool.store.layout import Layout, lay_out
@@ -71,7 +71,7 @@ def leave(
 ) -> Done:
     """Add nothing; say what the buffer holds, and copy it where its output is wanted elsewhere."""
     policy.weight_sum([one.weight for one in contributions])
-    found, norm = measure_norm(session, [] if created else targets, policy.terms)
+    found, norms = measure_norms(session, targets, policy.terms)
     files = output.arriving(())
 
     def fill(destinations: Mapping[Shard, Path]) -> None:
@@ -80,7 +80,7 @@ def leave(
 
     count = output.write(session, files, fill) if files else 0
     rows = [_row(one, taken=False) for one in contributions]
-    return Done(found, norm, norm, 0.0, rows, files_written=count)
+    return Done(found, None if created else norms.whole, norms.whole, 0.0, rows, files_written=count)
 
 
 def add(
@@ -133,7 +133,8 @@ def _screen(
     rows, taken, warnings, problems = [], [], [], []
     for one in contributions:
         selected = list(one.tensors.values())
-        found, norm = measure_norm(session, selected, policy.terms)
+        found, norms = measure_norms(session, selected, policy.terms)
+        norm = norms.whole
         bad = nonfinite_problems(selected, found)
         if policy.clip_each is not None and policy.clip_each < math.inf and not bad and math.isinf(norm):
             raise BadInputError("its norm is beyond float64, so it cannot be clipped", file=one.path)

@@ -150,7 +150,10 @@ class Accumulation:
         before = Measurement(self._touched, self._terms) if looks_back and rule.keeps else None
         after = Measurement(self._touched, self._terms, divisors)
         nbytes = sum(one.tensor.nbytes for part in self._contributions for one in part.tensors.values())
-        nbytes += sum(one.tensor.nbytes for one in self._touched) if rule.keeps else 0
+        if destinations and self._created is None:
+            nbytes += sum(shard.size for shard in destinations)
+        elif rule.keeps:
+            nbytes += sum(one.tensor.nbytes for one in self._touched)
         self._session.stream(self._tasks(rule, before, after, destinations), nbytes)
         return before, after
 

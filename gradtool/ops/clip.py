@@ -162,7 +162,9 @@ def clip(
 
 def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
     """What the files hold, and its norms; refused where the policy says so."""
-    before, norms = measure_norms(session, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale)
+    before, norms = measure_norms(
+        session, session.selected, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale
+    )
     if policy.nonfinite == "error" and not before.is_finite:
         raise NonFiniteError(
             "nothing was written, for there are NaN or Inf values; --nonfinite zero or propagate goes on",

@@ -68,7 +68,7 @@ def match(
                 if name not in numbers
             ]
         matched = {numbers[name]: one for name, one in home.items() if name in numbers}
-        if skip and home and not matched:
+        if skip and targets and not matched:
             message = "has no tensor of the buffer's; --missing skip needs at least one"
             problems.append(Problem("missing-tensor", message, str(gradient.path)))
         problems += [

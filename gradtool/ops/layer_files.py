@@ -152,10 +152,15 @@ def reindexed(files: Files, owner: GradientSet, content: bytes, *, alone: bool) 
     known = {name: names[name] for name in document["weight_map"] if name in names}
     document["weight_map"] = known | names
     metadata = document.get("metadata")
-    if isinstance(metadata, dict) and "total_size" in metadata:
-        total = sum(tensor.nbytes for new in news.values() for tensor in new.tensors)
-        changed = changed or metadata["total_size"] != total
-        metadata["total_size"] = total
+    tensors = [tensor for new in news.values() for tensor in new.tensors]
+    totals = {
+        "total_size": sum(one.nbytes for one in tensors),
+        "total_parameters": sum(one.elements for one in tensors),
+    }
+    for key, total in totals.items():
+        if isinstance(metadata, dict) and key in metadata:
+            changed = changed or metadata[key] != total
+            metadata[key] = total
     if not changed:
         return content
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

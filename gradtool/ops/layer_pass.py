@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
 from time import perf_counter
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gradtool.backends import Piece, Terms
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
 from gradtool.ops.layer_patches import Options, Patches
+from gradtool.ops.passes import measure
 from gradtool.ops.stitch import Stitch, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from gradtool.backends import Patch
+    from gradtool.backends import BlockSums, Patch
     from gradtool.ops.layer_patches import Floats
     from gradtool.ops.layers import Layer
     from gradtool.ops.measurement import Measurement
@@ -102,7 +105,7 @@ class LayerPass:
         if not self._patches.is_wide:
             return 0
         statistics = (1 if self._options.form.rms else 2) if self._computes_statistics else 0
-        return sum(one.tensor.nbytes for one in self._layer.inputs) * (1 + statistics)
+        return self._layer.y_grad.tensor.nbytes + self._layer.x.tensor.nbytes * (1 + statistics)
 
     def prepare(self) -> None:
         """Read rows that are longer than a patch for what their gradients will need."""
@@ -120,9 +123,10 @@ class LayerPass:
         if self._computes_statistics:
             if not self._options.form.rms:
                 rows.mean = self._over_rows(rows, sums)[0] / self._layer.columns
-            rows.inv_std_dev = self._inverted(self._over_rows(rows, squares)[0])
+            found = self._over_rows(rows, squares)[0]
+            rows.inv_std_dev = self._inverted(found, lambda: measure(self._session, [self._layer.x], Terms(math.inf)))
         self._session.stream([partial(self._read_statistics, rows)], 0)
-        weighted, projected = self._over_rows(rows, backend.layer_norm_sums)
+        weighted, projected = self._over_rows(rows, backend.layer_norm_sums, x_only=False)
         rows.weighted, rows.projected = self._means(weighted, projected)
         self._rows = rows
 
@@ -188,7 +192,9 @@ class LayerPass:
         if self._computes_statistics:
             if not self._options.form.rms:
                 mean = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, None) / patch.columns
-            inv_std_dev = self._inverted(backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean))
+            squares = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean)
+            piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
+            inv_std_dev = self._inverted(squares, lambda: backend.tile_sums(patch.x, [piece], Terms(math.inf)))
         own_mean, own_inv_std_dev = self._patches.statistics(group, patch.rows, channel)
         return patch._replace(
             mean=mean if own_mean is None else own_mean,
@@ -200,18 +206,21 @@ class LayerPass:
         rows.mean = rows.mean if mean is None else mean
         rows.inv_std_dev = rows.inv_std_dev if inv_std_dev is None else inv_std_dev
 
-    def _over_rows(self, rows: _Rows, sums: Callable[[Patch], Sequence[Floats]]) -> list[Floats]:
+    def _over_rows(
+        self, rows: _Rows, sums: Callable[[Patch], Sequence[Floats]], *, x_only: bool = True
+    ) -> list[Floats]:
         """Sums over wide rows, of which a patch has only a stretch; stretches are added in their order."""
         found: dict[tuple[int, int], Sequence[Floats]] = {}
         stretches = self._patches.stretches
 
         def work(number: int, row: int, channel: Channel) -> None:
-            patch = self._patches.read(stretches[number], row, channel)
+            patch = self._patches.read(stretches[number], row, channel, x_only=x_only)
             own = slice(row, row + 1)
             found[number, row] = sums(patch._replace(mean=rows.mean[own], inv_std_dev=rows.inv_std_dev[own]))
 
         tasks = (partial(work, number, row) for number in range(len(stretches)) for row in range(self._layer.rows))
-        self._session.stream(tasks, self._layer.x.tensor.nbytes + self._layer.y_grad.tensor.nbytes)
+        nbytes = self._layer.x.tensor.nbytes + (0 if x_only else self._layer.y_grad.tensor.nbytes)
+        self._session.stream(tasks, nbytes)
         totals = [np.zeros(self._layer.rows) for _ in found[0, 0]]
         for number in range(len(stretches)):
             for row in range(self._layer.rows):
@@ -219,10 +228,13 @@ class LayerPass:
                     total[row] += part[0]
         return totals
 
-    def _inverted(self, squares: Floats) -> Floats:
-        """The inverse standard deviation of rows, of which the squared distances from the mean are given."""
+    def _inverted(self, squares: Floats, look: Callable[[], Measurement | BlockSums]) -> Floats:
+        """The inverse standard deviation of rows, of which the squared distances from the mean are given.
+
+        Where those are infinite, a `look` at X says whether X is, which is found and told of like every Inf.
+        """
         x = self._layer.x
-        if np.isinf(squares).any():
+        if np.isinf(squares).any() and not look().inf.any():
             message = "is too large for its variance to be computed in float64; store its mean and inv_std_dev too"
             raise BadInputError(message, file=x.shard.path, tensor=x.tensor.name, code="range")
         with np.errstate(all="ignore"):

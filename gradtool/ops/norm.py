@@ -99,7 +99,7 @@ def norm(
         threads=threads,
         progress=progress,
     )
-    found, norms = measure_norms(session, Terms(order), per_tensor=per_tensor or top is not None)
+    found, norms = measure_norms(session, session.selected, Terms(order), per_tensor=per_tensor or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)
     if limit is not None and not norms.whole <= limit:

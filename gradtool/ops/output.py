@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from gradtool.store.commit import Replacement, refuse_collisions
 from gradtool.store.header import read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.ops.passes import Session
     from gradtool.store.gradset import GradientSet
@@ -80,7 +81,7 @@ class Output:
         if output.is_elsewhere:
             copies = [output._target(shard.path) for shard in output.shards]
             copies += [output._target(one.index) for one in output.sets if one.index]
-            refuse_collisions(copies, session.shards)
+            refuse_collisions(copies, session.shards, [one.index for one in session.sets if one.index])
         return output
 
     @property
@@ -114,8 +115,7 @@ class Output:
             fill({})
             verify()
             return 0
-        with Replacement(fsync=self.fsync) as replacement:
-            self._make_folder()
+        with self._folder_made(), Replacement(fsync=self.fsync) as replacement:
             fill({file.shard: self._stage(replacement, file) for file in files})
             verify()
             self._write_indexes(replacement, reindex)
@@ -134,12 +134,26 @@ class Output:
         target = self._target(file.shard.path)
         return replacement.stage(target, file.size, original, file.ranges, is_new=not file.replaces)
 
-    def _make_folder(self) -> None:
-        if self.folder is not None:
-            try:
-                Path(self.folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise from_os_error(error, self.folder) from error
+    @contextlib.contextmanager
+    def _folder_made(self) -> Iterator[None]:
+        """Make the folder that is written to; where that fails in the end, what was made goes again."""
+        made: list[Path] = []
+        try:
+            if self.folder is not None:
+                folder = Path(self.folder)
+                missing = [one for one in (*reversed(folder.parents), folder) if not os.path.lexists(one)]
+                try:
+                    for one in missing:
+                        one.mkdir(exist_ok=True)
+                        made.append(one)
+                except OSError as error:
+                    raise from_os_error(error, self.folder) from error
+            yield
+        except BaseException:
+            for one in reversed(made):
+                with contextlib.suppress(OSError):
+                    one.rmdir()
+            raise
 
     def _write_indexes(self, replacement: Replacement, reindex: Reindex | None) -> None:
         for one in self.sets:

@@ -156,24 +156,14 @@ def measure(
     return measurement
 
 
-def measure_norm(session: Session, selected: Sequence[Selected], terms: Terms) -> tuple[Measurement, float]:
-    """What the given tensors hold, and their norm as one vector."""
+def measure_norms(
+    session: Session, selected: Sequence[Selected], terms: Terms, *, per_tensor: bool = False, unscale: float = 1.0
+) -> tuple[Measurement, Norms]:
+    """What the given tensors hold, and the norms that it amounts to, over `unscale`."""
     found = measure(session, selected, terms)
 
     def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
         return measure(session, [selected[number] for number in numbers], terms, divisors)
-
-    return found, norms_of(found, again, per_tensor=False).whole
-
-
-def measure_norms(
-    session: Session, terms: Terms, *, per_tensor: bool, unscale: float = 1.0
-) -> tuple[Measurement, Norms]:
-    """What all selected tensors hold, and the norms that it amounts to, over `unscale`."""
-    found = measure(session, session.selected, terms)
-
-    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-        return measure(session, [session.selected[number] for number in numbers], terms, divisors)
 
     return found, norms_of(found, again, per_tensor=per_tensor, unscale=unscale)
 

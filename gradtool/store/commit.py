@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import stat
 import tempfile
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store.header import changed_meanwhile, is_unchanged
+from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
 
     from gradtool.store.header import Shard
 
@@ -46,6 +44,22 @@ class _Staged(NamedTuple):
                 os.close(fd)
         except OSError as error:
             raise from_os_error(error, self.target) from error
+
+    def take_place(self) -> None:
+        """Rename the temporary to the target; `FileExistsError` if it is to be new and is there."""
+        if self.is_new:
+            try:
+                # Unlike a rename, a link replaces nothing.
+                os.link(self.temporary, self.target)
+            except OSError as error:
+                if error.errno not in (*_UNSUPPORTED, errno.EPERM):
+                    raise
+                if os.path.lexists(self.target):
+                    raise FileExistsError(errno.EEXIST, "File exists") from error
+            else:
+                self.temporary.unlink()
+                return
+        self.temporary.replace(self.target)
 
 
 class Replacement:
@@ -123,8 +137,6 @@ class Replacement:
         for staged in self._staged:
             staged.finish(fsync=self._fsync)
         for staged in self._staged:
-            if staged.is_new and os.path.lexists(staged.target):
-                raise SystemRefusedError("was made by somebody else in the meantime", file=staged.target)
             if staged.original is not None and not is_unchanged(staged.target, staged.original):
                 raise changed_meanwhile(staged.target)
         folders = {staged.target.parent for staged in self._staged}
@@ -132,7 +144,9 @@ class Replacement:
             while self._staged:
                 staged = self._staged[0]
                 try:
-                    staged.temporary.replace(staged.target)
+                    staged.take_place()
+                except FileExistsError as error:
+                    raise SystemRefusedError("was made by somebody else in the meantime", file=staged.target) from error
                 except OSError as error:
                     raise self._half_done(error, staged.target) from error
                 self._staged.pop(0)
@@ -149,12 +163,15 @@ class Replacement:
         return SystemRefusedError(f"{refused.problems[0].message}; {left}", file=target)
 
 
-def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard]) -> None:
+def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard], indexes: Sequence[Path] = ()) -> None:
     """Raise `UsageError` for a target that must not be written.
 
     That is one which two files would be written to, an input that is to be left alone, and anything but a regular file.
     """
     inputs = {shard.identity for shard in shards}
+    for index in indexes:
+        with contextlib.suppress(OSError):
+            inputs.add((index.stat().st_dev, index.stat().st_ino))
     seen: set[str] = set()
     for target in targets:
         real = os.path.realpath(target)
@@ -226,26 +243,3 @@ def _sync_folder(folder: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             reason = f"all files were written, but the folder could not be synced: {error.strerror}"
             raise SystemRefusedError(reason, file=folder) from error
-
-
-@contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and its like: a set of files is to be all old or all new."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[int] = []
-
-    def remember(number: int, _frame: FrameType | None) -> None:
-        pending.append(number)
-
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, remember)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for pended in pending:
-            signal.raise_signal(pended)

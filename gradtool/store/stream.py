@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.store import blocks as blocks_
 from gradtool.store.channel import Channel, Clock
+from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,13 +115,15 @@ def _descriptors_left() -> int:
 
 def _start(count: int, queue: _Queue) -> int:
     """Start as many threads as the system lets us have, and say how many those are."""
-    for started in range(count):
-        queue.enter()
-        try:
-            threading.Thread(target=_drain_and_leave, args=(queue,), daemon=True).start()
-        except RuntimeError:
-            queue.leave()
-            return started
+    # A thread that was counted and never started would be waited for in vain.
+    with signals_deferred():
+        for started in range(count):
+            queue.enter()
+            try:
+                threading.Thread(target=_drain_and_leave, args=(queue,), daemon=True).start()
+            except RuntimeError:
+                queue.leave()
+                return started
     return count
 
 

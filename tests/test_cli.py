@@ -430,17 +430,35 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-@pytest.mark.parametrize("threads", ["1", "2"])
-def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, number, exit_code, word, threads):
-    path = write(tmp_path / "x.safetensors", {"a": np.ones(2_000_000, np.float32)})
+SIGNALS = [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+WRITERS = [
+    ["clip", "x", "--max-norm", "1", "--threads", "1"],
+    ["clip", "x", "--max-norm", "1", "--threads", "2"],
+    ["accumulate", "x", "x2"],
+    ["accumulate", "new", "x", "x2", "--create"],
+    ["zero", "x", "--exclude", "X"],
+    ["layernorm-backward", "x"],
+    ["layernorm-backward", "x", "--output-dir", "new"],
+]
+
+
+@pytest.mark.parametrize(("number", "exit_code", "word"), SIGNALS)
+@pytest.mark.parametrize("arguments", WRITERS, ids=" ".join)
+def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, number, exit_code, word, arguments):
+    matrix = np.ones((500, 2000), np.float32)
+    for name in ("x", "x2"):
+        write(tmp_path / name, {"X": matrix, "Y_grad": matrix, "scale": matrix[0], "mean": matrix[:, 0]})
     before = snapshot(tmp_path)
-    command = [sys.executable, "-P", "-c", SLOW_WRITES, "clip", str(path), "--max-norm", "1", "--threads", threads]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        SLOW_WRITES,
+        *(str(tmp_path / a) if a in {"x", "x2", "new"} else a for a in arguments),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr.readline() == "writing\n"
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.glob("**/.gradtool-*.tmp"))) == 1
         running.send_signal(number)
         stdout, stderr = running.communicate(timeout=60)
     assert running.returncode == exit_code
@@ -448,6 +466,31 @@ def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, 
     said = [line for line in stderr.splitlines() if line != "writing"]
     assert said == [f"gradtool: error: {word}; no file was changed"]
     assert snapshot(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# Where the signal comes: while all is imported, or while Typer is at work.
+EARLY_SIGNAL = """
+import os, sys, gradtool
+from gradtool import cli, process
+number, where = int(sys.argv[1]), sys.argv[2]
+def strike(*_, **__):
+    os.kill(os.getpid(), number)
+if where == "import":
+    gradtool.__getattr__ = strike
+else:
+    process.perform = strike
+sys.argv = ["gradtool", "norm", "x"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("number", "exit_code", "word"), SIGNALS)
+@pytest.mark.parametrize("where", ["import", "typer"])
+def test_a_signal_before_the_work_begins_is_told_of_as_any_other(number, exit_code, word, where):
+    command = [sys.executable, "-P", "-c", EARLY_SIGNAL, str(int(number)), where]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", f"gradtool: error: {word}\n")
 
 
 def test_a_second_signal_does_not_disturb_the_clean_up(tmp_path):

@@ -808,3 +808,39 @@ def test_a_low_limit_of_open_files_is_enough_for_any_number_of_threads(tmp_path,
     code = f"import resource, gradtool; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); {call}"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
     assert (read(path)["b"] == 30).all()
+
+
+def test_an_index_that_is_read_is_not_written_over(tmp_path):
+    for name, file in (("buffer", "1.safetensors"), ("grad", "2.safetensors")):
+        write_index(tmp_path / name, {file: {"a": f32(1)}})
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError, match="is an input"):
+        accumulate(tmp_path / "buffer", tmp_path / "grad", output_dir=tmp_path / "grad")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_gradient_whose_tensors_are_all_excluded_is_refused_with_skip_too(tmp_path):
+    path, grads = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(4)}, {"b": f32(9)})
+    options = {"missing": "skip", "include": ["a"], "mean": True}
+    assert refused(BadInputError, tmp_path, path, grads, **options) == [("missing-tensor", None, "g2")]
+
+
+def test_progress_knows_from_the_first_what_is_copied(tmp_path):
+    path, grads = lay_out(tmp_path, {"big": np.ones(3_000_000, np.float32), "s": f32(1)}, {"s": f32(2)})
+    seen = []
+    accumulate(path, grads, missing="skip", output=tmp_path / "out", progress=lambda *both: seen.append(both))
+    assert all(whole >= path.stat().st_size for _, whole in seen)
+    assert len(seen) > 3
+
+
+def test_a_buffer_that_is_not_made_after_all_holds_nothing(tmp_path):
+    _, grads = lay_out(tmp_path, f32(), f32(1, 2, 3))
+    result = accumulate(tmp_path / "new", grads, create=True, update=False)
+    assert (result.norm_before, result.norm_after, result.tensors, result.elements) == (None, 0.0, 0, 0)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_was_made_in_vain_goes_again(tmp_path):
+    path, grads = lay_out(tmp_path, f32(1), f32(math.nan))
+    assert refused(NonFiniteError, tmp_path, path, grads, output_dir=tmp_path / "new" / "sub")[0][0] == "nonfinite"
+    assert not (tmp_path / "new").exists()

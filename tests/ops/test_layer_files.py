@@ -356,11 +356,11 @@ def test_the_size_in_the_index_is_right_even_where_the_names_stay(tmp_path):
     write(tmp_path / "1.safetensors", tensors)
     index = tmp_path / "model.safetensors.index.json"
     mapped = dict.fromkeys(tensors, "1.safetensors")
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": mapped}))
+    index.write_text(json.dumps({"metadata": {"total_size": 1, "total_parameters": 1}, "weight_map": mapped}))
     layernorm_backward(tmp_path)
-    document = json.loads(index.read_text())
-    total = sum(array.nbytes for array in read(tmp_path / "1.safetensors").values())
-    assert (document["metadata"]["total_size"], document["weight_map"]) == (total, mapped)
+    document, arrays = json.loads(index.read_text()), read(tmp_path / "1.safetensors").values()
+    totals = {"total_size": sum(one.nbytes for one in arrays), "total_parameters": sum(one.size for one in arrays)}
+    assert (document["metadata"], document["weight_map"]) == (totals, mapped)
 
 
 def test_a_shard_named_without_its_index_gets_nothing_that_the_index_does_not_know(tmp_path):

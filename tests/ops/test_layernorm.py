@@ -718,3 +718,20 @@ def test_many_layers_do_not_take_long(tmp_path):
     for i in range(3000):
         tensors |= {f"{i}.{name}": array for name, array in layer((2, 3), seed=1).items()}
     assert layernorm_backward(write(tmp_path / "x", tensors), fsync=False).layers == 3000
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_an_inf_in_x_is_told_of_as_such_and_can_be_let_through(tmp_path, monkeypatch, kind, wide):
+    if wide:
+        monkeypatch.setattr(layer_patches, "_PATCH", 4)
+    tensors = layer((2, 6), statistics=False)
+    tensors["X"][0, 1] = math.inf
+    path = write(tmp_path / "x", tensors)
+    with pytest.raises(NonFiniteError) as caught:
+        layernorm_backward(path, kind=kind)
+    assert [(one.tensor, one.message) for one in caught.value.problems] == [("X", "0 NaN, 1 Inf, the first at index 1")]
+    layernorm_backward(path, kind=kind, nonfinite="propagate")
+    x_grad = read(path)["X_grad"]
+    assert np.isnan(x_grad[0]).any()
+    assert np.isfinite(x_grad[1]).all()

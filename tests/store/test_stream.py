@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import threading
 
 import numpy as np
@@ -132,3 +133,20 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
 
     with pytest.raises(SystemRefusedError, match="shorter"):
         run(rewriting(plan(shard, enumerate(shard.tensors), UNIT), cut, {}), threads=1)
+
+
+def test_a_signal_while_threads_are_started_stops_them_and_does_not_wait_for_ever(tmp_path, monkeypatch):
+    shard = shard_of(tmp_path, [("F64", 2_000_000)])
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        started.append(thread)
+        if len(started) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT)
+    with pytest.raises(KeyboardInterrupt):
+        run(rewriting(blocks, lambda *_: None, {}), threads=8)
+    assert len(started) == 8

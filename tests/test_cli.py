@@ -413,15 +413,17 @@ def test_closed_standard_streams_never_become_data_files(tmp_path):
     assert read(path)["a"].tolist() == pytest.approx([0.6, 0.8])
 
 
-# Says when the first block is about to be written, and holds it until the signal must have come.
+# Says when the first block is about to be written, and holds it until the signal has come.
 SLOW_WRITES = """
 import os, signal, sys, time
+from gradtool import process
 from gradtool.store.channel import Channel
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 write = Channel.write
 def slowly(*arguments):
     os.write(2, b"writing\\n")
-    time.sleep(2)
+    while process.pending is None:
+        time.sleep(0.01)
     write(*arguments)
 Channel.write = slowly
 from gradtool.cli import main
@@ -449,14 +451,9 @@ def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, 
     for name in ("x", "x2"):
         write(tmp_path / name, {"X": matrix, "Y_grad": matrix, "scale": matrix[0], "mean": matrix[:, 0]})
     before = snapshot(tmp_path)
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        SLOW_WRITES,
-        *(str(tmp_path / a) if a in {"x", "x2", "new"} else a for a in arguments),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    command = [sys.executable, "-P", "-c", SLOW_WRITES, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen(command, **pipes) as running:
         assert running.stderr.readline() == "writing\n"
         assert len(list(tmp_path.glob("**/.gradtool-*.tmp"))) == 1
         running.send_signal(number)

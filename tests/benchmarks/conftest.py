@@ -8,7 +8,6 @@ before each round; bytes are counted from the file sizes, never guessed from the
 
 import importlib.util
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -132,8 +131,6 @@ class Bench:
             for run, command in zip(runs, commands, strict=True):
                 if restore is not None:
                     self.restored(restore)
-                # So that no command pays for what the one before it left to be written.
-                os.sync()
                 (run if number or not self.timing else Run()).measure(command)
         return runs
 

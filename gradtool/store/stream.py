@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from gradtool.store import blocks as blocks_
 from gradtool.store.channel import Channel, Clock
-from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
 MAX_DEFAULT_THREADS = 16
+_HEARTBEAT_SECONDS = 0.2
 # Of all threads together; a process may usually have 1,024, on some systems 256.
 _MAX_OPEN_FILES = 192
 
@@ -88,12 +88,16 @@ def run(tasks: Iterable[Task], *, threads: int, on_bytes: Callable[[int], None] 
     queue = _Queue(iter(tasks), on_bytes, max(1, budget // threads))
     try:
         # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
-        if threads == 1 or not _start(threads, queue):
+        started = _start(threads, queue) if threads > 1 else 0
+        if not started:
             _drain_quietly(queue)
-        queue.idle.wait()
+        for _ in range(started):
+            # Python hears of a signal that came just before it began to wait only when it next wakes up.
+            while not queue.left.acquire(timeout=_HEARTBEAT_SECONDS):
+                pass
     except BaseException:
+        # A thread that only starts now finds nothing to do. Not Thread.join, which does not survive being interrupted.
         queue.stop()
-        # Not Thread.join, which does not survive being interrupted and called again.
         queue.idle.wait()
         raise
     if queue.error is not None:
@@ -115,19 +119,16 @@ def _descriptors_left() -> int:
 
 def _start(count: int, queue: _Queue) -> int:
     """Start as many threads as the system lets us have, and say how many those are."""
-    # A thread that was counted and never started would be waited for in vain.
-    with signals_deferred():
-        for started in range(count):
-            queue.enter()
-            try:
-                threading.Thread(target=_drain_and_leave, args=(queue,), daemon=True).start()
-            except RuntimeError:
-                queue.leave()
-                return started
+    for started in range(count):
+        try:
+            threading.Thread(target=_drain_and_leave, args=(queue,), daemon=True).start()
+        except RuntimeError:
+            return started
     return count
 
 
 def _drain_and_leave(queue: _Queue) -> None:
+    queue.enter()
     try:
         _drain_quietly(queue)
     finally:
@@ -147,6 +148,8 @@ class _Queue:
         # Set while no thread is working.
         self.idle = threading.Event()
         self.idle.set()
+        # Released once by every thread that is done.
+        self.left = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.clock = Clock()
 
@@ -160,6 +163,7 @@ class _Queue:
             self._working -= 1
             if not self._working:
                 self.idle.set()
+        self.left.release()
 
     def next(self) -> Task | None:
         with self._lock:

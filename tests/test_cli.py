@@ -413,15 +413,17 @@ def test_closed_standard_streams_never_become_data_files(tmp_path):
     assert read(path)["a"].tolist() == pytest.approx([0.6, 0.8])
 
 
-# Says when the first block is about to be written, and holds it until the signal must have come.
+# Says when the first block is about to be written, and holds it until the signal has come.
 SLOW_WRITES = """
 import os, signal, sys, time
+from gradtool import process
 from gradtool.store.channel import Channel
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 write = Channel.write
 def slowly(*arguments):
     os.write(2, b"writing\\n")
-    time.sleep(2)
+    while process.pending is None:
+        time.sleep(0.01)
     write(*arguments)
 Channel.write = slowly
 from gradtool.cli import main

@@ -335,7 +335,7 @@ def _guarded() -> int:
 
 
 def _prepare_only(first: Sequence[str]) -> None:
-    """Leave out the other commands where one is named: Typer takes 2 ms to prepare each, needed or not."""
+    """Leave out the other commands where one is named: Typer would prepare each, needed or not."""
     commands = app.registered_commands
     app.registered_commands = [one for one in commands if [_name_of(one)] == first] or commands
 

@@ -122,7 +122,7 @@ class NumpyBackend:
     ) -> None:
         for one in addends:
             storage = STORAGE[one.dtype]
-            raw = np.frombuffer(source, np.uint8, one.elements * storage.bits.itemsize, one.offset)
+            raw = np.frombuffer(source, np.uint8, one.elements * storage.itemsize, one.offset)
             values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
             part = sums[one.at : one.at + one.elements]
             part[:] = values * one.weight if fresh else part + values * one.weight
@@ -150,8 +150,8 @@ def _each_piece(
         for k, (piece, change) in enumerate(zip(pieces, changes, strict=True)):
             storage = STORAGE[piece.dtype]
             for start in range(0, piece.elements, TILE):
-                at, elements = piece.offset + start * storage.bits.itemsize, min(TILE, piece.elements - start)
-                raw = np.frombuffer(block, np.uint8, elements * storage.bits.itemsize, at)
+                at, elements = piece.offset + start * storage.itemsize, min(TILE, piece.elements - start)
+                raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
                 values = _one_tile(raw, storage, change, drop_nonfinite=terms.drop_nonfinite)
                 finite = np.isfinite(values)
                 is_finite = bool(finite.all())
@@ -206,7 +206,7 @@ def _tile_sum(magnitudes: NDArray[Any], norm_type: float, divisor: float) -> flo
 
 def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
     storage = STORAGE[dtype]
-    codes = np.frombuffer(block, np.uint8, rows * columns * storage.bits.itemsize).copy().view(storage.bits)
+    codes = np.frombuffer(block, np.uint8, rows * columns * storage.itemsize).copy().view(storage.bits)
     return storage.widen(codes).astype(np.float64).reshape(rows, columns)
 
 

@@ -33,10 +33,15 @@ class Storage:
     mantissa_bits: int = 0
     overflow: int = 0
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return self.bits.itemsize
+
     def widen(self, codes: NDArray[Any]) -> NDArray[Any]:
         """The values of the given codes, as a new array of the type that arithmetic is done in."""
         values: NDArray[Any]
-        if self.bits.itemsize >= 4:  # noqa: PLR2004 - float32 and float64 are their own values
+        if self.itemsize >= 4:  # noqa: PLR2004 - float32 and float64 are their own values
             values = codes.view(self.work).copy()
         elif self.name == "BF16":
             values = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -46,7 +51,7 @@ class Storage:
 
     def narrow(self, values: NDArray[Any]) -> NDArray[Any]:
         """The codes of the given values, each rounded once to nearest even."""
-        if self.bits.itemsize >= 4:  # noqa: PLR2004
+        if self.itemsize >= 4:  # noqa: PLR2004
             codes = values.view(self.bits).copy()
         elif self.name == "BF16":
             codes = _round_shift(values.view(np.uint32), 16).astype(self.bits)
@@ -86,7 +91,7 @@ _TABLES: dict[str, NDArray[np.float32]] = {}
 def _values(storage: Storage) -> NDArray[np.float32]:
     """The value of every code of a type of 16 bits or fewer, straight from its definition; made once."""
     if storage.name not in _TABLES:
-        codes = np.arange(2 ** (8 * storage.bits.itemsize))
+        codes = np.arange(2 ** (8 * storage.itemsize))
         width = storage.exponent_bits + storage.mantissa_bits
         magnitude = codes & (2**width - 1)
         exponent, mantissa = magnitude >> storage.mantissa_bits, magnitude & (2**storage.mantissa_bits - 1)

@@ -10,6 +10,7 @@ from gradtool.backends import Terms
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops import arguments
+from gradtool.ops.clip_policy import clip_coef
 from gradtool.reduction import total
 
 if TYPE_CHECKING:
@@ -52,10 +53,8 @@ class Policy:
         return self.clip_each is not None or self.nonfinite == "skip"
 
     def coef(self, limit: float | None, norm: float) -> float:
-        """The coefficient limit / (norm + eps), and 1 where there is nothing to clip; NaN goes through."""
-        if limit is None or math.isinf(limit) or norm + self.eps == 0:
-            return 1.0
-        coef = limit / (norm + self.eps)
+        """What clips a norm to a limit; 1 where there is nothing to clip. NaN goes through."""
+        coef = clip_coef(limit, norm, self.eps)
         return 1.0 if coef >= 1 else coef
 
     def weight_sum(self, weights: Sequence[float]) -> float:

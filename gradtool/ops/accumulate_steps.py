@@ -100,12 +100,11 @@ def add(
         metadata = {policy.weight_key: str(int(weight_sum) if weight_sum.is_integer() else weight_sum)}
         created = lay_out(created.shard.path, created.shard.tensors, created.shard.metadata | metadata)
         targets = tensors_of(created)
-    work = Accumulation(session, policy.terms, targets, taken, created)
+    may_be_nonfinite = policy.nonfinite == "propagate"
+    work = Accumulation(session, policy.terms, targets, taken, created=created, may_be_nonfinite=may_be_nonfinite)
     before = sum_norm = coef = None
     if policy.max_norm is not None:
         before, sum_norm, found = work.measure_sums(rule)
-        if policy.nonfinite != "propagate":
-            work.refuse_nonfinite(rule, found)
         if found.is_finite and math.isinf(sum_norm) and policy.max_norm < math.inf:
             raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
         coef = policy.coef(policy.max_norm, sum_norm)
@@ -116,8 +115,6 @@ def add(
         nonlocal before, after, found
         then, after, found = work.run(rule, destinations, looks_back=coef is None)
         before = before if then is None else then
-        if policy.nonfinite != "propagate":
-            work.refuse_nonfinite(rule, found)
 
     files = [NewFile(created.shard, created.shard.size, replaces=False)] if created else output.arriving(work.shards)
     count = output.write(session, files, fill)

@@ -9,7 +9,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.errors import NonFiniteError
 from gradtool.ops import contributions as reading
 from gradtool.ops.measurement import Measurement, norms_of
-from gradtool.ops.passes import by_shard, measure
+from gradtool.ops.passes import by_shard, measure, measuring_again
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.reduction import TILE
 from gradtool.store.blocks import plan
@@ -37,7 +37,8 @@ _TILES = 6
 class Accumulation:
     """Adds contributions to the buffer's tensors (`targets`); those that nothing is added to are left alone.
 
-    With `created` the buffer is that new file, and there is nothing to add to but zeros.
+    With `created` the buffer is that new file, and there is nothing to add to but zeros. Unless `may_be_nonfinite`, a
+    NaN or Inf in a sum is an error, and the inputs that it comes from are named.
     """
 
     def __init__(
@@ -46,9 +47,12 @@ class Accumulation:
         terms: Terms,
         targets: Sequence[Selected],
         contributions: Sequence[Contribution],
-        created: Layout | None = None,
+        *,
+        created: Layout | None,
+        may_be_nonfinite: bool,
     ) -> None:
         self._session, self._terms, self._targets, self._created = session, terms, targets, created
+        self._may_be_nonfinite = may_be_nonfinite
         self._numbers = sorted({number for one in contributions for number in one.tensors})
         self._touched = [targets[number] for number in self._numbers]
         position = {number: place for place, number in enumerate(self._numbers)}
@@ -68,6 +72,7 @@ class Accumulation:
         """The norm of the buffer as it is, that of the sums before they are rounded, and what was found in them."""
         unrounded = rule._replace(rounds=False)
         before, sums = self._pass(unrounded, {}, looks_back=True)
+        self._refuse_nonfinite(rule, sums)
 
         def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
             return self._pass(unrounded, {}, divisors)[1]
@@ -79,6 +84,7 @@ class Accumulation:
     ) -> tuple[float | None, float, Measurement]:
         """Add and write: the norms of the buffer before (if it `looks_back`) and after, and what is in it then."""
         before, after = self._pass(rule, destinations, looks_back=looks_back)
+        self._refuse_nonfinite(rule, after)
 
         def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
             touched = self._pass(rule, {}, [divisors[number] for number in self._numbers])[1]
@@ -87,22 +93,15 @@ class Accumulation:
         whole = self._whole(after)
         return self._norm_before(before), norms_of(whole, again, per_tensor=False).whole, whole
 
-    def refuse_nonfinite(self, rule: Rule, found: Measurement) -> None:
-        """Raise `NonFiniteError` if there is a NaN or Inf in what was added up, and name the inputs it comes from.
-
-        `found` is about the tensors that are added to, or about all.
-        """
-        selected = self._touched if len(found.nan) == len(self._touched) else self._targets
-        touched = self._numbers if selected is self._targets else range(len(selected))
-        bad = [number for number in touched if found.nan[number] or found.inf[number]]
-        if not bad:
+    def _refuse_nonfinite(self, rule: Rule, touched: Measurement) -> None:
+        bad = [place for place in range(len(self._touched)) if touched.nan[place] or touched.inf[place]]
+        if self._may_be_nonfinite or not bad:
             return
-        names = {selected[number].tensor.name for number in bad}
-        problems = []
+        problems, places = [], set(bad)
         for one in self._contributions:
-            suspects = [part for place, part in one.tensors.items() if self._touched[place].tensor.name in names]
+            suspects = [part for place, part in one.tensors.items() if place in places]
             problems += nonfinite_problems(suspects, measure(self._session, suspects, self._terms))
-        results = [selected[number] for number in bad]
+        results = [self._touched[place] for place in bad]
         if rule.keeps:
             problems += nonfinite_problems(results, measure(self._session, results, self._terms))
         if problems:
@@ -110,16 +109,14 @@ class Accumulation:
         raise NonFiniteError(
             "nothing was written, for a sum does not fit its type; --mean, --max-norm or smaller weights may make it "
             "fit, --nonfinite propagate lets it become Inf",
-            overflow_problems(results, found.part(results, bad)),
+            overflow_problems(results, touched.part(results, bad)),
         )
 
     def _norm_before(self, touched: Measurement | None) -> float | None:
         if touched is None:
             return None
 
-        def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-            return measure(self._session, [self._targets[number] for number in numbers], self._terms, divisors)
-
+        again = measuring_again(self._session, self._targets, self._terms)
         return norms_of(self._whole(touched), again, per_tensor=False).whole
 
     def _whole(self, touched: Measurement, divisors: Sequence[float] | None = None) -> Measurement:
@@ -167,7 +164,7 @@ class Accumulation:
             elif shard not in touched:
                 yield from copying(shard, [(0, shard.size, 0)], path)
         for shard, wanted in by_shard(self._touched):
-            itemsizes = {STORAGE[tensor.dtype].bits.itemsize for _, tensor in wanted}
+            itemsizes = {STORAGE[tensor.dtype].itemsize for _, tensor in wanted}
             nbytes = TILE * max(_TILES * min(itemsizes), *itemsizes)
             whole = shard in destinations and self._created is None
             for block in plan(shard, wanted, TILE, whole=whole, nbytes=nbytes):
@@ -184,7 +181,7 @@ class Accumulation:
         before, after = found
         view = channel.memory("block", block.end - block.begin)
         pieces = after.pieces(block)
-        covered = sum(piece.elements * STORAGE[piece.dtype].bits.itemsize for piece in pieces)
+        covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces)
         if self._created is None and (rule.keeps or covered < len(view)):
             channel.read(block.shard, block.begin, view)
         elif covered < len(view):

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 NONFINITE_POLICIES = ("error", "propagate", "zero")
 
 
+def clip_coef(limit: float | None, norm: float, eps: float) -> float:
+    """The coefficient limit / (norm + eps), infinite where there is nothing to clip; NaN goes through."""
+    # An infinite limit changes nothing, not even where the norm is infinite too.
+    if limit is None or math.isinf(limit):
+        return math.inf
+    return limit / (norm + eps) if norm + eps else math.inf
+
+
 @dataclass(frozen=True)
 class Policy:
     """The arguments that decide what becomes of a value."""
@@ -37,11 +45,8 @@ class Policy:
     nonfinite: str
 
     def coef(self, norm: float) -> float:
-        """max_norm / (norm + eps); 1 or more where there is nothing to clip."""
-        # An infinite limit changes nothing, not even where the norm is infinite too.
-        if self.max_norm is None or math.isinf(self.max_norm):
-            return math.inf
-        return self.max_norm / (norm + self.eps) if norm + self.eps else math.inf
+        """What clips a norm to the limit; 1 or more where there is nothing to clip."""
+        return clip_coef(self.max_norm, norm, self.eps)
 
     def factor(self, coef: float) -> float:
         """What a value is multiplied by: the coefficient where it clips, over the loss scale. NaN goes through."""

@@ -164,7 +164,7 @@ def _parts(contribution: Contribution, block: Block) -> list[_Part]:
     for span in block.spans:
         selected = contribution.tensors.get(span.tensor)
         if selected is not None:
-            nbytes = span.elements * STORAGE[selected.tensor.dtype].bits.itemsize
+            nbytes = span.elements * STORAGE[selected.tensor.dtype].itemsize
             parts.append(_Part(span, at, selected, contribution.factor, nbytes))
         at += span.elements
     return parts

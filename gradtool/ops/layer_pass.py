@@ -42,7 +42,7 @@ class Place(NamedTuple):
         """Put the stored values from an element on where they belong."""
         if self.path is not None:
             tensor = self.selected.tensor
-            channel.write(self.path, tensor.begin + element * STORAGE[tensor.dtype].bits.itemsize, view)
+            channel.write(self.path, tensor.begin + element * STORAGE[tensor.dtype].itemsize, view)
 
 
 class _Rows:
@@ -167,7 +167,7 @@ class LayerPass:
             patch = patch._replace(mean=self._rows.mean[rows], inv_std_dev=self._rows.inv_std_dev[rows])
             means = self._rows.weighted[rows], self._rows.projected[rows]
         dtype = self._layer.x.tensor.dtype
-        out = channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].bits.itemsize)
+        out = channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].itemsize)
         grads = self._session.backend.layer_norm_grads(patch, means, out, dtype)
         if writes:
             start = self._patches.start(stretch, group)

@@ -116,7 +116,7 @@ class Patches:
 
 
 def _stored(one: Selected, start: int, count: int, use: str, channel: Channel) -> memoryview:
-    itemsize = STORAGE[one.tensor.dtype].bits.itemsize
+    itemsize = STORAGE[one.tensor.dtype].itemsize
     view = channel.memory(use, count * itemsize)
     channel.read(one.shard, one.tensor.begin + start * itemsize, view)
     return view

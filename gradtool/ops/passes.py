@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from gradtool.ops.measurement import Again
     from gradtool.store.header import Shard, Tensor
     from gradtool.store.stream import Task
 
@@ -161,11 +162,17 @@ def measure_norms(
 ) -> tuple[Measurement, Norms]:
     """What the given tensors hold, and the norms that it amounts to, over `unscale`."""
     found = measure(session, selected, terms)
+    again = measuring_again(session, selected, terms)
+    return found, norms_of(found, again, per_tensor=per_tensor, unscale=unscale)
+
+
+def measuring_again(session: Session, selected: Sequence[Selected], terms: Terms) -> Again:
+    """What reads some of the given tensors once more, each divided first."""
 
     def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
         return measure(session, [selected[number] for number in numbers], terms, divisors)
 
-    return found, norms_of(found, again, per_tensor=per_tensor, unscale=unscale)
+    return again
 
 
 def rewrite(

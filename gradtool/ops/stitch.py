@@ -25,7 +25,7 @@ class Stitch:
         self._number = number
         self._selected = selected
         self._backend = backend
-        self._itemsize = STORAGE[selected.tensor.dtype].bits.itemsize
+        self._itemsize = STORAGE[selected.tensor.dtype].itemsize
         self._lock = threading.Lock()
         # By tile: what is there of it, and how many elements are still to come.
         self._cut: dict[int, tuple[memoryview, int]] = {}

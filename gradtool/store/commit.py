@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import stat
 import tempfile
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store.header import changed_meanwhile, is_unchanged
-from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
 
     from gradtool.store.header import Shard
 
@@ -57,7 +59,9 @@ class _Staged(NamedTuple):
                 if os.path.lexists(self.target):
                     raise FileExistsError(errno.EEXIST, "File exists") from error
             else:
-                self.temporary.unlink()
+                # The file is there; that it has a second name for a while cannot make this fail.
+                with contextlib.suppress(OSError):
+                    self.temporary.unlink()
                 return
         self.temporary.replace(self.target)
 
@@ -243,3 +247,26 @@ def _sync_folder(folder: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             reason = f"all files were written, but the folder could not be synced: {error.strerror}"
             raise SystemRefusedError(reason, file=folder) from error
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C and its like until the end of the block, and let them act there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        pending.append(number)
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, remember)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for pended in pending:
+            signal.raise_signal(pended)

@@ -11,13 +11,16 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
 LANES = 2048
 TILE = 65_536
+
+# So many tile sums are worth more than one step; values that lie far apart are left to the last.
+_MANY, _MAX_CUTS = 256, 6
 
 # Below, a sum may have lost terms that underflowed; above, it may have lost its last bits, or be infinite.
 _SAFE_SUMS = (2.0**-900, 2.0**1000)
@@ -35,12 +38,34 @@ def fold(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
     return lanes[:, 0]
 
 
-def total(sums: Iterable[float]) -> float:
+def total(sums: Sequence[float] | NDArray[np.float64]) -> float:
     """The correctly rounded sum of non-negative tile sums; infinite where it is beyond float64."""
     try:
-        return math.fsum(sums)
+        return math.fsum(sums if len(sums) < _MANY else _condensed(sums))
     except OverflowError:
         return math.inf
+
+
+def _condensed(sums: Sequence[float] | NDArray[np.float64]) -> list[float]:
+    """A few numbers whose exact sum is that of many; `math.fsum` alone takes 30 ns for each of them.
+
+    Again and again the leading bits of all values, as many as can be added without a rounding, are cut off and added
+    (ExtractVector of S. M. Rump, T. Ogita and S. Oishi, "Accurate floating-point summation part I").
+    """
+    import numpy as np
+
+    values, spare = np.asarray(sums, np.float64), len(sums).bit_length() + 1
+    parts: list[float] = []
+    for _ in range(_MAX_CUTS):
+        largest = float(np.abs(values).max())
+        if not 0 < largest < 2.0 ** (1022 - spare):
+            break
+        cutter = math.ldexp(1.0, math.frexp(largest)[1] + spare)
+        leading = (values + cutter) - cutter
+        parts.append(float(leading.sum()))
+        values = values - leading
+    rest: list[float] = values[values != 0].tolist()
+    return parts + rest
 
 
 def norm_of(total_sum: float, norm_type: float, divisor: float = 1.0, unscale: float = 1.0) -> float:

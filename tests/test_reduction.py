@@ -1,7 +1,10 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradtool.reduction import LANES, fold, norm_of, rescue_divisor, tile_count, total
 
@@ -21,7 +24,26 @@ def test_lanes_are_folded_neighbours_first():
 
 def test_the_total_is_correctly_rounded_in_any_order():
     sums = [1e16, 1.0, 1e-16, 1.0, 3.0]
-    assert total(sums) == total(reversed(sums)) == 10000000000000006.0
+    assert total(sums) == total(sums[::-1]) == 10000000000000006.0
+
+
+@given(
+    count=st.sampled_from([1, 255, 256, 300, 5000]),
+    spread=st.sampled_from([0, 3, 60, 300, 2000]),
+    seed=st.integers(0, 999),
+)
+def test_the_total_of_many_sums_is_correctly_rounded_too(count, spread, seed):
+    rng = np.random.default_rng(seed)
+    exponents = rng.integers(-min(1070, spread), min(1000, spread) + 1, count)
+    values = np.ldexp(rng.random(count), exponents) * (rng.random(count) < 0.9)
+    assert total(values) == float(sum(map(Fraction, values.tolist()))) == math.fsum(values)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 1.7e308])
+def test_the_total_of_many_sums_keeps_what_is_not_finite(odd):
+    values = np.ones(1000)
+    values[[3, 900]] = odd
+    assert math.isnan(total(values)) if math.isnan(odd) else total(values) == math.inf
 
 
 def test_a_total_beyond_float64_is_infinite():

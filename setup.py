@@ -12,7 +12,9 @@ setup(
             "gradtool.backends._kernels",
             sources=["gradtool/backends/_kernels.c"],
             # Rebuilt when one of these changes, and shipped with the source.
-            depends=[f"gradtool/backends/{name}.h" for name in ("_layer_norm", "_storage", "_sums", "_tiles")],
+            depends=[
+                f"gradtool/backends/{name}.h" for name in ("_codes", "_layer_norm", "_storage", "_sums", "_tiles")
+            ],
             extra_compile_args=EXACT,
             py_limited_api=True,
             # Without a compiler the install goes on, and the numpy backend gives the same bits more slowly.

@@ -49,7 +49,11 @@ Output = Annotated[str | None, typer.Option(metavar="FILE", help="Write here; le
 OutputDir = Annotated[str | None, typer.Option(metavar="DIR", help="Write all files here; leave the inputs alone.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")]
 Fsync = Annotated[bool, typer.Option(help="Have the new files on the disk before the old ones go.")]
-Backend = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(metavar="auto|cpu|cuda", help="What computes.  [default: $GRADTOOL_BACKEND, or auto]"),
+]
+Device = Annotated[int | None, typer.Option(metavar="N", help="The GPU, from 0; with --backend cuda.")]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", help="Worker threads.  [default: one for each core, at most 16]")
 ]
@@ -81,7 +85,8 @@ def norm(
     include: Include = None,
     exclude: Exclude = None,
     files_from: FilesFrom = None,
-    backend: Backend = "auto",
+    backend: Backend = None,
+    device: Device = None,
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -125,7 +130,8 @@ def clip(
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
     fsync: Fsync = True,
-    backend: Backend = "auto",
+    backend: Backend = None,
+    device: Device = None,
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -186,7 +192,8 @@ def accumulate(
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
     fsync: Fsync = True,
-    backend: Backend = "auto",
+    backend: Backend = None,
+    device: Device = None,
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -213,7 +220,8 @@ def zero(
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
     fsync: Fsync = True,
-    backend: Backend = "auto",
+    backend: Backend = None,
+    device: Device = None,
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -269,7 +277,8 @@ def layernorm_backward(
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
     fsync: Fsync = True,
-    backend: Backend = "auto",
+    backend: Backend = None,
+    device: Device = None,
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -112,6 +112,12 @@ class SystemRefusedError(GradtoolError, OSError):
     code = "system"
 
 
+class DeviceMemoryError(SystemRefusedError):
+    """The memory of the GPU is full."""
+
+    code = "device-memory"
+
+
 def _restored(kind: type[GradtoolError], arguments: tuple[Any, ...], state: dict[str, Any]) -> GradtoolError:
     error = kind.__new__(kind, *arguments)
     error.args = arguments

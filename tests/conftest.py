@@ -1,15 +1,26 @@
+import os
+
 import pytest
 import support
 from hypothesis import settings
+
+# Of whoever runs the tests; they ask for what they mean.
+os.environ.pop("GRADTOOL_BACKEND", None)
 
 # The same examples every time: no test may depend on luck.
 settings.register_profile("gradtool", derandomize=True, deadline=None)
 settings.load_profile("gradtool")
 
-_BACKENDS = support.backends()
+
+def _parameter(name):
+    # A GPU that is there is only used when it is asked for: pytest -m gpu.
+    return pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else [])
 
 
-@pytest.fixture(params=[backend for _, backend in _BACKENDS], ids=[name for name, _ in _BACKENDS])
+@pytest.fixture(scope="session", params=[_parameter(name) for name in support.backends()])
 def backend(request):
-    """Each backend of this build in turn: the conformance tests run on all of them."""
-    return request.param
+    """Each backend in turn: the conformance tests run on all of them."""
+    try:
+        return support.backends()[request.param]()
+    except ImportError as error:
+        pytest.skip(str(error))

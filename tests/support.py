@@ -9,8 +9,10 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from gradtool.backends import Piece
+from gradtool import BackendUnavailableError
+from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.cuda import CudaBackend
 
 # The types as others implement them: numpy and ml_dtypes.
 NUMPY_TYPES = {
@@ -31,13 +33,31 @@ VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 def backends():
-    """Every backend of this build, as (name, backend)."""
-    found = [("numpy", NumpyBackend())]
+    """Every backend that there may be: its name, and what makes it or raises `ImportError` saying why not."""
+    return {"numpy": NumpyBackend, "compiled": compiled, "shim": shim, "cuda": cuda}
+
+
+def compiled():
+    from gradtool.backends.compiled import CompiledBackend
+
+    return CompiledBackend()
+
+
+def shim(**options):
+    """The CUDA backend, on a GPU made of the processor."""
+    import shim_device
+
+    if shim_device.COMPILER is None:
+        raise ImportError("no C++ compiler is found, which the CUDA kernels' source needs to run on the processor")
+    return CudaBackend(shim_device.ShimDevice(**options))
+
+
+def cuda():
+    """The CUDA backend on the GPU with the number GRADTOOL_TEST_DEVICE, or 0."""
     try:
-        from gradtool.backends.compiled import CompiledBackend
-    except ImportError:
-        return found
-    return [*found, ("compiled", CompiledBackend())]
+        return choose("cuda", int(os.environ.get("GRADTOOL_TEST_DEVICE", "0"))).backend
+    except BackendUnavailableError as error:
+        raise ImportError(f"no GPU: {error}") from error
 
 
 def bits_of(array):

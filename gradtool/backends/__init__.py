@@ -7,7 +7,8 @@ only because it gives the same ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gradtool.errors import BackendUnavailableError, UsageError
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    # A block, or what a backend holds of it.
+    Data = Any
 
 
 class Piece(NamedTuple):
@@ -54,19 +58,27 @@ class Patch(NamedTuple):
 
     `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` (rows,), `scale` and `bias`
     (columns,) float64. With a bias, `x` is the layer's output, from which the normalized input is (x - bias) / scale;
-    without one it is the input, and (x - mean) · inv_std_dev. RMS norm has a mean, or a bias, of 0.
+    without one it is the input, and (x - mean) · inv_std_dev. RMS norm (`rms`) has a mean, or a bias, of 0. Sums over
+    rows are taken for each group of `height` rows by itself.
     """
 
     rows: int
     columns: int
-    x: memoryview
+    height: int
+    x: Data
     x_dtype: str
-    y_grad: memoryview
+    y_grad: Data
     y_grad_dtype: str
     mean: NDArray[np.float64]
     inv_std_dev: NDArray[np.float64]
     scale: NDArray[np.float64]
     bias: NDArray[np.float64] | None = None
+    rms: bool = False
+
+    @property
+    def groups(self) -> int:
+        """How many groups of rows there are; the last may be short."""
+        return -(-self.rows // self.height)
 
 
 class Terms(NamedTuple):
@@ -94,15 +106,38 @@ class BlockSums(NamedTuple):
 
 
 class Backend(Protocol):
-    """The arithmetic that every operation is made of. Blocks are writable buffers of bytes, changed in place."""
+    """The arithmetic that every operation is made of.
+
+    A block is a writable buffer of bytes, or what `hold` made of one; it is changed in place.
+    """
 
     name: str
+    # How many times larger than in the CPU's cache a block should be.
+    bulk: int
 
-    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def memory(self, nbytes: int) -> memoryview:
+        """Memory for blocks that are read from files, of the kind that this backend is quickest to take them from."""
+
+    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
+        """The block where the backend works on it: its own memory, or this very block. Unless it `copies`, just room.
+
+        What is at byte `align` should lie at a good address.
+
+        Raises:
+            DeviceMemoryError: there is no room.
+        """
+
+    def fetch(self, held: Data, block: memoryview) -> None:
+        """Bring what is held back to its block."""
+
+    def can_keep(self, nbytes: int) -> bool:
+        """Whether there is memory of the backend's own for that much more to be held until it is wanted again."""
+
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
         """The sums of what the block holds."""
 
     def scale(
-        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
     ) -> BlockSums:
         """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
 
@@ -111,7 +146,7 @@ class Backend(Protocol):
 
     def accumulate(
         self,
-        block: memoryview,
+        block: Data,
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
@@ -124,9 +159,13 @@ class Backend(Protocol):
         """
 
     def row_sums(
-        self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
+        self, x: Data, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
     ) -> NDArray[np.float64]:
-        """Per row the sum of x, or with a center (rows,) of (x - center)²; float64, over 32 lanes."""
+        """Per row the sum of x, or with a center (rows,) of (x - center)², in float64.
+
+        A row is cut into chunks of 1,024. Within one, element j belongs to lane j mod 32; a lane adds in order,
+        starting at +0; the lanes are folded, neighbours first; and the chunks are added in order.
+        """
 
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh, xh being the normalized input; as `row_sums`."""
@@ -134,14 +173,19 @@ class Backend(Protocol):
     def layer_norm_grads(
         self,
         patch: Patch,
-        means: tuple[NDArray[np.float64], NDArray[np.float64]],
-        x_grad: memoryview,
+        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+        x_grad: Data,
         dtype: str,
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    ) -> Data:
         """Write inv_std_dev · (y_grad·scale - means[0] - xh·means[1]), rounded once, to `x_grad`.
 
-        The gradients of scale and bias, y_grad·xh and y_grad, are summed over the rows in order, in float64.
+        Without means they are `layer_norm_sums` over the columns, the first of them 0 for RMS norm. What is given back,
+        for `add_groups`, are the gradients of scale and bias: the sums of y_grad·xh and of y_grad over the rows of each
+        group, in order, in float64.
         """
+
+    def add_groups(self, totals: NDArray[np.float64], grads: Data) -> None:
+        """Add to totals (2, columns), in order, what `layer_norm_grads` found in each group."""
 
 
 class Choice(NamedTuple):
@@ -151,21 +195,39 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(name: str = "auto") -> Choice:
-    """The backend called `name`, or with `auto` the fastest one here.
+def choose(name: str | None = None, device: int | None = None) -> Choice:
+    """The backend called `name`, or as GRADTOOL_BACKEND has it, or "auto"; the GPU is number `device`, or 0.
+
+    "auto" takes the CPU: no operation on files has been measured to be faster on a GPU.
 
     Raises:
-        UsageError: there is no backend of that name.
-        BackendUnavailableError: there is, but not in this build.
+        UsageError: there is no backend of that name, or a device is given and the backend is not "cuda".
+        BackendUnavailableError: there is one, but not on this machine.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"no backend is called {name!r}; there are auto, cpu and cuda")
-    if name == "cuda":
-        raise BackendUnavailableError("gradtool has no CUDA backend yet; use --backend cpu or auto")
+    source = "" if name is not None else "GRADTOOL_BACKEND: "
+    asked = (os.environ.get("GRADTOOL_BACKEND") or "auto") if name is None else name
+    if asked not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"{source}no backend is called {asked!r}; there are auto, cpu and cuda")
+    if asked == "cuda":
+        from gradtool.backends.cuda import CudaBackend
+        from gradtool.backends.device import open_device  # imports CuPy, which takes a third of a second
+
+        try:
+            gpu = open_device(device or 0)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"{source}{error}") from error
+        return Choice(CudaBackend(gpu), gpu.name)
+    if device is not None:
+        raise UsageError("--device is the number of a GPU; it needs --backend cuda")
+    backend, why = _cpu()
+    return Choice(backend, f"{why}; auto leaves GPUs to --backend cuda" if asked == "auto" else why)
+
+
+def _cpu() -> tuple[Backend, str]:
     try:
         from gradtool.backends.compiled import CompiledBackend  # may not have been built
     except ImportError as error:
         from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
 
-        return Choice(NumpyBackend(), f"numpy, for the compiled kernels are missing: {error}")
-    return Choice(CompiledBackend(), "compiled kernels")
+        return NumpyBackend(), f"numpy, for the compiled kernels are missing: {error}"
+    return CompiledBackend(), "compiled kernels"

@@ -148,23 +148,26 @@ static PyObject *row_sums(PyObject *self, PyObject *args)
 }
 
 /* layer_norm(x, x_dtype, y_grad, y_grad_dtype, rows, columns, mean, inv_std_dev, scale, bias, first, second, x_grad, dtype,
- * scale_grad, bias_grad): without x_grad, the row sums go to first and second; with it they are the row means, and the
- * gradients are written and added to. */
+ * height, scale_grad, bias_grad): without x_grad, the row sums go to first and second; with it they are the row means, and
+ * the gradients are written and, those of scale and bias for each group of `height` rows, added to. */
 static PyObject *layer_norm(PyObject *self, PyObject *args)
 {
     Py_buffer x, y_grad, rows[2], columns[2], sums[2], x_grad, grads[2];
     struct patch patch = {0};
     int x_dtype, y_grad_dtype, dtype;
+    int64_t height;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*iy*iLLz*y*y*z*w*w*z*iz*z*", &x, &x_dtype, &y_grad, &y_grad_dtype, &patch.rows,
+    if (!PyArg_ParseTuple(args, "y*iy*iLLz*y*y*z*w*w*z*iLz*z*", &x, &x_dtype, &y_grad, &y_grad_dtype, &patch.rows,
                           &patch.columns, &rows[0], &rows[1], &columns[0], &columns[1], &sums[0], &sums[1], &x_grad,
-                          &dtype, &grads[0], &grads[1]))
+                          &dtype, &height, &grads[0], &grads[1]))
         return NULL;
     const char *problem = patch_of(&patch, &x, x_dtype, &y_grad, y_grad_dtype, rows, columns);
     if (!problem && !patch.mean && !patch.bias) problem = "a mean or a bias is needed";
+    if (!problem && height < 1) problem = "groups of a row or more are needed";
+    int64_t groups = problem ? 0 : patch.rows / height + (patch.rows % height != 0);
     for (int i = 0; i < 2 && !problem; i++) {
         if (sums[i].len != 8 * patch.rows) problem = "one sum a row is needed";
-        if (x_grad.buf && grads[i].len != 8 * patch.columns) problem = "one gradient a column is needed";
+        if (x_grad.buf && grads[i].len != 8 * groups * patch.columns) problem = "one gradient a column is needed";
         if (x_grad.buf && (grads[i].readonly || x_grad.readonly)) problem = "writable gradients are needed";
     }
     if (!problem && (dtype < 0 || dtype >= DTYPES)) problem = "no such storage type";
@@ -173,7 +176,8 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
         if (x_grad.buf)
-            differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, grads[0].buf, grads[1].buf);
+            differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, height, grads[0].buf,
+                          grads[1].buf);
         else
             sum_gradients(&patch, sums[0].buf, sums[1].buf);
         Py_END_ALLOW_THREADS

@@ -4,8 +4,6 @@
 
 #include "_storage.h"
 
-enum { ROW_LANES = 32, CHUNK = 1024 };
-
 struct patch {
     int64_t rows, columns;
     enum dtype x_dtype, y_grad_dtype;
@@ -80,30 +78,32 @@ static int chunk_of(int64_t columns, int64_t column)
 static void sum_rows(const struct patch *patch, const double *center, double *sums)
 {
     for (int64_t row = 0; row < patch->rows; row++) {
-        double lanes[ROW_LANES] = {0}, x[CHUNK];
+        sums[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
+            double lanes[ROW_LANES] = {0}, x[CHUNK];
             int n = chunk_of(patch->columns, column);
             load_wide(patch->x_dtype, patch->x + (row * patch->columns + column) * ITEMSIZE[patch->x_dtype], x, n);
             if (center) row_center_square(x, center[row], n);
             lanes_add(lanes, x, n);
+            sums[row] += fold_lanes(lanes);
         }
-        sums[row] = fold_lanes(lanes);
     }
 }
 
 static void sum_gradients(const struct patch *patch, double *weighted, double *projected)
 {
     for (int64_t row = 0; row < patch->rows; row++) {
-        double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
+        weighted[row] = projected[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
+            double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
             int n = chunk_of(patch->columns, column);
             load_chunk(patch, row, column, n, xh, y_grad);
             row_weigh(xh, y_grad, patch->scale + column, n);
             lanes_add(first, y_grad, n);
             lanes_add(second, xh, n);
+            weighted[row] += fold_lanes(first);
+            projected[row] += fold_lanes(second);
         }
-        weighted[row] = fold_lanes(first);
-        projected[row] = fold_lanes(second);
     }
 }
 
@@ -132,21 +132,22 @@ static void store_wide(enum dtype dtype, const double *wide, char *target, int n
     store_wide32(dtype, wide, row, target, n);
 }
 
-/* Column after column of chunks, so that the sums over the rows stay in the cache. */
+/* Column after column of chunks, so that the sums over the rows stay in the cache. The gradients of scale and bias are
+ * (groups, columns), one group for each `height` rows. */
 static void differentiate(const struct patch *patch, const double *mean, const double *projection, enum dtype dtype,
-                          char *x_grad, double *scale_grad, double *bias_grad)
+                          char *x_grad, int64_t height, double *scale_grad, double *bias_grad)
 {
     for (int64_t column = 0; column < patch->columns; column += CHUNK) {
         int n = chunk_of(patch->columns, column);
         for (int64_t row = 0; row < patch->rows; row++) {
+            int64_t group = row / height * patch->columns + column;
             double xh[CHUNK], y_grad[CHUNK];
             load_chunk(patch, row, column, n, xh, y_grad);
             row_gradients(xh, y_grad, patch->scale + column, mean[row], projection[row], patch->inv_std_dev[row],
-                          scale_grad + column, bias_grad + column, n);
+                          scale_grad + group, bias_grad + group, n);
             store_wide(dtype, y_grad, x_grad + (row * patch->columns + column) * ITEMSIZE[dtype], n);
         }
     }
 }
-
 
 #endif

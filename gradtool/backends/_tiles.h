@@ -36,8 +36,7 @@ VECTOR static void row_stats64(const double *row, int n, struct stats *stats)
         zeros += magnitude == 0;
         largest = kept > largest ? kept : largest;
     }
-    double max_abs;
-    memcpy(&max_abs, &largest, sizeof max_abs);
+    double max_abs = as_double(largest);
     if (max_abs > stats->max_abs) stats->max_abs = max_abs;
     stats->nan += (int64_t)nan, stats->inf += (int64_t)inf, stats->zeros += (int64_t)zeros;
 }

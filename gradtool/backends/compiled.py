@@ -53,19 +53,20 @@ class CompiledBackend(NumpyBackend):
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
         sums = np.zeros(patch.rows), np.zeros(patch.rows)
-        layer_norm_kernel(*_arguments(patch), *sums, None, 0, None, None)
+        layer_norm_kernel(*_arguments(patch), *sums, None, 0, 1, None, None)
         return sums
 
     def layer_norm_grads(
         self,
         patch: Patch,
-        means: tuple[NDArray[np.float64], NDArray[np.float64]],
+        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
         x_grad: memoryview,
         dtype: str,
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Write the gradient of x; the sums over the rows of those of scale and bias."""
-        grads = np.zeros(patch.columns), np.zeros(patch.columns)
-        layer_norm_kernel(*_arguments(patch), *means, x_grad, STORAGE[dtype].code, *grads)
+    ) -> NDArray[np.float64]:
+        """Write the gradient of x; the sums over each group's rows of those of scale and bias."""
+        grads = np.zeros((2, patch.groups, patch.columns))
+        code, height = STORAGE[dtype].code, patch.height
+        layer_norm_kernel(*_arguments(patch), *(means or self._means(patch)), x_grad, code, height, *grads)
         return grads
 
     def _add(

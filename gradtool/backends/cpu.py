@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,29 @@ if TYPE_CHECKING:
 
     Change = Callable[[NDArray[Any]], NDArray[Any]]
 
-_ROW_LANES = 32
+_ROW_LANES, _CHUNK = 32, 1024
 
 
 class NumpyBackend:
     """Each method does what `gradtool.backends.Backend` says, a tile at a time."""
 
     name = "cpu"
+    bulk = 1
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Pages of memory, which are taken from the system when they are first touched."""
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
+        """The block itself: the CPU works on it where it is."""
+        return block
+
+    def fetch(self, held: memoryview, block: memoryview) -> None:
+        """Nothing: what is held is the block."""
+
+    def can_keep(self, nbytes: int) -> bool:  # noqa: ARG002
+        """No: memory shall not grow with the data, and the system keeps what it read."""
+        return False
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
         """The sums of what the block holds."""
@@ -100,22 +117,34 @@ class NumpyBackend:
     def layer_norm_grads(
         self,
         patch: Patch,
-        means: tuple[NDArray[np.float64], NDArray[np.float64]],
+        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
         x_grad: memoryview,
         dtype: str,
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Write the gradient of x; the sums over the rows of those of scale and bias."""
+    ) -> NDArray[np.float64]:
+        """Write the gradient of x; the sums over each group's rows of those of scale and bias."""
+        first, second = self._means(patch) if means is None else means
         y_grad, xh = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
-        scale_grad, bias_grad = np.zeros(patch.columns), np.zeros(patch.columns)
+        grads = np.zeros((2, patch.groups, patch.columns))
         with np.errstate(all="ignore"):
-            grad = y_grad * patch.scale - means[0][:, None] - xh * means[1][:, None]
+            grad = y_grad * patch.scale - first[:, None] - xh * second[:, None]
             grad *= patch.inv_std_dev[:, None]
             np.frombuffer(x_grad, np.uint8)[:] = STORAGE[dtype].narrow_wide(grad.ravel()).view(np.uint8)
             xh *= y_grad
             for row in range(patch.rows):
-                scale_grad += xh[row]
-                bias_grad += y_grad[row]
-        return scale_grad, bias_grad
+                grads[0, row // patch.height] += xh[row]
+                grads[1, row // patch.height] += y_grad[row]
+        return grads
+
+    def add_groups(self, totals: NDArray[np.float64], grads: NDArray[np.float64]) -> None:
+        """Add group after group."""
+        with np.errstate(all="ignore"):
+            for group in range(grads.shape[1]):
+                totals += grads[:, group]
+
+    def _means(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        weighted, projected = self.layer_norm_sums(patch)
+        with np.errstate(all="ignore"):
+            return np.zeros(patch.rows) if patch.rms else weighted / patch.columns, projected / patch.columns
 
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
@@ -224,10 +253,14 @@ def _normalized(patch: Patch) -> NDArray[np.float64]:
 
 
 def _row_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Element j of a row belongs to lane j mod 32; lanes are added in order and folded, neighbours first."""
+    """The sums of rows, shape (rows, columns), in the order that `Backend.row_sums` has."""
     rows, columns = values.shape
-    lanes = np.zeros((rows, _ROW_LANES))
-    for start in range(0, columns, _ROW_LANES):
-        part = values[:, start : start + _ROW_LANES]
-        lanes[:, : part.shape[1]] += part
-    return fold(lanes)
+    sums = np.zeros(rows)
+    for begin in range(0, columns, _CHUNK):
+        chunk = values[:, begin : begin + _CHUNK]
+        lanes = np.zeros((rows, _ROW_LANES))
+        for start in range(0, chunk.shape[1], _ROW_LANES):
+            part = chunk[:, start : start + _ROW_LANES]
+            lanes[:, : part.shape[1]] += part
+        sums += fold(lanes)
+    return sums

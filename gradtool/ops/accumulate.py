@@ -74,7 +74,8 @@ def accumulate(
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     fsync: bool = True,
-    backend: str = "auto",
+    backend: str | None = None,
+    device: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> AccumulateResult:
@@ -108,7 +109,8 @@ def accumulate(
         output_dir: write all files of the buffer into this folder, and leave them alone.
         dry_run: do everything but write.
         fsync: have the new files on the disk before the old ones go.
-        backend: "auto", "cpu" or "cuda".
+        backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
+        device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
@@ -143,6 +145,7 @@ def accumulate(
         exclude=exclude,
         files_from=files_from,
         backend=backend,
+        device=device,
         threads=threads,
         progress=progress,
     )

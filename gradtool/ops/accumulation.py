@@ -9,7 +9,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.errors import NonFiniteError
 from gradtool.ops import contributions as reading
 from gradtool.ops.measurement import Measurement, norms_of
-from gradtool.ops.passes import by_shard, measure, measuring_again
+from gradtool.ops.passes import by_shard, in_blocks, measure, measuring_again
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.reduction import TILE
 from gradtool.store.blocks import plan
@@ -165,30 +165,37 @@ class Accumulation:
                 yield from copying(shard, [(0, shard.size, 0)], path)
         for shard, wanted in by_shard(self._touched):
             itemsizes = {STORAGE[tensor.dtype].itemsize for _, tensor in wanted}
-            nbytes = TILE * max(_TILES * min(itemsizes), *itemsizes)
+            nbytes = TILE * max(_TILES * self._session.backend.bulk * min(itemsizes), *itemsizes)
             whole = shard in destinations and self._created is None
-            for block in plan(shard, wanted, TILE, whole=whole, nbytes=nbytes):
-                yield partial(self._add, rule, (before, after), block, destinations.get(shard))
+            blocks = plan(shard, wanted, TILE, whole=whole, nbytes=nbytes)
+            yield from in_blocks(partial(self._add, rule, (before, after), destinations.get(shard)), blocks)
 
     def _add(
         self,
         rule: Rule,
         found: tuple[Measurement | None, Measurement],
-        block: Block,
         destination: Path | None,
+        block: Block,
         channel: Channel,
     ) -> None:
-        before, after = found
+        (before, after), backend = found, self._session.backend
         view = channel.memory("block", block.end - block.begin)
         pieces = after.pieces(block)
         covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces)
-        if self._created is None and (rule.keeps or covered < len(view)):
+        reads = self._created is None and (rule.keeps or covered < len(view))
+        if reads:
             channel.read(block.shard, block.begin, view)
         elif covered < len(view):
             view[:] = bytes(len(view))
-        if before is not None:
-            before.add(block, self._session.backend.tile_sums(view, before.pieces(block), self._terms))
-        sources = reading.read(self._contributions, self._touched, block, channel)
-        after.add(block, self._session.backend.accumulate(view, pieces, sources, rule, self._terms))
+        if pieces:
+            held = backend.hold(view, copies=reads or covered < len(view), align=pieces[0].offset)
+            was = None if before is None else backend.tile_sums(held, before.pieces(block), self._terms)
+            sources = reading.read(self._contributions, self._touched, block, channel, backend.bulk)
+            became = backend.accumulate(held, pieces, sources, rule, self._terms)
+            if before is not None and was is not None:
+                before.add(block, was)
+            after.add(block, became)
         if destination is not None:
+            if pieces:
+                backend.fetch(held, view)
             channel.write(destination, block.begin, view)

@@ -57,6 +57,16 @@ def optional_count(option: str, value: Any) -> int | None:
     return count
 
 
+def optional_index(option: str, value: Any) -> int | None:
+    """A whole number of at least 0, or None."""
+    if value is None:
+        return None
+    index = whole(option, value)
+    if index < 0:
+        raise UsageError(f"{option} must be 0 or more, not {index}")
+    return index
+
+
 def norm_order(value: Any) -> float:
     """The order of a norm: above 0, or infinite."""
     order = number("--norm-type", value)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from gradtool.backends import BlockSums, Piece
+    from gradtool.backends import BlockSums, Data, Piece
     from gradtool.ops.passes import Change, Progress
     from gradtool.store.header import Shard
 
@@ -78,7 +78,8 @@ def clip(
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     fsync: bool = True,
-    backend: str = "auto",
+    backend: str | None = None,
+    device: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ClipResult:
@@ -107,7 +108,8 @@ def clip(
         output_dir: write all files, changed or not, into this folder, and leave the inputs alone.
         dry_run: do everything but write.
         fsync: have the new files on the disk before the old ones go.
-        backend: "auto", "cpu" or "cuda".
+        backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
+        device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
@@ -135,14 +137,19 @@ def clip(
         exclude=exclude,
         files_from=files_from,
         backend=backend,
+        device=device,
         threads=threads,
         progress=progress,
     )
     destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync)
     session.total_bytes = 2 * session.nbytes
-    before, norms = _measure(session, policy)
-    decision = decide(policy, session.selected, before, norms)
-    after, written = _write(session, policy, decision, before, destination)
+    try:
+        before, norms = _measure(session, policy)
+        decision = decide(policy, session.selected, before, norms)
+        after, written = _write(session, policy, decision, before, destination)
+    finally:
+        # For a second pass that did not come.
+        session.kept.clear()
     return ClipResult(
         **facts(session, before, norms.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
@@ -163,7 +170,7 @@ def clip(
 def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
     """What the files hold, and its norms; refused where the policy says so."""
     before, norms = measure_norms(
-        session, session.selected, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale
+        session, session.selected, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale, keeps=True
     )
     if policy.nonfinite == "error" and not before.is_finite:
         raise NonFiniteError(
@@ -185,8 +192,8 @@ def _write(
     def rewriting(numbers: Sequence[int]) -> Change:
         factors = [decision.factors[number] for number in numbers]
 
-        def change(view: memoryview, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
-            return session.backend.scale(view, pieces, [factors[one] for one in tensors], policy.limit, policy.terms)
+        def change(held: Data, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
+            return session.backend.scale(held, pieces, [factors[one] for one in tensors], policy.limit, policy.terms)
 
         return change
 

@@ -132,15 +132,15 @@ def _weight_of(gradient: GradientSet, key: str) -> float:
 
 
 def read(
-    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel
+    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel, bulk: int
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """What the contributions have for the spans of a block, in order, a few of them at a time."""
+    """What the contributions have for the spans of a block, in order, a few of them (times `bulk`) at a time."""
     batch: list[_Part] = []
     nbytes = 0
     for one in contributions:
         parts = _parts(one, block)
         size = sum(part.nbytes for part in parts)
-        if batch and nbytes + size > _BATCH_BYTES:
+        if batch and nbytes + size > _BATCH_BYTES * bulk:
             yield _read_batch(batch, nbytes, targets, channel)
             batch, nbytes = [], 0
         batch += parts

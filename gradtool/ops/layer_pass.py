@@ -12,7 +12,7 @@ import numpy as np
 
 from gradtool.backends import Piece, Terms
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError
+from gradtool.errors import BadInputError, DeviceMemoryError
 from gradtool.ops.layer_patches import Options, Patches
 from gradtool.ops.passes import measure
 from gradtool.ops.stitch import Stitch, encoded
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from gradtool.backends import BlockSums, Patch
+    from gradtool.backends import Backend, BlockSums, Data, Patch
     from gradtool.ops.layer_patches import Floats
     from gradtool.ops.layers import Layer
     from gradtool.ops.measurement import Measurement
@@ -55,21 +55,22 @@ class _Rows:
 class _Columns:
     """The sums over rows of one stretch of columns; groups of rows may come in any order and are added in theirs."""
 
-    def __init__(self, columns: int, groups: int) -> None:
-        self.scale_grad, self.bias_grad = np.zeros(columns), np.zeros(columns)
-        self._waiting: dict[int, tuple[Floats, Floats]] = {}
-        self._next, self._groups = 0, groups
+    def __init__(self, columns: int, groups: int, backend: Backend) -> None:
+        # Those of the gradient of scale, and of bias.
+        self.totals = np.zeros((2, columns))
+        # By their first group: how many groups, and what was found in them.
+        self._waiting: dict[int, tuple[int, Data]] = {}
+        self._next, self._groups, self._backend = 0, groups, backend
         self._lock = threading.Lock()
 
-    def add(self, group: int, grads: tuple[Floats, Floats]) -> bool:
-        """Take in a group; whether it was the last that was missing."""
+    def add(self, first: int, groups: int, grads: Data) -> bool:
+        """Take in some groups; whether they were the last that were missing."""
         with self._lock:
-            self._waiting[group] = grads
+            self._waiting[first] = groups, grads
             while self._next in self._waiting:
-                scale_grad, bias_grad = self._waiting.pop(self._next)
-                self.scale_grad += scale_grad
-                self.bias_grad += bias_grad
-                self._next += 1
+                count, found = self._waiting.pop(self._next)
+                self._backend.add_groups(self.totals, found)
+                self._next += count
             return self._next == self._groups
 
 
@@ -136,50 +137,76 @@ class LayerPass:
         Of wide rows, first those of x, a row after the other, so that little of it waits to be measured; then those of
         scale and bias, a stretch after the other, so that few sums are kept.
         """
-        patches, is_wide = self._patches, self._patches.is_wide
+        patches, is_wide, backend = self._patches, self._patches.is_wide, self._session.backend
+        # Wide rows lie apart in the file.
+        bulk = 1 if is_wide else backend.bulk
         if is_wide:
             for group in range(patches.groups):
                 for stretch in patches.stretches:
-                    yield partial(self._differentiate, stretch, group, None)
+                    yield partial(self._differentiate, stretch, group, 1, None)
         for stretch in patches.stretches:
-            columns = _Columns(stretch[1] - stretch[0], patches.groups)
+            columns = _Columns(stretch[1] - stretch[0], patches.groups, backend)
             if not patches.groups:
                 yield partial(self._finish, stretch, columns)
-            for group in range(patches.groups):
-                yield partial(self._differentiate, stretch, group, columns, writes=not is_wide)
+            for group in range(0, patches.groups, bulk):
+                groups = min(bulk, patches.groups - group)
+                yield partial(self._differentiate, stretch, group, groups, columns, writes=not is_wide)
 
     def _differentiate(
         self,
         stretch: tuple[int, int],
         group: int,
+        groups: int,
         columns: _Columns | None,
         channel: Channel,
         *,
         writes: bool = True,
     ) -> None:
         self._began = self._began or perf_counter()
-        patch = self._patches.read(stretch, group, channel)
+        found = None
+        try:
+            found = self._gradients(stretch, group, groups, channel)
+        except DeviceMemoryError:
+            if groups == 1:
+                raise
+        if found is None:
+            half = groups // 2
+            self._differentiate(stretch, group, half, columns, channel, writes=writes)
+            self._differentiate(stretch, group + half, groups - half, columns, channel, writes=writes)
+            return
+        out, held, grads = found
+        if writes:
+            start = self._patches.start(stretch, group)
+            self._stitch.add(start, out, held)
+            self._places[0].write(channel, start, out)
+        if columns is not None and columns.add(group, groups, grads):
+            self._finish(stretch, columns, channel)
+
+    def _gradients(
+        self, stretch: tuple[int, int], group: int, groups: int, channel: Channel
+    ) -> tuple[memoryview, Data, Data]:
+        """A patch's gradient of x, here and as the backend holds it; and those of scale and bias, as it has them."""
+        backend = self._session.backend
+        patch = self._patches.read(stretch, group, channel, groups=groups)
+        patch = patch._replace(x=backend.hold(patch.x), y_grad=backend.hold(patch.y_grad))
+        means = None
         if self._rows is None:
             patch = self._with_statistics(patch, group, channel)
-            means = self._means(*self._session.backend.layer_norm_sums(patch))
         else:
             rows = slice(group, group + 1)
             patch = patch._replace(mean=self._rows.mean[rows], inv_std_dev=self._rows.inv_std_dev[rows])
             means = self._rows.weighted[rows], self._rows.projected[rows]
         dtype = self._layer.x.tensor.dtype
         out = channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].itemsize)
-        grads = self._session.backend.layer_norm_grads(patch, means, out, dtype)
-        if writes:
-            start = self._patches.start(stretch, group)
-            self._stitch.add(start, out)
-            self._places[0].write(channel, start, out)
-        if columns is not None and columns.add(group, grads):
-            self._finish(stretch, columns, channel)
+        held = backend.hold(out, copies=False)
+        grads = backend.layer_norm_grads(patch, means, held, dtype)
+        backend.fetch(held, out)
+        return out, held, grads
 
     def _finish(self, stretch: tuple[int, int], columns: _Columns, channel: Channel) -> None:
-        for place, values in zip(self._places[1:], (columns.scale_grad, columns.bias_grad), strict=False):
+        for place, values in zip(self._places[1:], columns.totals, strict=False):
             view = encoded(values, place.selected.tensor.dtype)
-            Stitch(self._measurement, place.number, place.selected, self._session.backend).add(stretch[0], view)
+            Stitch(self._measurement, place.number, place.selected, self._session.backend).add(stretch[0], view, view)
             place.write(channel, stretch[0], view)
         self._patches.forget()
         self._ended = perf_counter()

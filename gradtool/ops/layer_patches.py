@@ -61,15 +61,18 @@ class Patches:
         """The element that a patch begins with."""
         return group * self._height * self._layer.columns + stretch[0]
 
-    def read(self, stretch: tuple[int, int], group: int, channel: Channel, *, x_only: bool = False) -> Patch:
-        """A patch, with zeros for the statistics of its rows; with `x_only`, nothing but the input is read."""
+    def read(
+        self, stretch: tuple[int, int], group: int, channel: Channel, *, groups: int = 1, x_only: bool = False
+    ) -> Patch:
+        """A patch of some groups, with zeros for the statistics of its rows; with `x_only`, only the input is read."""
         layer = self._layer
-        rows, columns = min(self._height, layer.rows - group * self._height), stretch[1] - stretch[0]
+        rows, columns = min(groups * self._height, layer.rows - group * self._height), stretch[1] - stretch[0]
         start = self.start(stretch, group)
         scale, bias = (np.empty(0), None) if x_only else self._scale_and_bias(stretch, channel)
         return Patch(
             rows=rows,
             columns=columns,
+            height=self._height,
             x=_stored(layer.x, start, rows * columns, "x", channel),
             x_dtype=layer.x.tensor.dtype,
             y_grad=_stored(layer.y_grad, start, 0 if x_only else rows * columns, "y_grad", channel),
@@ -78,6 +81,7 @@ class Patches:
             inv_std_dev=np.zeros(rows),
             scale=scale,
             bias=bias,
+            rms=self._options.form.rms,
         )
 
     def statistics(self, group: int, rows: int, channel: Channel) -> tuple[Floats | None, Floats | None]:

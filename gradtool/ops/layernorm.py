@@ -60,7 +60,8 @@ def layernorm_backward(
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     fsync: bool = True,
-    backend: str = "auto",
+    backend: str | None = None,
+    device: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> LayerNormResult:
@@ -98,7 +99,8 @@ def layernorm_backward(
         output_dir: write the gradients, and nothing else, into files of the same names in this folder.
         dry_run: do everything but write.
         fsync: have the new files on the disk before the old ones go.
-        backend: "auto", "cpu" or "cuda".
+        backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
+        device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
@@ -125,6 +127,7 @@ def layernorm_backward(
         exclude=exclude,
         files_from=files_from,
         backend=backend,
+        device=device,
         threads=threads,
         progress=progress,
         dtypes=None,

@@ -54,7 +54,8 @@ def norm(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     files_from: str | os.PathLike[str] | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
+    device: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> NormResult:
@@ -72,7 +73,8 @@ def norm(
         include: regular expressions; only tensors whose name one of them finds.
         exclude: regular expressions; no tensor whose name one of them finds.
         files_from: a file of further paths, separated by newline or NUL; "-" is standard input.
-        backend: "auto", "cpu" or "cuda".
+        backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
+        device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
@@ -96,6 +98,7 @@ def norm(
         exclude=exclude,
         files_from=files_from,
         backend=backend,
+        device=device,
         threads=threads,
         progress=progress,
     )

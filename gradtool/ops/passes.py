@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from gradtool.backends import Backend, BlockSums, Piece, Terms, choose
 from gradtool.backends.storage import STORAGE
+from gradtool.errors import DeviceMemoryError
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
-from gradtool.store.blocks import Block, plan
+from gradtool.store.blocks import BLOCK_BYTES, halved, plan
 from gradtool.store.channel import Clock
 from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
-from gradtool.store.stream import default_threads, rewriting, run
+from gradtool.store.stream import default_threads, run
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from gradtool.backends import Data
     from gradtool.ops.measurement import Again
+    from gradtool.store.blocks import Block
+    from gradtool.store.channel import Channel
     from gradtool.store.header import Shard, Tensor
     from gradtool.store.stream import Task
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
     Progress = Callable[[int, int], None]
     # Changes the pieces of one block, of the tensors with the given numbers, and gives the sums of what it wrote.
-    Change = Callable[[memoryview, Sequence[Piece], Sequence[int]], BlockSums]
+    Change = Callable[[Data, Sequence[Piece], Sequence[int]], BlockSums]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Session:
     workers: int = 1
     commit_seconds: float = 0.0
     began: float = field(default_factory=perf_counter)
+    # What the first pass left in the backend's memory for the second, by file, first and last byte.
+    kept: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
     _clock: Clock = field(default_factory=Clock)
     _read_bytes: int = 0
 
@@ -101,7 +107,7 @@ class Session:
         self.total_bytes = max(self.total_bytes, self._read_bytes + nbytes)
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.threads, nbytes >> 20))
-        clock = run(tasks, threads=threads, on_bytes=self._count)
+        clock = run(tasks, threads=threads, on_bytes=self._count, allocate=self.backend.memory)
         workers = max(1, clock.workers)
         self.workers = max(self.workers, workers)
         each = Clock(clock.read / workers, clock.compute / workers, clock.write / workers)
@@ -120,7 +126,8 @@ def open_session(
     include: str | Iterable[str],
     exclude: str | Iterable[str],
     files_from: str | os.PathLike[str] | None,
-    backend: str,
+    backend: str | None,
+    device: int | None,
     threads: int | None,
     progress: Progress | None,
     dtypes: Sequence[str] | None = tuple(STORAGE),
@@ -135,7 +142,7 @@ def open_session(
     named = arguments.paths(paths)
     if files_from is not None:
         named += read_path_list(arguments.optional_path("--files-from", files_from) or "")
-    choice = choose(backend)
+    choice = choose(backend, arguments.optional_index("--device", device))
     sets = open_sets(named)
     selected = select(sets, wanted, unwanted)
     if dtypes is not None:
@@ -144,24 +151,65 @@ def open_session(
 
 
 def measure(
-    session: Session, selected: Sequence[Selected], terms: Terms, divisors: Sequence[float] | None = None
+    session: Session,
+    selected: Sequence[Selected],
+    terms: Terms,
+    divisors: Sequence[float] | None = None,
+    *,
+    keeps: bool = False,
 ) -> Measurement:
-    """Read the given tensors once, and sum them."""
-    measurement = Measurement(selected, terms, divisors)
+    """Read the given tensors once, and sum them. With `keeps`, a `rewrite` that comes next need not read them again."""
+    measurement, backend = Measurement(selected, terms, divisors), session.backend
 
-    def work(block: Block, view: memoryview) -> None:
-        measurement.add(block, session.backend.tile_sums(view, measurement.pieces(block), terms))
+    def work(block: Block, channel: Channel) -> None:
+        view = channel.memory("block", block.end - block.begin)
+        channel.read(block.shard, block.begin, view)
+        held = backend.hold(view, align=block.spans[0].offset)
+        measurement.add(block, backend.tile_sums(held, measurement.pieces(block), terms))
+        if keeps and backend.can_keep(len(view)):
+            session.kept[block.shard, block.begin, block.end] = held
 
-    blocks = (block for shard, wanted in by_shard(selected) for block in plan(shard, wanted, TILE))
-    session.stream(rewriting(blocks, work, {}), sum(one.tensor.nbytes for one in selected))
+    tasks = (
+        task
+        for shard, wanted in by_shard(selected)
+        for task in in_blocks(work, plan(shard, wanted, TILE, nbytes=BLOCK_BYTES * backend.bulk))
+    )
+    session.stream(tasks, sum(one.tensor.nbytes for one in selected))
     return measurement
 
 
+def in_blocks(work: Callable[[Block, Channel], None], blocks: Iterable[Block]) -> Iterator[Task]:
+    """Tasks that do `work` on each block; on its halves, where the backend has no room for the whole.
+
+    `work` must have left nothing behind where it ends with that error.
+    """
+
+    def do(block: Block, channel: Channel) -> None:
+        halves: list[Block] = []
+        try:
+            work(block, channel)
+        except DeviceMemoryError:
+            halves = halved(block, TILE)
+            if not halves:
+                raise
+        # Not while the error is at hand: it holds on to what was allocated before there was no more.
+        for half in halves:
+            do(half, channel)
+
+    return (partial(do, block) for block in blocks)
+
+
 def measure_norms(
-    session: Session, selected: Sequence[Selected], terms: Terms, *, per_tensor: bool = False, unscale: float = 1.0
+    session: Session,
+    selected: Sequence[Selected],
+    terms: Terms,
+    *,
+    per_tensor: bool = False,
+    unscale: float = 1.0,
+    keeps: bool = False,
 ) -> tuple[Measurement, Norms]:
     """What the given tensors hold, and the norms that it amounts to, over `unscale`."""
-    found = measure(session, selected, terms)
+    found = measure(session, selected, terms, keeps=keeps)
     again = measuring_again(session, selected, terms)
     return found, norms_of(found, again, per_tensor=per_tensor, unscale=unscale)
 
@@ -187,19 +235,34 @@ def rewrite(
     Every file that has a destination is written there whole, changed or not. Without destinations the work is done and
     its result dropped.
     """
+    backend = session.backend
 
-    def work(block: Block, view: memoryview) -> None:
+    def work(block: Block, channel: Channel) -> None:
+        view, path = channel.memory("block", block.end - block.begin), destinations.get(block.shard)
+        held = session.kept.pop((block.shard, block.begin, block.end), None)
+        if held is not None:
+            channel.touch(block.shard)
+            channel.count(len(view))
+        else:
+            channel.read(block.shard, block.begin, view)
+            held = backend.hold(view, align=block.spans[0].offset) if block.spans else view
         if block.spans:
-            written.add(block, change(view, written.pieces(block), [span.tensor for span in block.spans]))
+            written.add(block, change(held, written.pieces(block), [span.tensor for span in block.spans]))
+        if path is not None:
+            if block.spans:
+                backend.fetch(held, view)
+            channel.write(path, block.begin, view)
 
-    wanted_in = dict(by_shard(selected))
-    if destinations:
-        nbytes = sum(shard.size for shard in destinations)
-        blocks = (block for shard in destinations for block in plan(shard, wanted_in.get(shard, ()), TILE, whole=True))
-    else:
-        nbytes = sum(one.tensor.nbytes for one in selected)
-        blocks = (block for shard, wanted in wanted_in.items() for block in plan(shard, wanted, TILE))
-    session.stream(rewriting(blocks, work, destinations), nbytes)
+    wanted_in, whole = dict(by_shard(selected)), bool(destinations)
+    nbytes = sum(shard.size for shard in destinations) if whole else sum(one.tensor.nbytes for one in selected)
+    tasks = (
+        task
+        for shard in destinations or wanted_in
+        for task in in_blocks(
+            work, plan(shard, wanted_in.get(shard, ()), TILE, whole=whole, nbytes=BLOCK_BYTES * backend.bulk)
+        )
+    )
+    session.stream(tasks, nbytes)
 
 
 def in_file_order(selected: Iterable[Selected]) -> list[Selected]:

@@ -12,7 +12,7 @@ from gradtool.reduction import TILE
 from gradtool.store.blocks import Block, Span
 
 if TYPE_CHECKING:
-    from gradtool.backends import Backend
+    from gradtool.backends import Backend, Data
     from gradtool.ops.measurement import Measurement
     from gradtool.store.gradset import Selected
 
@@ -30,14 +30,14 @@ class Stitch:
         # By tile: what is there of it, and how many elements are still to come.
         self._cut: dict[int, tuple[memoryview, int]] = {}
 
-    def add(self, start: int, view: memoryview) -> None:
-        """Take in the stored values from element `start` on."""
+    def add(self, start: int, view: memoryview, held: Data) -> None:
+        """Take in the stored values from element `start` on, which the backend holds too."""
         elements = len(view) // self._itemsize
         stop = start + elements
         first = min(-(-start // TILE) * TILE, stop)
         last = stop if stop == self._selected.tensor.elements else max(stop // TILE * TILE, first)
         if first < last:
-            self._measure(first, view[(first - start) * self._itemsize : (last - start) * self._itemsize])
+            self._measure(first, last - first, held, (first - start) * self._itemsize)
         for begin, end in ((start, first), (last, stop)):
             if begin < end:
                 self._patch(begin, view[(begin - start) * self._itemsize : (end - start) * self._itemsize])
@@ -55,13 +55,12 @@ class Stitch:
             if missing:
                 self._cut[tile] = (buffer, missing)
                 return
-        self._measure(tile * TILE, buffer)
+        self._measure(tile * TILE, size, buffer, 0)
 
-    def _measure(self, start: int, view: memoryview) -> None:
-        tensor = self._selected.tensor
-        span = Span(self._number, tensor.dtype, start, len(view) // self._itemsize, 0)
-        block = Block(self._selected.shard, 0, len(view), [span])
-        found = self._backend.tile_sums(view, self._measurement.pieces(block), self._measurement.terms)
+    def _measure(self, start: int, elements: int, held: Data, offset: int) -> None:
+        span = Span(self._number, self._selected.tensor.dtype, start, elements, offset)
+        block = Block(self._selected.shard, 0, offset + elements * self._itemsize, [span])
+        found = self._backend.tile_sums(held, self._measurement.pieces(block), self._measurement.terms)
         self._measurement.add(block, found)
 
 

@@ -39,7 +39,8 @@ def zero(
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     fsync: bool = True,
-    backend: str = "auto",
+    backend: str | None = None,
+    device: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ZeroResult:
@@ -57,7 +58,8 @@ def zero(
         output_dir: write all files, changed or not, into this folder, and leave the inputs alone.
         dry_run: do everything but write.
         fsync: have the new files on the disk before the old ones go.
-        backend: "auto", "cpu" or "cuda"; there is nothing to compute, so it makes no difference.
+        backend: "auto", "cpu" or "cuda", which must be there; but there is nothing to compute.
+        device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
         progress: called with the bytes done and the bytes in all.
 
@@ -73,6 +75,7 @@ def zero(
         exclude=exclude,
         files_from=files_from,
         backend=backend,
+        device=device,
         threads=threads,
         progress=progress,
         dtypes=None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from gradtool.store.header import BITS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -41,20 +43,22 @@ def plan(
 ) -> Iterator[Block]:
     """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
-    `wanted` gives tensors with the number they shall have in the spans, in the order of their bytes. With `whole` the
-    blocks cover every byte of the file, for a copy of it. A block has at most `nbytes`, which must be room for a unit.
+    `wanted` gives tensors with the number they shall have in the spans, in the order of their bytes. With `whole` there
+    are blocks without spans for all other bytes of the file, for a copy of it. A block has at most `nbytes`, which must
+    be room for a unit.
     """
     nbytes = BLOCK_BYTES if nbytes is None else nbytes
-    begin = position = 0 if whole else -1
+    begin = position = 0
     spans: list[Span] = []
     for number, tensor in wanted:
         elements = tensor.elements
         if not elements:
             continue
         itemsize = tensor.nbytes // elements
-        if not whole and (position < 0 or tensor.begin - position > _BRIDGE_BYTES):
-            if spans:
-                yield Block(shard, begin, position, spans)
+        if not position or tensor.begin - position > _BRIDGE_BYTES:
+            yield from _cut(shard, begin, position, spans, nbytes)
+            if whole:
+                yield from _cut(shard, position, tensor.begin, [], nbytes)
             begin, spans = tensor.begin, []
         start = 0
         while start < elements:
@@ -66,14 +70,38 @@ def plan(
                 continue
             # Full. What lies before the next element is copied, and may itself be longer than a block.
             end = min(at, begin + nbytes)
-            yield Block(shard, begin, end, spans)
+            if spans or whole:
+                yield Block(shard, begin, end, spans)
             begin, spans = end, []
         position = tensor.end
-    end = shard.size if whole else position
+    yield from _cut(shard, begin, position, spans, nbytes)
+    if whole:
+        yield from _cut(shard, position, shard.size, [], nbytes)
+
+
+def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int) -> Iterator[Block]:
+    """Blocks for bytes of a file; the spans are all in the first."""
     while begin < end:
         cut = min(end, begin + nbytes)
         yield Block(shard, begin, cut, spans)
         begin, spans = cut, []
+
+
+def halved(block: Block, unit: int) -> list[Block]:
+    """Two blocks that make up the one, cut between tensors or at a multiple of `unit` elements; [] if it cannot be."""
+    count = len(block.spans)
+    if count > 1:
+        at, left, right = block.spans[count // 2].offset, block.spans[: count // 2], block.spans[count // 2 :]
+    elif count and block.spans[0].elements > unit:
+        span = block.spans[0]
+        kept = -(-span.elements // unit) // 2 * unit
+        at = span.offset + kept * BITS[span.dtype] // 8
+        left = [span._replace(elements=kept)]
+        right = [span._replace(start=span.start + kept, elements=span.elements - kept, offset=at)]
+    else:
+        return []
+    moved = [span._replace(offset=span.offset - at) for span in right]
+    return [block._replace(end=block.begin + at, spans=left), block._replace(begin=block.begin + at, spans=moved)]
 
 
 def _fitting(elements: int, room: int, unit: int) -> int:

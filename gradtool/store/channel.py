@@ -41,11 +41,20 @@ class Clock:
 
 
 class Channel:
-    """Reads shards and writes files, for one thread. At most `max_files` are open at a time, however many take part."""
+    """Reads shards and writes files, for one thread. At most `max_files` are open at a time, however many take part.
 
-    def __init__(self, max_files: int, on_bytes: Callable[[int], None] | None = None) -> None:
+    Memory is taken from `allocate`.
+    """
+
+    def __init__(
+        self,
+        max_files: int,
+        on_bytes: Callable[[int], None] | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
         self.clock = Clock()
         self._max_files = max_files
+        self._allocate = allocate or _pages
         self._on_bytes = on_bytes
         self._memory: dict[str, memoryview] = {}
         # The least recently used first.
@@ -57,7 +66,7 @@ class Channel:
         if kept is None or len(kept) < nbytes:
             try:
                 # A power of two, for sizes that differ a little.
-                kept = self._memory[use] = memoryview(mmap.mmap(-1, 1 << max(12, (nbytes - 1).bit_length())))
+                kept = self._memory[use] = self._allocate(1 << max(12, (nbytes - 1).bit_length()))
             except OSError as error:
                 raise MemoryError from error
         return kept[:nbytes]
@@ -81,8 +90,20 @@ class Channel:
             done += count
         self.clock.read += perf_counter() - began
         self.clock.read_bytes += done
+        self.count(done)
+
+    def touch(self, shard: Shard) -> None:
+        """See to it that `check` looks at a shard of which nothing need be read.
+
+        Raises:
+            SystemRefusedError: the file changed since its header was read.
+        """
+        self._descriptor(shard)
+
+    def count(self, nbytes: int) -> None:
+        """Tell of bytes that are done with, because they were read, or need not be."""
         if self._on_bytes is not None:
-            self._on_bytes(done)
+            self._on_bytes(nbytes)
 
     def write(self, path: Path, begin: int, view: memoryview) -> None:
         """Write `view` into a file that is there, from byte `begin` on.
@@ -136,6 +157,10 @@ class Channel:
             _check(file, fd)
         finally:
             os.close(fd)
+
+
+def _pages(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _check(file: Shard | Path, fd: int) -> None:

@@ -17,10 +17,9 @@ from gradtool.store import blocks as blocks_
 from gradtool.store.channel import Channel, Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from gradtool.store.blocks import Block
     from gradtool.store.header import Shard
 
     # One stretch of work, done with the files and the memory of the thread that it falls to.
@@ -37,24 +36,6 @@ def default_threads() -> int:
     """One thread for each core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_DEFAULT_THREADS)
-
-
-def rewriting(
-    blocks: Iterable[Block], work: Callable[[Block, memoryview], None], destinations: Mapping[Shard, Path]
-) -> Iterator[Task]:
-    """Tasks that read a block, do `work` on it, and write it to its file's destination, if there is one.
-
-    `work` may change the block in place.
-    """
-
-    def do(block: Block, channel: Channel) -> None:
-        view = channel.memory("block", block.end - block.begin)
-        channel.read(block.shard, block.begin, view)
-        work(block, view)
-        if block.shard in destinations:
-            channel.write(destinations[block.shard], block.begin, view)
-
-    return (partial(do, block) for block in blocks)
 
 
 def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: Path) -> Iterator[Task]:
@@ -75,17 +56,23 @@ def writing(path: Path, content: bytes) -> Task:
     return lambda channel: channel.write(path, 0, memoryview(content))
 
 
-def run(tasks: Iterable[Task], *, threads: int, on_bytes: Callable[[int], None] | None = None) -> Clock:
+def run(
+    tasks: Iterable[Task],
+    *,
+    threads: int,
+    on_bytes: Callable[[int], None] | None = None,
+    allocate: Callable[[int], memoryview] | None = None,
+) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised again here.
 
-    `on_bytes` is told how many bytes were read, from one thread at a time.
+    `on_bytes` is told how many bytes were read, from one thread at a time. `allocate` gives the threads their memory.
 
     Raises:
         SystemRefusedError: reading or writing failed, or a file changed since its header was read.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
     threads = max(1, min(threads, budget))
-    queue = _Queue(iter(tasks), on_bytes, max(1, budget // threads))
+    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate=allocate), on_bytes)
     try:
         # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
         started = _start(threads, queue) if threads > 1 else 0
@@ -138,13 +125,15 @@ def _drain_and_leave(queue: _Queue) -> None:
 class _Queue:
     """The tasks still to do, shared by the worker threads."""
 
-    def __init__(self, tasks: Iterator[Task], on_bytes: Callable[[int], None] | None, max_files: int) -> None:
+    def __init__(
+        self, tasks: Iterator[Task], open_channel: Callable[..., Channel], on_bytes: Callable[[int], None] | None
+    ) -> None:
         self._tasks = tasks
+        self._open_channel = open_channel
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self._stopped = False
         self._working = 0
-        self.max_files = max_files
         # Set while no thread is working.
         self.idle = threading.Event()
         self.idle.set()
@@ -165,11 +154,14 @@ class _Queue:
                 self.idle.set()
         self.left.release()
 
+    def channel(self) -> Channel:
+        return self._open_channel(on_bytes=self._count)
+
     def next(self) -> Task | None:
         with self._lock:
             return None if self._stopped else next(self._tasks, None)
 
-    def count(self, nbytes: int) -> None:
+    def _count(self, nbytes: int) -> None:
         if self._on_bytes is not None:
             with self._lock:
                 self._on_bytes(nbytes)
@@ -192,7 +184,7 @@ def _drain_quietly(queue: _Queue) -> None:
 
 
 def _drain(queue: _Queue) -> None:
-    channel = Channel(queue.max_files, queue.count)
+    channel = queue.channel()
     clock = channel.clock
     try:
         while (task := queue.next()) is not None:

@@ -1,7 +1,9 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from support import gradtool, gradtool_json, snapshot, write
 
 from gradtool import BackendUnavailableError, UsageError
 from gradtool.backends import choose
@@ -27,10 +29,62 @@ def test_without_compiled_kernels_numpy_does_the_work_and_says_so():
     assert done.stdout.startswith("NumpyBackend cpu numpy, for the compiled kernels are missing: ")
 
 
-def test_an_explicit_backend_that_is_missing_is_an_error():
-    with pytest.raises(BackendUnavailableError) as caught:
+def test_an_explicit_backend_that_is_missing_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailableError, match="gradtool") as caught:
         choose("cuda")
     assert caught.value.exit_code == 4
+
+
+def test_the_environment_names_the_backend_where_no_argument_does(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setenv("GRADTOOL_BACKEND", "cuda")
+    with pytest.raises(BackendUnavailableError):
+        choose()
+    assert choose("cpu").backend.name == choose("auto").backend.name == "cpu"
+    monkeypatch.setenv("GRADTOOL_BACKEND", "")
+    assert choose().backend.name == "cpu"
+    monkeypatch.setenv("GRADTOOL_BACKEND", "tpu")
+    with pytest.raises(UsageError, match="GRADTOOL_BACKEND.*tpu"):
+        choose()
+
+
+@pytest.mark.parametrize("name", [None, "auto", "cpu"])
+def test_a_device_needs_the_backend_that_has_devices(name, monkeypatch):
+    monkeypatch.delenv("GRADTOOL_BACKEND", raising=False)
+    with pytest.raises(UsageError, match="--device.*--backend cuda"):
+        choose(name, 1)
+
+
+def test_auto_says_that_it_leaves_gpus_alone(monkeypatch):
+    monkeypatch.delenv("GRADTOOL_BACKEND", raising=False)
+    assert choose().why.endswith("auto leaves GPUs to --backend cuda")
+    assert "cuda" not in choose("cpu").why
+
+
+def test_a_run_on_the_cpu_imports_no_cupy(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(3, np.float32)})
+    code = f"import sys, gradtool; gradtool.clip({str(path)!r}, max_norm=1.0); print('cupy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("operation", ["norm", "clip", "accumulate", "zero", "layernorm-backward"])
+def test_a_missing_gpu_ends_every_command_with_4_and_one_line(tmp_path, operation):
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(3, np.float32)})
+    before = snapshot(tmp_path)
+    options = {"clip": ["--max-norm", "1"], "accumulate": [path]}.get(operation, [])
+    # Modules that cannot be imported hide a CuPy that is installed.
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text("raise ImportError('not for this test')")
+    environment = {"PYTHONPATH": str(tmp_path), "GRADTOOL_BACKEND": "cuda"}
+    done = gradtool(operation, path, *options, env=environment)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.count("\n") == 1
+    assert "gradtool[cuda12]" in done.stderr
+    answer = gradtool_json(operation, path, *options, "--device", "3", env=environment)
+    assert [error["code"] for error in answer["errors"]] == ["backend"]
+    assert {path: before[path] for path in before} == {path: snapshot(tmp_path)[path] for path in before}
 
 
 def test_an_unknown_backend_is_a_usage_error():

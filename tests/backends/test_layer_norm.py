@@ -7,20 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import NUMPY_TYPES, VALUE_TYPES, backends, encode
+from support import NUMPY_TYPES, VALUE_TYPES, encode
 
 from gradtool.backends import Patch
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
 
 
-def patch_of(rows, columns, x_dtype="F32", y_dtype="F32", *, inverted=False, seed=0):
+def patch_of(rows, columns, x_dtype="F32", y_dtype="F32", *, inverted=False, rms=False, height=None, seed=0):
     rng = np.random.default_rng(seed)
     x = encode(rng.standard_normal(rows * columns), x_dtype)
     y_grad = encode(rng.standard_normal(rows * columns), y_dtype)
     return Patch(
         rows,
         columns,
+        height or max(1, rows),
         memoryview(x.tobytes()),
         x_dtype,
         memoryview(y_grad.tobytes()),
@@ -29,6 +30,7 @@ def patch_of(rows, columns, x_dtype="F32", y_dtype="F32", *, inverted=False, see
         inv_std_dev=rng.random(rows) + 0.5,
         scale=rng.random(columns) + 0.5,
         bias=rng.standard_normal(columns) if inverted else None,
+        rms=rms,
     )
 
 
@@ -37,7 +39,7 @@ def matrix(block, dtype, patch):
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5, 31, 32, 33, 64, 1023, 1024, 1025, 3000])
-def test_row_sums_go_over_32_lanes(backend, columns):
+def test_row_sums_go_over_32_lanes_of_each_chunk(backend, columns):
     x = np.random.default_rng(1).standard_normal((3, columns))
     sums = backend.row_sums(memoryview(x.tobytes()), "F64", 3, columns, None)
     centers = np.array([0.5, -1.0, 0.0])
@@ -48,12 +50,15 @@ def test_row_sums_go_over_32_lanes(backend, columns):
 
 
 def by_lanes(terms):
-    lanes = [0.0] * 32
-    for i, term in enumerate(terms):
-        lanes[i % 32] += term
-    while len(lanes) > 1:
-        lanes = [lanes[j] + lanes[j + 1] for j in range(0, len(lanes), 2)]
-    return lanes[0]
+    total = 0.0
+    for start in range(0, len(terms), 1024):
+        lanes = [0.0] * 32
+        for i, term in enumerate(terms[start : start + 1024]):
+            lanes[i % 32] += term
+        while len(lanes) > 1:
+            lanes = [lanes[j] + lanes[j + 1] for j in range(0, len(lanes), 2)]
+        total += lanes[0]
+    return total
 
 
 @pytest.mark.parametrize("inverted", [False, True])
@@ -63,7 +68,7 @@ def test_the_gradients_are_those_of_exact_arithmetic(backend, inverted):
     means = np.array([0.1, -0.2, 0.3]), np.array([0.5, 0.25, -1.0])
     out = memoryview(bytearray(3 * 37 * 8))
     weighted, projected = backend.layer_norm_sums(patch)
-    scale_grad, bias_grad = backend.layer_norm_grads(patch, means, out, "F64")
+    scale_grad, bias_grad = added(backend, patch, backend.layer_norm_grads(patch, means, out, "F64"))
     exact = np.vectorize(Fraction)
     g, r = exact(patch.scale), exact(patch.inv_std_dev)[:, None]
     xh = (exact(x) - exact(patch.bias)) / g if inverted else (exact(x) - exact(patch.mean)[:, None]) * r
@@ -77,6 +82,33 @@ def test_the_gradients_are_those_of_exact_arithmetic(backend, inverted):
     ):
         truth = theirs.astype(np.float64)
         assert np.abs(ours - truth).max() <= 1e-14 * np.abs(truth).max()
+
+
+def added(backend, patch, grads):
+    """The gradients of scale and bias, over all groups."""
+    totals = np.zeros((2, patch.columns))
+    backend.add_groups(totals, grads)
+    return totals
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_means_that_are_not_given_are_those_over_the_columns(backend, rms):
+    patch = patch_of(5, 70, rms=rms, inverted=rms)
+    ours, theirs = (memoryview(bytearray(350 * 8)) for _ in range(2))
+    weighted, projected = backend.layer_norm_sums(patch)
+    means = (np.zeros(5) if rms else weighted / 70), projected / 70
+    grads = [backend.layer_norm_grads(patch, m, out, "F64") for m, out in ((means, ours), (None, theirs))]
+    assert bytes(ours) == bytes(theirs)
+    first, second = (added(backend, patch, one) for one in grads)
+    assert first.tobytes() == second.tobytes()
+
+
+def test_each_group_of_rows_is_summed_by_itself_and_groups_are_added_in_order(backend):
+    y_grad = np.array([1.0, 1e17, -1e17, 1.0, 2.0])
+    patch = patch_of(5, 1, "F64", "F64", height=2)._replace(y_grad=memoryview(y_grad.tobytes()))
+    totals = np.array([[0.0], [0.25]])
+    backend.add_groups(totals, backend.layer_norm_grads(patch, None, memoryview(bytearray(40)), "F64"))
+    assert totals[1, 0] == ((0.25 + (1.0 + 1e17)) + (-1e17 + 1.0)) + 2.0
 
 
 def test_the_result_is_rounded_once_to_its_type(backend):
@@ -95,22 +127,26 @@ def test_the_result_is_rounded_once_to_its_type(backend):
     columns=st.sampled_from([0, 1, 31, 37, 1025, 2049]),
     types=st.tuples(*[st.sampled_from(VALUE_TYPES)] * 3),
     inverted=st.booleans(),
+    rms=st.booleans(),
+    height=st.sampled_from([1, 3, 64]),
     seed=st.integers(0, 99),
 )
-def test_every_backend_gives_the_bits_of_the_reference(rows, columns, types, inverted, seed):
-    patch = patch_of(rows, columns, *types[:2], inverted=inverted, seed=seed)
+def test_every_backend_gives_the_bits_of_the_reference(backend, rows, columns, types, inverted, rms, height, seed):
+    patch = patch_of(rows, columns, *types[:2], inverted=inverted, rms=rms, height=height, seed=seed)
     if seed % 7 == 0 and rows and columns:
         patch.mean[0] = [math.nan, math.inf][seed % 2]
         patch.scale[0] = 0.0
     answers = set()
-    for backend in [NumpyBackend(), *(backend for _, backend in backends())]:
+    for one in (NumpyBackend(), backend):
         out = memoryview(bytearray(rows * columns * NUMPY_TYPES[types[2]].itemsize))
-        sums = backend.layer_norm_sums(patch)
-        grads = backend.layer_norm_grads(patch, sums, out, types[2])
-        plain = backend.row_sums(patch.x, patch.x_dtype, rows, columns, None)
-        squares = backend.row_sums(patch.x, patch.x_dtype, rows, columns, patch.mean)
-        parts = [canonical(part) for part in (*sums, *grads, plain, squares)]
-        answers.add(b"".join([bytes(out), *parts]))
+        sums = one.layer_norm_sums(patch)
+        given = added(one, patch, one.layer_norm_grads(patch, sums, out, types[2]))
+        first = bytes(out)
+        grads = added(one, patch, one.layer_norm_grads(patch, None, out, types[2])) if columns else given
+        plain = one.row_sums(patch.x, patch.x_dtype, rows, columns, None)
+        squares = one.row_sums(patch.x, patch.x_dtype, rows, columns, patch.mean)
+        parts = [canonical(part) for part in (*sums, given, grads, plain, squares)]
+        answers.add(b"".join([first, bytes(out), *parts]))
     assert len(answers) == 1
 
 

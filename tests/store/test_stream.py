@@ -2,6 +2,7 @@ import errno
 import os
 import signal
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,22 @@ from support import NUMPY_TYPES, write
 from gradtool import SystemRefusedError
 from gradtool.store.blocks import plan
 from gradtool.store.header import read_shard
-from gradtool.store.stream import rewriting, run
+from gradtool.store.stream import run
 
 UNIT = 65_536
+
+
+def rewriting(blocks, work, destinations):
+    """Tasks that read a block, work on it, and write it to its file's destination, if there is one."""
+
+    def do(block, channel):
+        view = channel.memory("block", block.end - block.begin)
+        channel.read(block.shard, block.begin, view)
+        work(block, view)
+        if block.shard in destinations:
+            channel.write(destinations[block.shard], block.begin, view)
+
+    return (partial(do, block) for block in blocks)
 
 
 def shard_of(folder, tensors, padding=0):

@@ -1,0 +1,78 @@
+/* The storage types, one value at a time; storage.py is the plain twin.
+ *
+ * Shared by the C and the CUDA kernels: whoever includes this has the integer types, memcpy and fabs, and says in HELPER
+ * what a small function is declared with. */
+#ifndef GRADTOOL_CODES_H
+#define GRADTOOL_CODES_H
+
+enum { LANES = 2048, ROWS = 32, TILE = LANES * ROWS };
+/* Row sums: lanes, and the stretch of a row whose lanes are folded into one value. */
+enum { ROW_LANES = 32, CHUNK = 1024 };
+enum dtype { F64, F32, F16, BF16, F8_E4M3, F8_E5M2, DTYPES };
+enum term { MAXIMUM, ABSOLUTE, SQUARE };
+
+HELPER float as_float(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
+HELPER double as_double(uint64_t bits) { double value; memcpy(&value, &bits, sizeof value); return value; }
+HELPER uint32_t as_bits(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+HELPER uint64_t as_bits64(double value) { uint64_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+
+/* Subnormal codes go through an integer conversion, so that no float subnormal slows the multiplier down. */
+HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, uint32_t first_special)
+{
+    int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
+    uint32_t sign = (code >> (exponent_bits + mantissa_bits)) << 31;
+    uint32_t magnitude = code & ((1u << (exponent_bits + mantissa_bits)) - 1);
+    uint32_t normal = (magnitude << shift) + ((uint32_t)(127 - bias) << 23);
+    float ulp = as_float((uint32_t)(127 + 1 - bias - mantissa_bits) << 23);
+    uint32_t subnormal = as_bits((float)(int32_t)magnitude * ulp);
+    uint32_t special = (magnitude << shift) | 0x7f800000u;
+    uint32_t finite = magnitude < (1u << mantissa_bits) ? subnormal : normal;
+    return sign | (magnitude >= first_special ? special : finite);
+}
+
+/* Nearest even. `overflow` is the code that everything beyond the largest finite value becomes. */
+HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits, uint32_t overflow, uint32_t nan)
+{
+    int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
+    uint32_t sign = (bits >> 31) << (exponent_bits + mantissa_bits);
+    uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t rebias = (uint32_t)(127 - bias) << 23;
+    uint32_t half = (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1);
+    uint32_t normal = (magnitude + half - rebias) >> shift;
+    uint32_t anchor = (uint32_t)(127 + 1 - bias - mantissa_bits + 23) << 23;
+    uint32_t subnormal = as_bits(as_float(magnitude) + as_float(anchor)) - anchor;
+    uint32_t code = magnitude < rebias + (1u << 23) ? subnormal : (normal > overflow ? overflow : normal);
+    return magnitude > 0x7f800000u ? nan : sign | code;
+}
+
+HELPER float f16_to_float(uint32_t code) { return as_float(widen_small(code, 5, 10, 0x7c00u)); }
+HELPER float bf16_to_float(uint32_t code) { return as_float(code << 16); }
+/* E4M3 has no infinity: its one special code is a NaN, and that is what an overflow becomes. */
+HELPER float f8_e4m3_to_float(uint32_t code) { return as_float(widen_small(code, 4, 3, 0x7fu)); }
+HELPER float f8_e5m2_to_float(uint32_t code) { return as_float(widen_small(code, 5, 2, 0x7cu)); }
+
+HELPER uint16_t float_to_f16(float value) { return (uint16_t)narrow_small(as_bits(value), 5, 10, 0x7c00u, 0x7e00u); }
+HELPER uint8_t float_to_f8_e4m3(float value) { return (uint8_t)narrow_small(as_bits(value), 4, 3, 0x7fu, 0x7fu); }
+HELPER uint8_t float_to_f8_e5m2(float value) { return (uint8_t)narrow_small(as_bits(value), 5, 2, 0x7cu, 0x7eu); }
+
+HELPER uint16_t float_to_bf16(float value)
+{
+    uint32_t bits = as_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
+}
+
+/* The stored bits of a value that needs no rounding: every NaN becomes the quiet one. */
+HELPER uint32_t float_to_f32(float value) { return value == value ? as_bits(value) : 0x7fc00000u; }
+HELPER uint64_t double_to_f64(double value) { return value == value ? as_bits64(value) : 0x7ff8000000000000u; }
+
+/* Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the
+ * only one. */
+HELPER float double_to_odd(double value)
+{
+    float nearest = (float)value;
+    uint32_t bits = as_bits(nearest);
+    uint32_t cut = (bits - (uint32_t)(fabs((double)nearest) > fabs(value))) | 1;
+    return as_float(nearest == value || value != value ? bits : cut);
+}
+
+#endif

@@ -1,0 +1,196 @@
+// Canonical tile sums, one thread block a tile, of what is in a block or of what is written there on the way.
+
+// A thread has eight neighbouring lanes of the 2,048, and folds those before it talks to others.
+enum { THREADS = LANES / WIDTH, WARPS = THREADS / 32 };
+static_assert(WIDTH == 8 && WARPS == 8, "fold_eight folds both");
+// Any order of norm, and any divisor.
+enum { POWER = SQUARE + 1 };
+
+struct Piece {
+    long long offset, elements, first_block, first_sum, number;
+    double factor, divisor;
+};
+
+// Of one piece; `first` is 0, or what is left of NEVER after the index of the first value that is not finite.
+struct Facts {
+    unsigned long long max_abs, nan, inf, zeros, first;
+};
+#define NEVER (1ull << 62)
+
+// Beyond it, nothing is limited.
+#define LARGEST 1.7976931348623157e308
+
+struct TilesJob {
+    char *block;
+    double *sums;
+    Facts *facts;
+    const Piece *piece;
+    double limit, norm_type;
+    long long drops, pieces;
+};
+
+DEVICE uint32_t magnitude_bits(float value) { return as_bits(value) & 0x7fffffffu; }
+DEVICE uint64_t magnitude_bits(double value) { return as_bits64(value) & 0x7fffffffffffffffu; }
+DEVICE double magnitude_of(uint32_t bits) { return (double)as_float(bits); }
+DEVICE double magnitude_of(uint64_t bits) { return as_double(bits); }
+template <class Work> struct Special;
+template <> struct Special<float> { typedef uint32_t Bits; static const uint32_t INFINITE = 0x7f800000u; };
+template <> struct Special<double> { typedef uint64_t Bits; static const uint64_t INFINITE = 0x7ff0000000000000u; };
+
+static __device__ __noinline__ double power_of(double value, double divisor, double norm_type)
+{
+    double magnitude = fabs(value) / divisor;
+    if (norm_type == 2) return magnitude * magnitude;
+    return norm_type == 1 ? magnitude : pow(magnitude, norm_type);
+}
+
+template <int TERM> DEVICE double term_of(double value, double divisor, double norm_type)
+{
+    if (TERM == SQUARE) return value * value;
+    if (TERM == ABSOLUTE) return fabs(value);
+    return power_of(value, divisor, norm_type);
+}
+
+// What a thread has seen. `largest` are the bits of the largest magnitude, NaN and Inf among them.
+template <class Work> struct Seen {
+    typename Special<Work>::Bits largest;
+    unsigned zeros;
+    double lanes[WIDTH];
+};
+
+// Eight values; FULL where all of them are there.
+template <int DTYPE, int TERM, bool WRITES, bool FULL>
+DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYPE>::Code (&codes)[WIDTH], int count,
+                  Seen<typename Storage<DTYPE>::Work> &seen)
+{
+    typedef Storage<DTYPE> S;
+    typedef typename S::Work Work;
+    typedef typename Special<Work>::Bits Bits;
+    const Bits infinite = Special<Work>::INFINITE;
+    #pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+        if (!FULL && i >= count) continue;
+        Work value = S::widen(codes[i]);
+        if (WRITES) {
+            if (job.drops && magnitude_bits(value) >= infinite) value = 0;
+            const Work limit = (Work)job.limit;
+            value *= (Work)piece.factor;
+            // The sign of a zero stays, and NaN too.
+            if (job.limit <= LARGEST) {
+                value = value < -limit ? -limit : value;
+                value = value > limit ? limit : value;
+            }
+            codes[i] = S::narrow(value);
+            value = S::widen(codes[i]);
+        }
+        Bits magnitude = magnitude_bits(value);
+        seen.largest = magnitude > seen.largest ? magnitude : seen.largest;
+        if (job.drops && magnitude >= infinite) magnitude = 0, value = 0;
+        seen.zeros += magnitude == 0;
+        if (TERM != MAXIMUM) seen.lanes[i] += term_of<TERM>((double)value, piece.divisor, job.norm_type);
+    }
+}
+
+// Counts what is not finite in a tile that is known to hold such; its cost does not matter.
+template <int DTYPE>
+static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const Piece &piece, const char *data,
+                                                    long long start, int elements)
+{
+    typedef Storage<DTYPE> S;
+    typedef typename S::Work Work;
+    typedef typename Special<Work>::Bits Bits;
+    const Bits infinite = Special<Work>::INFINITE;
+    Facts found = {0, 0, 0, 0, 0};
+    for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
+        typename S::Code codes[WIDTH];
+        int count = elements - i < WIDTH ? elements - i : WIDTH;
+        load(data + i * (long long)sizeof codes[0], count, codes);
+        for (int j = 0; j < count; j++) {
+            Bits magnitude = magnitude_bits(S::widen(codes[j]));
+            unsigned long long left = NEVER - (unsigned long long)(start + i + j);
+            if (magnitude >= infinite && left > found.first) found.first = left;
+            found.nan += magnitude > infinite;
+            found.inf += magnitude == infinite;
+            if (magnitude > infinite || (job.drops && magnitude == infinite)) continue;
+            unsigned long long bits = as_bits64(magnitude_of(magnitude));
+            found.max_abs = bits > found.max_abs ? bits : found.max_abs;
+        }
+    }
+    Facts *facts = job.facts + piece.number;
+    atomicMax(&facts->max_abs, found.max_abs);
+    if (found.nan) atomicAdd(&facts->nan, found.nan);
+    if (found.inf) atomicAdd(&facts->inf, found.inf);
+    if (found.first) atomicMax(&facts->first, found.first);
+}
+
+template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob &job)
+{
+    typedef typename Storage<DTYPE>::Code Code;
+    typedef typename Storage<DTYPE>::Work Work;
+    typedef typename Special<Work>::Bits Bits;
+    // Bytes in flight hide the way to memory: 64 of each thread, where that does not make the code too long.
+    enum { ROWS_AT_ONCE = TERM == POWER ? 1 : sizeof(Code) == 1 ? 4 : 8 / sizeof(Code) };
+    const Piece piece = piece_of(job.piece, job.pieces, blockIdx.x);
+    const long long tile = blockIdx.x - piece.first_block, start = tile * TILE;
+    const int elements = (int)(piece.elements - start < TILE ? piece.elements - start : TILE);
+    char *data = job.block + piece.offset + start * (long long)sizeof(Code);
+
+    Seen<Work> seen = {};
+    int row = (int)threadIdx.x * WIDTH;
+    for (; row + (ROWS_AT_ONCE - 1) * LANES + WIDTH <= elements; row += ROWS_AT_ONCE * LANES) {
+        Code codes[ROWS_AT_ONCE][WIDTH];
+        #pragma unroll
+        for (int k = 0; k < ROWS_AT_ONCE; k++) load(data + (row + k * LANES) * (long long)sizeof(Code), WIDTH, codes[k]);
+        #pragma unroll
+        for (int k = 0; k < ROWS_AT_ONCE; k++) {
+            visit<DTYPE, TERM, WRITES, true>(job, piece, codes[k], WIDTH, seen);
+            if (WRITES) store(data + (row + k * LANES) * (long long)sizeof(Code), WIDTH, codes[k]);
+        }
+    }
+    for (; row < elements; row += LANES) {
+        Code codes[WIDTH];
+        const int count = elements - row < WIDTH ? elements - row : WIDTH;
+        load(data + row * (long long)sizeof(Code), count, codes);
+        visit<DTYPE, TERM, WRITES, false>(job, piece, codes, count, seen);
+        if (WRITES) store(data + row * (long long)sizeof(Code), count, codes);
+    }
+
+    __shared__ double sums[WARPS];
+    __shared__ Bits largest[WARPS];
+    __shared__ unsigned zeros[WARPS];
+    double sum = fold_warp(fold_eight(seen.lanes));
+    for (int step = 16; step; step /= 2) {
+        Bits other = __shfl_down_sync(0xffffffffu, seen.largest, step);
+        seen.largest = other > seen.largest ? other : seen.largest;
+        seen.zeros += __shfl_down_sync(0xffffffffu, seen.zeros, step);
+    }
+    const int warp = (int)threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) sums[warp] = sum, largest[warp] = seen.largest, zeros[warp] = seen.zeros;
+    __syncthreads();
+
+    Bits most = largest[0];
+    for (int i = 1; i < WARPS; i++) most = largest[i] > most ? largest[i] : most;
+    if (threadIdx.x == 0) {
+        unsigned long long zero = 0;
+        for (int i = 0; i < WARPS; i++) zero += zeros[i];
+        job.sums[piece.first_sum + tile] = fold_eight(sums);
+        if (zero) atomicAdd(&job.facts[piece.number].zeros, zero);
+        if (most < Special<Work>::INFINITE)
+            atomicMax(&job.facts[piece.number].max_abs, (unsigned long long)as_bits64(magnitude_of(most)));
+    }
+    // What other threads of this block wrote is to be seen since the barrier.
+    if (most >= Special<Work>::INFINITE) count_nonfinite<DTYPE>(job, piece, data, start, elements);
+}
+
+#ifdef GRADTOOL_STORAGE
+
+#define TILES(NAME, TERM)                                                                                              \
+    KERNEL(THREADS, measure_##NAME, TilesJob) { sum_tile<GRADTOOL_STORAGE, TERM, false>(job); }                        \
+    KERNEL(THREADS, scale_##NAME, TilesJob) { sum_tile<GRADTOOL_STORAGE, TERM, true>(job); }
+
+TILES(maximum, MAXIMUM)
+TILES(absolute, ABSOLUTE)
+TILES(square, SQUARE)
+TILES(power, POWER)
+
+#endif

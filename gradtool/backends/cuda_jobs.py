@@ -1,0 +1,179 @@
+"""What the CUDA kernels are handed: the structs of the .cuh files, as numpy sees them, and the tables in them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gradtool.backends import BlockSums
+from gradtool.backends.storage import STORAGE
+from gradtool.reduction import tile_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from gradtool.backends import Addend, Patch, Piece, Rule
+
+
+def _record(*fields: str) -> np.dtype[Any]:
+    """A struct of 8-byte fields; those with a star are float64."""
+    return np.dtype([(name.lstrip("*"), "<f8" if name.startswith("*") else "<i8") for name in fields])
+
+
+_PIECE = _record("offset", "elements", "first_block", "first_sum", "number", "*factor", "*divisor")
+_TARGET = _record("offset", "elements", "first_block", "at", "first_addend", "addends")
+_ADDEND = _record("dtype", "offset", "start", "elements", "*weight")
+TILES_JOB = _record("block", "sums", "facts", "piece", "*limit", "*norm_type", "drops", "pieces")
+ADD_JOB = _record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
+PATCH_JOB = _record(
+    *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),
+    *("x_dtype", "y_grad_dtype", "x_grad_dtype", "rows", "columns", "height", "rms", "has_means"),
+)
+GROUPS_JOB = _record("totals", "grads", "groups", "columns")
+
+# The enums of the .cuh files: threads of a block, and what they do at once.
+THREADS, TEAM, GROUPS_TEAM = 256, 512, 256
+_CHUNK, _MAX_CHUNKS = 1024, 256
+_SLICE = TEAM * 16
+_FIRST, _LAST, _KEEPS, _DIVIDES, _MULTIPLIES, _ROUNDS = (1 << bit for bit in range(6))
+_NEVER = 1 << 62
+_FACTS = 5
+
+
+def job(kind: np.dtype[Any], **fields: float) -> NDArray[Any]:
+    """One struct with the given fields, all others 0."""
+    made = np.zeros(1, kind)
+    for name, value in fields.items():
+        made[name] = value
+    return made
+
+
+class Tiles(NamedTuple):
+    """The pieces of a block as a table, and how many tiles each has."""
+
+    table: NDArray[Any]
+    counts: NDArray[np.int64]
+    codes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], factors: Sequence[float] | None) -> Tiles:
+        """Those of some pieces, which are multiplied by the factors where there are any."""
+        table = np.zeros(len(pieces), _PIECE)
+        table["offset"] = [piece.offset for piece in pieces]
+        table["elements"] = [piece.elements for piece in pieces]
+        table["divisor"] = [piece.divisor for piece in pieces]
+        table["factor"] = 1.0 if factors is None else factors
+        table["number"] = np.arange(len(pieces))
+        counts = np.array([tile_count(piece.elements) for piece in pieces], np.int64)
+        table["first_sum"] = np.cumsum(counts) - counts
+        return cls(table, counts, np.array([STORAGE[piece.dtype].code for piece in pieces], np.int64))
+
+    @property
+    def total(self) -> int:
+        """All tiles."""
+        return int(self.counts.sum())
+
+    @property
+    def results(self) -> int:
+        """How many 8-byte values are found: a sum for each tile, and some facts for each piece."""
+        return self.total + _FACTS * len(self.table)
+
+    def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
+        """For each storage type its part of the table, and how many thread blocks that takes: one a tile."""
+        for dtype, storage in STORAGE.items():
+            chosen = np.flatnonzero((self.codes == storage.code) & (self.counts > 0))
+            if chosen.size:
+                rows, counts = self.table[chosen], self.counts[chosen]
+                rows["first_block"] = np.cumsum(counts) - counts
+                yield dtype, rows, int(counts.sum())
+
+    def found(self, results: NDArray[np.int64]) -> BlockSums:
+        """What the kernels found."""
+        facts = results[self.total :].reshape(-1, _FACTS)
+        max_abs, nan, inf, zeros, left = (facts[:, column].copy() for column in range(_FACTS))
+        first = np.where(left > 0, _NEVER - left, -1)
+        return BlockSums(results[: self.total].view(np.float64), max_abs.view(np.float64), nan, inf, zeros, first)
+
+
+class Additions(NamedTuple):
+    """A batch of addends, and for each storage type what they are added to, and how many thread blocks that takes."""
+
+    addends: NDArray[Any]
+    targets: dict[str, tuple[NDArray[Any], int]]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], starts: Sequence[int], addends: Iterable[Addend]) -> Additions:
+        """Those of some addends, whose sums are counted over all pieces; each piece begins at its start."""
+        own: list[list[tuple[int, int, int, int, float]]] = [[] for _ in pieces]
+        for one in addends:
+            storage = STORAGE[one.dtype]
+            # One addend may be for several pieces.
+            number, done = bisect_right(starts, one.at, hi=len(pieces)) - 1, 0
+            while done < one.elements:
+                start = one.at + done - starts[number]
+                count = min(one.elements - done, pieces[number].elements - start)
+                if count > 0:
+                    offset = one.offset + done * storage.itemsize
+                    own[number].append((storage.code, offset, start, count, one.weight))
+                    done += count
+                number += 1
+        rows: dict[str, list[tuple[int, ...]]] = {}
+        blocks: dict[str, int] = {}
+        first_addend = 0
+        for piece, at, some in zip(pieces, starts, own, strict=False):
+            if piece.elements:
+                first_block = blocks.get(piece.dtype, 0)
+                row = (piece.offset, piece.elements, first_block, at, first_addend, len(some))
+                rows.setdefault(piece.dtype, []).append(row)
+                blocks[piece.dtype] = first_block + tile_count(piece.elements)
+            first_addend += len(some)
+        targets = {dtype: (np.array(some, _TARGET), blocks[dtype]) for dtype, some in rows.items()}
+        return cls(np.array([row for some in own for row in some], _ADDEND), targets)
+
+
+def add_flags(rule: Rule, *, is_first: bool, is_last: bool) -> int:
+    """What a batch of addends does beside adding."""
+    flags = _FIRST * is_first
+    if is_last:
+        flags |= _LAST | _MULTIPLIES * (rule.factor != 1) | _ROUNDS * rule.rounds
+        flags |= _DIVIDES * (rule.divisor is not None)
+    # What was there is added before the sums are divided, or after.
+    if rule.keeps and (is_first if rule.divisor is None else is_last):
+        flags |= _KEEPS
+    return flags
+
+
+def layer_module(*dtypes: str) -> str:
+    """The module for a layer norm whose tensors have these storage types."""
+    return dtypes[0] if len(set(dtypes)) == 1 else "mixed"
+
+
+def row_blocks(rows: int, columns: int) -> int:
+    """How many thread blocks sum rows; each takes as many as it has warps for their chunks.
+
+    Raises:
+        ValueError: the rows are too long.
+    """
+    at_once = max(1, TEAM // 32 // _chunks(columns))
+    return -(-rows // at_once)
+
+
+def gradient_blocks(patch: Patch) -> int:
+    """How many thread blocks work out gradients: for each group of rows, some for a slice of the columns each.
+
+    Raises:
+        ValueError: the rows are too long.
+    """
+    _chunks(patch.columns)
+    return patch.groups * -(-patch.columns // _SLICE)
+
+
+def _chunks(columns: int) -> int:
+    chunks = -(-columns // _CHUNK)
+    if chunks > _MAX_CHUNKS:
+        raise ValueError("a patch has at most 262,144 columns")
+    return chunks

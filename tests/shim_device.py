@@ -1,0 +1,129 @@
+"""A GPU made of the processor: the CUDA kernels' own source, compiled as C++, on memory that is watched."""
+
+import atexit
+import ctypes
+import itertools
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from gradtool.backends import device as cuda_device
+from gradtool.errors import DeviceMemoryError
+
+COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+_HEADER = Path(__file__).parent / "shim" / "cuda.h"
+_GUARD = b"\xa5" * 64
+
+
+class ShimDevice:
+    """As `gradtool.backends.cuda.Device` says. At most `limit` bytes may be allocated at a time.
+
+    What a thread asks for is only done when it waits, in order: who changes or frees memory too early is found out.
+    """
+
+    def __init__(self, limit=1 << 40):
+        self.name = "the processor"
+        self.limit = limit
+        self.allocated = 0
+        self.launches = []
+        self._backwards = itertools.cycle([False, True])
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+
+    def ask(self, *work):
+        if not hasattr(self._thread, "asked"):
+            self._thread.asked = []
+        self._thread.asked += work
+
+    def memory(self, nbytes):
+        return memoryview(bytearray(nbytes))
+
+    def allocate(self, nbytes):
+        with self._lock:
+            if self.allocated + nbytes > self.limit:
+                raise DeviceMemoryError(f"the processor has no {nbytes} bytes left")
+            self.allocated += nbytes
+        return Allocation(self, nbytes)
+
+    def free(self, nbytes):
+        with self._lock:
+            self.allocated -= nbytes
+
+    def free_bytes(self):
+        return self.limit - self.allocated
+
+    def upload(self, address, content):
+        raw = np.frombuffer(content, np.uint8) if memoryview(content).nbytes else np.empty(0, np.uint8)
+        # Of what cannot be changed, as the driver does with memory that is not page-locked.
+        raw = raw if raw.flags.writeable else raw.copy()
+        self.ask(lambda: ctypes.memmove(address, raw.ctypes.data, raw.nbytes))
+
+    def download(self, address, content):
+        raw = np.frombuffer(content, np.uint8) if memoryview(content).nbytes else np.empty(0, np.uint8)
+        assert raw.flags.writeable
+        self.ask(lambda: ctypes.memmove(raw.ctypes.data, address, raw.nbytes))
+
+    def clear(self, address, nbytes):
+        self.ask(lambda: ctypes.memset(address, 0, nbytes))
+
+    def launch(self, module, kernel, blocks, threads, job):
+        assert job.shape == (1,)
+        assert blocks > 0
+        self.launches.append((module, kernel, blocks))
+        # Threads and blocks run in either order: a missing barrier shows. The argument is copied at once.
+        own, backwards = job.copy(), next(self._backwards)
+        self.ask(lambda: run(module, kernel, own, blocks, threads, backwards=backwards))
+
+    def wait(self):
+        self.ask()
+        while self._thread.asked:
+            self._thread.asked.pop(0)()
+
+
+class Allocation:
+    """Memory that is full of garbage at first, and watched for writes behind its end."""
+
+    def __init__(self, device, nbytes):
+        self._device, self._nbytes = device, nbytes
+        self._memory = np.full(nbytes + 256 + len(_GUARD), 0xA5, np.uint8)
+        self.address = -(-self._memory.ctypes.data // 256) * 256
+
+    def __del__(self):
+        self._device.free(self._nbytes)
+        memory, end = self._memory, self.address + self._nbytes - self._memory.ctypes.data
+
+        def check():
+            assert memory[end : end + len(_GUARD)].tobytes() == _GUARD, "a kernel wrote behind the end of its memory"
+
+        # What this thread asked for before still works on the memory: a pool gives it out again behind all that.
+        self._device.ask(check)
+
+
+_libraries = {}
+_lock = threading.Lock()
+
+
+def run(module, kernel, job, blocks, threads, *, backwards):
+    """Run a kernel of a module; one at a time, for its shared memory is there but once."""
+    with _lock:
+        if module not in _libraries:
+            _libraries[module] = _compile(module)
+        library = _libraries[module]
+        function = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
+        library.shim_launch(function, ctypes.c_void_p(job.ctypes.data), blocks, threads, int(backwards))
+
+
+def _compile(module):
+    folder = Path(tempfile.mkdtemp(prefix="gradtool-shim-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    text, library = folder / f"{module}.cpp", folder / f"{module}.so"
+    text.write_text(f'#include "{_HEADER}"\n{cuda_device.source()}')
+    defines = [option for option in cuda_device.options(module) if option.startswith("-D")]
+    # As NVRTC is told: no contraction, subnormals as they are.
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+    subprocess.run([COMPILER, *flags, *defines, "-o", library, text], check=True)
+    return ctypes.CDLL(str(library))

@@ -183,20 +183,20 @@ def in_blocks(work: Callable[[Block, Channel], None], blocks: Iterable[Block]) -
 
     `work` must have left nothing behind where it ends with that error.
     """
+    return (partial(_work_on, work, block) for block in blocks)
 
-    def do(block: Block, channel: Channel) -> None:
-        halves: list[Block] = []
-        try:
-            work(block, channel)
-        except DeviceMemoryError:
-            halves = halved(block, TILE)
-            if not halves:
-                raise
-        # Not while the error is at hand: it holds on to what was allocated before there was no more.
-        for half in halves:
-            do(half, channel)
 
-    return (partial(do, block) for block in blocks)
+def _work_on(work: Callable[[Block, Channel], None], block: Block, channel: Channel) -> None:
+    halves: list[Block] = []
+    try:
+        work(block, channel)
+    except DeviceMemoryError:
+        halves = halved(block, TILE)
+        if not halves:
+            raise
+    # Not while the error is at hand: it holds on to what was allocated before there was no more.
+    for half in halves:
+        _work_on(work, half, channel)
 
 
 def measure_norms(

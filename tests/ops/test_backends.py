@@ -1,7 +1,9 @@
 """Every operation, on files, gives the same bytes and the same numbers on every backend."""
 
 import errno
+import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -175,6 +177,20 @@ def test_a_block_on_the_gpu_is_not_left_there(tmp_path, use, shim):
         gradtool.clip(grads(tmp_path), max_norm=max_norm)
     gradtool.layernorm_backward(layers(tmp_path))
     assert backend.device.allocated == 0
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_leaves_its_backend_free_to_go(tmp_path, monkeypatch, call):
+    """The memory of a GPU goes with it, and must not wait for Python to look for cycles."""
+    backends = [support.NumpyBackend()]
+    gone = weakref.ref(backends[0])
+    monkeypatch.setattr(passes, "choose", lambda *_: Choice(backends.pop(), "for a test"))
+    gc.disable()
+    try:
+        CALLS[call](tmp_path)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -28,7 +28,7 @@ class ShimDevice:
     def __init__(self, limit=1 << 40):
         self.name = "the processor"
         self.limit = limit
-        self.allocated = 0
+        self.allocated = self.refused = 0
         self.launches = []
         self._backwards = itertools.cycle([False, True])
         self._thread = threading.local()
@@ -45,6 +45,7 @@ class ShimDevice:
     def allocate(self, nbytes):
         with self._lock:
             if self.allocated + nbytes > self.limit:
+                self.refused += 1
                 raise DeviceMemoryError(f"the processor has no {nbytes} bytes left")
             self.allocated += nbytes
         return Allocation(self, nbytes)

@@ -60,6 +60,10 @@ def cuda():
         raise ImportError(f"no GPU: {error}") from error
 
 
+def bytes_of_memory(nbytes):
+    return memoryview(bytearray(nbytes))
+
+
 def bits_of(array):
     return array.view(f"u{array.dtype.itemsize}")
 

@@ -1,7 +1,7 @@
 /* The storage types, one value at a time; storage.py is the plain twin.
  *
- * Shared by the C and the CUDA kernels: whoever includes this has the integer types, memcpy and fabs, and says in HELPER
- * what a small function is declared with. */
+ * Shared by the C and the CUDA kernels: whoever includes this has the integer types and memcpy, and says in HELPER what a
+ * small function is declared with. */
 #ifndef GRADTOOL_CODES_H
 #define GRADTOOL_CODES_H
 
@@ -64,15 +64,5 @@ HELPER uint16_t float_to_bf16(float value)
 /* The stored bits of a value that needs no rounding: every NaN becomes the quiet one. */
 HELPER uint32_t float_to_f32(float value) { return value == value ? as_bits(value) : 0x7fc00000u; }
 HELPER uint64_t double_to_f64(double value) { return value == value ? as_bits64(value) : 0x7ff8000000000000u; }
-
-/* Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the
- * only one. */
-HELPER float double_to_odd(double value)
-{
-    float nearest = (float)value;
-    uint32_t bits = as_bits(nearest);
-    uint32_t cut = (bits - (uint32_t)(fabs((double)nearest) > fabs(value))) | 1;
-    return as_float(nearest == value || value != value ? bits : cut);
-}
 
 #endif

@@ -2,7 +2,8 @@
 
 template <int DTYPE> struct Storage;
 
-// double_to_odd, with a third of the comparisons, for the device can round towards zero; a NaN stays one.
+// Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the only
+// one. A NaN stays one.
 DEVICE float cut_to_odd(double value)
 {
     float cut = __double2float_rz(value);

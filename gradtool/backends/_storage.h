@@ -92,6 +92,16 @@ static void store_row(enum dtype dtype, float *row, char *target, int n)
     load_row(dtype, (const char *)codes, row, n);
 }
 
+/* Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the
+ * only one. */
+HELPER float double_to_odd(double value)
+{
+    float nearest = (float)value;
+    uint32_t bits = as_bits(nearest);
+    uint32_t cut = (bits - (uint32_t)(fabs((double)nearest) > fabs(value))) | 1;
+    return as_float(nearest == value || value != value ? bits : cut);
+}
+
 VECTOR static void row_nearest(const double *wide, float *row, int n)
 {
     for (int j = 0; j < n; j++) row[j] = (float)wide[j];

@@ -179,11 +179,8 @@ class CudaBackend:
         job, _kept = self._patch_job(patch)
         sums = self.device.allocate(16 * patch.rows)
         job["weighted"], job["projected"] = sums.address, sums.address + 8 * patch.rows
-        module, blocks = (
-            jobs.layer_module(patch.x_dtype, patch.y_grad_dtype),
-            jobs.row_blocks(patch.rows, patch.columns),
-        )
-        self.device.launch(module, "layer_norm_sums", blocks, jobs.TEAM, job)
+        module = jobs.layer_module(patch.x_dtype, patch.y_grad_dtype)
+        self.device.launch(module, "layer_norm_sums", jobs.row_blocks(patch.rows, patch.columns), jobs.TEAM, job)
         weighted, projected = self._floats(sums, 2 * patch.rows).reshape(2, patch.rows)
         return weighted, projected
 

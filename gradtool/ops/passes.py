@@ -107,7 +107,7 @@ class Session:
         self.total_bytes = max(self.total_bytes, self._read_bytes + nbytes)
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.threads, nbytes >> 20))
-        clock = run(tasks, threads=threads, on_bytes=self._count, allocate=self.backend.memory)
+        clock = run(tasks, threads=threads, allocate=self.backend.memory, on_bytes=self._count)
         workers = max(1, clock.workers)
         self.workers = max(self.workers, workers)
         each = Clock(clock.read / workers, clock.compute / workers, clock.write / workers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -49,12 +48,12 @@ class Channel:
     def __init__(
         self,
         max_files: int,
+        allocate: Callable[[int], memoryview],
         on_bytes: Callable[[int], None] | None = None,
-        allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
         self.clock = Clock()
         self._max_files = max_files
-        self._allocate = allocate or _pages
+        self._allocate = allocate
         self._on_bytes = on_bytes
         self._memory: dict[str, memoryview] = {}
         # The least recently used first.
@@ -157,10 +156,6 @@ class Channel:
             _check(file, fd)
         finally:
             os.close(fd)
-
-
-def _pages(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _check(file: Shard | Path, fd: int) -> None:

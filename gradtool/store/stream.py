@@ -60,19 +60,19 @@ def run(
     tasks: Iterable[Task],
     *,
     threads: int,
+    allocate: Callable[[int], memoryview],
     on_bytes: Callable[[int], None] | None = None,
-    allocate: Callable[[int], memoryview] | None = None,
 ) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised again here.
 
-    `on_bytes` is told how many bytes were read, from one thread at a time. `allocate` gives the threads their memory.
+    `allocate` gives the threads their memory. `on_bytes` is told how many bytes were read, from one thread at a time.
 
     Raises:
         SystemRefusedError: reading or writing failed, or a file changed since its header was read.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
     threads = max(1, min(threads, budget))
-    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate=allocate), on_bytes)
+    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate), on_bytes)
     try:
         # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
         started = _start(threads, queue) if threads > 1 else 0

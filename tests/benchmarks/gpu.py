@@ -31,6 +31,7 @@ from gradtool.reduction import total
 
 ROUNDS = 15
 PATCH = 1 << 18
+TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16"}
 
 
 class Recorder:
@@ -91,19 +92,13 @@ class Bench:
     def add(self, name, seconds, nbytes, *, target=None, peer=None):
         """One row: `nbytes` were moved; the peer's seconds for the same, where there is one."""
         bandwidth = nbytes / seconds
-        self.rows.append(
-            {
-                "what": name,
-                "ms": seconds * 1e3,
-                "GB/s": bandwidth / 1e9,
-                "of copy": bandwidth / self.copy_bandwidth,
-                "target": target,
-                "torch ms": None if peer is None else peer * 1e3,
-                "times torch": None if peer is None else peer / seconds,
-            }
-        )
-        self.rows[-1] = {key: value for key, value in self.rows[-1].items() if value is not None}
-        print(line(self.rows[-1]), file=sys.stderr, flush=True)
+        row = {"what": name, "ms": seconds * 1e3, "GB/s": bandwidth / 1e9, "of copy": bandwidth / self.copy_bandwidth}
+        if target is not None:
+            row["target"] = target
+        if peer is not None:
+            row |= {"torch ms": peer * 1e3, "times torch": peer / seconds}
+        self.rows.append(row)
+        print(line(row), file=sys.stderr, flush=True)
 
 
 def copy(bench):
@@ -123,7 +118,7 @@ def tiles(bench, torch):
         asked = dtype in ("BF16", "F32")
         peer = None
         if torch and asked:
-            values = torch.empty(elements, dtype=TORCH_TYPES[dtype], device="cuda").normal_()
+            values = torch.empty(elements, dtype=getattr(torch, TORCH_NAMES[dtype]), device="cuda").normal_()
             peer = bench.seconds(lambda values=values: torch._foreach_norm([values]))  # noqa: SLF001 - the peer is private
             del values
         seconds = bench.replay(lambda backend, b=block, p=pieces: backend.tile_sums(b, p, Terms()))
@@ -222,7 +217,7 @@ def patch_of(bench, rows, columns, dtype, *, rms):
 
 
 def torch_layer_norm(bench, torch, rows, columns, dtype):
-    kind = TORCH_TYPES[dtype]
+    kind = getattr(torch, TORCH_NAMES[dtype])
     x, y_grad = (torch.empty(rows, columns, dtype=kind, device="cuda").normal_() for _ in range(2))
     weight, bias = (torch.ones(columns, dtype=kind, device="cuda") for _ in range(2))
     _, mean, rstd = torch.native_layer_norm(x, [columns], weight, bias, 1e-5)
@@ -314,7 +309,6 @@ def device_copy(device):
 
 def load_torch(device):
     """torch, made to work on our stream, so that the same events time it; None where it is missing."""
-    global TORCH_TYPES  # noqa: PLW0603 - torch's names for the types, once it is here
     try:
         import torch
     except ImportError:
@@ -323,11 +317,7 @@ def load_torch(device):
         return None
     with device._current() as stream:  # noqa: SLF001 - as above
         torch.cuda.set_stream(torch.cuda.ExternalStream(stream.ptr, device=device.number))
-    TORCH_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
     return torch
-
-
-TORCH_TYPES = {}
 
 
 def run(bench, torch, *, files=True):

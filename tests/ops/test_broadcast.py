@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import VALUE_TYPES, bits_of, encode, write
+from support import VALUE_TYPES, bits_of, bytes_of_memory, encode, write
 
 from gradtool.ops import broadcast
 from gradtool.ops.broadcast import is_broadcastable, positions, spread
@@ -68,7 +68,7 @@ def spread_of(path, shape, start, stop):
     """The elements that `spread` gives, and how many bytes it read; what lies behind them must stay."""
     shard = read_shard(path)
     one = next(Selected(shard, tensor) for tensor in shard.tensors if tensor.name == "a")
-    channel, target = Channel(4), memoryview(bytearray(b"\xee" * ((stop - start) * 8 + 8)))
+    channel, target = Channel(4, bytes_of_memory), memoryview(bytearray(b"\xee" * ((stop - start) * 8 + 8)))
     spread(one, shape, Span(0, "F32", start, stop - start, 0), target, channel)
     channel.close()
     itemsize = one.tensor.nbytes // one.tensor.elements

@@ -3,7 +3,7 @@ import os
 
 import numpy as np
 import pytest
-from support import write
+from support import bytes_of_memory, write
 
 from gradtool import SystemRefusedError
 from gradtool.store.channel import Channel
@@ -47,7 +47,7 @@ def names(opened):
 
 def test_few_files_are_open_though_many_take_part_and_none_in_the_end(tmp_path, opened):
     shards = shards_in(tmp_path, 20)
-    channel, most = Channel(3), 0
+    channel, most = Channel(3, bytes_of_memory), 0
     for turn in range(3):
         for i, shard in enumerate(shards):
             assert read(channel, shard) == bytes([i]) * 10, turn
@@ -60,7 +60,7 @@ def test_few_files_are_open_though_many_take_part_and_none_in_the_end(tmp_path, 
 
 def test_the_file_that_was_used_least_recently_is_closed(tmp_path, opened):
     one, two, three, four = shards_in(tmp_path, 4)
-    channel = Channel(3)
+    channel = Channel(3, bytes_of_memory)
     for shard in (one, two, three, one, four):
         read(channel, shard)
     assert names(opened) == ["0", "2", "3"]
@@ -72,7 +72,7 @@ def test_files_that_are_written_count_too_and_are_written_on_when_opened_again(t
     target = tmp_path / "target"
     target.write_bytes(bytes(30))
     opened.clear()
-    channel = Channel(2)
+    channel = Channel(2, bytes_of_memory)
     for i, shard in enumerate(shards):
         view = channel.memory("block", 10)
         channel.read(shard, shard.data_start, view)
@@ -87,7 +87,7 @@ def test_where_the_system_allows_fewer_open_files_the_oldest_is_closed_and_it_is
     tmp_path, opened, monkeypatch
 ):
     one, two, three = shards_in(tmp_path, 3)
-    channel = Channel(100)
+    channel = Channel(100, bytes_of_memory)
     read(channel, one)
     read(channel, two)
     open_, refused = os.open, []
@@ -109,7 +109,7 @@ def test_where_the_system_allows_fewer_open_files_the_oldest_is_closed_and_it_is
 
 def test_a_limit_that_allows_no_file_at_all_is_an_error_that_names_the_file(tmp_path, opened, monkeypatch):
     one, two = shards_in(tmp_path, 2)
-    channel = Channel(100)
+    channel = Channel(100, bytes_of_memory)
     read(channel, one)
 
     def refuse(*_arguments, **_options):
@@ -125,7 +125,7 @@ def test_a_limit_that_allows_no_file_at_all_is_an_error_that_names_the_file(tmp_
 
 def test_a_file_that_changed_is_noticed_when_it_is_closed_for_another(tmp_path, opened):
     one, two = shards_in(tmp_path, 2)
-    channel = Channel(1)
+    channel = Channel(1, bytes_of_memory)
     read(channel, one)
     os.utime(one.path, ns=(0, 0))
     with pytest.raises(SystemRefusedError, match="changed by somebody else") as caught:
@@ -136,7 +136,7 @@ def test_a_file_that_changed_is_noticed_when_it_is_closed_for_another(tmp_path, 
 
 def test_a_file_that_changed_is_noticed_at_the_end_and_when_it_is_opened_again(tmp_path):
     one, two = shards_in(tmp_path, 2)
-    channel = Channel(2)
+    channel = Channel(2, bytes_of_memory)
     read(channel, one)
     channel.check()
     os.utime(one.path, ns=(0, 0))
@@ -149,7 +149,7 @@ def test_a_file_that_changed_is_noticed_at_the_end_and_when_it_is_opened_again(t
 
 
 def test_memory_is_the_same_for_the_same_use_until_more_is_asked_for():
-    channel = Channel(1)
+    channel = Channel(1, bytes_of_memory)
     first, other = channel.memory("block", 5000), channel.memory("gradients", 10)
     first[:3] = b"abc"
     other[:3] = b"xyz"
@@ -168,7 +168,7 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     target = tmp_path / "target"
     target.touch()
     told = []
-    channel = Channel(2, told.append)
+    channel = Channel(2, bytes_of_memory, told.append)
     view = channel.memory("block", 7)
     channel.read(shard, shard.data_start, view)
     channel.write(target, 0, view)

@@ -6,14 +6,15 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, write
+from support import NUMPY_TYPES, bytes_of_memory, write
 
 from gradtool import SystemRefusedError
+from gradtool.store import stream
 from gradtool.store.blocks import plan
 from gradtool.store.header import read_shard
-from gradtool.store.stream import run
 
 UNIT = 65_536
+run = partial(stream.run, allocate=bytes_of_memory)
 
 
 def rewriting(blocks, work, destinations):

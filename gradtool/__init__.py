@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm import layernorm_backward as layernorm_backward
     from gradtool.ops.norm import NormResult as NormResult
     from gradtool.ops.norm import norm as norm
+    from gradtool.ops.recover import RecoverResult as RecoverResult
+    from gradtool.ops.recover import recover as recover
     from gradtool.ops.zero import ZeroResult as ZeroResult
     from gradtool.ops.zero import zero as zero
 
@@ -38,6 +40,7 @@ _HOMES = {
     "LayerNormResult": "gradtool.ops.layernorm",
     "NonFiniteError": "gradtool.errors",
     "NormResult": "gradtool.ops.norm",
+    "RecoverResult": "gradtool.ops.recover",
     "SystemRefusedError": "gradtool.errors",
     "UsageError": "gradtool.errors",
     "ZeroResult": "gradtool.ops.zero",
@@ -45,6 +48,7 @@ _HOMES = {
     "clip": "gradtool.ops.clip",
     "layernorm_backward": "gradtool.ops.layernorm",
     "norm": "gradtool.ops.norm",
+    "recover": "gradtool.ops.recover",
     "zero": "gradtool.ops.zero",
 }
 

@@ -48,7 +48,13 @@ NormType = Annotated[float, typer.Option(metavar="P", help="The order of the nor
 Output = Annotated[str | None, typer.Option(metavar="FILE", help="Write here; leave the input alone.")]
 OutputDir = Annotated[str | None, typer.Option(metavar="DIR", help="Write all files here; leave the inputs alone.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")]
-Fsync = Annotated[bool, typer.Option(help="Have the new files on the disk before the old ones go.")]
+Write = Annotated[
+    str, typer.Option(metavar="replace|inplace", help="Replace files, or overwrite what changes in them.")
+]
+Fsync = Annotated[bool, typer.Option(help="Be safe from power cuts too.")]
+LockTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Wait so long for other runs that write the same files.")
+]
 Backend = Annotated[
     str | None,
     typer.Option(metavar="auto|cpu|cuda", help="What computes.  [default: $GRADTOOL_BACKEND, or auto]"),
@@ -82,6 +88,9 @@ def norm(
     per_tensor: Annotated[bool, typer.Option("--per-tensor", help="Show every tensor's own norm.")] = False,
     top: Annotated[int | None, typer.Option(metavar="K", help="Show the K tensors of the largest norms.")] = None,
     fail_above: Annotated[float | None, typer.Option(metavar="X", help="Exit with 1 when the norm is above X.")] = None,
+    ignore_journal: Annotated[
+        bool, typer.Option("--ignore-journal", help="Look even at files that a run may have left half changed.")
+    ] = False,
     include: Include = None,
     exclude: Exclude = None,
     files_from: FilesFrom = None,
@@ -129,7 +138,9 @@ def clip(
     output: Output = None,
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
+    write: Write = "replace",
     fsync: Fsync = True,
+    lock_timeout: LockTimeout = 0.0,
     backend: Backend = None,
     device: Device = None,
     threads: Threads = None,
@@ -191,7 +202,9 @@ def accumulate(
     output: Output = None,
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
+    write: Write = "replace",
     fsync: Fsync = True,
+    lock_timeout: LockTimeout = 0.0,
     backend: Backend = None,
     device: Device = None,
     threads: Threads = None,
@@ -219,7 +232,9 @@ def zero(
     output: Output = None,
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
+    write: Write = "replace",
     fsync: Fsync = True,
+    lock_timeout: LockTimeout = 0.0,
     backend: Backend = None,
     device: Device = None,
     threads: Threads = None,
@@ -276,7 +291,9 @@ def layernorm_backward(
     output: Output = None,
     output_dir: OutputDir = None,
     dry_run: DryRun = False,
+    write: Write = "replace",
     fsync: Fsync = True,
+    lock_timeout: LockTimeout = 0.0,
     backend: Backend = None,
     device: Device = None,
     threads: Threads = None,
@@ -295,13 +312,35 @@ def layernorm_backward(
     return _run("layernorm-backward", **locals())
 
 
+@app.command(short_help="Finish or undo what a killed run left.")
+def recover(
+    paths: Sets = None,
+    *,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also where a file was written to by somebody else since.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Finish or undo what runs that were killed left unfinished, and remove the files they made.
+
+    Of each run, all files are new afterwards or all are old. What a live run works on is left alone.
+
+    \b
+    Example:  gradtool recover grads/
+              gradtool recover buffer.safetensors
+    """
+    return _run("recover", **locals())
+
+
 def _run(command: str, *, json: bool, quiet: bool, **arguments: Any) -> int:
     """Call the function of the same name; what is not given has its default there."""
     given = {name: value for name, value in arguments.items() if value is not None}
 
     def call(progress: Any) -> Any:
         # Looked up here, for this is what imports numpy and all else, and a signal must not meet Typer meanwhile.
-        return getattr(gradtool, command.replace("-", "_"))(**given, progress=progress)
+        function = getattr(gradtool, command.replace("-", "_"))
+        return function(**given) if command == "recover" else function(**given, progress=progress)
 
     return process.perform(command, call, json=json, quiet=quiet)
 
@@ -312,6 +351,7 @@ def main() -> NoReturn:
     process.take_signals()
     try:
         code = _guarded()
+        process.leave_signals()
         sys.exit(code if process.pending is None else process.interrupted(process.pending))
     except KeyboardInterrupt as error:
         sys.exit(process.interrupted(error))

@@ -118,6 +118,11 @@ class DeviceMemoryError(SystemRefusedError):
     code = "device-memory"
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """The beginning and the end of a text that is too long to be read."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
+
+
 def _restored(kind: type[GradtoolError], arguments: tuple[Any, ...], state: dict[str, Any]) -> GradtoolError:
     error = kind.__new__(kind, *arguments)
     error.args = arguments
@@ -141,6 +146,9 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
         return BadInputError("no such file", file=file, code="missing-file")
     if error.errno == errno.EISDIR:
         return BadInputError("is a folder, where a file is expected", file=file)
+    if error.errno in (errno.ENXIO, errno.ENODEV):
+        # What the system says when a socket is opened, or a device that is not there.
+        return BadInputError("is not a regular file", file=file)
     if error.errno == errno.ENAMETOOLONG:
         return BadInputError("the name is too long", file=file, code="missing-file")
     if error.errno == errno.ELOOP:

@@ -99,6 +99,12 @@ def take_signals() -> None:
             signal.signal(number, _end)
 
 
+def leave_signals() -> None:
+    """Let no signal tear into what is left: to say the exit code."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     # Once is enough: a second signal would tear into the clean-up that the first has set off.
     global pending  # noqa: PLW0603 - signals are global

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradtool._version import __version__
-from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem
+from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,8 @@ SCHEMA = 1
 _PATIENCE_SECONDS = 0.5
 # On stderr; JSON names all of them.
 _MAX_PROBLEM_LINES = 20
+# Characters of one; a path and a tensor's name may have 4,096 each.
+_MAX_PROBLEM_LINE = 20_000
 _STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
 # What every result says of its call, in the order that it is shown.
 _CALL = ("files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings")
@@ -70,7 +72,7 @@ def complain(problems: Sequence[Problem], summary: str | None = None, *, level: 
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
     try:
-        sys.stderr.writelines(f"gradtool: {level}: {printable(line)}\n" for line in lines)
+        sys.stderr.writelines(f"gradtool: {level}: {printable(shortened(line, _MAX_PROBLEM_LINE))}\n" for line in lines)
         sys.stderr.flush()
     except OSError:
         # What cannot be said changes neither what is done nor, when Python flushes its streams, the exit code.
@@ -79,7 +81,19 @@ def complain(problems: Sequence[Problem], summary: str | None = None, *, level: 
 
 def printable(text: str) -> str:
     """The text with everything that a terminal might act upon spelled out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if text.isprintable() else text.translate(_SPELLED_OUT)
+
+
+class _SpelledOut(dict[int, str]):
+    """What is printed for a character, worked out when it is first met."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        self[code] = character if character.isprintable() else character.encode("unicode_escape").decode()
+        return self[code]
+
+
+_SPELLED_OUT = _SpelledOut()
 
 
 @contextlib.contextmanager
@@ -123,9 +137,11 @@ def _data(result: Call) -> dict[str, Any]:
     """The fields of a result as JSON has them: its own facts, those of the call, its rows."""
     data = asdict(result)
     data.pop("problems", None)
-    data["timings"] = dict(_timings(result.timings, result.seconds))
+    call = [key for key in _CALL if key in data]
+    if "timings" in data:
+        data["timings"] = dict(_timings(result.timings, result.seconds))
     own = [key for key in data if key not in _CALL and not _is_rows(key)]
-    ordered = {key: data[key] for key in (*own, *_CALL, *filter(_is_rows, data))}
+    ordered = {key: data[key] for key in (*own, *call, *filter(_is_rows, data))}
     exact: dict[str, Any] = _exact(ordered)
     return exact
 
@@ -166,7 +182,7 @@ def _exact(value: Any) -> Any:
 def _lines(result: Call) -> Iterator[list[str]]:
     """One line a fact, name first; one line a row, what it is about first and the names last."""
     data = _data(result)
-    timings = data.pop("timings")
+    timings = data.pop("timings", {})
     data.pop("warnings", None)
     for key, value in (data | timings).items():
         if not _is_rows(key) and value is not None:
@@ -225,6 +241,8 @@ def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key.replace("_", " "), f"{value:,}" if type(value) is int else _field(value)
     if "nan" in data:
         yield "found", f"{data['nan']:,} NaN, {data['inf']:,} Inf, {data['zeros']:,} zeros"
+    if "timings" not in data:
+        return
     yield "scope", ", ".join(_count(data[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte"))
     timings = data["timings"]
     phases = [

@@ -12,6 +12,10 @@ settings.register_profile("gradtool", derandomize=True, deadline=None)
 settings.load_profile("gradtool")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=24, metavar="N", help="Kill so many runs at random instants.")
+
+
 def _parameter(name):
     # A GPU that is there is only used when it is asked for: pytest -m gpu.
     return pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else [])

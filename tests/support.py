@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,8 @@ from gradtool import BackendUnavailableError
 from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda import CudaBackend
+from gradtool.store.locking import acquire
+from gradtool.store.run import Run
 
 # The types as others implement them: numpy and ml_dtypes.
 NUMPY_TYPES = {
@@ -170,6 +173,17 @@ def canonical_norm(arrays):
         one for array in arrays for one in canonical_tile_sums([x * x for x in array.astype(float).ravel().tolist()])
     ]
     return math.sqrt(math.fsum(sums))
+
+
+def registered(paths, *, fsync=True):
+    """A run that keeps others from some files, until it is closed."""
+    run = Run([Path(os.path.realpath(path)) for path in paths], fsync=fsync)
+    try:
+        acquire(run)
+    except BaseException:
+        run.close()
+        raise
+    return run
 
 
 def snapshot(folder):

@@ -12,7 +12,7 @@ from support import gradtool
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```console\n\$ (.*?)\n(.*?)```", README, re.DOTALL)
+EXAMPLES = re.findall(r"```console\n((?:\$ [^\n]*\n)+)(.*?)```", README, re.DOTALL)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_there_are_at_least_five_examples():
 def test_examples_print_what_the_readme_shows(checkout, command, output):
     folder, environment = checkout
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-c", re.sub(r"^\$ ", "", command, flags=re.MULTILINE)],
         cwd=folder,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -45,7 +45,7 @@ def test_examples_print_what_the_readme_shows(checkout, command, output):
     assert done.stdout == output
 
 
-COMMANDS = ["norm", "clip", "accumulate", "zero", "layernorm-backward"]
+COMMANDS = ["norm", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
 
 
 def options_in(text):

@@ -12,8 +12,8 @@ from gradtool.ops import arguments
 from gradtool.ops.accumulate_policy import Policy
 from gradtool.ops.accumulate_steps import GradientRow, add, leave, tensors_of
 from gradtool.ops.contributions import match, weights_of
-from gradtool.ops.output import Output
-from gradtool.ops.passes import open_session
+from gradtool.ops.output import Choices, opened
+from gradtool.ops.passes import Inputs
 from gradtool.ops.results import Facts, facts
 from gradtool.store.gradset import INDEX_SUFFIX, checked_path
 from gradtool.store.layout import Layout, lay_out, new_tensor
@@ -73,7 +73,9 @@ def accumulate(
     output: str | os.PathLike[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
+    write: str = "replace",
     fsync: bool = True,
+    lock_timeout: float = 0.0,
     backend: str | None = None,
     device: int | None = None,
     threads: int | None = None,
@@ -108,7 +110,10 @@ def accumulate(
         output: write the buffer, a single file, here, and leave it alone.
         output_dir: write all files of the buffer into this folder, and leave them alone.
         dry_run: do everything but write.
-        fsync: have the new files on the disk before the old ones go.
+        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
+            files that are there, and saves it to a journal first.
+        fsync: have what is written on the disk before what was there goes.
+        lock_timeout: seconds to wait for other runs that are about to write the same files.
         backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
         device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
@@ -139,7 +144,7 @@ def accumulate(
     if policy.create and (output is not None or output_dir is not None):
         raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")
     path = _checked_buffer(buffer, create=policy.create)
-    session = open_session(
+    inputs = Inputs.of(
         [*([] if policy.create else [path]), *arguments.paths(gradients)],
         include=include,
         exclude=exclude,
@@ -149,18 +154,21 @@ def accumulate(
         threads=threads,
         progress=progress,
     )
-    buffers, offered = ([], session.sets) if policy.create else (session.sets[:1], session.sets[1:])
-    if not offered:
-        raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
-    destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync, sets=buffers)
-    created = _created(session, policy, Path(path), offered[0]) if policy.create else None
-    targets = tensors_of(created) if created else session.selected_in(destination.shards)
-    weights = weights_of(offered, policy.weights, policy.weight_key)
-    gradients_in = [(one, session.selected_in(one.shards)) for one in offered]
-    contributions = match(targets, gradients_in, weights, skip=policy.missing == "skip")
-    if created and not update:
-        targets = []
-    done = (add if update else leave)(session, policy, targets, contributions, output=destination, created=created)
+    owned = 0 if policy.create else 1
+    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
+    made = Path(path) if policy.create else None
+    with opened(inputs, choices, owned=lambda sets: sets[:owned], created=made) as (session, destination):
+        offered = session.sets[owned:]
+        if not offered:
+            raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
+        created = _created(session, policy, made, offered[0]) if made else None
+        targets = tensors_of(created) if created else session.selected_in(destination.shards)
+        weights = weights_of(offered, policy.weights, policy.weight_key)
+        gradients_in = [(one, session.selected_in(one.shards)) for one in offered]
+        contributions = match(targets, gradients_in, weights, skip=policy.missing == "skip")
+        if created and not update:
+            targets = []
+        done = (add if update else leave)(session, policy, targets, contributions, output=destination, created=created)
     return AccumulateResult(
         **facts(session, done.found, done.norm_after, selected=targets),
         norm_before=done.norm_before,

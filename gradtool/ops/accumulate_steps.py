@@ -109,16 +109,27 @@ def add(
             raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
         coef = policy.coef(policy.max_norm, sum_norm)
         rule = rule._replace(factor=coef)
+    was = None
+    if output.in_place and coef is None and rule.keeps and _may_be_measured_twice(policy, targets):
+        # In place, what was there before cannot be looked at again.
+        was, norms = measure_norms(session, targets, policy.terms)
+        before = norms.whole
+    looks_back = coef is None and was is None
     after, found = math.nan, Measurement((), policy.terms)
 
     def fill(destinations: Mapping[Shard, Path]) -> None:
         nonlocal before, after, found
-        then, after, found = work.run(rule, destinations, looks_back=coef is None)
+        then, after, found = work.run(rule, destinations, looks_back=looks_back, was=was)
         before = before if then is None else then
 
-    files = [NewFile(created.shard, created.shard.size, replaces=False)] if created else output.arriving(work.shards)
+    files = [NewFile(created.shard, created.shard.size, replaces=False)] if created else output.arriving(work.touched)
     count = output.write(session, files, fill)
     return Done(found, before, after, weight_sum, rows, sum_norm, coef, count, warnings)
+
+
+def _may_be_measured_twice(policy: Policy, targets: Sequence[Selected]) -> bool:
+    """Whether a sum over finite values may overflow, or lose its terms to underflow."""
+    return policy.norm_type not in (1, 2, math.inf) or any(one.tensor.dtype == "F64" for one in targets)
 
 
 def _screen(

@@ -12,7 +12,7 @@ from gradtool.ops.measurement import Measurement, norms_of
 from gradtool.ops.passes import by_shard, in_blocks, measure, measuring_again
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.reduction import TILE
-from gradtool.store.blocks import plan
+from gradtool.store.blocks import covered, plan
 from gradtool.store.stream import copying, writing
 
 if TYPE_CHECKING:
@@ -64,15 +64,15 @@ class Accumulation:
         self._left_alone: Measurement | None = None
 
     @property
-    def shards(self) -> list[Shard]:
-        """The files of the tensors that are added to."""
-        return list(dict.fromkeys(one.shard for one in self._touched))
+    def touched(self) -> list[Selected]:
+        """The tensors that are added to."""
+        return self._touched
 
     def measure_sums(self, rule: Rule) -> tuple[float | None, float, Measurement]:
         """The norm of the buffer as it is, that of the sums before they are rounded, and what was found in them."""
         unrounded = rule._replace(rounds=False)
         before, sums = self._pass(unrounded, {}, looks_back=True)
-        self._refuse_nonfinite(rule, sums)
+        self._refuse_nonfinite(rule, sums, before)
 
         def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
             return self._pass(unrounded, {}, divisors)[1]
@@ -80,20 +80,25 @@ class Accumulation:
         return self._norm_before(before), norms_of(sums, again, per_tensor=False).whole, sums
 
     def run(
-        self, rule: Rule, destinations: Mapping[Shard, Path], *, looks_back: bool
+        self, rule: Rule, destinations: Mapping[Shard, Path], *, looks_back: bool, was: Measurement | None = None
     ) -> tuple[float | None, float, Measurement]:
-        """Add and write: the norms of the buffer before (if it `looks_back`) and after, and what is in it then."""
+        """Add and write: the norms of the buffer before (if it `looks_back`) and after, and what is in it then.
+
+        What the targets held before may be given, if it is known.
+        """
         before, after = self._pass(rule, destinations, looks_back=looks_back)
-        self._refuse_nonfinite(rule, after)
+        self._refuse_nonfinite(rule, after, before if was is None else was.part(self._touched, self._numbers))
 
         def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
+            if self._session.journal is not None:
+                return measure(self._session, self._targets, self._terms, divisors)
             touched = self._pass(rule, {}, [divisors[number] for number in self._numbers])[1]
             return self._whole(touched, divisors)
 
         whole = self._whole(after)
         return self._norm_before(before), norms_of(whole, again, per_tensor=False).whole, whole
 
-    def _refuse_nonfinite(self, rule: Rule, touched: Measurement) -> None:
+    def _refuse_nonfinite(self, rule: Rule, touched: Measurement, before: Measurement | None) -> None:
         bad = [place for place in range(len(self._touched)) if touched.nan[place] or touched.inf[place]]
         if self._may_be_nonfinite or not bad:
             return
@@ -102,8 +107,8 @@ class Accumulation:
             suspects = [part for place, part in one.tensors.items() if place in places]
             problems += nonfinite_problems(suspects, measure(self._session, suspects, self._terms))
         results = [self._touched[place] for place in bad]
-        if rule.keeps:
-            problems += nonfinite_problems(results, measure(self._session, results, self._terms))
+        if rule.keeps and before is not None:
+            problems += nonfinite_problems(results, before.part(results, bad))
         if problems:
             raise NonFiniteError(f"nothing was written, for there are NaN or Inf values; {NONFINITE_REMEDY}", problems)
         raise NonFiniteError(
@@ -147,7 +152,7 @@ class Accumulation:
         before = Measurement(self._touched, self._terms) if looks_back and rule.keeps else None
         after = Measurement(self._touched, self._terms, divisors)
         nbytes = sum(one.tensor.nbytes for part in self._contributions for one in part.tensors.values())
-        if destinations and self._created is None:
+        if destinations and self._created is None and self._session.journal is None:
             nbytes += sum(shard.size for shard in destinations)
         elif rule.keeps:
             nbytes += sum(one.tensor.nbytes for one in self._touched)
@@ -157,7 +162,7 @@ class Accumulation:
     def _tasks(
         self, rule: Rule, before: Measurement | None, after: Measurement, destinations: Mapping[Shard, Path]
     ) -> Iterator[Task]:
-        touched = set(self.shards)
+        touched = {one.shard for one in self._touched}
         for shard, path in destinations.items():
             if self._created is not None:
                 yield writing(path, self._created.header)
@@ -166,7 +171,7 @@ class Accumulation:
         for shard, wanted in by_shard(self._touched):
             itemsizes = {STORAGE[tensor.dtype].itemsize for _, tensor in wanted}
             nbytes = TILE * max(_TILES * self._session.backend.bulk * min(itemsizes), *itemsizes)
-            whole = shard in destinations and self._created is None
+            whole = shard in destinations and self._created is None and self._session.journal is None
             blocks = plan(shard, wanted, TILE, whole=whole, nbytes=nbytes)
             yield from in_blocks(partial(self._add, rule, (before, after), destinations.get(shard)), blocks)
 
@@ -181,14 +186,16 @@ class Accumulation:
         (before, after), backend = found, self._session.backend
         view = channel.memory("block", block.end - block.begin)
         pieces = after.pieces(block)
-        covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces)
-        reads = self._created is None and (rule.keeps or covered < len(view))
+        filled = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces)
+        reads = self._created is None and (rule.keeps or filled < len(view))
         if reads:
             channel.read(block.shard, block.begin, view)
-        elif covered < len(view):
+            if destination is not None:
+                channel.save(destination, block.begin, view)
+        elif filled < len(view):
             view[:] = bytes(len(view))
         if pieces:
-            held = backend.hold(view, copies=reads or covered < len(view), align=pieces[0].offset)
+            held = backend.hold(view, copies=reads or filled < len(view), align=pieces[0].offset)
             was = None if before is None else backend.tile_sums(held, before.pieces(block), self._terms)
             sources = reading.read(self._contributions, self._touched, block, channel, backend.bulk)
             became = backend.accumulate(held, pieces, sources, rule, self._terms)
@@ -198,4 +205,5 @@ class Accumulation:
         if destination is not None:
             if pieces:
                 backend.fetch(held, view)
-            channel.write(destination, block.begin, view)
+            parts = covered(block) if self._session.journal is not None else None
+            channel.write(destination, block.begin, view, parts)

@@ -10,8 +10,8 @@ from gradtool.errors import BadInputError, NonFiniteError
 from gradtool.ops import arguments
 from gradtool.ops.clip_policy import Decision, Policy, decide
 from gradtool.ops.measurement import Measurement, Norms, norms_of
-from gradtool.ops.output import Output
-from gradtool.ops.passes import Session, measure_norms, open_session, rewrite
+from gradtool.ops.output import Choices, Output, opened
+from gradtool.ops.passes import Inputs, Session, measure, measure_norms, rewrite
 from gradtool.ops.results import Facts, facts, nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def clip(
     output: str | os.PathLike[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
+    write: str = "replace",
     fsync: bool = True,
+    lock_timeout: float = 0.0,
     backend: str | None = None,
     device: int | None = None,
     threads: int | None = None,
@@ -107,7 +109,10 @@ def clip(
         output: write the one input file here, and leave it alone.
         output_dir: write all files, changed or not, into this folder, and leave the inputs alone.
         dry_run: do everything but write.
-        fsync: have the new files on the disk before the old ones go.
+        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
+            files that are there, and saves it to a journal first.
+        fsync: have what is written on the disk before what was there goes.
+        lock_timeout: seconds to wait for other runs that are about to write the same files.
         backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
         device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
@@ -131,7 +136,7 @@ def clip(
         nonfinite=nonfinite,
     )
     policy.check()
-    session = open_session(
+    inputs = Inputs.of(
         paths,
         include=include,
         exclude=exclude,
@@ -141,15 +146,16 @@ def clip(
         threads=threads,
         progress=progress,
     )
-    destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync)
-    session.total_bytes = 2 * session.nbytes
-    try:
-        before, norms = _measure(session, policy)
-        decision = decide(policy, session.selected, before, norms)
-        after, written = _write(session, policy, decision, before, destination)
-    finally:
-        # For a second pass that did not come.
-        session.kept.clear()
+    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
+    with opened(inputs, choices) as (session, destination):
+        session.total_bytes = 2 * session.nbytes
+        try:
+            before, norms = _measure(session, policy)
+            decision = decide(policy, session.selected, before, norms)
+            after, written = _write(session, policy, decision, before, destination)
+        finally:
+            # For a second pass that did not come.
+            session.kept.clear()
     return ClipResult(
         **facts(session, before, norms.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
@@ -198,8 +204,10 @@ def _write(
         return change
 
     def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-        # The result is not in its place yet, so it is worked out once more.
         selected = [session.selected[number] for number in numbers]
+        if session.journal is not None:
+            return measure(session, selected, policy.terms, divisors)
+        # The result is not in its place yet, so it is worked out once more.
         found = Measurement(selected, policy.terms, divisors)
         rewrite(session, selected, found, rewriting(numbers), {})
         return found
@@ -220,8 +228,7 @@ def _write(
     def fill(destinations: Mapping[Shard, Path]) -> None:
         rewrite(session, selected, written, rewriting(changed), destinations)
 
-    files = output.arriving(one.shard for one in selected)
-    count = output.write(session, files, fill, verify)
+    count = output.write(session, output.arriving(selected), fill, verify)
     return after, count
 
 

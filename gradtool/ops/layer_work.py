@@ -60,6 +60,19 @@ def refuse_foreign_index(files: Files, layers: Sequence[Layer]) -> None:
             )
 
 
+def refuse_new_headers(files: Files, layers: Sequence[Layer]) -> None:
+    """In place there is room for what is there, and an input must not go while it is read."""
+    inputs = {(one.shard, one.tensor.name): layer for layer in layers for one in layer.inputs}
+    for layer, places in zip(layers, files.places, strict=True):
+        for shard, selected in places:
+            if not files.shards[shard].keeps_header:
+                message = "a gradient is added that was not there before; leave out --write inplace the first time"
+                raise BadInputError(message, file=shard.path, tensor=selected.tensor.name, code="header")
+            if (shard, selected.tensor.name) in inputs:
+                message = f"is read for {layer.name!r} and would be overwritten; leave out --write inplace"
+                raise BadInputError(message, file=shard.path, tensor=selected.tensor.name, code="header")
+
+
 class LayerWork:
     """Works out the gradients of layers, and writes them."""
 
@@ -85,7 +98,12 @@ class LayerWork:
         def reindex(owner: GradientSet, content: bytes) -> bytes:
             return reindexed(self._files, owner, content, alone=output.is_elsewhere)
 
-        news = [NewFile(shard, new.layout.shard.size) for shard, new in self._files.shards.items()]
+        changes = dict.fromkeys(self._files.shards, 0)
+        for shard, selected in (place for places in self._files.places for place in places):
+            changes[shard] += selected.tensor.nbytes
+        news = [
+            NewFile(shard, new.layout.shard.size, changes=changes[shard]) for shard, new in self._files.shards.items()
+        ]
         return output.write(self._session, news, fill, verify, reindex)
 
     def rows(self) -> Iterator[LayerRow]:
@@ -114,7 +132,8 @@ class LayerWork:
             number += len(own)
             passes.append(LayerPass(self._session, self._options, layer, own, found))
         nbytes = sum(one.task_bytes for one in passes)
-        nbytes += sum(end - begin for shard in destinations for begin, end, _ in self._files.shards[shard].copies)
+        if self._session.journal is None:
+            nbytes += sum(end - begin for shard in destinations for begin, end, _ in self._files.shards[shard].copies)
         self._session.total_bytes = nbytes + sum(one.preparation_bytes for one in passes)
         for one in passes:
             one.prepare()
@@ -122,7 +141,7 @@ class LayerWork:
         self._seconds = [one.seconds for one in passes]
 
     def _tasks(self, passes: Sequence[LayerPass], destinations: Mapping[Shard, Path]) -> Iterator[Task]:
-        for shard, path in destinations.items():
+        for shard, path in destinations.items() if self._session.journal is None else ():
             new = self._files.shards[shard]
             if not new.keeps_header:
                 yield writing(path, new.layout.header)

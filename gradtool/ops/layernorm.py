@@ -9,10 +9,10 @@ from gradtool.errors import UsageError
 from gradtool.ops import arguments
 from gradtool.ops.layer_files import apart, beside
 from gradtool.ops.layer_patches import Options
-from gradtool.ops.layer_work import LayerRow, LayerWork, refuse_foreign_index
+from gradtool.ops.layer_work import LayerRow, LayerWork, refuse_foreign_index, refuse_new_headers
 from gradtool.ops.layers import Form, find_layers
-from gradtool.ops.output import Output
-from gradtool.ops.passes import open_session
+from gradtool.ops.output import Choices, opened
+from gradtool.ops.passes import Inputs
 from gradtool.ops.results import Call, call_facts
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def layernorm_backward(
     output: str | os.PathLike[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
+    write: str = "replace",
     fsync: bool = True,
+    lock_timeout: float = 0.0,
     backend: str | None = None,
     device: int | None = None,
     threads: int | None = None,
@@ -98,7 +100,10 @@ def layernorm_backward(
         output: write the gradients, and nothing else, here, and leave the one input file alone.
         output_dir: write the gradients, and nothing else, into files of the same names in this folder.
         dry_run: do everything but write.
-        fsync: have the new files on the disk before the old ones go.
+        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
+            files that are there, and saves it to a journal first.
+        fsync: have what is written on the disk before what was there goes.
+        lock_timeout: seconds to wait for other runs that are about to write the same files.
         backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
         device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
@@ -121,7 +126,7 @@ def layernorm_backward(
     form = Form(kind == "rmsnorm", invertible, arguments.whole("--axis", axis), names)
     options = Options(form, arguments.number("--norm-eps", norm_eps), arguments.number("--scale-offset", scale_offset))
     options.check()
-    session = open_session(
+    inputs = Inputs.of(
         paths,
         include=include,
         exclude=exclude,
@@ -132,15 +137,18 @@ def layernorm_backward(
         progress=progress,
         dtypes=None,
     )
-    destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync)
-    if x_grad_in_place and destination.is_elsewhere:
-        raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
-    layers = find_layers(session.sets, session.selected, form, arguments.patterns("--prefix", prefix))
-    files = apart(layers) if destination.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
-    if not destination.is_elsewhere:
-        refuse_foreign_index(files, layers)
-    work = LayerWork(session, options, layers, files)
-    count = work.write(destination, may_be_nonfinite=nonfinite == "propagate")
+    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
+    with opened(inputs, choices) as (session, destination):
+        if x_grad_in_place and destination.is_elsewhere:
+            raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
+        layers = find_layers(session.sets, session.selected, form, arguments.patterns("--prefix", prefix))
+        files = apart(layers) if destination.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
+        if not destination.is_elsewhere:
+            refuse_foreign_index(files, layers)
+        if destination.in_place:
+            refuse_new_headers(files, layers)
+        work = LayerWork(session, options, layers, files)
+        count = work.write(destination, may_be_nonfinite=nonfinite == "propagate")
     return LayerNormResult(
         **call_facts(session, [one for layer in layers for one in layer.inputs]),
         kind=kind,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradtool.backends import Terms
 from gradtool.errors import Problem, UsageError
 from gradtool.ops import arguments
-from gradtool.ops.passes import measure_norms, open_session
+from gradtool.ops.passes import Inputs, measure_norms, open_to_read
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def norm(
     per_tensor: bool = False,
     top: int | None = None,
     fail_above: float | None = None,
+    ignore_journal: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     files_from: str | os.PathLike[str] | None = None,
@@ -70,6 +71,7 @@ def norm(
         per_tensor: give every tensor's own norm too.
         top: give only the K tensors of the largest norms, largest first, NaN before all.
         fail_above: a norm above this is a problem of the result.
+        ignore_journal: look at files even while a run is changing them, or when one died before it was done.
         include: regular expressions; only tensors whose name one of them finds.
         exclude: regular expressions; no tensor whose name one of them finds.
         files_from: a file of further paths, separated by newline or NUL; "-" is standard input.
@@ -85,14 +87,14 @@ def norm(
         UsageError: an argument makes no sense.
         BadInputError: a file, an index or a tensor that cannot be worked with.
         BackendUnavailableError: the backend is not there.
-        SystemRefusedError: a file could not be read, or changed while it was.
+        SystemRefusedError: a file could not be read, changed while it was, or may be half changed.
     """
     order = arguments.norm_order(norm_type)
     top = arguments.optional_count("--top", top)
     limit = arguments.optional_number("--fail-above", fail_above)
     if limit is not None and math.isnan(limit):
         raise UsageError("--fail-above must be a number, not NaN")
-    session = open_session(
+    inputs = Inputs.of(
         paths,
         include=include,
         exclude=exclude,
@@ -102,6 +104,7 @@ def norm(
         threads=threads,
         progress=progress,
     )
+    session = inputs.open() if ignore_journal else open_to_read(inputs)
     found, norms = measure_norms(session, session.selected, Terms(order), per_tensor=per_tensor or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)

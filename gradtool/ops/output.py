@@ -1,25 +1,37 @@
-"""Where a result goes: over its inputs, to one file, into a folder, or nowhere."""
+"""Where a result goes: over its inputs, or into them, to one file, into a folder, or nowhere."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import math
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gradtool.errors import UsageError, from_os_error
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.ops import arguments
+from gradtool.ops.passes import open_to_read
+from gradtool.store import system
 from gradtool.store.commit import Replacement, refuse_collisions
-from gradtool.store.header import read_regular
+from gradtool.store.header import is_unchanged, read_regular
+from gradtool.store.journal import Journal, Target
+from gradtool.store.locking import acquire
+from gradtool.store.recovery import InUse, Recovered, recover_at
+from gradtool.store.run import Run
+from gradtool.store.unfinished import refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.ops.passes import Session
-    from gradtool.store.gradset import GradientSet
+    from gradtool.ops.passes import Inputs, Session
+    from gradtool.store.gradset import GradientSet, Selected
     from gradtool.store.header import Shard
+    from gradtool.store.unfinished import Place
 
     # Fills the new files, of which it is given the temporaries; given none, does all the work and writes nothing.
     Fill = Callable[[Mapping[Shard, Path]], None]
@@ -27,47 +39,76 @@ if TYPE_CHECKING:
     Reindex = Callable[[GradientSet, bytes], bytes]
 
 
+_NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+# A file is replaced while its header is read only if one run after the other comes to just that point.
+_TRIES = 100
+_PAUSE_SECONDS = 0.01
+_REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
+
+
 class NewFile(NamedTuple):
     """A file that takes a shard's place, and the ranges of it that will be written: all, unless there are to be holes.
 
-    `replaces` says that the shard is there already.
+    In place, `changes` bytes of the shard are overwritten instead. `replaces` says that the shard is there already.
     """
 
     shard: Shard
     size: int
     ranges: Sequence[tuple[int, int]] | None = None
+    changes: int = 0
     replaces: bool = True
 
 
 @dataclass(frozen=True)
+class Choices:
+    """The options that every writing operation has, as they were given."""
+
+    output: Any
+    output_dir: Any
+    dry_run: bool
+    write: Any
+    fsync: bool
+    lock_timeout: Any
+
+    def check(self) -> None:
+        """Raise `UsageError` where they make no sense, whatever the files hold."""
+        arguments.one_of("--write", self.write, ("replace", "inplace"))
+        if not 0 <= arguments.number("--lock-timeout", self.lock_timeout) < math.inf:
+            raise UsageError(f"--lock-timeout must be 0 or more and finite, not {self.lock_timeout!r}")
+
+
+@dataclass(frozen=True)
 class Output:
-    """The options that every writing operation has, checked against its inputs; `sets` are those it writes."""
+    """The options that every writing operation has, checked against its inputs; `sets` are those it writes.
+
+    `created` is a new file that is written instead of any set, and `run` what keeps others from the files.
+    """
 
     sets: Sequence[GradientSet]
     file: str | None
     folder: str | None
     dry_run: bool
     fsync: bool
+    in_place: bool
+    lock_timeout: float
+    created: Path | None = None
+    run: Run | None = None
 
     @classmethod
-    def of(
-        cls,
-        session: Session,
-        file: Any,
-        folder: Any,
-        *,
-        dry_run: bool,
-        fsync: bool,
-        sets: Sequence[GradientSet] | None = None,
-    ) -> Self:
+    def of(cls, session: Session, choices: Choices, sets: Sequence[GradientSet], created: Path | None = None) -> Self:
         """The output of a call, or `UsageError` where the options do not fit its inputs; before any work is done."""
         output = cls(
-            session.sets if sets is None else sets,
-            arguments.optional_path("--output", file),
-            arguments.optional_path("--output-dir", folder),
-            dry_run,
-            fsync,
+            sets,
+            arguments.optional_path("--output", choices.output),
+            arguments.optional_path("--output-dir", choices.output_dir),
+            choices.dry_run,
+            choices.fsync,
+            choices.write == "inplace",
+            arguments.number("--lock-timeout", choices.lock_timeout),
+            created,
         )
+        if output.in_place and (output.is_elsewhere or created is not None):
+            raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
         if output.file is not None and output.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
         if output.file is not None and output.file.endswith(os.sep):
@@ -79,10 +120,16 @@ class Output:
         if there and not is_folder:
             raise UsageError(f"--output-dir {output.folder} is no folder")
         if output.is_elsewhere:
-            copies = [output._target(shard.path) for shard in output.shards]
-            copies += [output._target(one.index) for one in output.sets if one.index]
-            refuse_collisions(copies, session.shards, [one.index for one in session.sets if one.index])
+            refuse_collisions(output.targets, session.shards, [one.index for one in session.sets if one.index])
         return output
+
+    @property
+    def targets(self) -> list[Path]:
+        """Every file that may be written, with the indexes."""
+        if self.created is not None:
+            return [self.created]
+        indexes = [one.index for one in self.sets if one.index]
+        return [self._target(path) for path in (*(shard.path for shard in self.shards), *indexes)]
 
     @property
     def shards(self) -> list[Shard]:
@@ -94,10 +141,16 @@ class Output:
         """Whether the inputs are left alone."""
         return self.file is not None or self.folder is not None
 
-    def arriving(self, changed: Iterable[Shard]) -> list[NewFile]:
-        """New files for the changed shards; elsewhere for all, which must arrive there."""
-        touched = set(changed)
-        return [NewFile(shard, shard.size) for shard in self.shards if self.is_elsewhere or shard in touched]
+    def arriving(self, changed: Iterable[Selected]) -> list[NewFile]:
+        """New files for those of the tensors that change; elsewhere for all, which must arrive there."""
+        changes: dict[Shard, int] = {}
+        for one in changed:
+            changes[one.shard] = changes.get(one.shard, 0) + one.tensor.nbytes
+        return [
+            NewFile(shard, shard.size, changes=changes.get(shard, 0))
+            for shard in self.shards
+            if self.is_elsewhere or shard in changes
+        ]
 
     def write(
         self,
@@ -109,20 +162,63 @@ class Output:
     ) -> int:
         """Have new files filled and verified, and put each in its place; the number of files that were written.
 
-        What `fill` and `verify` raise leaves every file as it was.
+        In place, the files themselves are filled. What `fill` and `verify` raise leaves every file as it was.
         """
-        if self.dry_run:
+        if self.dry_run or not (files or self.is_elsewhere):
             fill({})
             verify()
             return 0
-        with self._folder_made(), Replacement(fsync=self.fsync) as replacement:
+        with self._folder_made(), self._registered() as run:
+            if self.in_place:
+                self._change(session, run, files, fill, verify)
+            else:
+                self._replace(session, run, files, (fill, verify, reindex))
+        return len(files)
+
+    def _replace(
+        self,
+        session: Session,
+        run: Run,
+        files: Sequence[NewFile],
+        work: tuple[Fill, Callable[[], None], Reindex | None],
+    ) -> None:
+        fill, verify, reindex = work
+        with Replacement(run) as replacement:
             fill({file.shard: self._stage(replacement, file) for file in files})
             verify()
             self._write_indexes(replacement, reindex)
             began = perf_counter()
             replacement.commit()
-            session.commit_seconds = perf_counter() - began
-        return len(files)
+        session.commit_seconds = perf_counter() - began
+
+    def _change(
+        self, session: Session, run: Run, files: Sequence[NewFile], fill: Fill, verify: Callable[[], None]
+    ) -> None:
+        paths = {file.shard: run.require(file.shard.path) for file in files}
+        targets = [Target(paths[file.shard], file.shard.stat, file.changes) for file in files]
+        with Journal(run, targets) as journal:
+            session.journal = journal
+            try:
+                fill(paths)
+                verify()
+            finally:
+                session.journal = None
+            began = perf_counter()
+            journal.commit()
+        session.commit_seconds = perf_counter() - began
+
+    @contextlib.contextmanager
+    def _registered(self) -> Iterator[Run]:
+        """What keeps others from the files, of this call or just for writing."""
+        if self.run is not None:
+            yield self.run
+            return
+        run = Run(_real(self.targets), fsync=self.fsync)
+        try:
+            acquire(run, timeout=self.lock_timeout)
+            yield run
+        finally:
+            run.close()
 
     def _target(self, path: Path) -> Path:
         if self.file is not None:
@@ -144,8 +240,10 @@ class Output:
                 missing = [one for one in (*reversed(folder.parents), folder) if not os.path.lexists(one)]
                 try:
                     for one in missing:
-                        one.mkdir(exist_ok=True)
+                        system.make_folder(one)
                         made.append(one)
+                        if self.fsync:
+                            system.sync_path(one.parent)
                 except OSError as error:
                     raise from_os_error(error, self.folder) from error
             yield
@@ -166,6 +264,102 @@ class Output:
             target = self._target(one.index)
             staged = replacement.stage(target, len(new), None if self.is_elsewhere else status)
             try:
-                staged.write_bytes(new)
+                system.write_file(staged, new)
             except OSError as error:
                 raise from_os_error(error, target) from error
+
+
+@contextlib.contextmanager
+def opened(
+    inputs: Inputs,
+    choices: Choices,
+    *,
+    owned: Callable[[Sequence[GradientSet]], Sequence[GradientSet]] = lambda sets: sets,
+    created: Path | None = None,
+) -> Iterator[tuple[Session, Output]]:
+    """Open inputs of which the `owned` sets are written, and keep others from these until the end.
+
+    What a run that died left unfinished in them is brought to its end first.
+
+    Raises:
+        UsageError: the options do not fit.
+        SystemRefusedError: another run has one of the files, or one that died left an input half changed.
+    """
+    choices.check()
+    only_reads = choices.dry_run or choices.output is not None or choices.output_dir is not None
+    if only_reads:
+        session = open_to_read(inputs)
+        yield session, Output.of(session, choices, owned(session.sets), created)
+        return
+    session = _open_to_write(inputs, time.monotonic() + float(choices.lock_timeout))
+    output = Output.of(session, choices, owned(session.sets), created)
+    # Made before it does anything, so that there is no instant at which it is there and nobody closes it.
+    run = Run(_real(output.targets), fsync=output.fsync)
+    try:
+        is_held = _try_to_acquire(run, output)
+        if run.met_others or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
+            session = inputs.open()
+            output = Output.of(session, choices, owned(session.sets), created)
+        for target in output.targets:
+            run.require(target)
+        refuse_unfinished((shard.path for shard in session.shards), own=run.id)
+        yield session, replace(output, run=run if is_held else None)
+    except BaseException as error:
+        if run.is_left:
+            error.add_note(_REMEDY)
+        if run.needs_recovery and isinstance(error, GradtoolError) and "gradtool recover" not in str(error):
+            problem = error.problems[0]
+            raise SystemRefusedError(
+                f"{problem.message}; {_REMEDY}", file=problem.file, tensor=problem.tensor, code="unfinished"
+            ) from error
+        raise
+    finally:
+        run.close()
+
+
+def _open_to_write(inputs: Inputs, deadline: float) -> Session:
+    """Open inputs, though another run may be replacing them, or one that died have left them half changed."""
+    for tries in itertools.count(1):
+        try:
+            return inputs.open()
+        except SystemRefusedError as error:
+            if error.problems[0].code != "changed" or (tries > _TRIES and time.monotonic() > deadline):
+                raise
+        except BadInputError:
+            found = [one for place in inputs.places() for one in _found_at(place)]
+            alive = [one for one in found if isinstance(one, InUse) and one.record.is_unfinished]
+            if alive and time.monotonic() > deadline:
+                raise alive[0].error(alive[0].record.home.parent) from None
+            if not alive and not any(isinstance(one, Recovered) for one in found):
+                raise
+        time.sleep(_PAUSE_SECONDS)
+    raise AssertionError  # It goes on for ever.
+
+
+def _found_at(place: Place) -> Sequence[Recovered | InUse]:
+    """The runs at a place, those that died brought to their end."""
+    found = recover_at(place)[0] if os.path.isdir(place.folder) else []  # noqa: PTH112 - Path's own may raise
+    for one in found:
+        if isinstance(one, GradtoolError):
+            raise one
+    return [one for one in found if not isinstance(one, GradtoolError)]
+
+
+def _try_to_acquire(run: Run, output: Output) -> bool:
+    """Keep others from the files; False where nothing can be written, and perhaps nothing needs to be.
+
+    If something does, it will be refused then.
+    """
+    try:
+        acquire(run, timeout=output.lock_timeout)
+    except SystemRefusedError as error:
+        if error.errno not in _NOTHING_CAN_BE_WRITTEN:
+            raise
+        # What it has registered of several folders must not be in the way of the next try.
+        run.close()
+        return False
+    return True
+
+
+def _real(targets: Iterable[Path]) -> list[Path]:
+    return [Path(os.path.realpath(target)) for target in targets]

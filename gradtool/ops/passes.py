@@ -6,18 +6,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from gradtool.backends import Backend, BlockSums, Piece, Terms, choose
+from gradtool.backends import Backend, BlockSums, Choice, Piece, Terms, choose
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import DeviceMemoryError
+from gradtool.errors import BadInputError, DeviceMemoryError
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
-from gradtool.store.blocks import BLOCK_BYTES, halved, plan
+from gradtool.store.blocks import BLOCK_BYTES, covered, halved, plan
 from gradtool.store.channel import Clock
 from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
 from gradtool.store.stream import default_threads, run
+from gradtool.store.unfinished import Place, refuse_unfinished, refuse_unfinished_at
 
 if TYPE_CHECKING:
     import os
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from gradtool.store.blocks import Block
     from gradtool.store.channel import Channel
     from gradtool.store.header import Shard, Tensor
+    from gradtool.store.journal import Journal
     from gradtool.store.stream import Task
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
@@ -68,6 +70,8 @@ class Session:
     began: float = field(default_factory=perf_counter)
     # What the first pass left in the backend's memory for the second, by file, first and last byte.
     kept: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
+    # What saves the old content, while files are changed in place.
+    journal: Journal | None = None
     _clock: Clock = field(default_factory=Clock)
     _read_bytes: int = 0
 
@@ -107,7 +111,7 @@ class Session:
         self.total_bytes = max(self.total_bytes, self._read_bytes + nbytes)
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.threads, nbytes >> 20))
-        clock = run(tasks, threads=threads, allocate=self.backend.memory, on_bytes=self._count)
+        clock = run(tasks, threads=threads, allocate=self.backend.memory, journal=self.journal, on_bytes=self._count)
         workers = max(1, clock.workers)
         self.workers = max(self.workers, workers)
         each = Clock(clock.read / workers, clock.compute / workers, clock.write / workers)
@@ -120,34 +124,77 @@ class Session:
             self.progress(self._read_bytes, max(self._read_bytes, self.total_bytes))
 
 
-def open_session(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    *,
-    include: str | Iterable[str],
-    exclude: str | Iterable[str],
-    files_from: str | os.PathLike[str] | None,
-    backend: str | None,
-    device: int | None,
-    threads: int | None,
-    progress: Progress | None,
-    dtypes: Sequence[str] | None = tuple(STORAGE),
-) -> Session:
-    """Open the sets of one call and check all that can be checked before a byte of data is read.
+@dataclass(frozen=True)
+class Inputs:
+    """What a call names and selects, and what works on it; may be opened more than once."""
 
-    Of the selected tensors, only those of the given `dtypes` are accepted; any, with None.
+    paths: Sequence[str]
+    include: Sequence[str]
+    exclude: Sequence[str]
+    dtypes: Sequence[str] | None
+    choice: Choice
+    threads: int
+    progress: Progress | None
+    began: float
+
+    @classmethod
+    def of(
+        cls,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        include: str | Iterable[str],
+        exclude: str | Iterable[str],
+        files_from: str | os.PathLike[str] | None,
+        backend: str | None,
+        device: int | None,
+        threads: int | None,
+        progress: Progress | None,
+        dtypes: Sequence[str] | None = tuple(STORAGE),
+    ) -> Self:
+        """The inputs of a call, checked as far as that can be done without a file.
+
+        Of the selected tensors, only those of the given `dtypes` are accepted; any, with None.
+        """
+        began = perf_counter()
+        workers = arguments.optional_count("--threads", threads) or default_threads()
+        wanted, unwanted = arguments.patterns("--include", include), arguments.patterns("--exclude", exclude)
+        named = arguments.paths(paths)
+        if files_from is not None:
+            named += read_path_list(arguments.optional_path("--files-from", files_from) or "")
+        choice = choose(backend, arguments.optional_index("--device", device))
+        return cls(named, wanted, unwanted, dtypes, choice, workers, progress, began)
+
+    def open(self) -> Session:
+        """Open the sets and check all that can be checked before a byte of data is read."""
+        sets = open_sets(self.paths)
+        selected = select(sets, self.include, self.exclude)
+        if self.dtypes is not None:
+            refuse_dtypes(selected, self.dtypes)
+        return Session(
+            sets, selected, self.choice.backend, self.choice.why, self.threads, self.progress, began=self.began
+        )
+
+    def places(self) -> list[Place]:
+        """What the paths are about, whether they can be opened or not."""
+        return list(dict.fromkeys(place for path in self.paths for place in Place.of(path)))
+
+
+def open_to_read(inputs: Inputs) -> Session:
+    """Open inputs that are only read; refused where a run is changing them, or died before it was done.
+
+    Raises:
+        SystemRefusedError: a file may be half changed.
+        BadInputError: as `Inputs.open`.
     """
-    began = perf_counter()
-    workers = arguments.optional_count("--threads", threads) or default_threads()
-    wanted, unwanted = arguments.patterns("--include", include), arguments.patterns("--exclude", exclude)
-    named = arguments.paths(paths)
-    if files_from is not None:
-        named += read_path_list(arguments.optional_path("--files-from", files_from) or "")
-    choice = choose(backend, arguments.optional_index("--device", device))
-    sets = open_sets(named)
-    selected = select(sets, wanted, unwanted)
-    if dtypes is not None:
-        refuse_dtypes(selected, dtypes)
-    return Session(sets, selected, choice.backend, choice.why, workers, progress, began=began)
+    try:
+        session = inputs.open()
+    except BadInputError:
+        # It may be that run which left them so.
+        for place in inputs.places():
+            refuse_unfinished_at(place)
+        raise
+    refuse_unfinished(shard.path for shard in session.shards)
+    return session
 
 
 def measure(
@@ -232,8 +279,8 @@ def rewrite(
 ) -> None:
     """Change the given tensors and collect the sums of the result in `written`.
 
-    Every file that has a destination is written there whole, changed or not. Without destinations the work is done and
-    its result dropped.
+    Every file that has a destination is written there whole, changed or not, unless that is in place. Without
+    destinations the work is done and its result dropped.
     """
     backend = session.backend
 
@@ -245,15 +292,17 @@ def rewrite(
             channel.count(len(view))
         else:
             channel.read(block.shard, block.begin, view)
+            if path is not None:
+                channel.save(path, block.begin, view)
             held = backend.hold(view, align=block.spans[0].offset) if block.spans else view
         if block.spans:
             written.add(block, change(held, written.pieces(block), [span.tensor for span in block.spans]))
         if path is not None:
             if block.spans:
                 backend.fetch(held, view)
-            channel.write(path, block.begin, view)
+            channel.write(path, block.begin, view, covered(block) if session.journal else None)
 
-    wanted_in, whole = dict(by_shard(selected)), bool(destinations)
+    wanted_in, whole = dict(by_shard(selected)), bool(destinations) and session.journal is None
     nbytes = sum(shard.size for shard in destinations) if whole else sum(one.tensor.nbytes for one in selected)
     tasks = (
         task

@@ -6,23 +6,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from gradtool.ops.output import NewFile, Output
-from gradtool.ops.passes import by_shard, open_session
+from gradtool.ops.output import Choices, opened
+from gradtool.ops.passes import Inputs, by_shard
 from gradtool.ops.results import Call, call_facts
-from gradtool.store.stream import copying
+from gradtool.store.stream import copying, zeroing
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from gradtool.ops.passes import Progress
+    from gradtool.ops.output import Output
+    from gradtool.ops.passes import Progress, Session
     from gradtool.store.header import Shard, Tensor
 
 
 @dataclass(frozen=True)
 class ZeroResult(Call):
-    """How much was zeroed: `tensors`, `elements` and `bytes`; `bytes_written` are those that had to be copied."""
+    """How much was zeroed: `tensors`, `elements` and `bytes`.
+
+    `bytes_written` are those that were copied into new files, or in place, the zeros.
+    """
 
     dry_run: bool
     files_written: int
@@ -38,7 +42,9 @@ def zero(
     output: str | os.PathLike[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
+    write: str = "replace",
     fsync: bool = True,
+    lock_timeout: float = 0.0,
     backend: str | None = None,
     device: int | None = None,
     threads: int | None = None,
@@ -57,7 +63,10 @@ def zero(
         output: write the one input file here, and leave it alone.
         output_dir: write all files, changed or not, into this folder, and leave the inputs alone.
         dry_run: do everything but write.
-        fsync: have the new files on the disk before the old ones go.
+        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
+            files that are there, and saves it to a journal first.
+        fsync: have what is written on the disk before what was there goes.
+        lock_timeout: seconds to wait for other runs that are about to write the same files.
         backend: "auto", "cpu" or "cuda", which must be there; but there is nothing to compute.
         device: the number of the GPU, from 0; only with "cuda".
         threads: worker threads; by default one for each core, at most 16.
@@ -69,7 +78,7 @@ def zero(
         BackendUnavailableError: the backend is not there.
         SystemRefusedError: reading or writing failed; nothing was written.
     """
-    session = open_session(
+    inputs = Inputs.of(
         paths,
         include=include,
         exclude=exclude,
@@ -80,28 +89,39 @@ def zero(
         progress=progress,
         dtypes=None,
     )
-    session.backend_why = "nothing to compute"
-    destination = Output.of(session, output, output_dir, dry_run=dry_run, fsync=fsync)
-    zeroed = {shard: [tensor for _, tensor in wanted if tensor.nbytes] for shard, wanted in by_shard(session.selected)}
-    shards = [file.shard for file in destination.arriving(shard for shard, tensors in zeroed.items() if tensors)]
-    kept = {shard: _kept(shard, zeroed.get(shard, ())) for shard in shards}
-
-    def fill(destinations: Mapping[Shard, Path]) -> None:
-        tasks = (
-            task
-            for shard, path in destinations.items()
-            for task in copying(shard, [(begin, end, begin) for begin, end in kept[shard]], path)
-        )
-        session.stream(tasks, sum(end - begin for shard in destinations for begin, end in kept[shard]))
-
-    files = [NewFile(shard, shard.size, kept[shard]) for shard in shards]
-    count = destination.write(session, files, fill)
+    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
+    with opened(inputs, choices) as (session, destination):
+        session.backend_why = "nothing to compute"
+        count = _write(session, destination)
     return ZeroResult(
         **call_facts(session, session.selected),
         dry_run=dry_run,
         files_written=count,
         bytes_written=session.timings.write_bytes,
     )
+
+
+def _write(session: Session, destination: Output) -> int:
+    selected = [one for one in session.selected if one.tensor.nbytes]
+    zeroed = {shard: [tensor for _, tensor in wanted] for shard, wanted in by_shard(selected)}
+    kept = {file.shard: _kept(file.shard, zeroed.get(file.shard, ())) for file in destination.arriving(selected)}
+
+    def fill(destinations: Mapping[Shard, Path]) -> None:
+        in_place = session.journal is not None
+        tasks = (
+            task
+            for shard, path in destinations.items()
+            for task in (
+                zeroing(shard, [(tensor.begin, tensor.end) for tensor in zeroed[shard]], path)
+                if in_place
+                else copying(shard, [(begin, end, begin) for begin, end in kept[shard]], path)
+            )
+        )
+        copied = sum(end - begin for shard in destinations for begin, end in kept[shard])
+        session.stream(tasks, session.nbytes if in_place else copied)
+
+    files = [file._replace(ranges=kept[file.shard]) for file in destination.arriving(selected)]
+    return destination.write(session, files, fill)
 
 
 def _kept(shard: Shard, zeroed: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -87,6 +87,18 @@ def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int)
         begin, spans = cut, []
 
 
+def covered(block: Block) -> list[tuple[int, int]]:
+    """The ranges of a block that wanted tensors lie in, as few as there can be."""
+    ranges: list[tuple[int, int]] = []
+    for span in block.spans:
+        end = span.offset + span.elements * BITS[span.dtype] // 8
+        if ranges and ranges[-1][1] == span.offset:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((span.offset, end))
+    return ranges
+
+
 def halved(block: Block, unit: int) -> list[Block]:
     """Two blocks that make up the one, cut between tensors or at a multiple of `unit` elements; [] if it cannot be."""
     count = len(block.spans)

@@ -1,32 +1,37 @@
-"""Making a change safe: files are built beside the ones they replace, and renamed over them once all are ready."""
+"""Making a change safe: files are built beside the ones they replace, and renamed over them once all are ready.
+
+A single file is in its place with one rename. Several are all old until the run's record says that they are ready, and
+from then on as good as new: whoever finds the record of a run that died goes on with the renames.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import signal
 import stat
-import tempfile
-import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
+from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
+from gradtool.store import system
+from gradtool.store.attributes import keep_attributes, umask
 from gradtool.store.header import changed_meanwhile, is_unchanged
+from gradtool.store.records import Move
+from gradtool.store.run import remove
+from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
+    from pathlib import Path
 
     from gradtool.store.header import Shard
-
-_UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+    from gradtool.store.run import Run
 
 
 class _Staged(NamedTuple):
     """A temporary, what it will replace, and the original that must still be there unchanged."""
 
+    number: int
     temporary: Path
     target: Path
     original: os.stat_result | None
@@ -39,9 +44,9 @@ class _Staged(NamedTuple):
         try:
             fd = os.open(self.temporary, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.fchmod(fd, self.mode)
+                system.change_mode(fd, self.mode)
                 if fsync:
-                    os.fsync(fd)
+                    system.sync(fd)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -52,45 +57,44 @@ class _Staged(NamedTuple):
         if self.is_new:
             try:
                 # Unlike a rename, a link replaces nothing.
-                os.link(self.temporary, self.target)
+                system.link(self.temporary, self.target)
             except OSError as error:
-                if error.errno not in (*_UNSUPPORTED, errno.EPERM):
+                if error.errno not in (*system.UNSUPPORTED, errno.EPERM):
                     raise
                 if os.path.lexists(self.target):
                     raise FileExistsError(errno.EEXIST, "File exists") from error
             else:
                 # The file is there; that it has a second name for a while cannot make this fail.
-                with contextlib.suppress(OSError):
-                    self.temporary.unlink()
+                remove(self.temporary)
                 return
-        self.temporary.replace(self.target)
+        system.rename(self.temporary, self.target)
 
 
 class Replacement:
-    """Every file of one call, built as a temporary sibling of its target.
+    """Every file of one run, built as a temporary sibling of its target.
 
     Used as a context manager: `stage` each file, fill it, `commit` them all; on leaving, temporaries that were not
     committed are removed. A symbolic link stays a link, and its target is replaced.
     """
 
-    def __init__(self, *, fsync: bool = True) -> None:
-        self._fsync = fsync
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._staged: list[_Staged] = []
-        self._renamed = 0
+        self._backups: list[Path] = []
+        self._committed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._run.needs_recovery:
+            return
         with signals_deferred():
-            for staged in self._staged:
-                # One that cannot be removed must not keep the others.
-                with contextlib.suppress(OSError):
-                    staged.temporary.unlink()
-        if error is not None and self._renamed == 0:
-            error.add_note("no file was changed")
-        elif error is not None and not self._staged:
-            error.add_note("all files were written before")
+            for path in [*(staged.temporary for staged in self._staged), *self._backups]:
+                remove(path)
+            self._run.is_left = False
+        if error is not None:
+            error.add_note("all files were written before" if self._committed else "no file was changed")
 
     def stage(
         self,
@@ -110,61 +114,145 @@ class Replacement:
         Raises:
             SystemRefusedError: no permission, no space, or an attribute that cannot be kept.
         """
-        real = Path(os.path.realpath(target))
+        real = self._run.require(target)
         with signals_deferred():
+            # Should we not come to remove it, somebody must know of it.
+            self._run.is_left = True
             try:
-                fd, name = tempfile.mkstemp(prefix=".gradtool-", suffix=".tmp", dir=real.parent)
+                number, temporary = self._run.new_file(real.parent, "tmp")
+                fd = system.create(temporary)
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                    raise BadInputError("no such folder", file=real.parent, code="missing-file") from error
                 raise from_os_error(error, target) from error
-            mode = 0o666 & ~_umask() if original is None else stat.S_IMODE(original.st_mode)
-            self._staged.append(_Staged(Path(name), real, original, mode, is_new))
+            mode = 0o666 & ~umask() if original is None else stat.S_IMODE(original.st_mode)
+            self._staged.append(_Staged(number, temporary, real, original, mode, is_new))
         try:
-            os.ftruncate(fd, size)
+            system.resize(fd, size)
             for begin, end in [(0, size)] if ranges is None else ranges:
-                _reserve(fd, begin, end)
+                system.reserve(fd, begin, end)
             if original is not None:
-                _keep_attributes(fd, real, original)
+                keep_attributes(fd, real, original)
         except OSError as error:
             raise from_os_error(error, target) from error
         finally:
             os.close(fd)
-        return Path(name)
+        return temporary
 
     def commit(self) -> None:
         """Sync every temporary, then rename each over its target. Signals wait until the last rename is done.
 
         Raises:
-            SystemRefusedError: a file was changed by somebody else since it was read, or a sync or a rename failed.
+            SystemRefusedError: a file was changed by somebody else since it was read, or a sync or a rename failed; all
+                files are as they were.
         """
         for staged in self._staged:
-            staged.finish(fsync=self._fsync)
+            staged.finish(fsync=self._run.fsync)
         for staged in self._staged:
             if staged.original is not None and not is_unchanged(staged.target, staged.original):
                 raise changed_meanwhile(staged.target)
-        folders = {staged.target.parent for staged in self._staged}
         with signals_deferred():
-            while self._staged:
-                staged = self._staged[0]
-                try:
-                    staged.take_place()
-                except FileExistsError as error:
-                    raise SystemRefusedError("was made by somebody else in the meantime", file=staged.target) from error
-                except OSError as error:
-                    raise self._half_done(error, staged.target) from error
-                self._staged.pop(0)
-                self._renamed += 1
-            if self._fsync:
-                for folder in folders:
-                    _sync_folder(folder)
+            if len(self._staged) == 1:
+                _taking_place(self._staged[0])
+            elif self._staged:
+                self._rename_all()
+            several, self._staged, self._committed = len(self._staged) > 1, [], True
+            try:
+                self._run.sync_folders()
+                if several:
+                    self._run.end(done=True)
+            except OSError as error:
+                # What may not be on the disk must not be forgotten.
+                if several:
+                    self._run.leave_to_recovery()
+                remedy = "; gradtool recover tries again" if several else ""
+                reason = f"all files were written, but the folder could not be synced: {error.strerror}{remedy}"
+                raise SystemRefusedError(reason, file=self._run.folders[0]) from error
 
-    def _half_done(self, error: OSError, target: Path) -> GradtoolError:
-        refused = from_os_error(error, target)
-        if not self._renamed:
-            return refused
-        left = f"this and {len(self._staged) - 1} more files are as they were, those before it are replaced"
-        return SystemRefusedError(f"{refused.problems[0].message}; {left}", file=target)
+    def _rename_all(self) -> None:
+        """Rename several files, so that it is all of them or none, whatever happens."""
+        for staged in self._staged:
+            # Without it, a rename that fails when others are done could not be made up for.
+            backup = self._backup(staged)
+            with contextlib.suppress(OSError):
+                system.link(staged.target, backup)
+                self._backups.append(backup)
+        moves = [self._move(staged) for staged in self._staged]
+        try:
+            self._run.sync()
+            self._run.append(moves=moves)
+        except OSError as error:
+            raise from_os_error(error, self._run.folders[0]) from error
+        for number, staged in enumerate(self._staged):
+            try:
+                _taking_place(staged)
+            except GradtoolError as error:
+                self._revoke(error, moves, number)
+                raise
+        while self._backups:
+            remove(self._backups.pop())
+
+    def _move(self, staged: _Staged) -> Move:
+        try:
+            there = staged.target.lstat()
+        except FileNotFoundError:
+            there = None
+        size, mtime_ns = (None, None) if there is None else (there.st_size, there.st_mtime_ns)
+        place, inode = self._run.place_of(staged.target.parent), staged.temporary.stat().st_ino
+        return Move(place, staged.number, staged.target.name, inode, size, mtime_ns)
+
+    def _revoke(self, error: GradtoolError, moves: Sequence[Move], count: int) -> None:
+        """Take back the first renames, for the one after them failed; or leave it to a later run to go on."""
+        renamed = list(zip(moves, self._staged, strict=True))[:count]
+        try:
+            if not all(move.size is None or self._backup(staged) in self._backups for move, staged in renamed):
+                raise FileNotFoundError
+            self._run.append(revoked=True)
+            move_back(self._run.folders, self._run.id, moves, fsync=self._run.fsync)
+            self._run.end(undone=True)
+        except OSError:
+            self._run.leave_to_recovery()
+            message = f"{error.problems[0].message}; some files are renamed and some are not, gradtool recover goes on"
+            raise SystemRefusedError(message, file=error.problems[0].file, code="unfinished") from error
+
+    def _backup(self, staged: _Staged) -> Path:
+        return self._run.file(staged.target.parent, staged.number, "old")
+
+
+def _taking_place(staged: _Staged) -> None:
+    try:
+        staged.take_place()
+    except FileExistsError as error:
+        raise SystemRefusedError("was made by somebody else in the meantime", file=staged.target) from error
+    except OSError as error:
+        raise from_os_error(error, staged.target) from error
+
+
+def move_back(folders: Sequence[Path], run: str, moves: Sequence[Move], *, fsync: bool) -> None:
+    """Undo the renames of a run, as far as they were done; it may be done twice, or half and then again.
+
+    Raises:
+        OSError: a rename failed.
+    """
+    for move in moves:
+        target, temporary, backup = files_of(folders, run, move)
+        if os.path.lexists(temporary) or not is_new(target, move):
+            continue
+        if move.size is None:
+            system.unlink(target)
+        elif os.path.lexists(backup):
+            system.rename(backup, target)
+    for folder in dict.fromkeys(folders[move.folder] for move in moves) if fsync else ():
+        system.sync_path(folder)
+
+
+def is_new(target: Path, move: Move) -> bool:
+    """Whether what was moved is what is there now."""
+    return os.path.lexists(target) and target.lstat().st_ino == move.inode
+
+
+def files_of(folders: Sequence[Path], run: str, move: Move) -> tuple[Path, Path, Path]:
+    """The target of a move, its temporary, and its second name."""
+    folder = folders[move.folder]
+    return folder / move.name, folder / f"{run}-{move.number}.tmp", folder / f"{run}-{move.number}.old"
 
 
 def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard], indexes: Sequence[Path] = ()) -> None:
@@ -192,81 +280,3 @@ def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard], indexes:
             raise UsageError(f"{target} is a folder, where a file would be written; use --output-dir")
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{target} is no regular file; use --dry-run to write nowhere")
-
-
-def _reserve(fd: int, begin: int, end: int) -> None:
-    if begin == end or not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(fd, begin, end - begin)
-    except OSError as error:
-        # A file system that cannot promise space; it will have to do without.
-        if error.errno not in _UNSUPPORTED:
-            raise
-
-
-def _keep_attributes(fd: int, target: Path, original: os.stat_result) -> None:
-    ours = os.fstat(fd)
-    if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
-        os.fchown(fd, original.st_uid, original.st_gid)
-    if not hasattr(os, "listxattr"):
-        return
-    for name in _listxattr(target):
-        try:
-            os.setxattr(fd, name, os.getxattr(target, name))
-        except OSError as error:
-            # Security labels are the kernel's to give; a new file has got its own.
-            if not name.startswith("security.") and error.errno not in _UNSUPPORTED:
-                raise
-
-
-def _listxattr(path: Path) -> list[str]:
-    try:
-        return os.listxattr(path)
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return []
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            reason = f"all files were written, but the folder could not be synced: {error.strerror}"
-            raise SystemRefusedError(reason, file=folder) from error
-
-
-@contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and its like until the end of the block, and let them act there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[int] = []
-
-    def remember(number: int, _frame: FrameType | None) -> None:
-        pending.append(number)
-
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, remember)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for pended in pending:
-            signal.raise_signal(pended)

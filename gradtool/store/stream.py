@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 from gradtool.store import blocks as blocks_
 from gradtool.store.channel import Channel, Clock
+from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from gradtool.store.header import Shard
+    from gradtool.store.journal import Journal
 
     # One stretch of work, done with the files and the memory of the thread that it falls to.
     Task = Callable[[Channel], None]
@@ -51,6 +53,19 @@ def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: P
             yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end), to + at - begin)
 
 
+def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: Path) -> Iterator[Task]:
+    """Tasks that write zeros over ranges of a file."""
+
+    def do(begin: int, end: int, channel: Channel) -> None:
+        channel.touch(shard)
+        channel.write(destination, begin, memoryview(bytes(end - begin)))
+        channel.count(end - begin)
+
+    for begin, end in ranges:
+        for at in range(begin, end, blocks_.BLOCK_BYTES):
+            yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end))
+
+
 def writing(path: Path, content: bytes) -> Task:
     """A task that writes the beginning of a file."""
     return lambda channel: channel.write(path, 0, memoryview(content))
@@ -61,18 +76,24 @@ def run(
     *,
     threads: int,
     allocate: Callable[[int], memoryview],
+    journal: Journal | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised again here.
 
-    `allocate` gives the threads their memory. `on_bytes` is told how many bytes were read, from one thread at a time.
+    `allocate` gives the threads their memory. With a `journal`, files are changed in place. `on_bytes` is told how many
+    bytes were read, from one thread at a time.
 
     Raises:
         SystemRefusedError: reading or writing failed, or a file changed since its header was read.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
+    if journal is not None:
+        # An undo file for each thread, and a file with its folder while it is made.
+        threads = max(1, min(threads, budget // 4))
+        budget -= 2 * threads
     threads = max(1, min(threads, budget))
-    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate), on_bytes)
+    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate, journal), on_bytes)
     try:
         # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
         started = _start(threads, queue) if threads > 1 else 0
@@ -84,8 +105,10 @@ def run(
                 pass
     except BaseException:
         # A thread that only starts now finds nothing to do. Not Thread.join, which does not survive being interrupted.
-        queue.stop()
-        queue.idle.wait()
+        # Nor may a second Ctrl-C make anybody undo what a thread is still doing.
+        with signals_deferred():
+            queue.stop()
+            queue.idle.wait()
         raise
     if queue.error is not None:
         raise queue.error

@@ -119,7 +119,7 @@ def tiles(bench, torch):
         peer = None
         if torch and asked:
             values = torch.empty(elements, dtype=getattr(torch, TORCH_NAMES[dtype]), device="cuda").normal_()
-            peer = bench.seconds(lambda values=values: torch._foreach_norm([values]))  # noqa: SLF001 - the peer is private
+            peer = bench.seconds(lambda values=values: torch._foreach_norm([values]))
             del values
         seconds = bench.replay(lambda backend, b=block, p=pieces: backend.tile_sums(b, p, Terms()))
         bench.add(
@@ -284,7 +284,7 @@ def cuda_events(device):
 
     def seconds(work):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        with device._current() as stream:  # noqa: SLF001 - the stream that everything here is asked of
+        with device._current() as stream:
             begin.record(stream)
             work()
             end.record(stream)
@@ -301,7 +301,7 @@ def device_copy(device):
     runtime = cupy.cuda.runtime
 
     def copy(target, source, nbytes):
-        with device._current() as stream:  # noqa: SLF001 - as above
+        with device._current() as stream:
             runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
 
     return copy
@@ -315,7 +315,7 @@ def load_torch(device):
         return None
     if not torch.cuda.is_available():
         return None
-    with device._current() as stream:  # noqa: SLF001 - as above
+    with device._current() as stream:
         torch.cuda.set_stream(torch.cuda.ExternalStream(stream.ptr, device=device.number))
     return torch
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support import gradtool_json, with_header
 
+PLAIN = Path(__file__).parent / "plain.py"
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -170,6 +171,23 @@ def test_beside_the_tools_that_only_move_bytes(bench, gradtool_command, command,
     ratio = ours.median / theirs.median
     detail = f"{ours.median:.3f} s, {tool} {theirs.median:.3f} s"
     bench.note(f"{command} f32 1 GiB beside {tool}", f"{ratio:.1f}x", "-", detail)
+
+
+def test_what_each_guarantee_costs(bench, gradtool_command):
+    """Replacing and changing in place, with and without syncs, beside a loop that guarantees nothing."""
+    source = bench.file("f32", GIB, 48)
+    work = str(bench.restored(source))
+    ways = [(mode, sync) for sync in ("--no-fsync", "--fsync") for mode in ("replace", "inplace")]
+    commands = [[*gradtool_command, "clip", work, "--max-norm", "1", "--write", mode, sync] for mode, sync in ways]
+    *runs, loop = bench.in_turn([*commands, [sys.executable, str(PLAIN), work]], source, settled=True)
+    for (mode, sync), run in zip(ways, runs, strict=True):
+        ratio = run.median / loop.median
+        target = "<= 2x" if (mode, sync) == ("inplace", "--no-fsync") else "-"
+        detail = f"{run.median:.3f} s, loop {loop.median:.3f} s"
+        bench.note(f"clip f32 1 GiB, {mode} {sync}, beside a loop", f"{ratio:.1f}x", target, detail)
+    ratio = runs[1].median / runs[0].median
+    bench.note("clip f32 1 GiB, inplace beside replace", f"{ratio:.2f}x", "<= 1x", f"{runs[1].peak_mib:.0f} MiB")
+    assert not bench.timing or ratio <= 1
 
 
 def test_threads_share_the_work(bench):

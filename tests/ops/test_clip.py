@@ -224,13 +224,13 @@ def test_a_disk_that_fills_up_in_the_middle_changes_nothing(tmp_path, monkeypatc
     before = snapshot(tmp_path)
     written = []
 
-    def fill_up(_fd, view, at):
+    def fill_up(_fd, views, at):
         written.append(at)
         if len(written) == 4:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return len(view)
+        return sum(map(len, views))
 
-    monkeypatch.setattr(os, "pwrite", fill_up)
+    monkeypatch.setattr(os, "pwritev", fill_up)
     with pytest.raises(SystemRefusedError, match="No space left"):
         clip(paths, max_norm=1, threads=1)
     assert snapshot(tmp_path) == before

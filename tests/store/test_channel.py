@@ -168,7 +168,7 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     target = tmp_path / "target"
     target.touch()
     told = []
-    channel = Channel(2, bytes_of_memory, told.append)
+    channel = Channel(2, bytes_of_memory, on_bytes=told.append)
     view = channel.memory("block", 7)
     channel.read(shard, shard.data_start, view)
     channel.write(target, 0, view)

@@ -7,16 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import snapshot, write
+from support import registered, snapshot, write
 
-from gradtool import SystemRefusedError, UsageError
-from gradtool.store import commit
+from gradtool import SystemRefusedError, UsageError, norm, recover
+from gradtool.store import system
 from gradtool.store.commit import Replacement, refuse_collisions
 from gradtool.store.header import read_shard
 
 
 def shards_of(folder, count=2):
     return [read_shard(write(folder / f"{i}.safetensors", {f"t{i}": np.ones(5, np.float32)})) for i in range(count)]
+
+
+@contextlib.contextmanager
+def replacing(folder, name="0.safetensors", *, fsync=True):
+    run = registered([folder / name, folder / "1.safetensors", folder / "2.safetensors"], fsync=fsync)
+    try:
+        with Replacement(run) as replacement:
+            yield replacement
+    finally:
+        run.close()
 
 
 def fill(temporary, letter=b"n"):
@@ -26,7 +36,7 @@ def fill(temporary, letter=b"n"):
 def test_nothing_changes_before_the_commit_and_everything_with_it(tmp_path):
     shards = shards_of(tmp_path)
     before = snapshot(tmp_path)
-    with Replacement() as replacement:
+    with replacing(tmp_path) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
@@ -38,7 +48,7 @@ def test_nothing_changes_before_the_commit_and_everything_with_it(tmp_path):
 def test_without_a_commit_no_trace_is_left(tmp_path):
     shards = shards_of(tmp_path)
     before = snapshot(tmp_path)
-    with pytest.raises(KeyboardInterrupt) as caught, Replacement() as replacement:
+    with pytest.raises(KeyboardInterrupt) as caught, replacing(tmp_path) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         raise KeyboardInterrupt
@@ -47,7 +57,7 @@ def test_without_a_commit_no_trace_is_left(tmp_path):
 
 
 def test_the_space_is_reserved_and_the_temporary_hidden(tmp_path):
-    with Replacement() as replacement:
+    with replacing(tmp_path, "x.safetensors") as replacement:
         temporary = replacement.stage(tmp_path / "x.safetensors", 1 << 20)
         assert temporary.stat().st_size == 1 << 20
         assert temporary.stat().st_blocks * 512 >= 1 << 20
@@ -60,7 +70,7 @@ def test_the_mode_is_kept_even_one_that_forbids_writing(tmp_path, mode):
     (shard,) = shards_of(tmp_path, 1)
     shard.path.chmod(mode)
     object.__setattr__(shard, "stat", shard.path.stat())
-    with Replacement() as replacement:
+    with replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert shard.path.stat().st_mode & 0o7777 == mode
@@ -72,7 +82,7 @@ def test_extended_attributes_are_kept(tmp_path):
         os.setxattr(shard.path, "user.note", b"from rank 3")
     except OSError as error:
         pytest.skip(f"this file system has no extended attributes: {error}")
-    with Replacement() as replacement:
+    with replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert os.getxattr(shard.path, "user.note") == b"from rank 3"
@@ -88,10 +98,10 @@ def test_an_attribute_that_cannot_be_kept_is_refused_but_a_security_label_is_not
     monkeypatch.setattr(os, "getxattr", lambda *_: b"value")
     monkeypatch.setattr(os, "setxattr", refuse)
     monkeypatch.setattr(os, "listxattr", lambda _: ["security.label"])
-    with Replacement() as replacement:
+    with replacing(tmp_path) as replacement:
         replacement.stage(shard.path, shard.size, shard.stat)
     monkeypatch.setattr(os, "listxattr", lambda _: ["user.note"])
-    with pytest.raises(SystemRefusedError), Replacement() as replacement:
+    with pytest.raises(SystemRefusedError), replacing(tmp_path) as replacement:
         replacement.stage(shard.path, shard.size, shard.stat)
     assert snapshot(tmp_path) == before
 
@@ -102,7 +112,7 @@ def test_the_owner_is_kept(tmp_path):
     os.chown(shard.path, 1234, 4321)
     shard.path.chmod(0o4755)
     shard = read_shard(shard.path)
-    with Replacement() as replacement:
+    with replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     status = shard.path.stat()
@@ -119,7 +129,7 @@ def test_an_owner_that_cannot_be_kept_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fchown", refuse)
     stolen = os.stat_result([*shard.stat[:4], 1234, *shard.stat[5:]])
     object.__setattr__(shard, "stat", stolen)
-    with pytest.raises(SystemRefusedError, match="check the owner"), Replacement() as replacement:
+    with pytest.raises(SystemRefusedError, match="check the owner"), replacing(tmp_path) as replacement:
         replacement.stage(shard.path, shard.size, shard.stat)
     assert snapshot(tmp_path) == before
 
@@ -127,7 +137,7 @@ def test_an_owner_that_cannot_be_kept_is_refused(tmp_path, monkeypatch):
 def test_a_new_file_gets_the_mode_that_the_umask_leaves(tmp_path):
     mask = os.umask(0o027)
     try:
-        with Replacement() as replacement:
+        with replacing(tmp_path, "new") as replacement:
             fill(replacement.stage(tmp_path / "new", 3))
             replacement.commit()
     finally:
@@ -140,33 +150,53 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     link = tmp_path / "link.safetensors"
     link.symlink_to(shard.path)
     shard = read_shard(link)
-    with Replacement() as replacement:
+    with replacing(tmp_path / "real") as replacement:
         fill(replacement.stage(link, shard.size, shard.stat))
         replacement.commit()
     assert link.is_symlink()
     assert (tmp_path / "real" / "0.safetensors").read_bytes() == b"n" * shard.size
 
 
-def test_all_files_are_synced_before_the_first_rename(tmp_path, monkeypatch):
-    calls = []
-    real_sync, real_replace = os.fsync, type(tmp_path).replace
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append("sync") or real_sync(fd))
-    monkeypatch.setattr(type(tmp_path), "replace", lambda self, to: calls.append("rename") or real_replace(self, to))
-    for fsync, expected in (
-        (True, ["sync", "sync", "rename", "rename", "sync"]),
-        (False, ["rename", "rename"]),
-    ):
-        calls.clear()
-        with Replacement(fsync=fsync) as replacement:
-            for shard in shards_of(tmp_path):
+def steps_of(monkeypatch):
+    """The names of the calls that change something, as they come."""
+    steps = []
+    for name in ("sync", "sync_path", "link", "rename", "unlink"):
+        real = getattr(system, name)
+
+        def told(*arguments, name=name, real=real):
+            steps.append(name)
+            real(*arguments)
+
+        monkeypatch.setattr(system, name, told)
+    return steps
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_file_is_synced_before_the_first_rename_and_the_record_of_several_too(tmp_path, monkeypatch, count):
+    steps = steps_of(monkeypatch)
+    expected = {
+        # Each file; then the folder. And the record goes.
+        (1, True): ["sync", "rename", "sync_path", "sync", "unlink"],
+        (1, False): ["rename", "unlink"],
+        # Each file; second names; the record and the folder; the record with the renames; these; and the folder.
+        (2, True): [
+            *("sync", "sync", "link", "link", "sync_path", "sync", "sync_path", "sync", "sync"),
+            *("rename", "rename", "unlink", "unlink", "sync_path", "sync", "unlink"),
+        ],
+        (2, False): ["link", "link", "rename", "rename", "unlink", "unlink", "unlink"],
+    }
+    for fsync in (True, False):
+        steps.clear()
+        with replacing(tmp_path, fsync=fsync) as replacement:
+            for shard in shards_of(tmp_path, count):
                 fill(replacement.stage(shard.path, shard.size, shard.stat))
             replacement.commit()
-        assert calls == expected
+        assert steps == expected[count, fsync]
 
 
 def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
     first, second = shards_of(tmp_path)
-    with pytest.raises(SystemRefusedError, match="changed by somebody else"), Replacement() as replacement:
+    with pytest.raises(SystemRefusedError, match="changed by somebody else"), replacing(tmp_path) as replacement:
         for shard in (first, second):
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         with second.path.open("ab") as file:
@@ -177,24 +207,50 @@ def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_rename_that_fails_half_way_says_what_is_replaced_and_what_is_not(tmp_path, monkeypatch):
-    shards = shards_of(tmp_path, 3)
-    real_replace = type(tmp_path).replace
+def refuse_renames_to(monkeypatch, name):
+    real = os.replace
 
-    def refuse_the_second(self, to):
-        if to.name == "1.safetensors":
+    def refuse(path, target):
+        if target.name == name:
             raise OSError(errno.EIO, "Input/output error")
-        return real_replace(self, to)
+        real(path, target)
 
-    monkeypatch.setattr(type(tmp_path), "replace", refuse_the_second)
+    monkeypatch.setattr(os, "replace", refuse)
+
+
+def test_a_rename_that_fails_half_way_takes_back_those_before_it(tmp_path, monkeypatch):
+    shards = shards_of(tmp_path, 3)
+    before = {shard.path: shard.path.read_bytes() for shard in shards}
+    refuse_renames_to(monkeypatch, "1.safetensors")
     with (
-        pytest.raises(SystemRefusedError, match="this and 1 more files are as they were"),
-        Replacement() as replacement,
+        pytest.raises(SystemRefusedError, match="1.safetensors: Input/output error") as caught,
+        replacing(tmp_path) as replacement,
     ):
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
-    assert [shard.path.read_bytes()[:1] == b"n" for shard in shards] == [True, False, False]
+    assert caught.value.__notes__ == ["no file was changed"]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeypatch):
+    shards = shards_of(tmp_path, 3)
+    refuse_renames_to(monkeypatch, "1.safetensors")
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(SystemRefusedError, match="gradtool recover") as caught, replacing(tmp_path) as replacement:
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
+        replacement.commit()
+    assert (caught.value.problems[0].code, caught.value.exit_code) == ("unfinished", 5)
+    with pytest.raises(SystemRefusedError, match="see to it with gradtool recover"):
+        norm(tmp_path)
+    monkeypatch.undo()
+    assert recover(tmp_path).finished == 1
+    assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -206,9 +262,9 @@ def test_a_full_disk_is_known_before_work_starts_and_leaves_no_trace(tmp_path, m
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught, Replacement() as replacement:
+    with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught, replacing(tmp_path) as replacement:
         replacement.stage(shards[0].path, shards[0].size, shards[0].stat)
-        monkeypatch.setattr(commit.os, "posix_fallocate", refuse)
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
         replacement.stage(shards[1].path, shards[1].size, shards[1].stat)
     assert caught.value.exit_code == 5
     assert snapshot(tmp_path) == before
@@ -216,15 +272,15 @@ def test_a_full_disk_is_known_before_work_starts_and_leaves_no_trace(tmp_path, m
 
 def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
     shards = shards_of(tmp_path)
-    real_replace = type(tmp_path).replace
+    real_replace = os.replace
 
-    def replace_and_interrupt(self, to):
-        real_replace(self, to)
+    def replace_and_interrupt(path, target):
+        real_replace(path, target)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(type(tmp_path), "replace", replace_and_interrupt)
+    monkeypatch.setattr(os, "replace", replace_and_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt) as caught, Replacement(fsync=False) as replacement:
+    with pytest.raises(KeyboardInterrupt) as caught, replacing(tmp_path, fsync=False) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
@@ -242,7 +298,7 @@ def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, call):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(SystemRefusedError, match="Input/output"), Replacement() as replacement:
+    with pytest.raises(SystemRefusedError, match="Input/output"), replacing(tmp_path) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
@@ -261,7 +317,7 @@ def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(
 
     monkeypatch.setattr(os, "fsync", sync)
     said = pytest.raises(SystemRefusedError, match="all files were written, but")
-    with said if number == errno.EIO else contextlib.nullcontext(), Replacement() as replacement:
+    with said if number == errno.EIO else contextlib.nullcontext(), replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size))
         replacement.commit()
     assert shard.path.read_bytes() == b"n" * shard.size
@@ -272,14 +328,14 @@ def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypa
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with Replacement() as replacement:
+    with replacing(tmp_path, "x") as replacement:
         assert replacement.stage(tmp_path / "x", 1000).stat().st_size == 1000
 
 
 def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
     path = tmp_path / ("😀" * 60 + ".safetensors")
     shard = read_shard(write(path, {"a": np.ones(5, np.float32)}))
-    with Replacement() as replacement:
+    with replacing(tmp_path, path.name) as replacement:
         fill(replacement.stage(path, shard.size, shard.stat))
         replacement.commit()
     assert path.read_bytes() == b"n" * shard.size

@@ -216,7 +216,7 @@ def test_a_circle_of_links_is_bad_input(tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "x", {"a": np.ones(2, np.float32)})
-    judge = header._ask_library  # noqa: SLF001 - the moment that the test is about
+    judge = header._ask_library
 
     def judge_and_replace(*arguments):
         judge(*arguments)

@@ -81,15 +81,15 @@ def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
     path = write(tmp_path / "x", {"a": np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8)})
     shard, target = read_shard(path), tmp_path / "copy"
     target.touch()
-    read_some, write_some = os.preadv, os.pwrite
+    read_some, write_some = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read_some(fd, [views[0][:700_001]], at))
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: write_some(fd, view[:300_007], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write_some(fd, [views[0][:300_007]], at))
     blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
     run(rewriting(blocks, lambda *_: None, {shard: target}), threads=1)
     assert target.read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_reads_and_writes_that_fail_name_the_file(tmp_path, monkeypatch, call):
     shard, target = shard_of(tmp_path, [("F64", 900_000)]), tmp_path / "copy"
     target.touch()

@@ -1,0 +1,86 @@
+"""Brings to its end what runs that died left unfinished."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
+from gradtool.ops import arguments
+from gradtool.store.recovery import InUse, Recovered, recover_at
+from gradtool.store.unfinished import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run that died: what became of it, how many files it was about to change, its process, and its record.
+
+    `outcome` is "finished" (its files are all new), "undone" (all old) or "untouched" (it had not got that far).
+    """
+
+    outcome: str
+    files: int
+    pid: int
+    file: str
+
+
+@dataclass(frozen=True)
+class RecoverResult:
+    """What was done: the number of runs by what became of them, and of files `removed` that belonged to no run."""
+
+    finished: int
+    undone: int
+    untouched: int
+    removed: int
+    per_run: tuple[RunRow, ...]
+
+
+def recover(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (), *, force: bool = False
+) -> RecoverResult:
+    """Finish, or take back, what runs that died (killed, power cut) left unfinished, and remove the files they made.
+
+    Of each such run, all files are new afterwards or all are old: renames that had begun are finished, changes in place
+    are undone. What a live run owns is left alone. It may itself be killed, and called again.
+
+    Args:
+        paths: files, folders or index files; of a file and an index, the folder that it is in is looked at, too.
+        force: finish also where a file was written to by somebody else since.
+
+    Raises:
+        UsageError: no path is given.
+        BadInputError: there is no such folder.
+        SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
+    """
+    named = arguments.paths(paths)
+    if not named:
+        raise UsageError("no path is given; name a file, a folder or an index")
+    rows: list[RunRow] = []
+    problems: list[Problem] = []
+    removed = 0
+    for place in dict.fromkeys(place for path in named for place in Place.of(path)):
+        try:
+            found, swept = recover_at(place, force=force)
+        except GradtoolError as error:
+            found, swept = [error], 0
+        removed += swept
+        for one in found:
+            if isinstance(one, Recovered):
+                rows.append(RunRow(one.outcome, one.files, one.pid, str(one.record)))
+            elif isinstance(one, InUse):
+                problems.append(Problem("in-use", f"in use by {one.record.who}", str(one.record.path)))
+            else:
+                problems += one.problems
+    missing = [path for path in named if not os.path.lexists(path) and not rows and not problems]
+    if missing:
+        raise BadInputError("no such file", file=missing[0], code="missing-file")
+    # One run may be found from several places.
+    problems = list(dict.fromkeys(problems))
+    if problems:
+        raise (BadInputError if {one.code for one in problems} <= {"missing-file"} else SystemRefusedError).of(problems)
+    counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
+    return RecoverResult(**counts, removed=removed, per_run=tuple(rows))

@@ -1,0 +1,61 @@
+"""Runs the real command in one forked process after another, without the cost of starting Python each time.
+
+A program of its own: it reads requests, one JSON object a line, on stdin, and answers each with one on stdout.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+
+
+def _child(request, out, err):
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.environ.update(request["env"])
+    sys.argv = ["gradtool", *request["argv"]]
+    from gradtool.__main__ import main
+
+    main()
+
+
+def _serve():
+    # What every run imports first, and nothing that starts a thread.
+    import numpy  # noqa: F401, ICN001
+    import safetensors  # noqa: F401
+
+    import gradtool.backends.compiled
+    import gradtool.cli  # noqa: F401
+    from gradtool import accumulate, clip, layernorm_backward, norm, recover, zero  # noqa: F401
+
+    # Nothing of this is looked at again, and so copied, in every child.
+    gc.disable()
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        out, err = os.memfd_create("out"), os.memfd_create("err")
+        child = os.fork()
+        if child == 0:
+            try:
+                _child(request, out, err)
+            finally:
+                os._exit(99)
+        if request["kill_after"] is not None:
+            time.sleep(request["kill_after"])
+            # If it is done already, what is left of it does not mind.
+            os.kill(child, signal.SIGKILL)
+        _, status, usage = os.wait4(child, 0)
+        texts = []
+        for fd in (out, err):
+            texts.append(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
+            os.close(fd)
+        answer = [os.waitstatus_to_exitcode(status), *texts, usage.ru_maxrss]
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()

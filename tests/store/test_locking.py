@@ -1,0 +1,300 @@
+import errno
+import os
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+from support import COMMAND, gradtool, gradtool_json, read, registered, snapshot, write, write_index
+
+from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
+from gradtool.store import locks, records, system
+from gradtool.store.journal import Journal, Target
+from gradtool.store.records import files_of_runs
+from gradtool.store.unfinished import refuse_unfinished
+
+
+def one_file(folder, name="x.safetensors", value=3.0):
+    return write(folder / name, {name: np.full(5, value, np.float32)})
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A file, and the run that has it."""
+    path = one_file(tmp_path)
+    run = registered([path])
+    yield path, run
+    run.close()
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+def test_the_second_writer_is_told_who_the_first_is_and_changes_nothing(held, mode):
+    path, _ = held
+    before = snapshot(path.parent)
+    done = gradtool("zero", path, "--write", mode)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == (
+        f"gradtool: error: {path}: in use by PID {os.getpid()}; --lock-timeout SECONDS waits for it\n"
+    )
+    assert snapshot(path.parent) == before
+    answer = gradtool_json("clip", path, "--max-norm", "1")
+    assert [(one["code"], one["file"]) for one in answer["errors"]] == [("in-use", str(path))]
+
+
+def test_a_run_within_the_same_process_is_no_exception(held):
+    with pytest.raises(SystemRefusedError, match=f"in use by PID {os.getpid()}"):
+        zero(held[0])
+
+
+def test_a_link_leads_to_the_same_lock(held, tmp_path):
+    (tmp_path / "else").mkdir()
+    link = tmp_path / "else" / "link.safetensors"
+    link.symlink_to(held[0])
+    with pytest.raises(SystemRefusedError, match="in use"):
+        zero(link)
+
+
+@pytest.mark.usefixtures("held")
+def test_other_files_of_the_folder_are_free(tmp_path):
+    other = one_file(tmp_path, "other.safetensors")
+    assert zero(other).files_written == 1
+
+
+def test_who_has_not_changed_anything_yet_is_not_in_the_way_of_readers(held):
+    assert norm(held[0]).norm == pytest.approx(3 * 5**0.5)
+    assert clip(held[0], max_norm=1, dry_run=True).clipped
+
+
+def test_an_output_is_locked_too_and_its_input_is_not(held, tmp_path):
+    source = one_file(tmp_path, "source.safetensors", 1.0)
+    with pytest.raises(SystemRefusedError, match="in use"):
+        zero(source, output=held[0])
+    assert zero(held[0], output=tmp_path / "copy.safetensors").files_written == 1
+
+
+def test_who_waits_gets_the_lock_and_what_the_first_one_wrote(held):
+    path, run = held
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(clip(path, max_norm=1.0, lock_timeout=60).norm_before))
+    waiting.start()
+    # Whether it waits already or only begins to makes no difference.
+    path.write_bytes(one_file(path.parent / "new", "x.safetensors", 7.0).read_bytes())
+    run.close()
+    waiting.join()
+    assert found == [pytest.approx(7 * 5**0.5)]
+
+
+def test_who_waits_in_vain_is_told(held):
+    with pytest.raises(SystemRefusedError, match="in use"):
+        zero(held[0], lock_timeout=0.05)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "soon"])
+def test_a_time_to_wait_must_be_one(held, seconds):
+    with pytest.raises(UsageError, match="--lock-timeout"):
+        zero(held[0], lock_timeout=seconds)
+
+
+def test_a_run_leaves_nothing_in_any_of_its_folders(tmp_path):
+    paths = [one_file(tmp_path / name, f"{name}.safetensors") for name in "abc"]
+    run = registered(paths)
+    assert [len(files_of_runs(tmp_path / name)) for name in "abc"] == [1, 1, 1]
+    with pytest.raises(SystemRefusedError, match=f"in use by PID {os.getpid()}"):
+        zero(paths[2])
+    run.close()
+    assert zero(paths).files_written == 3
+    assert [list((tmp_path / name).iterdir()) for name in "abc"] == [[path] for path in paths]
+
+
+def test_who_is_refused_in_one_folder_lets_go_of_the_others(tmp_path):
+    paths = [one_file(tmp_path / name, f"{name}.safetensors") for name in "abc"]
+    run = registered(paths[1:2])
+    with pytest.raises(SystemRefusedError, match="in use"):
+        registered(paths)
+    assert [len(files_of_runs(tmp_path / name)) for name in "abc"] == [0, 1, 0]
+    run.close()
+
+
+def test_the_record_of_a_dead_run_is_taken_over(tmp_path):
+    path = one_file(tmp_path)
+    run = registered([path])
+    os.close(run._fd)
+    assert zero(path).files_written == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_not(tmp_path, monkeypatch):
+    path = one_file(tmp_path)
+    monkeypatch.setattr(locks, "lock", lambda _: None)
+    run = registered([path])
+    with pytest.raises(SystemRefusedError, match="in use"):
+        zero(path)
+    child = subprocess.Popen(["true"])
+    child.wait()
+    record = tmp_path / f"{run.id}.run"
+    (found,) = records.records_in(tmp_path)
+    facts = {"pid": child.pid, "host": found.host, "files": sorted(found.names), "folders": []}
+    record.write_bytes(records.line_of(run=facts))
+    assert zero(path).files_written == 1
+    record.write_bytes(records.line_of(run=facts | {"host": "elsewhere"}))
+    with pytest.raises(SystemRefusedError, match=f"in use by PID {child.pid} on elsewhere"):
+        zero(path)
+
+
+@pytest.fixture
+def changing(tmp_path):
+    """A file that is being changed in place."""
+    path = one_file(tmp_path)
+    run = registered([path])
+    with Journal(run, [Target(path, path.stat(), 20)]) as journal:
+        yield path
+        journal.commit()
+    run.close()
+
+
+def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changing, tmp_path):
+    answer = gradtool_json("norm", changing)
+    assert (answer["exit_code"], answer["errors"][0]["code"]) == (5, "unfinished")
+    assert f"PID {os.getpid()}" in answer["errors"][0]["message"]
+    assert norm(changing, ignore_journal=True).norm == pytest.approx(3 * 5**0.5)
+    buffer = write(tmp_path / "buffer.safetensors", {"x.safetensors": np.zeros(5, np.float32)})
+    for read_it in (
+        lambda: accumulate(buffer, changing),
+        lambda: clip(changing, max_norm=1, output=tmp_path / "copy"),
+        lambda: clip(changing, max_norm=1, dry_run=True),
+        lambda: norm([buffer, changing]),
+    ):
+        with pytest.raises(SystemRefusedError, match="is being changed by a run"):
+            read_it()
+    assert not any(read(buffer)["x.safetensors"])
+
+
+def test_a_set_that_cannot_be_opened_because_it_is_half_changed_says_so(tmp_path):
+    write_index(tmp_path, {"a.safetensors": {"t": np.ones(3, np.float32)}})
+    run = registered([tmp_path / "a.safetensors"])
+    with Journal(run, [Target(tmp_path / "a.safetensors", (tmp_path / "a.safetensors").stat(), 12)]) as journal:
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"new": "a.safetensors"}}')
+        with pytest.raises(SystemRefusedError, match="is being changed by a run"):
+            norm(tmp_path)
+        with pytest.raises(BadInputError):
+            norm(tmp_path, ignore_journal=True)
+        journal.commit()
+    run.close()
+    with pytest.raises(BadInputError):
+        norm(tmp_path)
+
+
+def test_where_nothing_can_be_locked_what_changes_nothing_still_succeeds(tmp_path, monkeypatch):
+    path = one_file(tmp_path, value=0.1)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("gradtool.store.system.create", refuse)
+    assert not clip(path, max_norm=1).clipped
+    with pytest.raises(SystemRefusedError, match="Permission denied; check the permissions"):
+        clip(path, max_norm=0.01)
+
+
+def test_a_folder_that_may_not_be_listed_is_no_hindrance_to_reading(tmp_path, monkeypatch):
+    path = one_file(tmp_path)
+
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    refuse_unfinished([path])
+
+
+@pytest.mark.parametrize("modes", [["replace"], ["inplace"], ["replace", "inplace"]], ids="+".join)
+def test_ten_writers_at_once_are_ten_writers_in_some_order(tmp_path, modes):
+    shards = [f"buffer-{i}.safetensors" for i in range(3)]
+    write_index(tmp_path / "buffer", {file: {file: np.zeros(40_000, np.float32)} for file in shards})
+    running = []
+    for number in range(10):
+        # Distinct powers of two: the sum says which were added, and how often.
+        gradient = tmp_path / f"{number}.safetensors"
+        write(gradient, {file: np.full(40_000, 2.0**number, np.float32) for file in shards})
+        options = ["--write", modes[number % len(modes)], "--lock-timeout", "300", "--quiet"]
+        running.append(subprocess.Popen([*COMMAND, "accumulate", tmp_path / "buffer", gradient, *options]))
+    assert [one.wait() for one in running] == [0] * 10
+    assert all((read(tmp_path / "buffer" / file)[file] == 1023).all() for file in shards)
+    assert sorted(path.name for path in (tmp_path / "buffer").iterdir()) == [*shards, "model.safetensors.index.json"]
+
+
+def test_ten_writers_at_once_that_do_not_wait_are_done_or_told(tmp_path):
+    path = write(tmp_path / "buffer.safetensors", {"t": np.zeros(200_000, np.float32)})
+    running = []
+    for number in range(10):
+        gradient = write(tmp_path / f"{number}", {"t": np.full(200_000, 2.0**number, np.float32)})
+        command = [*COMMAND, "accumulate", path, gradient, "--quiet", "--write", "inplace"]
+        running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    said = [one.communicate()[1] for one in running]
+    codes = [one.returncode for one in running]
+    assert set(codes) <= {0, 5}
+    assert 0 in codes
+    assert all("in use by PID" in text for text, code in zip(said, codes, strict=True) if code == 5)
+    assert (read(path)["t"] == sum(2.0**k for k, code in enumerate(codes) if code == 0)).all()
+    assert recover(tmp_path).per_run == ()
+
+
+@pytest.mark.parametrize("folder", ["a", "b"])
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, monkeypatch, folder, mode):
+    first, other = one_file(tmp_path / "a", "first.safetensors"), one_file(tmp_path / folder, "other.safetensors")
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(first)
+    run = registered([first])
+
+    def lead_elsewhere(_):
+        link.unlink()
+        link.symlink_to(other)
+        run.close()
+
+    monkeypatch.setattr("gradtool.store.locking.time.sleep", lead_elsewhere)
+    before = first.read_bytes(), other.read_bytes()
+    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+        zero(link, write=mode, lock_timeout=60)
+    assert (first.read_bytes(), other.read_bytes()) == before
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        *("first.safetensors", "link.safetensors", "other.safetensors"),
+    ]
+
+
+def test_a_call_that_cannot_write_to_one_folder_is_not_in_its_own_way(tmp_path, monkeypatch):
+    paths = [one_file(tmp_path / name, f"{name}.safetensors") for name in "ab"]
+    real = system.create
+
+    def refuse(path, *more):
+        if path.parent.name == "b":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *more)
+
+    monkeypatch.setattr(system, "create", refuse)
+    before = snapshot(tmp_path)
+    with pytest.raises(SystemRefusedError, match="No space left"):
+        zero(paths, lock_timeout=60)
+    assert snapshot(tmp_path) == before
+
+
+def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
+    index = write_index(tmp_path, {"a.safetensors": {"t": np.full(3, 2.0, np.float32)}})
+    whole, path = index.read_text(), tmp_path / "a.safetensors"
+    for seconds in (60, 0):
+        run = registered([path])
+        journal = Journal(run, [Target(path, path.stat(), 12)]).__enter__()
+        index.write_text('{"weight_map": {"new": "a.safetensors"}}')
+
+        def finish(_, journal=journal, run=run):
+            index.write_text(whole)
+            journal.commit()
+            journal.__exit__(None, None, None)
+            run.close()
+
+        monkeypatch.setattr("gradtool.ops.output.time.sleep", finish)
+        if seconds:
+            assert zero(tmp_path, lock_timeout=seconds).files_written == 1
+        else:
+            with pytest.raises(SystemRefusedError, match="in use by PID"):
+                zero(tmp_path)
+            finish(0)

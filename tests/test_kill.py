@@ -1,0 +1,185 @@
+"""Runs that are killed, or refused by the system, at every step that changes something on the disk."""
+
+import collections
+import contextlib
+import itertools
+import random
+import time
+
+import pytest
+from crashes import CASES, KILLED, Runner, Scene
+
+MODES = {
+    "replace": ["--write", "replace"],
+    "inplace": ["--write", "inplace"],
+    "replace-no-fsync": ["--write", "replace", "--no-fsync"],
+    "inplace-no-fsync": ["--write", "inplace", "--no-fsync"],
+}
+
+
+@pytest.fixture(scope="module")
+def runner():
+    runner = Runner()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def scene(request, runner):
+    scene = Scene(runner, *request.param)
+    yield scene
+    scene.close()
+
+
+def scenes(counts, cases=tuple(CASES), modes=tuple(MODES)):
+    every = list(itertools.product(cases, modes, counts))
+    names = [f"{case}-{mode}-{count}" for case, mode, count in every]
+    return pytest.mark.parametrize(
+        "scene", [(case, count, *MODES[mode]) for case, mode, count in every], indirect=True, ids=names
+    )
+
+
+@scenes([1, 8], modes=["replace", "inplace"])
+def test_a_run_that_is_killed_at_any_step_leaves_all_old_or_all_new(scene):
+    check_kills(scene)
+
+
+@scenes([2], modes=["replace-no-fsync", "inplace-no-fsync"])
+def test_a_run_without_syncs_that_is_killed_does_so_too(scene):
+    check_kills(scene)
+
+
+def check_kills(scene):
+    seen = set()
+    for step in itertools.count(1):
+        kind = "kill" if step % 3 else "tear"
+        done = scene.run(fault=f"{kind}@{step}")
+        # A step that writes nothing cannot be torn.
+        if done.code == 0 and kind == "tear":
+            scene.put_back()
+            done = scene.run(fault=f"kill@{step}")
+        if done.code == 0:
+            break
+        assert done.code == KILLED, done
+        before, looked = scene.state(), None
+        if step % 2:
+            looked = scene.norm()
+            assert looked.code in (0, 5), looked
+            assert (looked.code == 5) == ("gradtool recover" in looked.err)
+        else:
+            # Recovering is killed too, somewhere, and then goes on.
+            assert scene.recover(fault=f"tear@{1 + step // 2 % 6}").code in (0, KILLED)
+        assert scene.recover().code == 0
+        state = scene.state()
+        assert state in ("old", "new"), (step, before, state)
+        if looked is not None and looked.code == 0:
+            assert before == state or isinstance(before, dict)
+        seen.add(state)
+        scene.put_back()
+    assert step > 5
+    assert seen == {"old", "new"}
+    assert scene.state() == "new"
+
+
+def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, pytestconfig):
+    kills, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
+    print(f"seed {seed}")  # noqa: T201 - shown where the test fails
+    rng = random.Random(seed)  # noqa: S311 - no secret
+    seen = collections.Counter()
+    for number, (case, mode) in enumerate(itertools.product(CASES, ["replace", "inplace"])):
+        # Large enough for two threads, and for more than a block each.
+        with contextlib.closing(Scene(runner, case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
+            began = time.perf_counter()
+            scene.run()
+            seconds = time.perf_counter() - began
+            for _ in range(number, kills, 8):
+                scene.put_back()
+                code = scene.run(kill_after=rng.uniform(0, 1.2 * seconds)).code
+                assert code in (0, KILLED)
+                looked = scene.norm()
+                assert looked.code == 0 or "gradtool recover" in looked.err
+                if rng.random() < 0.5:
+                    assert scene.recover(kill_after=rng.uniform(0, seconds)).code in (0, KILLED)
+                assert scene.recover().code == 0
+                state = scene.state()
+                assert state in ("old", "new"), (case, mode, state)
+                seen[state] += 1
+    print(dict(seen))  # noqa: T201 - for those who ask for many
+
+
+@scenes([2], cases=["clip"], modes=["replace", "inplace"])
+def test_recovering_can_be_killed_at_any_step_too(scene):
+    for step in itertools.count(1):
+        if scene.run(fault=f"kill@{step}").code == 0:
+            break
+        for inner in itertools.count(1):
+            if scene.recover(fault=f"kill@{inner}").code == 0:
+                break
+            assert scene.recover().code == 0
+            assert scene.state() in ("old", "new"), (step, inner, scene.state())
+            scene.put_back()
+            assert scene.run(fault=f"kill@{step}").code == KILLED
+        assert scene.state() in ("old", "new"), (step, scene.state())
+        scene.put_back()
+
+
+@scenes([1, 3], modes=["replace", "inplace"])
+def test_the_next_run_finishes_what_a_killed_one_left(scene):
+    for step in itertools.count(1):
+        if scene.run(fault=f"kill@{step}").code == 0:
+            break
+        done = scene.run()
+        assert done.code == 0, (step, done)
+        # But for a record that was not written yet, and so names no file.
+        left = [name for name in scene.files() if name.startswith(".gradtool")]
+        assert len(left) == (step in (2, 3)), (step, left)
+        assert scene.recover().code == 0
+        assert not [name for name in scene.files() if name.startswith(".gradtool")], step
+        scene.put_back()
+
+
+@scenes([1, 3])
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
+def test_a_call_that_fails_leaves_all_old_and_nothing_behind(scene, error):
+    for step in itertools.count(1):
+        done = scene.run(fault=f"{error}@{step}")
+        if "gradtool recover tries again" in done.err:
+            assert "all files were written" in done.err
+            assert (scene.recover().code, scene.state()) == (0, "new")
+        elif "all files were written" in done.err:
+            assert (done.code, scene.state()) == (5, "new")
+        else:
+            # Once all files are in their places, what is left to do may fail and be done again.
+            assert (done.code, scene.state()) in ((5, "old"), (0, "new")), (step, done, scene.state())
+        assert len(done.err.splitlines()) == (done.code != 0)
+        scene.put_back()
+        if done.code == 0 and scene.run(fault=f"kill@{step}").code == 0:
+            break
+        scene.put_back()
+
+
+@scenes([1, 3], cases=["clip"])
+def test_a_disk_that_fails_from_some_call_on_loses_nothing(scene):
+    for step in itertools.count(1):
+        done = scene.run(fault=f"EIO@{step}+")
+        if done.code == 0:
+            break
+        assert (done.code, len(done.err.splitlines())) == (5, 1), (step, done)
+        data = {name: content for name, content in scene.files().items() if not name.startswith(".gradtool")}
+        # Nobody is left alone with what is half changed.
+        assert data in (scene.old, scene.new) or "gradtool recover" in done.err, (step, done)
+        assert scene.recover().code == 0
+        assert scene.state() in ("old", "new"), (step, scene.state())
+        scene.put_back()
+    assert step > 5
+
+
+@scenes([2], modes=["replace", "inplace"])
+def test_a_call_that_writes_less_than_it_was_given_is_made_again(scene):
+    for step in itertools.count(1):
+        done = scene.run(fault=f"short@{step}")
+        assert (done.code, scene.state()) == (0, "new"), (step, done)
+        scene.put_back()
+        if scene.run(fault=f"kill@{step}").code == 0:
+            break
+        scene.put_back()

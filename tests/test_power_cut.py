@@ -1,0 +1,190 @@
+"""Power cuts, simulated: whatever of a run's calls a cut leaves on the disk, it recovers to all old or all new."""
+
+import random
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from crashes import FAST, layers, tensors
+from power import Place, cuts
+from support import write, write_index
+
+import gradtool
+from gradtool import BadInputError, SystemRefusedError
+
+
+def one_file(folder):
+    write(folder / "model.safetensors", tensors(0, 150))
+
+
+def shards(folder, *numbers):
+    write_index(folder, {f"model-{i}.safetensors": tensors(i, 150) for i in numbers})
+
+
+class Case(NamedTuple):
+    """A data set, the command that changes it, and the folders that the files are in which it changes."""
+
+    make: object
+    command: object
+    folders: tuple[str, ...] = ("set",)
+
+
+CASES = {
+    "clip-file": Case(
+        lambda root: one_file(root / "set"),
+        lambda root, **options: gradtool.clip(root / "set/model.safetensors", max_norm=1, **options),
+    ),
+    "clip-set": Case(
+        lambda root: shards(root / "set", 0, 1, 2),
+        lambda root, **options: gradtool.clip(root / "set", max_norm=1, **options),
+    ),
+    "clip-two-folders": Case(
+        lambda root: (shards(root / "a", 0, 1), one_file(root / "b")),
+        lambda root, **options: gradtool.clip([root / "a", root / "b"], max_norm=1, **options),
+        ("a", "b"),
+    ),
+    "accumulate-set": Case(
+        lambda root: (shards(root / "set", 0, 1), shards(root / "other", 0, 1)),
+        lambda root, **options: gradtool.accumulate(root / "set", root / "other", **options),
+    ),
+    "zero-set": Case(
+        lambda root: shards(root / "set", 0, 1, 2),
+        lambda root, **options: gradtool.zero(root / "set", **options),
+    ),
+    "layernorm-set": Case(
+        lambda root: layers(root / "set", 2, 600),
+        lambda root, **options: gradtool.layernorm_backward(root / "set", **options),
+    ),
+    "output-folder": Case(
+        lambda root: (shards(root / "set", 0, 1), (root / "out").mkdir()),
+        lambda root, **options: gradtool.clip(root / "set", max_norm=1, output_dir=root / "out", **options),
+        ("out",),
+    ),
+    "new-output-folder": Case(
+        lambda root: shards(root / "set", 0, 1),
+        lambda root, **options: gradtool.clip(root / "set", max_norm=1, output_dir=root / "out", **options),
+        ("out",),
+    ),
+}
+EVERY = [
+    f"{case}-{mode}" for case in CASES for mode in ("replace", "inplace") if "output" not in case or mode == "replace"
+]
+
+
+class Scene:
+    """A command on its data set, its calls recorded, and what the files are before and after."""
+
+    def __init__(self, name):
+        case, _, mode = name.rpartition("-")
+        self._case = CASES[case]
+        # In memory where that can be had: what is lost there is what we say.
+        self._home = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
+        root = self._home / "data"
+        root.mkdir()
+        self._case.make(root)
+        self.place = Place(root, self._home / "vault")
+        self.folders = [root / folder for folder in self._case.folders]
+        self.disk = self.place.disk
+        self._states = {"old": (self.place.files(), self.look())}
+        self.calls = self.place.record(self.disk, lambda: self._case.command(root, write=mode, threads=1))
+        self._states["new"] = (self.place.files(), self.look())
+        # Nothing escapes the recorder: the calls, all of them, make of the old files the new.
+        played = self.disk.copy()
+        for call in self.calls:
+            played.do(call)
+        self.place.show(played.after(played.pending))
+        assert self.place.files() == self._states["new"][0] != self._states["old"][0]
+
+    def look(self):
+        """What somebody finds who looks at the data: their norm, or why there is none."""
+        try:
+            return gradtool.norm(self.folders, threads=1).norm
+        except (BadInputError, SystemRefusedError) as error:
+            return error.problems[0].code
+
+    def recover(self, *, backwards=False):
+        """What recovering says that has become of the files: "old", "new", nothing, or why that cannot be said."""
+        folders = [self.place.root, *(folder for folder in self.folders if folder.is_dir())]
+        try:
+            done = gradtool.recover(folders[::-1] if backwards else folders)
+        except SystemRefusedError as error:
+            return str(error)
+        return "old" * done.undone + "new" * done.finished
+
+    def state(self):
+        """Whether all files are "old" or "new", with nothing beside them; else, what each of them is."""
+        now = self.place.files()
+        for name, (files, _) in self._states.items():
+            if now == files:
+                return name
+        return {
+            path: [name for name, (files, _) in self._states.items() if files.get(path) == data] or "neither"
+            for path, data in now.items()
+        }
+
+    def norm_of(self, state):
+        return self._states[state][1]
+
+    def close(self):
+        shutil.rmtree(self._home)
+
+
+@pytest.fixture
+def scene(request):
+    scene = Scene(request.param)
+    yield scene
+    scene.close()
+
+
+def check(scene, cut, *, backwards=False, before=""):
+    """Recover from a cut: whether the files are "old" or "new" then, all of them; anything else is an error."""
+    scene.place.show(cut.disk)
+    looked, found = scene.look(), scene.state()
+    said, state = scene.recover(backwards=backwards), scene.state()
+    story = f"{before}{cut}\n  found {found}, recovered to {state}; said {said!r}"
+    assert state in ("old", "new"), story
+    assert said in ("", state), story
+    # Nobody was shown a mixture before, nor the other of the two.
+    assert looked in ("unfinished", scene.norm_of(state)), story
+    return state
+
+
+@pytest.mark.parametrize("scene", EVERY, indirect=True)
+def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene):
+    states = set()
+    for cut in cuts(scene.disk, scene.calls, 16):
+        state = check(scene, cut, backwards=cut.calls % 2 == 1)
+        # What a run that has returned has done, stays done.
+        assert state == "new" or not cut.is_last, str(cut)
+        states.add(state)
+    assert states == {"old", "new"}
+
+
+@pytest.mark.parametrize(
+    "scene",
+    ["clip-file-inplace", "clip-set-replace", "clip-two-folders-replace", "clip-two-folders-inplace"],
+    indirect=True,
+)
+@pytest.mark.parametrize("end", ["kill", "cut"])
+def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, end):
+    disk, seen = scene.disk.copy(), defaultdict(set)
+    rng = random.Random(0)  # noqa: S311 - the same every time
+    for number, call in enumerate(scene.calls, 1):
+        disk.do(call)
+        if end == "cut":
+            left = disk.after([op for op in disk.pending if rng.random() < 0.5])
+        else:
+            # Who looks after a kill finds all that was done, though little of it is safe.
+            left = disk.copy()
+            left.hour += 1
+        scene.place.show(left.after(left.pending))
+        said = []
+        calls = scene.place.record(left, lambda said=said: said.append(scene.recover()))
+        before = f"{end} after call {number}, {str(call)[:150]}; recovered, to {said[0]!r}; then "
+        for cut in cuts(left, calls, 4, seen[said[0]]):
+            state = check(scene, cut, before=before)
+            # And what was said to be finished, or undone, is that.
+            assert not cut.is_last or said[0] in ("", state), f"{before}{cut}"

@@ -1,0 +1,108 @@
+"""A real disk that is full, where the machine lets us have one."""
+
+import contextlib
+import itertools
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from crashes import KILLED
+from support import gradtool, read, write, write_index
+
+
+def mounted(kind, tmp_path):
+    """The commands that make a file system of 8 MB and mount it."""
+    if kind == "tmpfs":
+        return [["mount", "-t", "tmpfs", "-o", "size=8m", "none", tmp_path / "disk"]]
+    with (tmp_path / "image").open("wb") as image:
+        image.truncate(8 << 20)
+    return [
+        ["mkfs.ext4", "-q", "-m", "0", tmp_path / "image"],
+        ["mount", "-o", "loop", tmp_path / "image", tmp_path / "disk"],
+    ]
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    for command in mounted(request.param, tmp_path):
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"{command[0]} is not there")
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder):
+    """Leave no byte."""
+    with contextlib.suppress(OSError), (folder / "junk").open("wb", buffering=0) as junk:
+        while True:
+            junk.write(bytes(4096))
+
+
+def content_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ""}
+
+
+def shards(folder, elements):
+    write_index(folder, {f"{i}.safetensors": {f"t{i}": np.full(elements, 2.0, np.float32)} for i in range(2)})
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+def test_a_disk_that_is_too_small_is_exit_5_and_no_changed_byte(disk, mode):
+    shards(disk / "set", 700_000)
+    before = content_of(disk / "set")
+    for arguments in (["clip", "--max-norm", "1"], ["zero"] if mode == "inplace" else ["clip", "--max-value", "1"]):
+        done = gradtool(*arguments, disk / "set", "--write", mode)
+        assert (done.returncode, done.stdout) == (5, "")
+        assert len(done.stderr.splitlines()) == 1
+        assert "free some space" in done.stderr
+        assert content_of(disk / "set") == before
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+def test_a_disk_that_is_full_to_the_last_byte_is_no_other(disk, mode):
+    shards(disk / "set", 100_000)
+    fill(disk)
+    before = content_of(disk / "set")
+    done = gradtool("clip", disk / "set", "--max-norm", "1", "--write", mode)
+    assert done.returncode == 5, done
+    assert content_of(disk / "set") == before
+
+
+def test_what_needs_no_room_is_done_on_a_full_disk(disk):
+    shards(disk / "set", 100_000)
+    fill(disk)
+    done = gradtool("clip", disk / "set", "--max-norm", "1e9", "--json")
+    assert done.returncode == 0, done
+    assert gradtool("recover", disk / "set").returncode == 0
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+def test_room_that_is_just_enough_is_enough(disk, mode):
+    shards(disk / "set", 250_000)
+    assert gradtool("zero", disk / "set", "--write", mode).returncode == 0
+    assert not any(read(disk / "set" / f"{i}.safetensors")[f"t{i}"].any() for i in range(2))
+
+
+def test_a_killed_run_is_undone_on_a_disk_that_is_full(disk):
+    path = write(disk / "set" / "x.safetensors", {"t": np.full(600_000, 2.0, np.float32)})
+    before = path.read_bytes()
+    for step in itertools.count(8):
+        done = gradtool(
+            *("clip", path, "--max-norm", "1", "--write", "inplace", "--threads", "1"),
+            env={"GRADTOOL_FAULT": f"kill@{step}"},
+        )
+        assert done.returncode == KILLED
+        if path.read_bytes() != before:
+            break
+        assert gradtool("recover", path).returncode == 0
+    fill(disk)
+    done = gradtool("recover", path)
+    assert (done.returncode, done.stdout.splitlines()[1]) == (0, "undone\t1"), done
+    assert path.read_bytes() == before
+    assert list((disk / "set").iterdir()) == [path]

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, SystemRefusedError, UsageError, from_os_error
+from gradtool.errors import BadInputError, SystemRefusedError, UsageError, from_os_error, shortened
 from gradtool.store.header import Shard, Tensor, read_regular, read_shard
+from gradtool.store.limits import MAX_PATH_LIST, refuse_large_index, refuse_long_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,21 +65,33 @@ def read_path_list(source: str) -> list[str]:
     """
     where = "standard input" if source == "-" else source
     try:
-        text = _read_stdin() if source == "-" else Path(source).read_bytes()
+        text = _read_stdin() if source == "-" else _read_list(source)
     except OSError as error:
         raise from_os_error(error, where) from error
+    if len(text) > MAX_PATH_LIST:
+        raise BadInputError(
+            f"has over {MAX_PATH_LIST:,} bytes, the limit for a list of paths", file=where, code="limit"
+        )
     separator = b"\0" if b"\0" in text else b"\n"
-    paths = [os.fsdecode(line) for line in text.split(separator) if line]
+    # Not by splitting, for what lies between a million separators would be a million paths.
+    paths = [os.fsdecode(line) for line in re.findall(b"[^%b]+" % separator, text)]
     if not paths:
         raise BadInputError("names no file", file=where)
     return paths
+
+
+def _read_list(source: str) -> bytes:
+    with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
+        return file.read(MAX_PATH_LIST + 1)
 
 
 def _read_stdin() -> bytes:
     if sys.stdin is None:
         return b""
     # In a notebook it is text and nothing else.
-    return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else os.fsencode(sys.stdin.read())
+    stream = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else sys.stdin
+    text = stream.read(MAX_PATH_LIST + 1)
+    return text if isinstance(text, bytes) else os.fsencode(text)
 
 
 def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
@@ -206,43 +219,54 @@ def _open_index(path: Path, index: Path) -> GradientSet:
     weight_map = _read_weight_map(index)
     shards = tuple(_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))
     _refuse_same_file(shards)
-    home = {tensor.name: shard for shard in shards for tensor in shard.tensors}
-    _refuse_same_name(shards)
+    home = _refuse_same_name(shards)
+    names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
-        if name not in home or home[name].path.name != file:
+        if name not in home or names[home[name]] != file:
             raise BadInputError(f"the index maps it to {file}, which does not hold it", file=index, tensor=name)
     for name, shard in home.items():
         if name not in weight_map:
-            raise BadInputError(f"is in {shard.path.name}, and the index does not map it", file=index, tensor=name)
+            raise BadInputError(f"is in {names[shard]}, and the index does not map it", file=index, tensor=name)
     return GradientSet(path, shards, index)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     _, text = read_regular(index)
+    refuse_large_index(index, text)
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
-        weight_map = document["weight_map"]
+        weight_map: dict[str, Any] = document["weight_map"]
+        refuse_long_names(index, weight_map)
         files = list(weight_map.values())
+        refuse_long_names(index, (file for file in files if isinstance(file, str)))
     except _DuplicateKeyError as error:
-        raise BadInputError(f"the index has the key {str(error)!r} twice", file=index) from error
+        raise BadInputError(f"the index has the key {shortened(str(error))!r} twice", file=index) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadInputError(f"is not a valid index: {error!r}", file=index) from error
+        if isinstance(error, BadInputError):
+            raise
+        raise BadInputError(f"is not a valid index: {shortened(repr(error))}", file=index) from error
     for name, file in zip(weight_map, files, strict=True):
         if not _is_plain_name(file):
             raise BadInputError(
-                f"the index maps it to {file!r}; a shard must lie beside its index", file=index, tensor=name
+                f"the index maps it to {shortened(repr(file))}; a shard must lie beside its index",
+                file=index,
+                tensor=name,
             )
     if not weight_map:
         raise BadInputError("the index maps no tensor", file=index)
-    return dict(weight_map)
+    return weight_map
 
 
 def _is_plain_name(file: Any) -> bool:
     """Whether it names a file in the same folder, and nothing else."""
-    try:
-        return checked_path("a shard", file) == Path(file).name and isinstance(file, str) and file != ".."
-    except UsageError:
+    # Not by a Path, for there may be a hundred thousand of them.
+    if not isinstance(file, str) or file in {"", ".", ".."} or os.sep in file or "\0" in file:
         return False
+    try:
+        os.fsencode(file)
+    except UnicodeError:
+        return False
+    return True
 
 
 class _DuplicateKeyError(ValueError):
@@ -250,11 +274,13 @@ class _DuplicateKeyError(ValueError):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in document:
-            raise _DuplicateKeyError(name)
-        document[name] = value
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _DuplicateKeyError(name)
+            seen.add(name)
     return document
 
 
@@ -265,11 +291,12 @@ def _read_mapped(index: Path, file: str) -> Shard:
         if error.problems[0].code != "missing-file":
             raise
         raise BadInputError(
-            f"the index names the shard {file}, which is not there", file=index, code="missing-file"
+            f"the index names the shard {shortened(file)}, which is not there", file=index, code="missing-file"
         ) from error
 
 
-def _refuse_same_name(shards: Sequence[Shard]) -> None:
+def _refuse_same_name(shards: Sequence[Shard]) -> dict[str, Shard]:
+    """The shard that each tensor is in, by its name."""
     home: dict[str, Shard] = {}
     for shard in shards:
         for tensor in shard.tensors:
@@ -282,6 +309,7 @@ def _refuse_same_name(shards: Sequence[Shard]) -> None:
                     code="duplicate-name",
                 )
             home[tensor.name] = shard
+    return home
 
 
 def _refuse_same_file(shards: Iterable[Shard]) -> None:

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.store.header import BITS, Shard, Tensor
+from gradtool.store.limits import refuse_large_header, refuse_long
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +25,11 @@ class Layout(NamedTuple):
 
 
 def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> Layout:
-    """A file of these tensors, in this order; their offsets are made anew."""
+    """A file of these tensors, in this order; their offsets are made anew.
+
+    Raises:
+        BadInputError: it would be one that we do not read.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     placed: list[Tensor] = []
     end = 0
@@ -34,6 +39,8 @@ def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) 
         placed.append(tensor._replace(begin=begin, end=end))
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    refuse_long(path, "the header", len(text))
+    refuse_large_header(path, text)
     start = 8 + len(text)
     moved = tuple(one._replace(begin=start + one.begin, end=start + one.end) for one in placed)
     nowhere = os.stat_result([0] * 10)

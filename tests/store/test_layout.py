@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from support import NUMPY_TYPES, VALUE_TYPES
 
+from gradtool import BadInputError
+from gradtool.store import limits
 from gradtool.store.header import read_shard
 from gradtool.store.layout import lay_out, new_tensor
 
@@ -80,3 +82,12 @@ def test_without_metadata_there_is_no_entry_for_it(tmp_path):
     layout = written(tmp_path / "x", {}, {})
     assert layout.header == (8).to_bytes(8, "little") + b"{}      "
     assert read_shard(tmp_path / "x").tensors == ()
+
+
+def test_a_file_that_could_not_be_read_again_is_not_laid_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_TENSORS", 3)
+    tensors = [new_tensor(name, "F32", (1,)) for name in "abcd"]
+    written(tmp_path / "x", dict.fromkeys("abc", ("F32", (1,))), {})
+    assert len(read_shard(tmp_path / "x").tensors) == 3
+    with pytest.raises(BadInputError, match="as large as that of 4 tensors, where 3 are allowed"):
+        lay_out(tmp_path / "x", tensors, {})

@@ -1,0 +1,164 @@
+"""Files that do not stay what they are while they are read."""
+
+import os
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from support import read, snapshot, write, write_index
+
+from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
+from gradtool.ops import passes
+from gradtool.store import header
+from gradtool.store.gradset import open_sets
+from gradtool.store.header import read_regular, read_shard
+
+ONES = {"a": np.ones(20_000, np.float32), "b": np.ones(3, np.float64)}
+
+
+def shrink(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def grow(path):
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def overwrite(path):
+    """Another value under the same header."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    # A clock may be too coarse to tell.
+    os.utime(path, ns=(0, 0))
+
+
+def replace(path):
+    write(path.with_name("new"), ONES).replace(path)
+
+
+def replace_by_a_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def remove(path):
+    path.unlink()
+
+
+CHANGES = [shrink, empty, grow, overwrite, replace, replace_by_a_fifo, replace_by_a_folder, remove]
+
+
+def before(monkeypatch, module, name, act):
+    """Have something happen just before a function is called, once."""
+    function, done = getattr(module, name), []
+
+    def wrapped(*arguments, **options):
+        if not done:
+            done.append(1)
+            act()
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, wrapped)
+
+
+@pytest.mark.parametrize("moment", ["_read_header", "_ask_library", "_parse"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monkeypatch, change, moment):
+    path = write(tmp_path / "x.safetensors", ONES)
+    before(monkeypatch, header, moment, lambda: change(path))
+    with pytest.raises(SystemRefusedError, match="changed by somebody else in the meantime; run again"):
+        read_shard(path)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_between_header_and_data_is_refused(tmp_path, monkeypatch, change):
+    path = write(tmp_path / "x.safetensors", ONES)
+    before(monkeypatch, passes, "select", lambda: change(path))
+    with pytest.raises(GradtoolError, match=r"changed|no such file"):
+        norm(path)
+
+
+@pytest.mark.parametrize("change", [shrink, empty, grow, replace_by_a_fifo, replace_by_a_folder, remove])
+def test_a_file_that_changes_before_it_is_clipped_is_left_as_it_is_then(tmp_path, monkeypatch, change):
+    path = write(tmp_path / "x.safetensors", ONES)
+    after = {}
+
+    def act():
+        change(path)
+        after.update(snapshot(tmp_path))
+
+    before(monkeypatch, passes, "select", act)
+    with pytest.raises(GradtoolError):
+        clip(path, max_norm=1, write="inplace")
+    assert snapshot(tmp_path) == after
+
+
+def test_a_file_that_is_replaced_before_it_is_clipped_is_the_one_that_is_clipped(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", {"a": np.full(20_000, 5, np.float32)})
+    before(monkeypatch, passes, "select", lambda: replace(path))
+    assert clip(path, max_norm=1, write="inplace").norm_before == pytest.approx(20_003**0.5)
+    assert read(path)["b"].shape == (3,)
+
+
+def test_an_invalid_file_that_changes_meanwhile_is_not_called_invalid(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", ONES)
+    shrink(path)
+    before(monkeypatch, header, "_explain", lambda: grow(path))
+    with pytest.raises(SystemRefusedError, match="changed"):
+        read_shard(path)
+
+
+@pytest.mark.parametrize("change", [shrink, empty, grow, overwrite])
+def test_an_index_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
+    index = write_index(tmp_path, {"1.safetensors": ONES})
+    before(monkeypatch, header, "_pread", lambda: change(index))
+    with pytest.raises(SystemRefusedError, match="changed"):
+        open_sets([index])
+    assert read_regular(index)[1] == index.read_bytes()
+
+
+def test_the_library_judges_a_copy_that_nobody_can_cut_under_it(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", ONES)
+    judged = []
+
+    def judge(name, framework):
+        judged.append((str(name), os.stat(name).st_size))  # noqa: PTH116
+        return safe_open(name, framework=framework)
+
+    monkeypatch.setattr("safetensors.safe_open", judge)
+    assert len(read_shard(path).tensors) == 2
+    ((name, size),) = judged
+    assert size == path.stat().st_size
+    assert (name == str(path)) != hasattr(os, "memfd_create")
+
+
+def test_where_there_can_be_no_copy_the_library_judges_the_file_itself(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", ONES)
+    expected = read_shard(path).tensors
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert read_shard(path).tensors == expected
+    shrink(path)
+    with pytest.raises(BadInputError, match=r"truncated: .* \(1 missing\)"):
+        read_shard(path)
+
+
+def test_no_descriptor_is_left_open(tmp_path):
+    path = write(tmp_path / "x.safetensors", ONES)
+    (tmp_path / "bad").write_bytes(b"\xff" * 99)
+    held = os.listdir("/dev/fd")  # noqa: PTH208
+    for _ in range(5):
+        read_shard(path)
+        with pytest.raises(BadInputError):
+            read_shard(tmp_path / "bad")
+    assert os.listdir("/dev/fd") == held  # noqa: PTH208

@@ -1,0 +1,200 @@
+"""Names and words out of files that a terminal would act upon: they are never printed as they are."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import COMMAND, encode, gradtool, with_header, write, write_index
+
+# Colours, a title, a cleared screen, 8-bit controls, right-to-left, what is invisible, and what ends a line.
+HOSTILE = "\x1b[31m\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u200b\ufeff\x7f\b\r\n\u2028\u0085\x00end"
+SPELLED_OUT = r"\x1b[31m\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u200b\ufeff\x7f\x08\r\n\u2028\x85\x00end"
+# What a file may be called; a NUL or a newline cannot be, or not be told from two paths.
+IN_A_PATH = HOSTILE.replace("\x00", "").replace("\n", "")
+RAW = set(HOSTILE) - set("[31m]0;owned2Jend")
+
+
+def refuse_raw(text, allowed="\n"):
+    found = {character for character in text if character in RAW and character not in allowed}
+    assert not found, text
+
+
+def with_nan(folder):
+    return [write(folder / "x.safetensors", {HOSTILE: encode([np.nan], "F32")})]
+
+
+def truncated(folder):
+    path = folder / "x.safetensors"
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    path.write_bytes(with_header({HOSTILE: entry, "z": entry | {"data_offsets": [4, 8]}}, bytes(6)))
+    return [path]
+
+
+def integers(folder):
+    return [write(folder / "x.safetensors", {HOSTILE: np.ones(1, np.int32)})]
+
+
+def bad_offsets(folder):
+    path = folder / "x.safetensors"
+    path.write_bytes(with_header({HOSTILE: {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)))
+    return [path]
+
+
+def bad_type(folder):
+    path = folder / "x.safetensors"
+    path.write_bytes(with_header({"a": {"dtype": HOSTILE, "shape": [2], "data_offsets": [0, 8]}}, bytes(8)))
+    return [path]
+
+
+def long_name(folder):
+    return [write(folder / "x.safetensors", {HOSTILE + "x" * 5000: np.ones(1, np.float32)})]
+
+
+def missing_file(folder):
+    return [folder / IN_A_PATH]
+
+
+def bad_file(folder):
+    (folder / IN_A_PATH).write_text("nothing")
+    return [folder / IN_A_PATH]
+
+
+def missing_shard(folder):
+    return [write_index(folder, {}, {"a": IN_A_PATH})]
+
+
+def shard_elsewhere(folder):
+    return [write_index(folder, {}, {HOSTILE: "../" + HOSTILE})]
+
+
+def shard_without_it(folder):
+    return [write_index(folder, {"1.safetensors": {"a": np.ones(1, np.float32)}}, {HOSTILE: "1.safetensors"})]
+
+
+def key_twice(folder):
+    path = folder / "m.safetensors.index.json"
+    path.write_text("{" + ",".join([f"{json.dumps(HOSTILE)}:1"] * 2) + "}")
+    return [path]
+
+
+def two_indexes(folder):
+    for name in ("a", IN_A_PATH):
+        (folder / f"{name}.safetensors.index.json").write_text("{}")
+    return [folder]
+
+
+def no_pattern(folder):
+    return [write(folder / "x", {"a": np.ones(1, np.float32)}), "--include", f"({IN_A_PATH}"]
+
+
+def no_option(_folder):
+    return ["x", f"--{IN_A_PATH}"]
+
+
+MAKERS = [
+    *(with_nan, truncated, integers, bad_offsets, bad_type, long_name, missing_file, bad_file, missing_shard),
+    *(shard_elsewhere, shard_without_it, key_twice, two_indexes, no_pattern, no_option),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_error_spells_out_what_a_terminal_would_act_upon(tmp_path, make):
+    done = gradtool("norm", *make(tmp_path), "--quiet")
+    assert done.returncode in {1, 2, 3}
+    refuse_raw(done.stdout + done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    assert "end" in done.stderr
+    assert "\\u202e" in done.stderr
+    as_json = gradtool("norm", *make(tmp_path), "--json").stdout
+    assert as_json.isascii()
+    refuse_raw(as_json)
+    assert "end" in json.loads(as_json)["errors"][0]["message"] + str(json.loads(as_json)["errors"][0])
+
+
+def lay_out(folder):
+    """A set of which everything has a hostile name: its folder, its file, its tensor, its metadata."""
+    tensors = {HOSTILE: encode([3, 4], "F32"), "b": encode([0], "F32")}
+    return write(folder / IN_A_PATH / f"{IN_A_PATH}.safetensors", tensors, {"n": HOSTILE, HOSTILE: "1"})
+
+
+def test_plain_lines_spell_out_names(tmp_path):
+    done = gradtool("norm", lay_out(tmp_path), "--per-tensor")
+    assert done.returncode == 0
+    refuse_raw(done.stdout)
+    rows = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("tensor\t")]
+    names = [row[-2] for row in rows if len(row) == 10]
+    assert names == [SPELLED_OUT, "b"]
+    assert done.stderr == ""
+
+
+def test_json_holds_names_as_they_are_in_plain_ascii(tmp_path):
+    path = lay_out(tmp_path)
+    done = gradtool("clip", path, "--max-norm", "1", "--per-tensor", "--json")
+    assert done.stdout.isascii()
+    refuse_raw(done.stdout)
+    row = json.loads(done.stdout)["data"]["per_tensor"][0]
+    assert (row["name"], row["file"]) == (HOSTILE, str(path))
+
+
+def test_metadata_that_is_no_number_is_spelled_out(tmp_path):
+    path = lay_out(tmp_path)
+    buffer = write(tmp_path / "buffer", {HOSTILE: encode([0, 0], "F32"), "b": encode([0], "F32")})
+    done = gradtool("accumulate", buffer, path, "--weight-key", "n")
+    assert done.returncode == 3
+    refuse_raw(done.stderr)
+    assert "owned" in done.stderr
+
+
+def on_terminal(*arguments):
+    """What a terminal that knows no colours is sent."""
+    reader, writer = pty.openpty()
+    environment = os.environ | {"COLUMNS": "400", "TERM": "dumb"}
+    command = [*COMMAND, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment) as running:
+        os.close(writer)
+        shown = b""
+        while True:
+            try:
+                part = os.read(reader, 65_536)
+            except OSError:  # How Linux says that the other side is gone.
+                break
+            if not part:
+                break
+            shown += part
+    os.close(reader)
+    return running.returncode, shown.decode()
+
+
+@pytest.mark.parametrize("arguments", [["norm", "--per-tensor"], ["clip", "--max-norm", "1", "--per-tensor"]])
+def test_tables_spell_out_names(tmp_path, arguments):
+    code, shown = on_terminal(*arguments, lay_out(tmp_path))
+    assert code == 0
+    # A terminal gets a carriage return with each newline.
+    refuse_raw(shown.replace("\r\n", "\n"))
+    # Folded, in the first column.
+    cells = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert SPELLED_OUT in "".join(cells)
+
+
+def test_an_error_on_a_terminal_is_spelled_out(tmp_path):
+    code, shown = on_terminal("norm", *with_nan(tmp_path))
+    assert code == 1
+    refuse_raw(shown.replace("\r\n", "\n"))
+    assert "\\u202e" in shown
+
+
+def test_what_is_long_is_spelled_out_and_cut_in_the_middle():
+    from gradtool.report import printable
+
+    assert printable(HOSTILE) == SPELLED_OUT
+    assert printable("plain é 漢") == "plain é 漢"
+    code = "from gradtool.report import complain; from gradtool.errors import Problem; complain([Problem('x', M)])"
+    code = code.replace("M", "'a' * 9_000_000 + chr(27) + 'b' * 9_000_000")
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("gradtool: error: aaa")
+    assert "a…b" in done.stderr
+    assert len(done.stderr) < 21_000

@@ -254,11 +254,6 @@ class Recorder:
             for name in (one.removeprefix("_os_") for one in dir(self) if one.startswith("_os_")):
                 if hasattr(os, name):
                     stack.enter_context(mock.patch.object(os, name, self._wrapped(name)))
-            # The one that does not go through `os`.
-            real = Path.write_bytes
-            stack.enter_context(
-                mock.patch.object(Path, "write_bytes", lambda path, data: self._rewrite(real, path, data))
-            )
             yield
 
     def _wrapped(self, name):
@@ -336,9 +331,3 @@ class Recorder:
         assert Path(path).parent == Path(target).parent
         names = {Path(path).name: None, Path(target).name: key}
         self._note(Op(self._key(Path(path).parent), "name", names))
-
-    def _rewrite(self, real, path, data):
-        key, count = self._key(path), real(path, data)
-        self._note(Op(key, "size", 0), Op(key, "time", None))
-        self._wrote(key, 0, data)
-        return count

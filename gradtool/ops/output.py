@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import math
 import os
 import time
@@ -319,7 +318,9 @@ def opened(
 
 def _open_to_write(inputs: Inputs, deadline: float) -> Session:
     """Open inputs, though another run may be replacing them, or one that died have left them half changed."""
-    for tries in itertools.count(1):
+    tries = 0
+    while True:
+        tries += 1
         try:
             return inputs.open()
         except SystemRefusedError as error:
@@ -333,7 +334,6 @@ def _open_to_write(inputs: Inputs, deadline: float) -> Session:
             if not alive and not any(isinstance(one, Recovered) for one in found):
                 raise
         time.sleep(_PAUSE_SECONDS)
-    raise AssertionError  # It goes on for ever.
 
 
 def _found_at(place: Place) -> Sequence[Recovered | InUse]:

@@ -16,7 +16,7 @@ from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_
 from gradtool.store import system
 from gradtool.store.attributes import keep_attributes, umask
 from gradtool.store.header import changed_meanwhile, is_unchanged
-from gradtool.store.records import Move
+from gradtool.store.records import Move, file_of
 from gradtool.store.run import remove
 from gradtool.store.signals import signals_deferred
 
@@ -252,7 +252,7 @@ def is_new(target: Path, move: Move) -> bool:
 def files_of(folders: Sequence[Path], run: str, move: Move) -> tuple[Path, Path, Path]:
     """The target of a move, its temporary, and its second name."""
     folder = folders[move.folder]
-    return folder / move.name, folder / f"{run}-{move.number}.tmp", folder / f"{run}-{move.number}.old"
+    return folder / move.name, file_of(folder, run, move.number, "tmp"), file_of(folder, run, move.number, "old")
 
 
 def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard], indexes: Sequence[Path] = ()) -> None:

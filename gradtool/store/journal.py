@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from gradtool.store.run import Run
 
-
 # Bytes of an undo file that are reserved at a time, and more undo files than there will be.
 _MAX_AHEAD = 8 << 20
 _MAX_SEGMENTS = 256

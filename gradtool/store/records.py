@@ -122,6 +122,11 @@ def line_of(**entry: Any) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
+def file_of(folder: Path, run: str, number: int, kind: str) -> Path:
+    """The file that a run made with a number."""
+    return folder / f"{run}-{number}.{kind}"
+
+
 def run_of(name: str) -> str | None:
     """The run that a file belongs to, by the file's name."""
     match = _NAME.fullmatch(name)

@@ -13,7 +13,7 @@ from gradtool.errors import from_os_error
 from gradtool.store import system
 from gradtool.store.header import changed_meanwhile
 from gradtool.store.locks import lock
-from gradtool.store.records import HOST, PREFIX, boot, line_of, records_in
+from gradtool.store.records import HOST, PREFIX, boot, file_of, line_of, records_in
 from gradtool.store.signals import signals_deferred
 from gradtool.store.undo import Heartbeat
 
@@ -108,7 +108,7 @@ class Run:
 
     def file(self, folder: Path, number: int, kind: str) -> Path:
         """The name of the file with a number."""
-        return folder / f"{self.id}-{number}.{kind}"
+        return file_of(folder, self.id, number, kind)
 
     def append(self, **entry: Any) -> None:
         """Add a step to the record, and have it on the disk; where that fails it is not there."""

@@ -6,10 +6,11 @@ import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gradtool import report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem, SystemRefusedError
+from gradtool.store import signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A signal that has come and has not been told of: Typer makes a bare exit code of those that it meets.
 pending: Ended | None = None
+# What is left is to say how it ended, in a moment. One signal does not stop that; a second one does, for it may be that
+# nobody reads what we say.
+_is_ending = False
+_was_spared = False
+# A signal has had its effect, and no other shall tear into the clean-up that it has set off.
+_has_ended = False
 
 
 class Ended(KeyboardInterrupt):
@@ -37,6 +44,7 @@ def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool
             require_stdout()
         with report.progress(command, wanted=not quiet) as progress:
             result = call(progress)
+        say_last_words()
         problems = getattr(result, "problems", ())
         if json or not quiet:
             _show(command, result, problems, json=json)
@@ -58,6 +66,7 @@ def _show(command: str, result: Any, problems: Sequence[Problem], *, json: bool)
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
     """Say what is wrong wherever it can still be said; the exit code, which does not depend on that."""
+    say_last_words()
     report.complain(problems, summary)
     if "--json" in sys.argv[1:] and sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
@@ -99,17 +108,26 @@ def take_signals() -> None:
             signal.signal(number, _end)
 
 
+def say_last_words() -> None:
+    """Only what is printed is left: a signal that comes now has nothing to stop."""
+    global _is_ending  # noqa: PLW0603 - signals are global
+    _is_ending = True
+
+
 def leave_signals() -> None:
     """Let no signal tear into what is left: to say the exit code."""
-    for number in _ENDING:
-        signal.signal(number, signal.SIG_IGN)
+    global _has_ended  # noqa: PLW0603
+    _has_ended = True
 
 
-def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    # Once is enough: a second signal would tear into the clean-up that the first has set off.
-    global pending  # noqa: PLW0603 - signals are global
-    for each in _ENDING:
-        signal.signal(each, signal.SIG_IGN)
+def _end(number: int, _frame: FrameType | None) -> None:
+    global pending, _was_spared, _has_ended  # noqa: PLW0603
+    if _has_ended:
+        return
+    if (_is_ending or signals.is_past_return()) and not _was_spared:
+        _was_spared = True
+        return
+    _has_ended = True
     pending = Ended(number)
     raise pending
 

@@ -6,8 +6,9 @@ no more than POSIX does, and that each call which changes a folder is done as a 
 - What was written to a file, and its size, are safe after an fsync or fdatasync of that file; its time after an fsync.
 - A name is safe after an fsync of its folder, and of that only: the file's own does nothing for it.
 - Of everything else any part may be lost and any part may be there, in whatever order it was done: a later write
-  without an earlier one, half of a write, a file's size without its content (which is zeros then), the new name of a
-  file without its content.
+  without an earlier one, some sectors of a write, a file's size without its content (which is zeros then), the new
+  name of a file without its content.
+- A sector is written as a whole or not at all.
 
 It knows nothing about gradtool.
 """
@@ -22,6 +23,8 @@ from typing import NamedTuple
 from unittest import mock
 
 _SECTOR = 512
+# Calls that take a name, and may take the folder that it is in.
+_NAMING = ("open", "mkdir", "rmdir", "link", "unlink", "replace")
 _ROOT = 0
 # Times are whole hours: what matters is by which run a file was changed, and not when in it.
 _LONG_AGO = 450_000
@@ -185,15 +188,15 @@ def cuts(disk, calls, count, seen=None):
 class Place:
     """A real folder that can be made to look like a `Disk`.
 
-    The files that are there at first stay the same files, by inode and all: a cut does not change that either.
+    All files stay the same files, by inode and all: a cut does not change that either.
     """
 
     def __init__(self, root, vault):
         self.root, self._vault = root, vault
         vault.mkdir()
-        inodes, self._keys, numbers = {}, {}, itertools.count()
+        inodes, self._keys, self._numbers = {}, {}, itertools.count()
         for path in (root, *sorted(root.rglob("*"))):
-            key = next(numbers)
+            key = next(self._numbers)
             self._keys[_identity(path)] = key
             if path.is_dir():
                 inodes[key] = {}
@@ -225,9 +228,9 @@ class Place:
                 shown[key] = path
             self._keys[_identity(path)] = key
 
-    def record(self, disk, command):
-        """What a command does to the folder, which looks like the disk: the calls."""
-        recorder = Recorder(self._keys, itertools.count(max(disk.inodes) + 1))
+    def record(self, command):
+        """What a command does to the folder: the calls."""
+        recorder = Recorder(self._keys, self._numbers, self._vault)
         with recorder.recording():
             command()
         return recorder.calls
@@ -242,11 +245,15 @@ def _identity(path_or_fd):
 
 
 class Recorder:
-    """Stands before the system's calls, makes each, and writes it down; `keys` are the inodes that it looks at."""
+    """Stands before the system's calls, makes each, and writes it down; `keys` are the inodes that it looks at.
 
-    def __init__(self, keys, numbers):
+    Files that are made get a second name in the vault, so that their inodes last.
+    """
+
+    def __init__(self, keys, numbers, vault):
         self.calls = []
-        self._keys, self._numbers = keys, numbers
+        self._keys, self._numbers, self._vault = keys, numbers, vault
+        self._link = os.link
 
     @contextlib.contextmanager
     def recording(self):
@@ -260,6 +267,13 @@ class Recorder:
         real, note = getattr(os, name), getattr(self, f"_os_{name}")
 
         def wrapped(*args, **options):
+            # A name is looked up in a folder that is held open, if there is one.
+            within = {options[key] for key in ("dir_fd", "src_dir_fd", "dst_dir_fd") if options.get(key) is not None}
+            if within and name in _NAMING:
+                (fd,) = within
+                folder = Path(f"/proc/self/fd/{fd}").readlink()
+                args = tuple(str(folder / one) if isinstance(one, str) else one for one in args)
+                options = {key: one for key, one in options.items() if "dir_fd" not in key}
             # Which file has a name is not known any more after a rename.
             before = self._key(args[0])
             result = real(*args, **options)
@@ -285,12 +299,13 @@ class Recorder:
         parent = self._key(Path(path).parent)
         if parent is not None:
             key = self._keys[_identity(path)] = next(self._numbers)
+            if isinstance(inode, File):
+                self._link(path, self._vault / str(key))
             self._note(self._name(path, key), made=(key, inode))
 
     def _wrote(self, key, begin, data):
-        middle = begin + len(data) // 2
         sectors = range((begin // _SECTOR + 1) * _SECTOR, begin + len(data), _SECTOR)
-        edges = sorted({begin, middle, *sectors, begin + len(data)})
+        edges = [begin, *sectors, begin + len(data)]
         parts = [Op(key, "data", (a, data[a - begin : b - begin])) for a, b in itertools.pairwise(edges)]
         self._note(Op(key, "grow", begin + len(data)), *parts, Op(key, "time", None))
 
@@ -302,6 +317,9 @@ class Recorder:
 
     def _os_mkdir(self, _key, _none, path, *_mode):
         self._made(path, {})
+
+    def _os_rmdir(self, _key, _none, path, *_mode):
+        self._note(self._name(path, None))
 
     def _os_pwritev(self, key, count, _fd, views, begin):
         self._wrote(key, begin, b"".join(views)[:count])

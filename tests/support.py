@@ -14,8 +14,11 @@ from gradtool import BackendUnavailableError
 from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda import CudaBackend
-from gradtool.store.locking import acquire
-from gradtool.store.run import Run
+from gradtool.store.fs import Folder
+from gradtool.store.transaction.inplace import InPlace, Target
+from gradtool.store.transaction.open import acquire
+from gradtool.store.transaction.run import Run
+from gradtool.store.transaction.targets import Targets
 
 # The types as others implement them: numpy and ml_dtypes.
 NUMPY_TYPES = {
@@ -177,13 +180,27 @@ def canonical_norm(arrays):
 
 def registered(paths, *, fsync=True):
     """A run that keeps others from some files, until it is closed."""
-    run = Run([Path(os.path.realpath(path)) for path in paths], fsync=fsync)
+    run = Run(Targets(map(Path, paths)), fsync=fsync)
     try:
         acquire(run)
     except BaseException:
         run.close()
         raise
     return run
+
+
+def in_place(run, paths, nbytes=20):
+    """What changes files in place that a run has."""
+    targets = []
+    for path in paths:
+        folder, name = run.place(path)
+        targets.append(Target(folder.file(name), path.stat(), nbytes))
+    return InPlace(run, targets)
+
+
+def file_at(path):
+    """A file as the store writes to it."""
+    return Folder.at(path.parent).file(path.name)
 
 
 def snapshot(folder):

@@ -19,12 +19,12 @@ from gradtool.store.stream import copying
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.ops.accumulate_policy import Policy
     from gradtool.ops.contributions import Contribution
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Session
+    from gradtool.store.fs import File
     from gradtool.store.header import Shard
 
 
@@ -74,8 +74,8 @@ def leave(
     found, norms = measure_norms(session, targets, policy.terms)
     files = output.arriving(())
 
-    def fill(destinations: Mapping[Shard, Path]) -> None:
-        tasks = (task for shard, path in destinations.items() for task in copying(shard, [(0, shard.size, 0)], path))
+    def fill(destinations: Mapping[Shard, File]) -> None:
+        tasks = (task for shard, file in destinations.items() for task in copying(shard, [(0, shard.size, 0)], file))
         session.stream(tasks, sum(shard.size for shard in destinations))
 
     count = output.write(session, files, fill) if files else 0
@@ -117,7 +117,7 @@ def add(
     looks_back = coef is None and was is None
     after, found = math.nan, Measurement((), policy.terms)
 
-    def fill(destinations: Mapping[Shard, Path]) -> None:
+    def fill(destinations: Mapping[Shard, File]) -> None:
         nonlocal before, after, found
         then, after, found = work.run(rule, destinations, looks_back=looks_back, was=was)
         before = before if then is None else then

@@ -17,13 +17,13 @@ from gradtool.store.stream import copying, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.backends import Rule, Terms
     from gradtool.ops.contributions import Contribution
     from gradtool.ops.passes import Session
     from gradtool.store.blocks import Block
     from gradtool.store.channel import Channel
+    from gradtool.store.fs import File
     from gradtool.store.gradset import Selected
     from gradtool.store.header import Shard
     from gradtool.store.layout import Layout
@@ -80,7 +80,7 @@ class Accumulation:
         return self._norm_before(before), norms_of(sums, again, per_tensor=False).whole, sums
 
     def run(
-        self, rule: Rule, destinations: Mapping[Shard, Path], *, looks_back: bool, was: Measurement | None = None
+        self, rule: Rule, destinations: Mapping[Shard, File], *, looks_back: bool, was: Measurement | None = None
     ) -> tuple[float | None, float, Measurement]:
         """Add and write: the norms of the buffer before (if it `looks_back`) and after, and what is in it then.
 
@@ -143,7 +143,7 @@ class Accumulation:
     def _pass(
         self,
         rule: Rule,
-        destinations: Mapping[Shard, Path],
+        destinations: Mapping[Shard, File],
         divisors: Sequence[float] | None = None,
         *,
         looks_back: bool = False,
@@ -160,14 +160,14 @@ class Accumulation:
         return before, after
 
     def _tasks(
-        self, rule: Rule, before: Measurement | None, after: Measurement, destinations: Mapping[Shard, Path]
+        self, rule: Rule, before: Measurement | None, after: Measurement, destinations: Mapping[Shard, File]
     ) -> Iterator[Task]:
         touched = {one.shard for one in self._touched}
-        for shard, path in destinations.items():
+        for shard, file in destinations.items():
             if self._created is not None:
-                yield writing(path, self._created.header)
+                yield writing(file, self._created.header)
             elif shard not in touched:
-                yield from copying(shard, [(0, shard.size, 0)], path)
+                yield from copying(shard, [(0, shard.size, 0)], file)
         for shard, wanted in by_shard(self._touched):
             itemsizes = {STORAGE[tensor.dtype].itemsize for _, tensor in wanted}
             nbytes = TILE * max(_TILES * self._session.backend.bulk * min(itemsizes), *itemsizes)
@@ -179,7 +179,7 @@ class Accumulation:
         self,
         rule: Rule,
         found: tuple[Measurement | None, Measurement],
-        destination: Path | None,
+        destination: File | None,
         block: Block,
         channel: Channel,
     ) -> None:
@@ -190,8 +190,6 @@ class Accumulation:
         reads = self._created is None and (rule.keeps or filled < len(view))
         if reads:
             channel.read(block.shard, block.begin, view)
-            if destination is not None:
-                channel.save(destination, block.begin, view)
         elif filled < len(view):
             view[:] = bytes(len(view))
         if pieces:

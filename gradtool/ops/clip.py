@@ -17,10 +17,10 @@ from gradtool.ops.results import Facts, facts, nonfinite_problems, overflow_prob
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.backends import BlockSums, Data, Piece
     from gradtool.ops.passes import Change, Progress
+    from gradtool.store.fs import File
     from gradtool.store.header import Shard
 
 
@@ -225,7 +225,7 @@ def _write(
             )
         after = norms_of(before.updated(changed, written), again, per_tensor=policy.per_tensor)
 
-    def fill(destinations: Mapping[Shard, Path]) -> None:
+    def fill(destinations: Mapping[Shard, File]) -> None:
         rewrite(session, selected, written, rewriting(changed), destinations)
 
     count = output.write(session, output.arriving(selected), fill, verify)

@@ -19,7 +19,6 @@ from gradtool.ops.stitch import Stitch, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.backends import Backend, BlockSums, Data, Patch
     from gradtool.ops.layer_patches import Floats
@@ -27,22 +26,23 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import Session
     from gradtool.store.channel import Channel
+    from gradtool.store.fs import File
     from gradtool.store.gradset import Selected
     from gradtool.store.stream import Task
 
 
 class Place(NamedTuple):
-    """Where an output goes: a tensor of a file, which has no path when nothing is to be written."""
+    """Where an output goes: a tensor of a file, which has no file when nothing is to be written."""
 
     number: int
     selected: Selected
-    path: Path | None
+    file: File | None
 
     def write(self, channel: Channel, element: int, view: memoryview) -> None:
         """Put the stored values from an element on where they belong."""
-        if self.path is not None:
+        if self.file is not None:
             tensor = self.selected.tensor
-            channel.write(self.path, tensor.begin + element * STORAGE[tensor.dtype].itemsize, view)
+            channel.write(self.file, tensor.begin + element * STORAGE[tensor.dtype].itemsize, view)
 
 
 class _Rows:

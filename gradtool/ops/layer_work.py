@@ -19,12 +19,12 @@ from gradtool.store.stream import copying, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.ops.layer_patches import Options
     from gradtool.ops.layers import Layer
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Session
+    from gradtool.store.fs import File
     from gradtool.store.gradset import GradientSet
     from gradtool.store.header import Shard
     from gradtool.store.stream import Task
@@ -86,7 +86,7 @@ class LayerWork:
     def write(self, output: Output, *, may_be_nonfinite: bool) -> int:
         """Do it all; the number of files that were written."""
 
-        def fill(destinations: Mapping[Shard, Path]) -> None:
+        def fill(destinations: Mapping[Shard, File]) -> None:
             self._fill(destinations, self._found)
 
         def verify() -> None:
@@ -125,7 +125,7 @@ class LayerWork:
                 file=str(layer.y_grad.shard.path),
             )
 
-    def _fill(self, destinations: Mapping[Shard, Path], found: Measurement) -> None:
+    def _fill(self, destinations: Mapping[Shard, File], found: Measurement) -> None:
         passes, number = [], 0
         for layer, places in zip(self._layers, self._files.places, strict=True):
             own = [Place(number + k, one, destinations.get(shard)) for k, (shard, one) in enumerate(places)]
@@ -140,12 +140,12 @@ class LayerWork:
         self._session.stream(self._tasks(passes, destinations), nbytes)
         self._seconds = [one.seconds for one in passes]
 
-    def _tasks(self, passes: Sequence[LayerPass], destinations: Mapping[Shard, Path]) -> Iterator[Task]:
-        for shard, path in destinations.items() if self._session.journal is None else ():
+    def _tasks(self, passes: Sequence[LayerPass], destinations: Mapping[Shard, File]) -> Iterator[Task]:
+        for shard, file in destinations.items() if self._session.journal is None else ():
             new = self._files.shards[shard]
             if not new.keeps_header:
-                yield writing(path, new.layout.header)
-            yield from copying(shard, new.copies, path)
+                yield writing(file, new.layout.header)
+            yield from copying(shard, new.copies, file)
         for one in passes:
             yield from one.tasks()
 

@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.ops import arguments
 from gradtool.ops.passes import open_to_read
-from gradtool.store import system
-from gradtool.store.commit import Replacement, refuse_collisions
+from gradtool.store import fs, signals
+from gradtool.store.fs import File
 from gradtool.store.header import is_unchanged, read_regular
-from gradtool.store.journal import Journal, Target
-from gradtool.store.locking import acquire
-from gradtool.store.recovery import InUse, Recovered, recover_at
-from gradtool.store.run import Run
-from gradtool.store.unfinished import refuse_unfinished
+from gradtool.store.transaction.attributes import new_mode
+from gradtool.store.transaction.guard import refuse_unfinished
+from gradtool.store.transaction.inplace import InPlace, Target
+from gradtool.store.transaction.locks import InUse
+from gradtool.store.transaction.open import acquire
+from gradtool.store.transaction.recovery import Recovered, recover_at
+from gradtool.store.transaction.replace import Replacement, refuse_collisions
+from gradtool.store.transaction.run import Run
+from gradtool.store.transaction.targets import Targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +34,10 @@ if TYPE_CHECKING:
     from gradtool.ops.passes import Inputs, Session
     from gradtool.store.gradset import GradientSet, Selected
     from gradtool.store.header import Shard
-    from gradtool.store.unfinished import Place
+    from gradtool.store.transaction.guard import Place
 
     # Fills the new files, of which it is given the temporaries; given none, does all the work and writes nothing.
-    Fill = Callable[[Mapping[Shard, Path]], None]
+    Fill = Callable[[Mapping[Shard, File]], None]
     # The content of an index, as the new files want it.
     Reindex = Callable[[GradientSet, bytes], bytes]
 
@@ -167,7 +171,7 @@ class Output:
             fill({})
             verify()
             return 0
-        with self._folder_made(), self._registered() as run:
+        with self._registered() as run:
             if self.in_place:
                 self._change(session, run, files, fill, verify)
             else:
@@ -182,10 +186,11 @@ class Output:
         work: tuple[Fill, Callable[[], None], Reindex | None],
     ) -> None:
         fill, verify, reindex = work
+        mode = new_mode(shard.stat for shard in session.shards)
         with Replacement(run) as replacement:
-            fill({file.shard: self._stage(replacement, file) for file in files})
+            fill({file.shard: self._stage(replacement, file, mode) for file in files})
             verify()
-            self._write_indexes(replacement, reindex)
+            self._write_indexes(replacement, reindex, mode)
             began = perf_counter()
             replacement.commit()
         session.commit_seconds = perf_counter() - began
@@ -193,12 +198,11 @@ class Output:
     def _change(
         self, session: Session, run: Run, files: Sequence[NewFile], fill: Fill, verify: Callable[[], None]
     ) -> None:
-        paths = {file.shard: run.require(file.shard.path) for file in files}
-        targets = [Target(paths[file.shard], file.shard.stat, file.changes) for file in files]
-        with Journal(run, targets) as journal:
+        targets = {file.shard: _target_of(run, file) for file in files}
+        with InPlace(run, list(targets.values())) as journal:
             session.journal = journal
             try:
-                fill(paths)
+                fill({shard: target.file for shard, target in targets.items()})
                 verify()
             finally:
                 session.journal = None
@@ -212,47 +216,25 @@ class Output:
         if self.run is not None:
             yield self.run
             return
-        run = Run(_real(self.targets), fsync=self.fsync)
-        try:
+        with signals.deferred(), self.new_run() as run, _explained(run):
             acquire(run, timeout=self.lock_timeout)
             yield run
-        finally:
-            run.close()
+
+    def new_run(self) -> Run:
+        """What will keep others from the files; it does nothing yet."""
+        return Run(Targets(self.targets, None if self.folder is None else Path(self.folder)), fsync=self.fsync)
 
     def _target(self, path: Path) -> Path:
         if self.file is not None:
             return Path(self.file)
         return path if self.folder is None else Path(self.folder) / path.name
 
-    def _stage(self, replacement: Replacement, file: NewFile) -> Path:
+    def _stage(self, replacement: Replacement, file: NewFile, mode: int) -> File:
         original = None if self.is_elsewhere or not file.replaces else file.shard.stat
         target = self._target(file.shard.path)
-        return replacement.stage(target, file.size, original, file.ranges, is_new=not file.replaces)
+        return replacement.stage(target, file.size, original, file.ranges, mode=mode, is_new=not file.replaces)
 
-    @contextlib.contextmanager
-    def _folder_made(self) -> Iterator[None]:
-        """Make the folder that is written to; where that fails in the end, what was made goes again."""
-        made: list[Path] = []
-        try:
-            if self.folder is not None:
-                folder = Path(self.folder)
-                missing = [one for one in (*reversed(folder.parents), folder) if not os.path.lexists(one)]
-                try:
-                    for one in missing:
-                        system.make_folder(one)
-                        made.append(one)
-                        if self.fsync:
-                            system.sync_path(one.parent)
-                except OSError as error:
-                    raise from_os_error(error, self.folder) from error
-            yield
-        except BaseException:
-            for one in reversed(made):
-                with contextlib.suppress(OSError):
-                    one.rmdir()
-            raise
-
-    def _write_indexes(self, replacement: Replacement, reindex: Reindex | None) -> None:
+    def _write_indexes(self, replacement: Replacement, reindex: Reindex | None, mode: int) -> None:
         for one in self.sets:
             if one.index is None or (self.file is not None) or not (self.is_elsewhere or reindex):
                 continue
@@ -261,9 +243,13 @@ class Output:
             if new == content and not self.is_elsewhere:
                 continue
             target = self._target(one.index)
-            staged = replacement.stage(target, len(new), None if self.is_elsewhere else status)
+            staged = replacement.stage(target, len(new), None if self.is_elsewhere else status, mode=mode)
             try:
-                system.write_file(staged, new)
+                fd = staged.open(os.O_WRONLY)
+                try:
+                    fs.write_all(fd, [new], 0)
+                finally:
+                    os.close(fd)
             except OSError as error:
                 raise from_os_error(error, target) from error
 
@@ -292,17 +278,22 @@ def opened(
         return
     session = _open_to_write(inputs, time.monotonic() + float(choices.lock_timeout))
     output = Output.of(session, choices, owned(session.sets), created)
-    # Made before it does anything, so that there is no instant at which it is there and nobody closes it.
-    run = Run(_real(output.targets), fsync=output.fsync)
-    try:
+    with signals.deferred(), output.new_run() as run, _explained(run):
         is_held = _try_to_acquire(run, output)
         if run.met_others or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             session = inputs.open()
             output = Output.of(session, choices, owned(session.sets), created)
         for target in output.targets:
-            run.require(target)
+            run.place(target)
         refuse_unfinished((shard.path for shard in session.shards), own=run.id)
         yield session, replace(output, run=run if is_held else None)
+
+
+@contextlib.contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    """What becomes of an error that leaves something to recover: it says so."""
+    try:
+        yield
     except BaseException as error:
         if run.is_left:
             error.add_note(_REMEDY)
@@ -312,8 +303,12 @@ def opened(
                 f"{problem.message}; {_REMEDY}", file=problem.file, tensor=problem.tensor, code="unfinished"
             ) from error
         raise
-    finally:
-        run.close()
+
+
+def _target_of(run: Run, file: NewFile) -> Target:
+    """What is changed in place for a file, which must still be the one that was read."""
+    folder, name = run.place(file.shard.path)
+    return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)
 
 
 def _open_to_write(inputs: Inputs, deadline: float) -> Session:
@@ -328,9 +323,9 @@ def _open_to_write(inputs: Inputs, deadline: float) -> Session:
                 raise
         except BadInputError:
             found = [one for place in inputs.places() for one in _found_at(place)]
-            alive = [one for one in found if isinstance(one, InUse) and one.record.is_unfinished]
+            alive = [one for one in found if isinstance(one, InUse) and one.log.is_unfinished]
             if alive and time.monotonic() > deadline:
-                raise alive[0].error(alive[0].record.home.parent) from None
+                raise alive[0].error(alive[0].log.home.parent) from None
             if not alive and not any(isinstance(one, Recovered) for one in found):
                 raise
         time.sleep(_PAUSE_SECONDS)
@@ -356,10 +351,6 @@ def _try_to_acquire(run: Run, output: Output) -> bool:
         if error.errno not in _NOTHING_CAN_BE_WRITTEN:
             raise
         # What it has registered of several folders must not be in the way of the next try.
-        run.close()
+        run.withdraw()
         return False
     return True
-
-
-def _real(targets: Iterable[Path]) -> list[Path]:
-    return [Path(os.path.realpath(target)) for target in targets]

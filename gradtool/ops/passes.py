@@ -18,20 +18,20 @@ from gradtool.store.blocks import BLOCK_BYTES, covered, halved, plan
 from gradtool.store.channel import Clock
 from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
 from gradtool.store.stream import default_threads, run
-from gradtool.store.unfinished import Place, refuse_unfinished, refuse_unfinished_at
+from gradtool.store.transaction.guard import Place, refuse_unfinished, refuse_unfinished_at
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.backends import Data
     from gradtool.ops.measurement import Again
     from gradtool.store.blocks import Block
     from gradtool.store.channel import Channel
+    from gradtool.store.fs import File
     from gradtool.store.header import Shard, Tensor
-    from gradtool.store.journal import Journal
     from gradtool.store.stream import Task
+    from gradtool.store.transaction.inplace import InPlace
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
     Progress = Callable[[int, int], None]
@@ -71,7 +71,7 @@ class Session:
     # What the first pass left in the backend's memory for the second, by file, first and last byte.
     kept: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
     # What saves the old content, while files are changed in place.
-    journal: Journal | None = None
+    journal: InPlace | None = None
     _clock: Clock = field(default_factory=Clock)
     _read_bytes: int = 0
 
@@ -275,7 +275,7 @@ def rewrite(
     selected: Sequence[Selected],
     written: Measurement,
     change: Change,
-    destinations: Mapping[Shard, Path],
+    destinations: Mapping[Shard, File],
 ) -> None:
     """Change the given tensors and collect the sums of the result in `written`.
 
@@ -285,22 +285,20 @@ def rewrite(
     backend = session.backend
 
     def work(block: Block, channel: Channel) -> None:
-        view, path = channel.memory("block", block.end - block.begin), destinations.get(block.shard)
+        view, file = channel.memory("block", block.end - block.begin), destinations.get(block.shard)
         held = session.kept.pop((block.shard, block.begin, block.end), None)
         if held is not None:
             channel.touch(block.shard)
             channel.count(len(view))
         else:
             channel.read(block.shard, block.begin, view)
-            if path is not None:
-                channel.save(path, block.begin, view)
             held = backend.hold(view, align=block.spans[0].offset) if block.spans else view
         if block.spans:
             written.add(block, change(held, written.pieces(block), [span.tensor for span in block.spans]))
-        if path is not None:
+        if file is not None:
             if block.spans:
                 backend.fetch(held, view)
-            channel.write(path, block.begin, view, covered(block) if session.journal else None)
+            channel.write(file, block.begin, view, covered(block) if session.journal else None)
 
     wanted_in, whole = dict(by_shard(selected)), bool(destinations) and session.journal is None
     nbytes = sum(shard.size for shard in destinations) if whole else sum(one.tensor.nbytes for one in selected)

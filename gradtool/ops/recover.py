@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.ops import arguments
-from gradtool.store.recovery import InUse, Recovered, recover_at
-from gradtool.store.unfinished import Place
+from gradtool.store.transaction.guard import Place
+from gradtool.store.transaction.locks import InUse
+from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,17 +63,20 @@ def recover(
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0
-    for place in dict.fromkeys(place for path in named for place in Place.of(path)):
+    places = {place: os.path.lexists(place.folder) for path in named for place in Place.of(path)}
+    for place, was_there in places.items():
         try:
             found, swept = recover_at(place, force=force)
         except GradtoolError as error:
+            if was_there and not os.path.lexists(place.folder):
+                continue  # A run had made it, and it was just removed.
             found, swept = [error], 0
         removed += swept
         for one in found:
             if isinstance(one, Recovered):
-                rows.append(RunRow(one.outcome, one.files, one.pid, str(one.record)))
+                rows.append(RunRow(one.outcome, one.files, one.pid, str(one.log)))
             elif isinstance(one, InUse):
-                problems.append(Problem("in-use", f"in use by {one.record.who}", str(one.record.path)))
+                problems.append(Problem("in-use", f"in use by {one.log.who}", str(one.log.path)))
             else:
                 problems += one.problems
     missing = [path for path in named if not os.path.lexists(path) and not rows and not problems]

@@ -14,10 +14,10 @@ from gradtool.store.stream import copying, zeroing
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Progress, Session
+    from gradtool.store.fs import File
     from gradtool.store.header import Shard, Tensor
 
 
@@ -106,15 +106,15 @@ def _write(session: Session, destination: Output) -> int:
     zeroed = {shard: [tensor for _, tensor in wanted] for shard, wanted in by_shard(selected)}
     kept = {file.shard: _kept(file.shard, zeroed.get(file.shard, ())) for file in destination.arriving(selected)}
 
-    def fill(destinations: Mapping[Shard, Path]) -> None:
+    def fill(destinations: Mapping[Shard, File]) -> None:
         in_place = session.journal is not None
         tasks = (
             task
-            for shard, path in destinations.items()
+            for shard, file in destinations.items()
             for task in (
-                zeroing(shard, [(tensor.begin, tensor.end) for tensor in zeroed[shard]], path)
+                zeroing(shard, [(tensor.begin, tensor.end) for tensor in zeroed[shard]], file)
                 if in_place
-                else copying(shard, [(begin, end, begin) for begin, end in kept[shard]], path)
+                else copying(shard, [(begin, end, begin) for begin, end in kept[shard]], file)
             )
         )
         copied = sum(end - begin for shard in destinations for begin, end in kept[shard])

@@ -10,15 +10,16 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from gradtool.errors import SystemRefusedError, from_os_error
-from gradtool.store import system
+from gradtool.store import fs
 from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from gradtool.store.journal import Journal
-    from gradtool.store.undo import Segment
+    from gradtool.store.fs import File
+    from gradtool.store.transaction.inplace import InPlace
+    from gradtool.store.transaction.undolog import UndoLog
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Channel:
         self,
         max_files: int,
         allocate: Callable[[int], memoryview],
-        journal: Journal | None = None,
+        journal: InPlace | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self.clock = Clock()
@@ -61,12 +62,10 @@ class Channel:
         self._allocate = allocate
         self._journal = journal
         self._on_bytes = on_bytes
-        self._segment: Segment | None = None
-        # What was saved and is yet to be overwritten.
-        self._saved: tuple[Path, int, int] | None = None
+        self._undo_log: UndoLog | None = None
         self._memory: dict[str, memoryview] = {}
         # The least recently used first.
-        self._open: OrderedDict[Shard | Path, int] = OrderedDict()
+        self._open: OrderedDict[Shard | File, int] = OrderedDict()
 
     def memory(self, use: str, nbytes: int) -> memoryview:
         """`nbytes` of memory, the same for the same use until more is asked for; what is in it is left from before."""
@@ -104,46 +103,26 @@ class Channel:
         if self._on_bytes is not None:
             self._on_bytes(nbytes)
 
-    def write(self, path: Path, begin: int, view: memoryview, parts: Sequence[tuple[int, int]] | None = None) -> None:
+    def write(self, file: File, begin: int, view: memoryview, parts: Sequence[tuple[int, int]] | None = None) -> None:
         """Write `view` into a file that is there, from byte `begin` on; of it only `parts`, where they are given.
 
         Raises:
-            SystemRefusedError: writing failed.
+            SystemRefusedError: writing failed, or what is overwritten in place could not be saved.
         """
         began = perf_counter()
-        fd = self._descriptor(path)
-        if self._saves(path) and self._saved != (path, begin, len(view)):
+        fd = self._descriptor(file)
+        number = None if self._journal is None else self._journal.number_of(file)
+        if self._journal is not None and number is not None:
             old = self.memory("undo", len(view))
-            self._fill(path, fd, begin, old)
-            self._save(path, begin, old)
-        if self._segment is not None:
-            self._segment.touch()
+            self._fill(file.path, fd, begin, old)
+            self._undo_log = self._undo_log or self._journal.undo_log()
+            self._undo_log.save(number, begin, old, view)
         for start, stop in [(0, len(view))] if parts is None else parts:
             try:
-                self.clock.written_bytes += system.write_all(fd, [view[start:stop]], begin + start)
+                self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
             except OSError as error:
-                raise from_os_error(error, path) from error
+                raise from_os_error(error, file.path) from error
         self.clock.write += perf_counter() - began
-
-    def save(self, path: Path, begin: int, view: memoryview) -> None:
-        """Tell what a file holds that will be overwritten next, so that it need not be read for the journal.
-
-        Raises:
-            SystemRefusedError: it could not be saved.
-        """
-        if self._saves(path):
-            began = perf_counter()
-            self._save(path, begin, view)
-            self._saved = path, begin, len(view)
-            self.clock.write += perf_counter() - began
-
-    def _saves(self, path: Path) -> bool:
-        return self._journal is not None and self._journal.number_of(path) is not None
-
-    def _save(self, path: Path, begin: int, view: memoryview) -> None:
-        if self._journal is not None and (number := self._journal.number_of(path)) is not None:
-            self._segment = self._segment or self._journal.segment()
-            self._segment.save(number, begin, view)
 
     def check(self) -> None:
         """Raise `SystemRefusedError` unless what was read was one state of each file."""
@@ -154,9 +133,9 @@ class Channel:
         """Close every file."""
         while self._open:
             os.close(self._open.popitem()[1])
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        if self._undo_log is not None:
+            self._undo_log.close()
+            self._undo_log = None
 
     @staticmethod
     def _fill(path: Path, fd: int, begin: int, view: memoryview) -> None:
@@ -170,7 +149,7 @@ class Channel:
                 raise SystemRefusedError("became shorter while it was read; run again", file=path)
             done += count
 
-    def _descriptor(self, file: Shard | Path) -> int:
+    def _descriptor(self, file: Shard | File) -> int:
         fd = self._open.get(file)
         if fd is not None:
             self._open.move_to_end(file)
@@ -185,7 +164,7 @@ class Channel:
             except OSError as error:
                 # The limit of the system may be lower than ours.
                 if error.errno != errno.EMFILE or not self._open:
-                    raise from_os_error(error, file.path if isinstance(file, Shard) else file) from error
+                    raise from_os_error(error, file.path) from error
                 self._close_oldest()
             else:
                 self._open[file] = fd
@@ -198,11 +177,11 @@ class Channel:
         finally:
             os.close(fd)
 
-    def _check(self, file: Shard | Path, fd: int) -> None:
+    def _check(self, file: Shard | File, fd: int) -> None:
         if not isinstance(file, Shard) or is_unchanged(fd, file.stat):
             return
         # What we change ourselves looks changed.
-        if self._journal is None or not self._journal.is_ours(file.path, fd):
+        if self._journal is None or not self._journal.is_ours(fd):
             raise changed_meanwhile(file.path)
 
     def _open_source(self, shard: Shard) -> int:
@@ -216,11 +195,11 @@ class Channel:
             raise
         return fd
 
-    def _open_destination(self, path: Path) -> int:
-        if self._journal is None or not self._saves(path):
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        if not self._journal.is_ours(path, fd):
+    def _open_destination(self, file: File) -> int:
+        if self._journal is None or self._journal.number_of(file) is None:
+            return file.open(os.O_WRONLY)
+        fd = file.open(os.O_RDWR)
+        if not self._journal.is_ours(fd):
             os.close(fd)
-            raise changed_meanwhile(path)
+            raise changed_meanwhile(file.path)
         return fd

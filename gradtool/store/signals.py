@@ -1,4 +1,4 @@
-"""Signals that wait: steps that are to be taken together."""
+"""Signals that wait: while files are being changed, Ctrl-C and its like act only where that is safe."""
 
 from __future__ import annotations
 
@@ -8,30 +8,64 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What would have been called, by signal, while signals are held back; and those that came meanwhile.
+_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+_pending: list[int] = []
+# The files are all new: there is nothing left that a signal could stop, only a result to be told.
+_is_past_return = False
 
 
 @contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and its like until the end of the block, and let them act there."""
-    if threading.current_thread() is not threading.main_thread():
+def deferred() -> Iterator[None]:
+    """Hold back Ctrl-C and its like, until `heed` is called or the block ends.
+
+    A signal without a Python handler is left alone: it ends the process at once, as SIGKILL does, and a later run
+    recovers. Only the main thread hears of signals, so in others there is nothing to hold back.
+    """
+    global _is_past_return  # noqa: PLW0603 - so are signals
+    if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
-    pending: list[int] = []
-
-    def remember(number: int, _frame: FrameType | None) -> None:
-        pending.append(number)
-
-    before: dict[signal.Signals, Any] = {}
+    _is_past_return = False
+    for number in map(int, _ENDING):
+        handler = signal.getsignal(number)
+        if callable(handler):
+            _handlers[number] = handler
+            signal.signal(number, _remember)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is None:
-                continue  # Whoever put something else than Python there could not get it back.
-            before[number] = signal.signal(number, remember)
         yield
     finally:
+        before = dict(_handlers)
+        _handlers.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
-        for pended in pending:
-            signal.raise_signal(pended)
+        came, _pending[:] = list(_pending), []
+        for number in came:
+            before[number](number, None)
+
+
+def heed() -> None:
+    """Let a signal that was held back act now: files can be left as they are, or put back."""
+    if _pending and threading.current_thread() is threading.main_thread():
+        number = _pending.pop(0)
+        _handlers[number](number, None)
+
+
+def pass_return() -> None:
+    """Say that the files are all new, so that the call ends as done."""
+    global _is_past_return  # noqa: PLW0603
+    if threading.current_thread() is threading.main_thread():
+        _is_past_return = True
+
+
+def is_past_return() -> bool:
+    """Whether the last call that changed files has changed them all."""
+    return _is_past_return
+
+
+def _remember(number: int, _frame: FrameType | None) -> None:
+    _pending.append(number)

@@ -14,15 +14,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from gradtool.store import blocks as blocks_
+from gradtool.store import signals
 from gradtool.store.channel import Channel, Clock
-from gradtool.store.signals import signals_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
+    from gradtool.store.fs import File
     from gradtool.store.header import Shard
-    from gradtool.store.journal import Journal
+    from gradtool.store.transaction.inplace import InPlace
 
     # One stretch of work, done with the files and the memory of the thread that it falls to.
     Task = Callable[[Channel], None]
@@ -40,7 +40,7 @@ def default_threads() -> int:
     return min(cores, MAX_DEFAULT_THREADS)
 
 
-def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: Path) -> Iterator[Task]:
+def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: File) -> Iterator[Task]:
     """Tasks that copy bytes of a shard; each range is where it begins and ends there, and where it goes."""
 
     def do(begin: int, end: int, to: int, channel: Channel) -> None:
@@ -53,7 +53,7 @@ def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: P
             yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end), to + at - begin)
 
 
-def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: Path) -> Iterator[Task]:
+def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: File) -> Iterator[Task]:
     """Tasks that write zeros over ranges of a file."""
 
     def do(begin: int, end: int, channel: Channel) -> None:
@@ -66,9 +66,9 @@ def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: Path) 
             yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end))
 
 
-def writing(path: Path, content: bytes) -> Task:
+def writing(file: File, content: bytes) -> Task:
     """A task that writes the beginning of a file."""
-    return lambda channel: channel.write(path, 0, memoryview(content))
+    return lambda channel: channel.write(file, 0, memoryview(content))
 
 
 def run(
@@ -76,7 +76,7 @@ def run(
     *,
     threads: int,
     allocate: Callable[[int], memoryview],
-    journal: Journal | None = None,
+    journal: InPlace | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised again here.
@@ -102,11 +102,11 @@ def run(
         for _ in range(started):
             # Python hears of a signal that came just before it began to wait only when it next wakes up.
             while not queue.left.acquire(timeout=_HEARTBEAT_SECONDS):
-                pass
+                signals.heed()
     except BaseException:
         # A thread that only starts now finds nothing to do. Not Thread.join, which does not survive being interrupted.
         # Nor may a second Ctrl-C make anybody undo what a thread is still doing.
-        with signals_deferred():
+        with signals.deferred():
             queue.stop()
             queue.idle.wait()
         raise
@@ -213,6 +213,8 @@ def _drain(queue: _Queue) -> None:
         while (task := queue.next()) is not None:
             began, moved = perf_counter(), clock.read + clock.write
             task(channel)
+            # In the only thread there is.
+            signals.heed()
             clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
             clock.workers = 1
         channel.check()

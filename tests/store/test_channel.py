@@ -3,7 +3,7 @@ import os
 
 import numpy as np
 import pytest
-from support import bytes_of_memory, write
+from support import bytes_of_memory, file_at, write
 
 from gradtool import SystemRefusedError
 from gradtool.store.channel import Channel
@@ -71,12 +71,13 @@ def test_files_that_are_written_count_too_and_are_written_on_when_opened_again(t
     shards = shards_in(tmp_path, 3)
     target = tmp_path / "target"
     target.write_bytes(bytes(30))
+    file = file_at(target)
     opened.clear()
     channel = Channel(2, bytes_of_memory)
     for i, shard in enumerate(shards):
         view = channel.memory("block", 10)
         channel.read(shard, shard.data_start, view)
-        channel.write(target, 10 * i, view)
+        channel.write(file, 10 * i, view)
         assert len(opened) <= 2
     channel.close()
     assert target.read_bytes() == bytes(10) + b"\1" * 10 + b"\2" * 10
@@ -171,6 +172,6 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     channel = Channel(2, bytes_of_memory, on_bytes=told.append)
     view = channel.memory("block", 7)
     channel.read(shard, shard.data_start, view)
-    channel.write(target, 0, view)
+    channel.write(file_at(target), 0, view)
     channel.close()
     assert told == [7]

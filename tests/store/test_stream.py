@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, bytes_of_memory, write
+from support import NUMPY_TYPES, bytes_of_memory, file_at, write
 
 from gradtool import SystemRefusedError
 from gradtool.store import stream
@@ -50,7 +50,7 @@ def test_every_block_is_worked_on_once_and_arrives_at_the_destination(tmp_path, 
         view[0] ^= 255
 
     blocks = list(plan(shard, enumerate(shard.tensors), UNIT, whole=True))
-    run(rewriting(blocks, work, {shard: target}), threads=threads)
+    run(rewriting(blocks, work, {shard: file_at(target)}), threads=threads)
     assert sorted(seen) == [block.begin for block in blocks]
     expected = bytearray(path.read_bytes())
     for block in blocks:
@@ -85,7 +85,7 @@ def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read_some(fd, [views[0][:700_001]], at))
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write_some(fd, [views[0][:300_007]], at))
     blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
-    run(rewriting(blocks, lambda *_: None, {shard: target}), threads=1)
+    run(rewriting(blocks, lambda *_: None, {shard: file_at(target)}), threads=1)
     assert target.read_bytes() == path.read_bytes()
 
 
@@ -100,7 +100,7 @@ def test_reads_and_writes_that_fail_name_the_file(tmp_path, monkeypatch, call):
     monkeypatch.setattr(os, call, refuse)
     blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
     with pytest.raises(SystemRefusedError, match="No space left") as caught:
-        run(rewriting(blocks, lambda *_: None, {shard: target}), threads=2)
+        run(rewriting(blocks, lambda *_: None, {shard: file_at(target)}), threads=2)
     assert caught.value.problems[0].file == str(shard.path if call == "preadv" else target)
 
 

@@ -3,18 +3,20 @@ import os
 import stat
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from crashes import FAST
-from support import gradtool, gradtool_json, registered, snapshot, write
+from support import gradtool, gradtool_json, in_place, registered, snapshot, write
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, recover, zero
-from gradtool.store import recovery
-from gradtool.store.commit import Replacement
-from gradtool.store.journal import Journal, Target
-from gradtool.store.records import line_of, read_record, records_in
+from gradtool.store.fs import Folder
+from gradtool.store.transaction import run as run_module
+from gradtool.store.transaction.inplace import InPlace
+from gradtool.store.transaction.log import line_of, logs_in
+from gradtool.store.transaction.replace import Replacement
 
 ID = ".gradtool-0123456789ab"
 
@@ -25,7 +27,7 @@ def files_in(folder, count=2):
 
 def die(run):
     """What is left of a run when its process ends: everything but the lock."""
-    os.close(run._fd)
+    os.close(run._lock)
 
 
 def half_replaced(paths):
@@ -33,7 +35,7 @@ def half_replaced(paths):
     run = registered(paths)
     replacement = Replacement(run)
     for path in paths:
-        replacement.stage(path, path.stat().st_size, path.stat()).write_bytes(b"n" * path.stat().st_size)
+        replacement.stage(path, path.stat().st_size, path.stat()).path.write_bytes(b"n" * path.stat().st_size)
     run.append(moves=[replacement._move(staged) for staged in replacement._staged])
     die(run)
     return [b"n" * path.stat().st_size for path in paths]
@@ -43,14 +45,14 @@ def half_changed(paths):
     """Files that a run overwrote half of in place, and died; their old content."""
     old = [path.read_bytes() for path in paths]
     run = registered(paths)
-    journal = Journal(run, [Target(path, path.stat(), path.stat().st_size) for path in paths]).__enter__()
-    segment = journal.segment()
+    undo_log = in_place(run, paths).__enter__().undo_log()
     for number, content in enumerate(old):
-        segment.save(number, 0, memoryview(content))
+        new = b"overwritten" + content[11:]
+        undo_log.save(number, 0, memoryview(content), memoryview(new))
     for path in paths:
         with path.open("r+b") as file:
             file.write(b"overwritten")
-    segment.close()
+    undo_log.close()
     die(run)
     return old
 
@@ -93,7 +95,7 @@ def test_an_entry_that_is_torn_or_false_was_saved_of_nothing_that_changed(tmp_pa
     half_changed(paths)
     (undo,) = tmp_path.glob("*.undo")
     with undo.open("r+b") as file:
-        file.seek(40)
+        file.seek(50)
         file.write(b"?")
     record = next(tmp_path.glob("*.run")).stat()
     os.utime(undo, ns=(record.st_mtime_ns, record.st_mtime_ns))
@@ -129,6 +131,7 @@ def test_a_live_run_is_left_alone_and_told_of(tmp_path):
         # What does not belong to it is done nevertheless.
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             f"{run.id}-0.tmp",
+            f"{run.id}.lock",
             f"{run.id}.run",
             "0.safetensors",
             "1.safetensors",
@@ -158,7 +161,7 @@ def test_a_file_that_somebody_wrote_anew_is_not_lost(tmp_path):
         before = content_of(paths)
         # Nor is it when it is tried again.
         for command in (zero, recover, zero, recover):
-            with pytest.raises(SystemRefusedError, match="written to by somebody else .* recover --force") as caught:
+            with pytest.raises(SystemRefusedError, match="another program wrote to it .* recover --force") as caught:
                 command(paths[1])
             assert caught.value.problems[0].file == str(paths[1])
             assert content_of(paths) == before
@@ -170,7 +173,7 @@ def test_a_file_that_somebody_wrote_anew_is_not_lost(tmp_path):
 def test_a_run_without_changes_is_none_that_could_lose_anything(tmp_path):
     (path,) = files_in(tmp_path, 1)
     run = registered([path])
-    Journal(run, [Target(path, path.stat(), 20)]).__enter__()
+    in_place(run, [path]).__enter__()
     die(run)
     os.utime(path, ns=(0, 2 * time.time_ns()))
     assert recover(tmp_path).undone == 1
@@ -205,17 +208,19 @@ def test_a_pointer_whose_record_is_gone_says_what_to_do(tmp_path):
     half_replaced(paths)
     next((tmp_path / "a").glob("*.run")).unlink()
     for command in (norm, zero, recover):
-        with pytest.raises(SystemRefusedError, match="whose record .* is missing; bring that back, or delete"):
+        with pytest.raises(SystemRefusedError, match="whose log .* is missing; bring that back, or delete"):
             command(paths[1])
 
 
 def test_the_run_of_another_user_is_theirs_to_recover(tmp_path, monkeypatch):
     paths = files_in(tmp_path)
+    # Of a process that is no more: the boot that it belonged to is over.
+    monkeypatch.setattr(run_module, "boot", lambda: "another")
     half_changed(paths)
     before = snapshot(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     for command in (zero, recover):
-        with pytest.raises(SystemRefusedError, match=f"user {os.getuid()} left unfinished"):
+        with pytest.raises(SystemRefusedError, match=f"a crashed run of user {os.getuid()}; recover it as that user"):
             command(tmp_path)
     assert snapshot(tmp_path) == before
 
@@ -228,7 +233,8 @@ def test_no_path_and_no_folder_are_refused(tmp_path):
 
 
 def record(folder, *entries, files=("0.safetensors",), **facts):
-    lines = [line_of(run={"pid": 1, "host": "h", "files": list(files), "folders": []} | facts)]
+    run = {"id": ID, "format": 2, "pid": 1, "host": "h", "boot": "", "key": "", "files": list(files), "folders": []}
+    lines = [line_of(run=run | facts)]
     (folder / f"{ID}.run").write_bytes(b"".join(lines + [line_of(**entry) for entry in entries]))
 
 
@@ -239,7 +245,7 @@ def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
     (theirs / "precious").write_text("precious")
     (theirs / f"{ID}-1.tmp").write_text("evil")
     before = snapshot(theirs)
-    moves = [[0, 0, "0.safetensors", 1, None, None], [1, 1, "precious", 1, None, None]]
+    moves = [[0, 0, "0.safetensors", 1, None, None, None], [1, 1, "precious", 1, None, None, None]]
     changes = [[1, "precious", 8, (theirs / "precious").stat().st_ino]]
     for entries in (
         [{"moves": moves}],
@@ -251,7 +257,7 @@ def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
         for folders in (["../theirs"], [str(theirs)]):
             record(ours, *entries, folders=folders)
             if len(entries) == 1 or "revoked" in entries[1]:
-                with pytest.raises(SystemRefusedError, match="where its record is missing; bring that folder back"):
+                with pytest.raises(SystemRefusedError, match="where its log is missing; bring that folder back"):
                     recover(ours, force=True)
             else:
                 recover(ours)
@@ -261,10 +267,12 @@ def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
 @pytest.mark.parametrize("name", ["../theirs/precious", "/etc/passwd", "..", ".", "", "a\0b", 7, None, ["x"]])
 def test_a_record_names_nothing_but_files_beside_it(tmp_path, name):
     files_in(tmp_path)
+    record(tmp_path, {"moves": [[0, 0, name, 1, None, None, None]]}, files=["0.safetensors", name])
+    # It is one, by its checksums, so what it may tell of is not thrown away.
     before = snapshot(tmp_path)
-    record(tmp_path, {"moves": [[0, 0, name, 1, None, None]]}, files=["0.safetensors", name])
-    assert read_record(tmp_path / f"{ID}.run") is None
-    assert recover(tmp_path).removed == 1
+    for command in (norm, zero, recover):
+        with pytest.raises(SystemRefusedError, match="cannot be understood"):
+            command(tmp_path)
     assert snapshot(tmp_path) == before
 
 
@@ -272,8 +280,9 @@ def test_a_record_moves_only_what_it_said_it_would(tmp_path):
     paths = files_in(tmp_path)
     (tmp_path / f"{ID}-0.tmp").write_text("evil")
     before = content_of(paths)
-    record(tmp_path, {"moves": [[0, 0, "1.safetensors", 1, None, None]]})
-    with pytest.raises(SystemRefusedError, match="about files that it does not name; delete it"):
+    moves = [[0, 0, "0.safetensors", 1, None, None, None], [0, 1, "1.safetensors", 1, None, None, None]]
+    record(tmp_path, {"moves": moves})
+    with pytest.raises(SystemRefusedError, match="about files that it does not name; delete"):
         recover(tmp_path, force=True)
     assert content_of(paths) == before
 
@@ -283,7 +292,7 @@ def test_a_temporary_that_is_a_link_takes_no_place(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / f"{ID}-0.tmp").symlink_to(tmp_path / "secret")
     status = paths[0].stat()
-    record(tmp_path, {"moves": [[0, 0, "0.safetensors", 1, status.st_size, status.st_mtime_ns]]})
+    record(tmp_path, {"moves": [[0, 0, "0.safetensors", 1, status.st_size, status.st_mtime_ns, status.st_ino]] * 2})
     recover(tmp_path)
     assert stat.S_ISREG(paths[0].lstat().st_mode)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors", "secret"]
@@ -330,7 +339,8 @@ def test_a_record_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / f"{ID}.run").open("wb") as file:
         file.truncate(1 << 40)
     assert norm(tmp_path).norm > 0
-    assert records_in(tmp_path) == []
+    with Folder.at(tmp_path) as folder:
+        assert logs_in(folder) == []
 
 
 def test_a_lying_pointer_leads_nowhere(tmp_path):
@@ -385,22 +395,37 @@ def test_a_name_that_nothing_knows_is_no_success(tmp_path):
         recover(tmp_path / "typo.safetensors")
 
 
-@pytest.mark.parametrize(("seconds", "same_boot", "is_ours"), [(0.5, True, True), (5, True, False), (5, False, True)])
-def test_what_was_written_right_after_the_record_was_written_by_the_run(
-    tmp_path, monkeypatch, seconds, same_boot, is_ours
-):
-    paths = files_in(tmp_path, 1)
+def test_what_another_program_wrote_is_told_by_its_content_and_not_by_its_time(tmp_path):
+    (path,) = files_in(tmp_path, 1)
+    (old,) = half_changed([path])
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(30)
+        file.write(b"theirs")
+    # At the very instant of our last write.
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    theirs = path.read_bytes()
+    for command in (recover, zero):
+        with pytest.raises(SystemRefusedError, match="another program wrote to it"):
+            command(tmp_path)
+    assert path.read_bytes() == theirs
+    assert recover(tmp_path, force=True).undone == 1
+    assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize("when", [-86_400, 0, 1, 4_102_444_800])
+def test_no_date_hides_what_is_half_done(tmp_path, when):
+    paths = files_in(tmp_path)
+    for path in paths:
+        os.utime(path, ns=(when * 10**9 - 1,) * 2)
+    new = half_replaced(paths)
+    assert recover(tmp_path).finished == 1
+    assert content_of(paths) == new
     old = half_changed(paths)
-    later = max(path.stat().st_mtime_ns for path in tmp_path.glob(".gradtool*")) + int(seconds * 10**9)
-    os.utime(paths[0], ns=(later, later))
-    if not same_boot:
-        monkeypatch.setattr(recovery, "boot", lambda: "another")
-    if is_ours:
-        assert recover(tmp_path).undone == 1
-        assert content_of(paths) == old
-    else:
-        with pytest.raises(SystemRefusedError, match="written to by somebody else"):
-            recover(tmp_path)
+    for path in paths:
+        os.utime(path, ns=(when * 10**9 - 1,) * 2)
+    assert recover(tmp_path).undone == 1
+    assert content_of(paths) == old
 
 
 def test_an_interruption_at_the_worst_instant_leaves_a_record(tmp_path, monkeypatch):
@@ -411,8 +436,8 @@ def test_an_interruption_at_the_worst_instant_leaves_a_record(tmp_path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "commit", interrupt)
-        patch.setattr(Journal, "__exit__", interrupt)
+        patch.setattr(InPlace, "commit", interrupt)
+        patch.setattr(InPlace, "__exit__", interrupt)
         with pytest.raises(KeyboardInterrupt):
             clip(path, max_norm=1, write="inplace")
     assert path.read_bytes() != old
@@ -432,26 +457,26 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("field", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("field", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
 def test_a_record_with_an_odd_number_is_none(tmp_path, field, value):
     files_in(tmp_path)
-    move = [0, 0, "0.safetensors", 1, 20, 20]
+    move = [0, 0, "0.safetensors", 1, 20, 20, 7]
     move[field] = value
     record(tmp_path, {"moves": [move]})
-    assert read_record(tmp_path / f"{ID}.run") is None
-    assert recover(tmp_path).removed == 1
+    with pytest.raises(SystemRefusedError, match="cannot be understood"):
+        recover(tmp_path)
 
 
 def test_a_rename_is_taken_back_only_where_its_result_is_still_there(tmp_path):
     files_in(tmp_path)
     before = snapshot(tmp_path)
-    record(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, None, None]]}, {"revoked": True})
+    record(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, None, None, None]] * 2}, {"revoked": True})
     assert recover(tmp_path).undone == 1
     assert snapshot(tmp_path) == before
     (tmp_path / f"{ID}-7.old").write_text("evil")
-    record(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, 20, 20]]}, {"revoked": True})
-    with pytest.raises(SystemRefusedError, match="written to by somebody else"):
+    record(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, 20, 20, 7]] * 2}, {"revoked": True})
+    with pytest.raises(SystemRefusedError, match="another program wrote to it"):
         zero(tmp_path)
     assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
 
@@ -471,8 +496,11 @@ def test_what_is_no_file_is_none_of_a_run_either(tmp_path, make, kind):
 
 def test_more_folders_than_a_run_can_have_are_not_looked_for(tmp_path):
     files_in(tmp_path)
-    record(tmp_path, folders=["../x"] * 100_001)
-    assert read_record(tmp_path / f"{ID}.run") is None
+    facts = {"id": ID, "format": 2, "files": [], "folders": ["../x"] * 100_101}
+    text = json.dumps({"run": facts}, separators=(",", ":")).encode()
+    (tmp_path / f"{ID}.run").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    with pytest.raises(SystemRefusedError, match="cannot be understood"):
+        recover(tmp_path)
 
 
 def test_force_puts_back_all_that_is_still_there(tmp_path):
@@ -490,8 +518,8 @@ def test_a_pointer_to_a_pointer_touches_nothing(tmp_path):
     (victim,) = (tmp_path / "victim").glob("*.run")
     for name, home in (("p", f"../q/{victim.name}"), ("q", f"../victim/{victim.name}")):
         files_in(tmp_path / name, 1)
-        facts = {"pid": 1, "host": "h", "files": ["0.safetensors"], "home": home}
-        (tmp_path / name / victim.name).write_bytes(line_of(run=facts))
+        facts = {"id": victim.stem, "format": 2, "pid": 1, "host": "h", "boot": "", "key": "", "home": home}
+        (tmp_path / name / victim.name).write_bytes(line_of(run=facts | {"files": ["0.safetensors"]}))
     before = snapshot(tmp_path / "victim")
     with pytest.raises(SystemRefusedError, match="is missing"):
         recover(tmp_path / "p")
@@ -507,8 +535,9 @@ def test_a_name_that_no_file_can_have_is_in_no_record(tmp_path, where):
         record(tmp_path, {"moves": [[0, 0, bad, 1, None, None]]}, files=["0.safetensors", bad])
     else:
         record(tmp_path, **{where: bad if where == "home" else [bad]})
-    assert clip(tmp_path, max_norm=1).clipped
-    assert recover(tmp_path).per_run == ()
+    for command in (zero, recover):
+        with pytest.raises(SystemRefusedError, match="cannot be understood"):
+            command(tmp_path)
 
 
 def test_a_link_that_leads_nowhere_is_no_failure(tmp_path):

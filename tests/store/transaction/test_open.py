@@ -1,17 +1,18 @@
 import errno
+import json
 import os
 import subprocess
 import threading
 
 import numpy as np
 import pytest
-from support import COMMAND, gradtool, gradtool_json, read, registered, snapshot, write, write_index
+from support import COMMAND, gradtool, gradtool_json, in_place, read, registered, snapshot, write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
-from gradtool.store import locks, records, system
-from gradtool.store.journal import Journal, Target
-from gradtool.store.records import files_of_runs
-from gradtool.store.unfinished import refuse_unfinished
+from gradtool.store.fs import Folder
+from gradtool.store.transaction import locks
+from gradtool.store.transaction.guard import refuse_unfinished
+from gradtool.store.transaction.log import line_of
 
 
 def one_file(folder, name="x.safetensors", value=3.0):
@@ -98,7 +99,7 @@ def test_a_time_to_wait_must_be_one(held, seconds):
 def test_a_run_leaves_nothing_in_any_of_its_folders(tmp_path):
     paths = [one_file(tmp_path / name, f"{name}.safetensors") for name in "abc"]
     run = registered(paths)
-    assert [len(files_of_runs(tmp_path / name)) for name in "abc"] == [1, 1, 1]
+    assert [len(list((tmp_path / name).glob(".gradtool-*"))) for name in "abc"] == [2, 1, 1]
     with pytest.raises(SystemRefusedError, match=f"in use by PID {os.getpid()}"):
         zero(paths[2])
     run.close()
@@ -111,14 +112,14 @@ def test_who_is_refused_in_one_folder_lets_go_of_the_others(tmp_path):
     run = registered(paths[1:2])
     with pytest.raises(SystemRefusedError, match="in use"):
         registered(paths)
-    assert [len(files_of_runs(tmp_path / name)) for name in "abc"] == [0, 1, 0]
+    assert [len(list((tmp_path / name).glob(".gradtool-*"))) for name in "abc"] == [0, 2, 0]
     run.close()
 
 
 def test_the_record_of_a_dead_run_is_taken_over(tmp_path):
     path = one_file(tmp_path)
     run = registered([path])
-    os.close(run._fd)
+    os.close(run._lock)
     assert zero(path).files_written == 1
     assert list(tmp_path.iterdir()) == [path]
 
@@ -132,11 +133,11 @@ def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_
     child = subprocess.Popen(["true"])
     child.wait()
     record = tmp_path / f"{run.id}.run"
-    (found,) = records.records_in(tmp_path)
-    facts = {"pid": child.pid, "host": found.host, "files": sorted(found.names), "folders": []}
-    record.write_bytes(records.line_of(run=facts))
+    facts = json.loads(record.read_text().splitlines()[0].partition(" ")[2])["run"] | {"pid": child.pid}
+    record.write_bytes(line_of(run=facts))
     assert zero(path).files_written == 1
-    record.write_bytes(records.line_of(run=facts | {"host": "elsewhere"}))
+    record.write_bytes(line_of(run=facts | {"host": "elsewhere"}))
+    (tmp_path / f"{run.id}.lock").touch()
     with pytest.raises(SystemRefusedError, match=f"in use by PID {child.pid} on elsewhere"):
         zero(path)
 
@@ -146,7 +147,7 @@ def changing(tmp_path):
     """A file that is being changed in place."""
     path = one_file(tmp_path)
     run = registered([path])
-    with Journal(run, [Target(path, path.stat(), 20)]) as journal:
+    with in_place(run, [path]) as journal:
         yield path
         journal.commit()
     run.close()
@@ -172,7 +173,7 @@ def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changi
 def test_a_set_that_cannot_be_opened_because_it_is_half_changed_says_so(tmp_path):
     write_index(tmp_path, {"a.safetensors": {"t": np.ones(3, np.float32)}})
     run = registered([tmp_path / "a.safetensors"])
-    with Journal(run, [Target(tmp_path / "a.safetensors", (tmp_path / "a.safetensors").stat(), 12)]) as journal:
+    with in_place(run, [tmp_path / "a.safetensors"], 12) as journal:
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"new": "a.safetensors"}}')
         with pytest.raises(SystemRefusedError, match="is being changed by a run"):
             norm(tmp_path)
@@ -190,7 +191,7 @@ def test_where_nothing_can_be_locked_what_changes_nothing_still_succeeds(tmp_pat
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("gradtool.store.system.create", refuse)
+    monkeypatch.setattr(Folder, "create", refuse)
     assert not clip(path, max_norm=1).clipped
     with pytest.raises(SystemRefusedError, match="Permission denied; check the permissions"):
         clip(path, max_norm=0.01)
@@ -251,7 +252,7 @@ def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, mon
         link.symlink_to(other)
         run.close()
 
-    monkeypatch.setattr("gradtool.store.locking.time.sleep", lead_elsewhere)
+    monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", lead_elsewhere)
     before = first.read_bytes(), other.read_bytes()
     with pytest.raises(SystemRefusedError, match="changed by somebody else"):
         zero(link, write=mode, lock_timeout=60)
@@ -263,14 +264,14 @@ def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, mon
 
 def test_a_call_that_cannot_write_to_one_folder_is_not_in_its_own_way(tmp_path, monkeypatch):
     paths = [one_file(tmp_path / name, f"{name}.safetensors") for name in "ab"]
-    real = system.create
+    real = Folder.create
 
-    def refuse(path, *more):
-        if path.parent.name == "b":
+    def refuse(folder, *more):
+        if folder.path.name == "b":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, *more)
+        return real(folder, *more)
 
-    monkeypatch.setattr(system, "create", refuse)
+    monkeypatch.setattr(Folder, "create", refuse)
     before = snapshot(tmp_path)
     with pytest.raises(SystemRefusedError, match="No space left"):
         zero(paths, lock_timeout=60)
@@ -282,7 +283,7 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
     whole, path = index.read_text(), tmp_path / "a.safetensors"
     for seconds in (60, 0):
         run = registered([path])
-        journal = Journal(run, [Target(path, path.stat(), 12)]).__enter__()
+        journal = in_place(run, [path], 12).__enter__()
         index.write_text('{"weight_map": {"new": "a.safetensors"}}')
 
         def finish(_, journal=journal, run=run):

@@ -10,9 +10,11 @@ import pytest
 from support import registered, snapshot, write
 
 from gradtool import SystemRefusedError, UsageError, norm, recover
-from gradtool.store import system
-from gradtool.store.commit import Replacement, refuse_collisions
+from gradtool.store import fs, signals
+from gradtool.store.fs import Folder
 from gradtool.store.header import read_shard
+from gradtool.store.transaction.attributes import new_mode
+from gradtool.store.transaction.replace import Replacement, refuse_collisions
 
 
 def shards_of(folder, count=2):
@@ -30,7 +32,7 @@ def replacing(folder, name="0.safetensors", *, fsync=True):
 
 
 def fill(temporary, letter=b"n"):
-    temporary.write_bytes(letter * temporary.stat().st_size)
+    temporary.path.write_bytes(letter * temporary.path.stat().st_size)
 
 
 def test_nothing_changes_before_the_commit_and_everything_with_it(tmp_path):
@@ -59,10 +61,10 @@ def test_without_a_commit_no_trace_is_left(tmp_path):
 def test_the_space_is_reserved_and_the_temporary_hidden(tmp_path):
     with replacing(tmp_path, "x.safetensors") as replacement:
         temporary = replacement.stage(tmp_path / "x.safetensors", 1 << 20)
-        assert temporary.stat().st_size == 1 << 20
-        assert temporary.stat().st_blocks * 512 >= 1 << 20
+        assert temporary.path.stat().st_size == 1 << 20
+        assert temporary.path.stat().st_blocks * 512 >= 1 << 20
         assert temporary.name.startswith(".gradtool-")
-        assert temporary.suffix == ".tmp"
+        assert temporary.path.suffix == ".tmp"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o444, 0o000])
@@ -116,7 +118,7 @@ def test_the_owner_is_kept(tmp_path):
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     status = shard.path.stat()
-    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (1234, 4321, 0o4755)
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (1234, 4321, 0o755)
 
 
 def test_an_owner_that_cannot_be_kept_is_refused(tmp_path, monkeypatch):
@@ -134,15 +136,31 @@ def test_an_owner_that_cannot_be_kept_is_refused(tmp_path, monkeypatch):
     assert snapshot(tmp_path) == before
 
 
-def test_a_new_file_gets_the_mode_that_the_umask_leaves(tmp_path):
+@pytest.mark.parametrize(
+    ("there", "sources", "wanted"),
+    [
+        (None, [0o644], 0o640),
+        (None, [0o666, 0o600], 0o600),
+        (None, [0o444], 0o640),
+        (0o600, [0o644], 0o600),
+        (0o777, [0o755, 0o640], 0o640),
+    ],
+)
+def test_a_new_file_is_no_wider_than_what_it_is_made_of_and_what_it_replaces(tmp_path, there, sources, wanted):
+    paths = [write(tmp_path / "in" / str(number), {}) for number in range(len(sources))]
+    for path, mode in zip(paths, sources, strict=True):
+        path.chmod(mode)
     mask = os.umask(0o027)
     try:
+        if there is not None:
+            (tmp_path / "new").touch()
+            (tmp_path / "new").chmod(there)
         with replacing(tmp_path, "new") as replacement:
-            fill(replacement.stage(tmp_path / "new", 3))
+            fill(replacement.stage(tmp_path / "new", 3, mode=new_mode(path.stat() for path in paths)))
             replacement.commit()
     finally:
         os.umask(mask)
-    assert (tmp_path / "new").stat().st_mode & 0o7777 == 0o640
+    assert (tmp_path / "new").stat().st_mode & 0o7777 == wanted
 
 
 def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
@@ -160,14 +178,14 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
 def steps_of(monkeypatch):
     """The names of the calls that change something, as they come."""
     steps = []
-    for name in ("sync", "sync_path", "link", "rename", "unlink"):
-        real = getattr(system, name)
+    for place, name in ((fs, "sync"), (Folder, "link"), (Folder, "rename"), (Folder, "unlink")):
+        real = getattr(place, name)
 
         def told(*arguments, name=name, real=real):
             steps.append(name)
             real(*arguments)
 
-        monkeypatch.setattr(system, name, told)
+        monkeypatch.setattr(place, name, told)
     return steps
 
 
@@ -175,15 +193,15 @@ def steps_of(monkeypatch):
 def test_every_file_is_synced_before_the_first_rename_and_the_record_of_several_too(tmp_path, monkeypatch, count):
     steps = steps_of(monkeypatch)
     expected = {
-        # Each file; then the folder. And the record goes.
-        (1, True): ["sync", "rename", "sync_path", "sync", "unlink"],
-        (1, False): ["rename", "unlink"],
-        # Each file; second names; the record and the folder; the record with the renames; these; and the folder.
+        # Each file; the log with the rename; this; then the folder. And the log and the lock go.
+        (1, True): ["sync", "sync", "rename", "sync", "unlink", "unlink"],
+        (1, False): ["rename", "unlink", "unlink"],
+        # Each file; second names; the log and the folder; the log with the renames; these; and the folder.
         (2, True): [
-            *("sync", "sync", "link", "link", "sync_path", "sync", "sync_path", "sync", "sync"),
-            *("rename", "rename", "unlink", "unlink", "sync_path", "sync", "unlink"),
+            *("sync", "sync", "link", "link", "sync", "sync", "sync"),
+            *("rename", "rename", "unlink", "unlink", "sync", "unlink", "unlink"),
         ],
-        (2, False): ["link", "link", "rename", "rename", "unlink", "unlink", "unlink"],
+        (2, False): ["link", "link", "rename", "rename", "unlink", "unlink", "unlink", "unlink"],
     }
     for fsync in (True, False):
         steps.clear()
@@ -210,10 +228,10 @@ def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
 def refuse_renames_to(monkeypatch, name):
     real = os.replace
 
-    def refuse(path, target):
-        if target.name == name:
+    def refuse(path, target, **folders):
+        if target == name:
             raise OSError(errno.EIO, "Input/output error")
-        real(path, target)
+        real(path, target, **folders)
 
     monkeypatch.setattr(os, "replace", refuse)
 
@@ -237,7 +255,7 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
     shards = shards_of(tmp_path, 3)
     refuse_renames_to(monkeypatch, "1.safetensors")
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
@@ -246,7 +264,7 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert (caught.value.problems[0].code, caught.value.exit_code) == ("unfinished", 5)
-    with pytest.raises(SystemRefusedError, match="see to it with gradtool recover"):
+    with pytest.raises(SystemRefusedError, match="or use gradtool recover"):
         norm(tmp_path)
     monkeypatch.undo()
     assert recover(tmp_path).finished == 1
@@ -274,18 +292,19 @@ def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
     shards = shards_of(tmp_path)
     real_replace = os.replace
 
-    def replace_and_interrupt(path, target):
-        real_replace(path, target)
+    def replace_and_interrupt(path, target, **folders):
+        real_replace(path, target, **folders)
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(os, "replace", replace_and_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt) as caught, replacing(tmp_path, fsync=False) as replacement:
+    with pytest.raises(KeyboardInterrupt), signals.deferred(), replacing(tmp_path, fsync=False) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
-    assert caught.value.__notes__ == ["all files were written before"]
+    assert signals.is_past_return()
+    assert len(list(tmp_path.iterdir())) == 2
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
@@ -329,7 +348,7 @@ def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with replacing(tmp_path, "x") as replacement:
-        assert replacement.stage(tmp_path / "x", 1000).stat().st_size == 1000
+        assert replacement.stage(tmp_path / "x", 1000).path.stat().st_size == 1000
 
 
 def test_a_name_of_many_bytes_can_be_replaced(tmp_path):

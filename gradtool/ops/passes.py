@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Again
     from gradtool.store.blocks import Block
     from gradtool.store.channel import Channel
-    from gradtool.store.header import Shard, Tensor
+    from gradtool.store.header import Shard
     from gradtool.store.journal import Journal
     from gradtool.store.stream import Task
+    from gradtool.store.tensors import Tensor
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
     Progress = Callable[[int, int], None]

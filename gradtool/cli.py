@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import gradtool
-from gradtool import process
-from gradtool.errors import EXIT_SYSTEM, EXIT_USAGE, GradtoolError, Problem
+from gradtool import process, streams
+from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -347,8 +347,9 @@ def _run(command: str, *, json: bool, quiet: bool, **arguments: Any) -> int:
 
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
-    process.take_streams()
+    streams.take_streams()
     process.take_signals()
+    process.allow_open_files()
     try:
         code = _guarded()
         process.leave_signals()
@@ -360,27 +361,21 @@ def main() -> NoReturn:
 def _guarded() -> int:
     try:
         _prepare_only(sys.argv[1:2])
-        code = int(app(standalone_mode=False) or 0)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        return int(app(standalone_mode=False) or 0)
     except GradtoolError as error:
         process.show_traceback()
         return process.fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
     except _UsageProblem as error:
         message = error.format_message()
         return process.fail(Problem("usage", f"{message} (see gradtool --help)"), exit_code=EXIT_USAGE)
-    except MemoryError:
+    except (OSError, MemoryError, ImportError) as error:
         process.show_traceback()
-        return process.fail(Problem("system", "out of memory; fewer --threads need less"), exit_code=EXIT_SYSTEM)
-    except OSError as error:
-        # Files are read and written under the eyes of SystemRefusedError; what is left is the help on stdout.
-        process.show_traceback()
-        return process.fail(*process.lost_stdout(str(error.strerror)).problems, exit_code=EXIT_SYSTEM)
+        refused = process.refused(error)
+        return process.fail(*refused.problems, exit_code=refused.exit_code)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
         process.show_traceback()
         message = f"a bug in gradtool: {type(error).__name__}: {error}; GRADTOOL_DEBUG=1 shows where"
         return process.fail(Problem("bug", message), exit_code=EXIT_BUG)
-    return code
 
 
 def _prepare_only(first: Sequence[str]) -> None:

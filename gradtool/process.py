@@ -1,22 +1,24 @@
-"""How a run meets the system: signals, standard streams, and the exit code with what is said about it."""
+"""How a run meets the system: signals, limits, and the exit code with what is said about it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
+import resource
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from gradtool import report
-from gradtool.errors import EXIT_FOUND, EXIT_OK, Problem, SystemRefusedError
+from gradtool import memory, report, streams
+from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
 from gradtool.store import signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from io import TextIOWrapper
     from types import FrameType
 
+# More files than any run has open.
+_OPEN_FILES = 65_536
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A signal that has come and has not been told of: Typer makes a bare exit code of those that it meets.
 pending: Ended | None = None
@@ -41,7 +43,7 @@ def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool
     result, problems = None, ()
     try:
         if json or not quiet:
-            require_stdout()
+            streams.require_stdout()
         with report.progress(command, wanted=not quiet) as progress:
             result = call(progress)
         say_last_words()
@@ -60,8 +62,9 @@ def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool
 def _show(command: str, result: Any, problems: Sequence[Problem], *, json: bool) -> None:
     try:
         report.show(command, result, problems, as_json=json)
-    except OSError as error:
-        raise lost_stdout(f"{error.strerror}; the work itself is done") from error
+    except (SystemRefusedError, MemoryError) as error:
+        reason = str(refused(error))
+        raise SystemRefusedError(f"{reason}; the work itself is done") from error
 
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
@@ -70,11 +73,30 @@ def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
     report.complain(problems, summary)
     if "--json" in sys.argv[1:] and sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        try:
+        with contextlib.suppress(SystemRefusedError, MemoryError, ImportError):
             report.print_json(command, exit_code, {}, problems)
-        except OSError:
-            sys.stdout = None
     return exit_code
+
+
+def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
+    """The error for what the system refused where that was not foreseen."""
+    # What the failed call still holds is the memory that it takes to say so.
+    error.__traceback__ = None
+    if isinstance(error, ImportError):
+        # Under a limit, a module may be too large to load.
+        why = f"not enough memory, perhaps: {memory.REMEDY}" if memory.is_limited() else "install gradtool again"
+        return SystemRefusedError(f"cannot load {error.name or 'a module'}; {why}")
+    if isinstance(error, MemoryError):
+        return SystemRefusedError(f"out of memory; use fewer --threads, or {memory.REMEDY}")
+    if isinstance(error, GradtoolError):
+        return error
+    if error.filename is not None:
+        return from_os_error(error, os.fsdecode(error.filename))
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib is slow to import
+    except OSError:
+        return SystemRefusedError("the current folder is gone; change to another one")
+    return SystemRefusedError(f"the system refused: {error.strerror or error}")
 
 
 def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
@@ -109,9 +131,9 @@ def take_signals() -> None:
 
 
 def say_last_words() -> None:
-    """Only what is printed is left: a signal that comes now has nothing to stop."""
-    global _is_ending  # noqa: PLW0603 - signals are global
-    _is_ending = True
+    """Only what is printed is left: a signal has nothing to stop, nor had one that was lost in foreign code."""
+    global _is_ending, pending  # noqa: PLW0603 - signals are global
+    _is_ending, pending = True, None
 
 
 def leave_signals() -> None:
@@ -132,30 +154,11 @@ def _end(number: int, _frame: FrameType | None) -> None:
     raise pending
 
 
-def take_streams() -> None:
-    """Make the standard streams safe to have."""
-    # Never let a data file be opened as descriptor 0, 1 or 2, where a stray message would be written into it.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
-        pass
-    os.close(fd)
-    # And never let a name that the terminal's encoding lacks end a run whose files are written.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            cast("TextIOWrapper", stream).reconfigure(errors="backslashreplace")
-
-
-def require_stdout() -> None:
-    """Refuse to work when nobody can read the result; asked before a byte is changed."""
-    if sys.stdout is None:
-        raise lost_stdout("it is closed")
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
-    if any(event & select.POLLERR for _, event in poll.poll(0)):
-        raise lost_stdout("its reader is gone")
-
-
-def lost_stdout(reason: str) -> SystemRefusedError:
-    """The error for a result that cannot be printed; nothing is tried on stdout from here on."""
-    # What is still buffered would fail once more, with a traceback, when Python ends.
-    sys.stdout = None
-    return SystemRefusedError(f"cannot print the result on stdout: {reason}")
+def allow_open_files() -> None:
+    """Raise this process's limit on open files as far as it may, for a run holds several for each folder."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Some systems have another limit, below the one that they tell of.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 # Less work than this needs no progress bar.
 _PATIENCE_SECONDS = 0.5
+_REFRESH_SECONDS = 0.1
 # On stderr; JSON names all of them.
 _MAX_PROBLEM_LINES = 20
 # Characters of one; a path and a tensor's name may have 4,096 each.
@@ -43,7 +44,6 @@ def show(command: str, result: Call, problems: Sequence[Problem], *, as_json: bo
     else:
         # In one piece, so that `| head -1` finds it all there and closes no pipe under us.
         sys.stdout.write("".join("\t".join(fields) + "\n" for fields in _lines(result)))
-    sys.stdout.flush()
 
 
 def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Sequence[Problem]) -> None:
@@ -60,23 +60,16 @@ def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Seq
         "errors": [{key: value for key, value in asdict(one).items() if value is not None} for one in problems],
     }
     sys.stdout.write(json.dumps(envelope, allow_nan=False) + "\n")
-    sys.stdout.flush()
 
 
 def complain(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
     """Print one line for each problem on stderr, what it is about first."""
-    if sys.stderr is None:
-        return
     lines = [one.line for one in problems[:_MAX_PROBLEM_LINES]]
     if len(problems) > _MAX_PROBLEM_LINES:
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
-    try:
-        sys.stderr.writelines(f"gradtool: {level}: {printable(shortened(line, _MAX_PROBLEM_LINE))}\n" for line in lines)
-        sys.stderr.flush()
-    except OSError:
-        # What cannot be said changes neither what is done nor, when Python flushes its streams, the exit code.
-        sys.stderr = None
+    # In one piece, which other processes' lines do not tear apart.
+    sys.stderr.write("".join(f"gradtool: {level}: {printable(shortened(line, _MAX_PROBLEM_LINE))}\n" for line in lines))
 
 
 def printable(text: str) -> str:
@@ -99,7 +92,7 @@ _SPELLED_OUT = _SpelledOut()
 @contextlib.contextmanager
 def progress(label: str, *, wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar with GB/s on stderr, if that is a terminal and the work takes long enough to ask for one."""
-    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+    if not wanted or not sys.stderr.isatty():
         yield None
         return
     began = time.perf_counter()
@@ -128,9 +121,19 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    shown = -math.inf
+
+    def move(done: int, whole: int) -> None:
+        nonlocal shown
+        now = time.perf_counter()
+        is_due = now - shown > _REFRESH_SECONDS
+        shown = now if is_due else shown
+        bar.update(task, completed=done, total=whole, refresh=is_due)
+
+    # Not refreshed by a thread of its own, which the system may refuse.
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(label)
-        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+        yield move
 
 
 def _data(result: Call) -> dict[str, Any]:

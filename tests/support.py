@@ -1,16 +1,18 @@
 """What the tests share: files made byte by byte, and truth that does not come from gradtool."""
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
-from gradtool import BackendUnavailableError
+from gradtool import BackendUnavailableError, memory
 from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda import CudaBackend
@@ -105,6 +107,13 @@ def stored(block, piece):
     itemsize = NUMPY_TYPES[piece.dtype].itemsize
     raw = np.frombuffer(block, np.uint8, piece.elements * itemsize, piece.offset)
     return raw.copy().view(NUMPY_TYPES[piece.dtype])
+
+
+@contextlib.contextmanager
+def without_room():
+    """No file is mapped, for there is no room: of its header, the library judges all but the numbers."""
+    with mock.patch.multiple(memory, left=lambda: 0, require=lambda _: None):
+        yield
 
 
 def build(tensors, metadata=None, padding=0):

@@ -551,20 +551,69 @@ def test_json_says_so_when_terminated(tmp_path):
     assert (answer["exit_code"], answer["errors"][0]["code"]) == (143, "interrupted")
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["norm", "missing", "--json"]])
-def test_a_full_stdout_never_shows_a_traceback(arguments):
-    with Path("/dev/full").open("w") as full:
-        done = gradtool(*arguments, stdout=full)
-    assert done.returncode == (3 if "missing" in arguments else 5)
-    assert len(done.stderr.splitlines()) == 1
+REMOVED_FOLDER = ["sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "-", *COMMAND]
 
 
-def test_a_full_stderr_does_not_change_the_exit_code():
-    with Path("/dev/full").open("w") as full:
-        assert gradtool_json("norm", SAMPLES / "nan.safetensors", stderr=full)["exit_code"] == 1
-    with Path("/dev/full").open("w") as full:
-        assert gradtool("norm", "missing", stderr=full).returncode == 3
-        assert json.loads(gradtool("norm", "missing", "--json", stderr=full).stdout)["exit_code"] == 3
+def test_in_a_folder_that_is_gone_a_path_from_the_root_works_and_another_is_missing(tmp_path):
+    path = sample(tmp_path)
+    done = subprocess.run([*REMOVED_FOLDER, "norm", path], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for call in (["norm", "x"], ["clip", "x", "--max-norm", "1"]):
+        done = subprocess.run([*REMOVED_FOLDER, *call], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (3, "gradtool: error: x: no such file\n")
+    call = ["clip", path, "--max-norm", "1", "--output", "y"]
+    done = subprocess.run([*REMOVED_FOLDER, *call], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert done.stderr == "gradtool: error: the current folder is gone; change to another one\n"
+
+
+# What the system refuses where nobody looks for it.
+UNFORESEEN = """
+import errno, gradtool.ops.norm as norm, os
+def refuse(*_, **__):
+    number, *file = {error!r}.split()
+    raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), *file)
+norm.measure_norms = refuse
+from gradtool.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("EIO", "the system refused: Input/output error"),
+        ("EIO /some/file", "/some/file: Input/output error"),
+        ("ENOMEM /some/file", "/some/file: Cannot allocate memory; raise the limit on memory (ulimit -v or -d)"),
+    ],
+)
+def test_what_the_system_refuses_is_not_put_down_to_stdout(tmp_path, error, message):
+    command = [sys.executable, "-P", "-c", UNFORESEEN.format(error=error), "norm"]
+    done = subprocess.run([*command, sample(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (5, f"gradtool: error: {message}\n")
+
+
+OPEN_FILES = """
+import resource, sys
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+{call}
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], min(hard, 65_536) if hard != resource.RLIM_INFINITY else 65_536)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "raised"),
+    [
+        ("import gradtool.cli\ntry: gradtool.cli.main()\nexcept SystemExit as done: assert not done.code", True),
+        ("import gradtool; gradtool.norm(sys.argv[2])", False),
+    ],
+)
+def test_the_command_and_not_the_function_may_have_more_files_open(tmp_path, call, raised):
+    command = [sys.executable, "-P", "-c", OPEN_FILES.format(call=call), "norm", sample(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    soft, most = map(int, done.stdout.split()[-2:])
+    assert soft == (most if raised else 64)
 
 
 def test_a_terminal_that_lacks_a_letter_gets_it_spelled_out(tmp_path):

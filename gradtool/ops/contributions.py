@@ -114,8 +114,8 @@ def _weight_of(gradient: GradientSet, key: str) -> float:
             raise BadInputError(f"has no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
         text = shard.metadata[key]
         try:
-            # Python's own spelling of numbers allows 1_000; metadata that says so means something else.
-            weight = math.nan if "_" in text else float(text)
+            # Python reads 1_000 and the digits of every script too; metadata that says so may mean something else.
+            weight = float(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight):

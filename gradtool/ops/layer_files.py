@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError
 from gradtool.store.gradset import Selected
-from gradtool.store.header import BITS
 from gradtool.store.layout import Layout, lay_out
+from gradtool.store.tensors import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.layers import Layer
     from gradtool.store.gradset import GradientSet
-    from gradtool.store.header import Shard, Tensor
+    from gradtool.store.header import Shard
+    from gradtool.store.tensors import Tensor
 
 
 class NewShard(NamedTuple):

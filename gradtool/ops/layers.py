@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gradtool.store.gradset import GradientSet
-    from gradtool.store.header import Tensor
+    from gradtool.store.tensors import Tensor
 
 
 class Form(NamedTuple):

@@ -321,8 +321,8 @@ def _open_to_write(inputs: Inputs, deadline: float) -> Session:
         except SystemRefusedError as error:
             if error.problems[0].code != "changed" or (tries > _TRIES and time.monotonic() > deadline):
                 raise
-        except BadInputError:
-            found = [one for place in inputs.places() for one in _found_at(place)]
+        except BadInputError as error:
+            found = [one for place in inputs.places(error) for one in _found_at(place)]
             alive = [one for one in found if isinstance(one, InUse) and one.log.is_unfinished]
             if alive and time.monotonic() > deadline:
                 raise alive[0].error(alive[0].log.home.parent) from None

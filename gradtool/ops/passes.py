@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from gradtool.backends import Backend, BlockSums, Choice, Piece, Terms, choose
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, DeviceMemoryError
+from gradtool.errors import BadInputError, DeviceMemoryError, GradtoolError
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from gradtool.store.blocks import Block
     from gradtool.store.channel import Channel
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard, Tensor
+    from gradtool.store.header import Shard
     from gradtool.store.stream import Task
+    from gradtool.store.tensors import Tensor
     from gradtool.store.transaction.inplace import InPlace
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
@@ -174,9 +176,15 @@ class Inputs:
             sets, selected, self.choice.backend, self.choice.why, self.threads, self.progress, began=self.began
         )
 
-    def places(self) -> list[Place]:
-        """What the paths are about, whether they can be opened or not."""
-        return list(dict.fromkeys(place for path in self.paths for place in Place.of(path)))
+    def places(self, error: GradtoolError | None = None) -> list[Place]:
+        """What the paths are about, whether they can be opened or not; or those files that an error is about."""
+        files = [problem.file for problem in error.problems if problem.file] if error else []
+        places: dict[Place, None] = {}
+        for path in files or self.paths:
+            # Where the current folder is gone, a relative path has no place.
+            with contextlib.suppress(OSError):
+                places |= dict.fromkeys(Place.of(path))
+        return list(places)
 
 
 def open_to_read(inputs: Inputs) -> Session:
@@ -188,9 +196,9 @@ def open_to_read(inputs: Inputs) -> Session:
     """
     try:
         session = inputs.open()
-    except BadInputError:
+    except BadInputError as error:
         # It may be that run which left them so.
-        for place in inputs.places():
+        for place in inputs.places(error):
             refuse_unfinished_at(place)
         raise
     refuse_unfinished(shard.path for shard in session.shards)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Progress, Session
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard, Tensor
+    from gradtool.store.header import Shard
+    from gradtool.store.tensors import Tensor
 
 
 @dataclass(frozen=True)

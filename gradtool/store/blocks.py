@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.store.header import BITS
+from gradtool.store.tensors import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gradtool.store.header import Shard, Tensor
+    from gradtool.store.header import Shard
+    from gradtool.store.tensors import Tensor
 
 # Large enough that a system call costs nothing beside the bytes it moves, small enough to stay in the cache.
 BLOCK_BYTES = 2 << 20

@@ -11,14 +11,17 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from select import POLLIN, poll
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError, SystemRefusedError, UsageError, from_os_error, shortened
-from gradtool.store.header import Shard, Tensor, read_regular, read_shard
+from gradtool.store.header import Shard, read_regular, read_shard
 from gradtool.store.limits import MAX_PATH_LIST, refuse_large_index, refuse_long_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from gradtool.store.tensors import Tensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -90,8 +93,23 @@ def _read_stdin() -> bytes:
         return b""
     # In a notebook it is text and nothing else.
     stream = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else sys.stdin
-    text = stream.read(MAX_PATH_LIST + 1)
-    return text if isinstance(text, bytes) else os.fsencode(text)
+    text = b""
+    while True:
+        part = stream.read(MAX_PATH_LIST + 1 - len(text))
+        text += os.fsencode(part) if isinstance(part, str) else part or b""
+        if part == b"" or len(text) > MAX_PATH_LIST or _blocks(stream):
+            return text
+        # A pipe that does not block gave what there was; only an answer that is empty, and not None, is its end.
+        waiting = poll()
+        waiting.register(stream, POLLIN)
+        waiting.poll()
+
+
+def _blocks(stream: Any) -> bool:
+    try:
+        return os.get_blocking(stream.fileno())
+    except OSError:  # It is no file.
+        return True
 
 
 def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:

@@ -2,7 +2,8 @@
 
 The safetensors library judges whether a file is valid; where it refuses, this module says what is wrong and where. The
 byte offsets, which the library does not give, are then read from the same header. What the limits of
-`gradtool.store.limits` refuse is refused before the library sees it.
+`gradtool.store.limits` refuse is refused before the library sees it. It maps all of a file; where there is no room for
+that, it judges a header whose tensors are all empty, and this module their shapes and offsets.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
 JSON, the tensors' bytes without a hole.
@@ -11,48 +12,21 @@ JSON, the tensors' bytes without a hole.
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
+from gradtool import memory
 from gradtool.errors import BadInputError, SystemRefusedError, from_os_error, shortened
-from gradtool.store.limits import MAX_TEXT, refuse_large_header, refuse_long, refuse_long_names
+from gradtool.store.limits import MAX_TEXT, memory_to_judge, refuse_large_header, refuse_long, refuse_long_names
+from gradtool.store.tensors import Tensor, emptied, parse, refuse_lies, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BITS = {
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
-}  # fmt: skip
-# More dimensions than numpy has; what is wrong with such a shape is left to the library to say.
-_MAX_RANK = 64
 _OTHER_FORMATS = {b"PK\x03\x04": "a zip archive, as torch.save writes", b"\x80\x02": "a pickle", b"GGUF": "GGUF"}
-
-
-class Tensor(NamedTuple):
-    """One tensor of a file; `begin` and `end` are byte offsets in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes in the file."""
-        return self.end - self.begin
-
-    @property
-    def elements(self) -> int:
-        """The product of its shape; 1 for rank 0."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,14 +125,14 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
     text = _read_header(path, fd, status.st_size)
     _ask_library(path, text, status.st_size)
-    header = _parse(text)
+    header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
     refuse_long_names(path, header)
     data_start = 8 + len(text)
     tensors = []
     while header:
         # One by one, so that the parsed header makes room for what it becomes.
-        tensors.append(_tensor(*header.popitem(), data_start))
+        tensors.append(tensor_of(*header.popitem(), data_start))
     tensors.reverse()
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     return Shard(path, data_start, status.st_size, metadata, tuple(tensors), status)
@@ -180,10 +154,17 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
 def _ask_library(path: Path, text: bytes, size: int) -> None:
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
+    cost = memory_to_judge(text)
+    # It does not survive that there is no memory.
+    memory.require(cost)
+    has_room = memory.left() >= cost + size
+    judged = text if has_room else emptied(text)
     try:
-        with _copied(path, text, size) as copy, safe_open(copy, framework="numpy"):
+        with _copied(path, judged, size if has_room else 8 + len(judged)) as copy, safe_open(copy, framework="numpy"):
             pass
-    except SafetensorError as error:
+        if not has_room:
+            refuse_lies(path, text, size)
+    except (SafetensorError, ValueError) as error:
         raise _explain(path, text, size, shortened(str(error), 400)) from error
 
 
@@ -205,28 +186,6 @@ def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
             if written == 8 + len(text) and os.stat(name).st_size == size:  # noqa: PTH116 - it lives as long as fd
                 copy = name
         yield copy
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    header: dict[str, Any] = json.loads(text)
-    return header
-
-
-def _tensor(name: str, entry: Any, data_start: int) -> Tensor:
-    dtype, shape, (begin, end) = _fields(entry)
-    return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
-
-
-def _fields(entry: Any) -> tuple[str, list[int], list[int]]:
-    # The library reads an entry from an array of its three fields as well.
-    if isinstance(entry, list):
-        dtype, shape, offsets = entry
-    else:
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    # And a type from an object of which it is the only key.
-    if isinstance(dtype, dict):
-        (dtype,) = dtype
-    return dtype, shape, offsets
 
 
 def _pread(fd: int, length: int, offset: int) -> bytes:
@@ -272,51 +231,10 @@ def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
     if other is not None:
         return other
     try:
-        header = _parse(text)
-        refuse_long_names(path, header)
-        return _explain_tensors(path, size - 8 - len(text), header, 8 + len(text))
+        refuse_lies(path, text, size)
     except BadInputError as error:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-        return BadInputError(f"is not a valid safetensors file: {verdict}", file=path)
-
-
-def _checked(tensor: Tensor) -> Tensor:
-    """A tensor of a header that the library refused, if its numbers are such that they can be worked with."""
-    numbers = (*tensor.shape, tensor.begin, tensor.end)
-    if len(numbers) > _MAX_RANK or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("shape and offsets must be a few whole numbers")
-    return tensor
-
-
-def _explain_tensors(path: Path, data_size: int, header: dict[str, Any], data_start: int) -> BadInputError:
-    """The first tensor whose offsets lie, or the bytes that the file has too few or too many of."""
-    header.pop("__metadata__", None)
-    tensors = [_checked(_tensor(name, entry, 0)) for name, entry in header.items()]
-    tensors.sort(key=lambda tensor: tensor[3:])
-    expected = 0
-    for tensor in tensors:
-        needed = -(-tensor.elements * BITS[tensor.dtype] // 8)
-        if tensor.begin != expected or tensor.end < tensor.begin:
-            return BadInputError(
-                f"bad offsets: begins at {tensor.begin:,}, where {expected:,} is the end of the one before it "
-                f"(tensors may neither overlap nor leave a hole)",
-                file=path,
-                tensor=tensor.name,
-            )
-        if tensor.nbytes != needed:
-            return BadInputError(
-                f"bad offsets: {list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes, "
-                f"the offsets span {tensor.nbytes:,}",
-                file=path,
-                tensor=tensor.name,
-            )
-        expected = tensor.end
-    says = f"the header says {data_start + expected:,} bytes, the file has {data_start + data_size:,}"
-    if expected > data_size:
-        whole = [tensor.name for tensor in tensors if tensor.end <= data_size]
-        last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
-        return BadInputError(f"truncated: {says} ({expected - data_size:,} missing); {last}; copy it again", file=path)
-    if expected < data_size:
-        return BadInputError(f"trailing bytes: {says} ({data_size - expected:,} too many)", file=path)
-    raise LookupError  # Nothing that we look for; the library knows more.
+        pass
+    # Or it is nothing that we look for.
+    return BadInputError(f"is not a valid safetensors file: {verdict}", file=path)

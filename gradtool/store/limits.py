@@ -49,6 +49,11 @@ def refuse_large_header(path: Path, text: bytes) -> None:
         raise _over(path, f"the header is as large as that of {count:,} tensors", MAX_TENSORS, "; split the file")
 
 
+def memory_to_judge(text: bytes) -> int:
+    """Bytes that the library takes at most for a header which is not too large; measured, and rounded up."""
+    return 3 * len(text) + 1000 * _count(text, _OF_TENSOR)
+
+
 def refuse_large_index(path: Path, text: bytes) -> None:
     """The same for an index."""
     _refuse_odd(path, "the index", text)

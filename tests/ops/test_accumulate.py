@@ -214,6 +214,9 @@ BAD_WEIGHTS = {
     "nan": ([{"n": "1"}, {"n": "nan"}], "which is no number"),
     "inf": ([{"n": "1"}, {"n": "1e999"}], "which is no number"),
     "empty": ([{"n": "1"}, {"n": ""}], "which is no number"),
+    "digits of another script": ([{"n": "1"}, {"n": "\u0663"}], "which is no number"),
+    "digits in groups": ([{"n": "1"}, {"n": "1_000"}], "which is no number"),
+    "a space that is not ASCII": ([{"n": "1"}, {"n": "1\xa0"}], "which is no number"),
 }
 
 

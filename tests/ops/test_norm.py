@@ -268,3 +268,11 @@ def test_progress_ends_at_the_whole(tmp_path):
     calls = []
     norm(one_file(tmp_path, a=np.ones(900_000)), progress=lambda *call: calls.append(call))
     assert calls[-1] == (7_200_000, 7_200_000)
+
+
+def test_the_first_of_many_missing_files_is_the_only_one_that_is_looked_at(tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(os.path, "realpath", lambda path, find=os.path.realpath: looked.append(path) or find(path))
+    with pytest.raises(BadInputError, match="0: no such file"):
+        norm([tmp_path / str(number) for number in range(1000)])
+    assert set(looked) == {str(tmp_path / "0")}

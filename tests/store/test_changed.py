@@ -72,7 +72,7 @@ def before(monkeypatch, module, name, act):
     monkeypatch.setattr(module, name, wrapped)
 
 
-@pytest.mark.parametrize("moment", ["_read_header", "_ask_library", "_parse"])
+@pytest.mark.parametrize("moment", ["_read_header", "_ask_library", "parse"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monkeypatch, change, moment):
     path = write(tmp_path / "x.safetensors", ONES)

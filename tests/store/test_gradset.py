@@ -251,3 +251,23 @@ def test_a_file_that_may_not_be_read_is_named_itself(tmp_path):
     with pytest.raises(SystemRefusedError) as caught:
         open_sets(tmp_path)
     assert caught.value.problems[0].file == str(path)
+
+
+def test_a_pipe_that_does_not_block_is_read_to_its_end(monkeypatch):
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    texts = [b"\nc\n", b"\nb", b"a"]
+
+    class Poll:
+        """Where the reader would wait, something is written, or the end comes."""
+
+        def register(self, *_):
+            pass
+
+        def poll(self):
+            os.write(writer, texts.pop()) if texts else os.close(writer)
+
+    monkeypatch.setattr(gradset, "poll", Poll)
+    with os.fdopen(reader) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert read_path_list("-") == ["a", "b", "c"]

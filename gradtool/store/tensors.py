@@ -1,0 +1,145 @@
+"""What a header says: its tensors, and whether their shapes and offsets fit together and fill the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtool.errors import BadInputError
+from gradtool.store.limits import refuse_long_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+# More dimensions than numpy has; what is wrong with such a shape is left to the library to say.
+_MAX_RANK = 64
+# Strings, so that what is in them is not taken for the others; empty lists; and numbers below 10**19, and so 2**64. A
+# string need not end, or else every quote in it would be tried as the start of one.
+_OUTSIDE_STRINGS = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"?|\[[ \t\r\n]*\]|(?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-])', re.DOTALL
+)
+_MAX_NUMBER = 2**64 - 1
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file; `begin` and `end` are byte offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in the file."""
+        return self.end - self.begin
+
+    @property
+    def elements(self) -> int:
+        """The product of its shape; 1 for rank 0."""
+        return math.prod(self.shape)
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """The JSON of a header."""
+    header: dict[str, Any] = json.loads(text)
+    return header
+
+
+def tensor_of(name: str, entry: Any, data_start: int) -> Tensor:
+    """A tensor by its name and its entry in the header."""
+    dtype, shape, (begin, end) = _fields(entry)
+    return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _fields(entry: Any) -> tuple[str, list[int], list[int]]:
+    # The library reads an entry from an array of its three fields as well.
+    if isinstance(entry, list):
+        dtype, shape, offsets = entry
+    else:
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # And a type from an object of which it is the only key.
+    if isinstance(dtype, dict):
+        (dtype,) = dtype
+    return dtype, shape, offsets
+
+
+def emptied(text: bytes) -> bytes:
+    """A header that is as valid as this one but for its numbers: each shape holds a zero, and all offsets are zeros.
+
+    A number that cannot be one of those, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
+    """
+    return _OUTSIDE_STRINGS.sub(_emptied_token, text)
+
+
+def _emptied_token(token: re.Match[bytes]) -> bytes:
+    start = token[0][:1]
+    return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
+
+
+def refuse_lies(path: Path, text: bytes, size: int) -> None:
+    """Raise `BadInputError` for the first tensor whose offsets lie, or for bytes that are too few or too many.
+
+    Raises:
+        ValueError: a number is such that only the library can say what is wrong with it.
+    """
+    header, data_start, expected = parse(text), 8 + len(text), 0
+    refuse_long_names(path, header)
+    header.pop("__metadata__", None)
+    tensors = [_checked(tensor_of(name, entry, 0)) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: tensor[3:])
+    for tensor in tensors:
+        needed = -(-tensor.elements * BITS[tensor.dtype] // 8)
+        if tensor.begin != expected or tensor.end < tensor.begin:
+            raise BadInputError(
+                f"bad offsets: begins at {tensor.begin:,}, where {expected:,} is the end of the one before it "
+                f"(tensors may neither overlap nor leave a hole)",
+                file=path,
+                tensor=tensor.name,
+            )
+        if tensor.nbytes != needed:
+            raise BadInputError(
+                f"bad offsets: {list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes, "
+                f"the offsets span {tensor.nbytes:,}",
+                file=path,
+                tensor=tensor.name,
+            )
+        _refuse_uncountable(tensor)
+        expected = tensor.end
+    _refuse_other_size(path, tensors, data_start + expected, size, data_start)
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    """A tensor of a header that may be wrong, if its numbers are such that they can be worked with."""
+    numbers = (*tensor.shape, tensor.begin, tensor.end)
+    if len(numbers) > _MAX_RANK or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("shape and offsets must be a few whole numbers")
+    return tensor
+
+
+def _refuse_uncountable(tensor: Tensor) -> None:
+    """Raise `ValueError` where the library, which counts in 64 bits, cannot; or where a tensor ends within a byte."""
+    if tensor.elements * BITS[tensor.dtype] % 8:
+        raise ValueError(f"{tensor.name!r} ends within a byte")
+    if any(count > _MAX_NUMBER for count in accumulate(tensor.shape, mul)):
+        raise ValueError(f"overflow in the shape of {tensor.name!r}")
+
+
+def _refuse_other_size(path: Path, tensors: list[Tensor], expected: int, size: int, data_start: int) -> None:
+    says = f"the header says {expected:,} bytes, the file has {size:,}"
+    if expected > size:
+        whole = [tensor.name for tensor in tensors if data_start + tensor.end <= size]
+        last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
+        raise BadInputError(f"truncated: {says} ({expected - size:,} missing); {last}; copy it again", file=path)
+    if expected < size:
+        raise BadInputError(f"trailing bytes: {says} ({size - expected:,} too many)", file=path)

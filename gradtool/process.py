@@ -25,7 +25,7 @@ pending: Ended | None = None
 # What is left is to say how it ended, in a moment. One signal does not stop that; a second one does, for it may be that
 # nobody reads what we say.
 _is_ending = False
-_was_spared = False
+was_spared = False
 # A signal has had its effect, and no other shall tear into the clean-up that it has set off.
 _has_ended = False
 
@@ -132,7 +132,7 @@ def take_signals() -> None:
 
 def say_last_words() -> None:
     """Only what is printed is left: a signal has nothing to stop, nor had one that was lost in foreign code."""
-    global _is_ending, pending  # noqa: PLW0603 - signals are global
+    global _is_ending, pending
     _is_ending, pending = True, None
 
 
@@ -143,11 +143,11 @@ def leave_signals() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    global pending, _was_spared, _has_ended  # noqa: PLW0603
+    global pending, was_spared, _has_ended  # noqa: PLW0603
     if _has_ended:
         return
-    if (_is_ending or signals.is_past_return()) and not _was_spared:
-        _was_spared = True
+    if (_is_ending or signals.is_past_return()) and not was_spared:
+        was_spared = True
         return
     _has_ended = True
     pending = Ended(number)

@@ -373,8 +373,9 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
     )
     path.parent.chmod(0o755)
     assert (done.returncode, done.stdout) == (5, "")
+    refused = path.parent if sealed == "folder" else path
     assert done.stderr == (
-        f"gradtool: error: {path}: Permission denied; check the permissions of the file and its folder\n"
+        f"gradtool: error: {refused}: Permission denied; check the permissions of the file and its folder\n"
     )
     assert kept(path) == before
     assert len(list(path.parent.iterdir())) == 1
@@ -417,12 +418,13 @@ def test_closed_standard_streams_never_become_data_files(tmp_path):
 SLOW_WRITES = """
 import os, signal, sys, time
 from gradtool import process
+from gradtool.store import signals
 from gradtool.store.channel import Channel
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 write = Channel.write
 def slowly(*arguments):
     os.write(2, b"writing\\n")
-    while process.pending is None:
+    while process.pending is None and not signals.pending:
         time.sleep(0.01)
     write(*arguments)
 Channel.write = slowly
@@ -504,25 +506,47 @@ def test_a_second_signal_does_not_disturb_the_clean_up(tmp_path):
     assert snapshot(tmp_path) == before
 
 
+# Says when the result is about to be printed, and when a signal has come then; waits for another one, if told to.
 SLOW_PRINTING = """
 import os, signal, sys, time
-import gradtool.report as report
+from gradtool import process, report
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-def show(*arguments, **options):
+show, waits = report.show, sys.argv.pop(1) == "wait"
+def slowly(*arguments, **options):
     os.write(2, b"printing\\n")
-    time.sleep(60)
-report.show = show
+    while not process.was_spared:
+        time.sleep(0.01)
+    os.write(2, b"spared\\n")
+    while waits:
+        time.sleep(0.01)
+    show(*arguments, **options)
+report.show = slowly
 from gradtool.cli import main
 sys.argv = ["gradtool", *sys.argv[1:]]
 main()
 """
 
 
-def test_a_signal_while_the_result_is_printed_says_that_the_work_is_done(tmp_path):
+@pytest.mark.parametrize("command", [["clip", "--max-norm", "1"], ["norm"]])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_work_is_done_changes_nothing(tmp_path, number, command):
     path = sample(tmp_path)
-    command = [sys.executable, "-P", "-c", SLOW_PRINTING, "clip", str(path), "--max-norm", "1", "--json"]
+    command = [sys.executable, "-P", "-c", SLOW_PRINTING, "go on", command[0], str(path), *command[1:], "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr.readline() == "printing\n"
+        running.send_signal(number)
+        stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stderr) == (0, "spared\n")
+    assert json.loads(stdout)["status"] == "ok"
+
+
+def test_a_second_signal_ends_a_result_that_nobody_reads(tmp_path):
+    path = sample(tmp_path)
+    command = [sys.executable, "-P", "-c", SLOW_PRINTING, "wait", "clip", str(path), "--max-norm", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr.readline() == "printing\n"
+        running.terminate()
+        assert running.stderr.readline() == "spared\n"
         running.terminate()
         stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (143, "")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What would have been called, by signal, while signals are held back; and those that came meanwhile.
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-_pending: list[int] = []
+pending: list[int] = []
 # The files are all new: there is nothing left that a signal could stop, only a result to be told.
 _is_past_return = False
 
@@ -43,15 +43,15 @@ def deferred() -> Iterator[None]:
         _handlers.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
-        came, _pending[:] = list(_pending), []
+        came, pending[:] = list(pending), []
         for number in came:
             before[number](number, None)
 
 
 def heed() -> None:
     """Let a signal that was held back act now: files can be left as they are, or put back."""
-    if _pending and threading.current_thread() is threading.main_thread():
-        number = _pending.pop(0)
+    if pending and threading.current_thread() is threading.main_thread():
+        number = pending.pop(0)
         _handlers[number](number, None)
 
 
@@ -68,4 +68,4 @@ def is_past_return() -> bool:
 
 
 def _remember(number: int, _frame: FrameType | None) -> None:
-    _pending.append(number)
+    pending.append(number)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,9 @@ class Runner:
             [sys.executable, "-P", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
 
-    def __call__(self, *argv, fault="", kill_after=None):
-        request = {"argv": list(map(str, argv)), "env": {"GRADTOOL_FAULT": fault}, "kill_after": kill_after}
+    def __call__(self, *argv, fault="", strike_after=None, number=signal.SIGKILL):
+        request = {"argv": list(map(str, argv)), "env": {"GRADTOOL_FAULT": fault}}
+        request |= {"strike_after": strike_after, "signal": number}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Answer(*json.loads(self._server.stdout.readline()))
@@ -116,8 +118,8 @@ class Scene:
         shutil.rmtree(self.root / "now", ignore_errors=True)
         shutil.copytree(self.root / "fresh", self.root / "now")
 
-    def run(self, **death):
-        return self._runner(*self._arguments(), *self._options, **death)
+    def run(self, *options, **death):
+        return self._runner(*self._arguments(), *self._options, *options, **death)
 
     def _arguments(self):
         arguments = self._case.arguments(self.path)

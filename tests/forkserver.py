@@ -6,7 +6,6 @@ A program of its own: it reads requests, one JSON object a line, on stdin, and a
 import gc
 import json
 import os
-import signal
 import sys
 import time
 
@@ -43,10 +42,10 @@ def _serve():
                 _child(request, out, err)
             finally:
                 os._exit(99)
-        if request["kill_after"] is not None:
-            time.sleep(request["kill_after"])
+        if request["strike_after"] is not None:
+            time.sleep(request["strike_after"])
             # If it is done already, what is left of it does not mind.
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, request["signal"])
         _, status, usage = os.wait4(child, 0)
         texts = []
         for fd in (out, err):

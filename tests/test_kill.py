@@ -3,7 +3,9 @@
 import collections
 import contextlib
 import itertools
+import json
 import random
+import signal
 import time
 
 import pytest
@@ -81,6 +83,55 @@ def check_kills(scene):
     assert scene.state() == "new"
 
 
+@scenes([1, 3], modes=["replace", "inplace", "replace-no-fsync"])
+def test_a_signal_at_any_step_ends_a_run_that_tells_what_became_of_the_files(scene):
+    codes = set()
+    for step in itertools.count(1):
+        number = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[step % 3]
+        done = scene.run("--json", fault=f"{number.name}@{step}")
+        check_story(scene, done, step)
+        codes.add(done.code)
+        scene.put_back()
+        if done.code == 0 and scene.run(fault=f"kill@{step}").code == 0:
+            break
+        scene.put_back()
+    assert codes == {0, 129, 130, 143}
+
+
+def check_story(scene, done, where):
+    """That exit code, result and files tell the same story."""
+    answer = json.loads(done.out)
+    assert answer["exit_code"] == done.code, (where, done)
+    if done.code == 0:
+        assert (scene.state(), done.err, answer["status"]) == ("new", "", "ok"), (where, done)
+        return
+    assert done.code in (129, 130, 143), (where, done)
+    assert (scene.state(), answer["errors"][0]["code"]) == ("old", "interrupted"), (where, done, scene.state())
+    assert len(done.err.splitlines()) == 1, (where, done)
+
+
+def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(runner, pytestconfig):
+    count, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
+    print(f"seed {seed}")  # noqa: T201 - shown where the test fails
+    rng = random.Random(seed)  # noqa: S311 - no secret
+    seen = collections.Counter()
+    for number, (case, mode) in enumerate(itertools.product(CASES, ["replace", "inplace"])):
+        with contextlib.closing(Scene(runner, case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
+            began = time.perf_counter()
+            scene.run()
+            seconds = time.perf_counter() - began
+            for _ in range(number, count, 8):
+                scene.put_back()
+                done = scene.run("--json", strike_after=rng.uniform(0, 1.2 * seconds), number=signal.SIGTERM)
+                if done.code == -signal.SIGTERM:
+                    # Before it took care of signals; it had not begun.
+                    assert (scene.state(), done.out, done.err) == ("old", "", "")
+                else:
+                    check_story(scene, done, (case, mode))
+                seen[done.code] += 1
+    print(dict(seen))  # noqa: T201 - for those who ask for many
+
+
 def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, pytestconfig):
     kills, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
     print(f"seed {seed}")  # noqa: T201 - shown where the test fails
@@ -94,12 +145,12 @@ def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, p
             seconds = time.perf_counter() - began
             for _ in range(number, kills, 8):
                 scene.put_back()
-                code = scene.run(kill_after=rng.uniform(0, 1.2 * seconds)).code
+                code = scene.run(strike_after=rng.uniform(0, 1.2 * seconds)).code
                 assert code in (0, KILLED)
                 looked = scene.norm()
                 assert looked.code == 0 or "gradtool recover" in looked.err
                 if rng.random() < 0.5:
-                    assert scene.recover(kill_after=rng.uniform(0, seconds)).code in (0, KILLED)
+                    assert scene.recover(strike_after=rng.uniform(0, seconds)).code in (0, KILLED)
                 assert scene.recover().code == 0
                 state = scene.state()
                 assert state in ("old", "new"), (case, mode, state)

@@ -48,6 +48,7 @@ _OF_STEP = 100
 # A run has six, and each one that recovers it adds two.
 _MAX_STEPS = 1000
 _MAX_PID = (1 << 31) - 1
+_ENCODING = "utf-8", "surrogateescape"
 
 
 class Move(NamedTuple):
@@ -147,7 +148,8 @@ def line_of(**entry: Any) -> bytes:
     Raises:
         BadInputError: it is about more than could be read back.
     """
-    text = json.dumps(entry, separators=(",", ":")).encode()
+    # As the system has names, bytes of no encoding among them: escaped, they would take up to three times the room.
+    text = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING)
     if len(text) > _MAX_BYTES // 2 or not _is_small(text):
         raise BadInputError(
             f"the names of the files to write are too many or too long for a transaction log ({len(text):,} bytes of "
@@ -339,7 +341,7 @@ def _steps(content: bytes) -> tuple[list[dict[str, Any]], int]:
             break
         if not _is_small(text) or len(steps) == _MAX_STEPS:
             raise ValueError
-        steps.append(json.loads(text))
+        steps.append(json.loads(text.decode(*_ENCODING)))
         size += len(line)
     return steps, size
 

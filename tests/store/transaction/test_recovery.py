@@ -234,8 +234,8 @@ def test_no_path_and_no_folder_are_refused(tmp_path):
 
 def record(folder, *entries, files=("0.safetensors",), **facts):
     run = {"id": ID, "format": 2, "pid": 1, "host": "h", "boot": "", "key": "", "files": list(files), "folders": []}
-    lines = [line_of(run=run | facts)]
-    (folder / f"{ID}.run").write_bytes(b"".join(lines + [line_of(**entry) for entry in entries]))
+    steps = [json.dumps(one, separators=(",", ":")).encode() for one in ({"run": run | facts}, *entries)]
+    (folder / f"{ID}.run").write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in steps))
 
 
 def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):

@@ -348,9 +348,9 @@ def _run(command: str, *, json: bool, quiet: bool, **arguments: Any) -> int:
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
     streams.take_streams()
-    process.take_signals()
     process.allow_open_files()
     try:
+        process.take_signals()
         code = _guarded()
         process.leave_signals()
         sys.exit(code if process.pending is None else process.interrupted(process.pending))

@@ -137,6 +137,7 @@ _REMEDIES = {
     errno.ENOSPC: "free some space, or use --output-dir on another disk",
     errno.EDQUOT: "the quota is used up; use --output-dir on another disk",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOMEM: "raise the limit on memory (ulimit -v or -d)",
 }
 

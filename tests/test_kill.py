@@ -5,11 +5,12 @@ import contextlib
 import itertools
 import json
 import random
+import shutil
 import signal
 import time
 
 import pytest
-from crashes import CASES, KILLED, Runner, Scene
+from crashes import CASES, KILLED, Runner, Scene, shards
 
 MODES = {
     "replace": ["--write", "replace"],
@@ -71,9 +72,11 @@ def check_kills(scene):
         else:
             # Recovering is killed too, somewhere, and then goes on.
             assert scene.recover(fault=f"tear@{1 + step // 2 % 6}").code in (0, KILLED)
-        assert scene.recover().code == 0
+        recovered = scene.recover()
+        assert recovered.code == 0
         state = scene.state()
         assert state in ("old", "new"), (step, before, state)
+        check_recovered(recovered, state)
         if looked is not None and looked.code == 0:
             assert before == state or isinstance(before, dict)
         seen.add(state)
@@ -81,6 +84,39 @@ def check_kills(scene):
     assert step > 5
     assert seen == {"old", "new"}
     assert scene.state() == "new"
+
+
+def check_recovered(recovered, state):
+    """That recovering said what is true, so that a script knows whether to do it again."""
+    facts = dict(line.split("\t")[:2] for line in recovered.out.splitlines())
+    outcomes = [name for name in ("finished", "undone", "untouched") if facts[name] != "0"]
+    # A run that had not begun, or had ended, has left no log; and another one may have recovered it before.
+    assert outcomes in ([], ["finished"] if state == "new" else ["undone"], [] if state == "new" else ["untouched"])
+
+
+def test_a_new_output_folder_is_there_as_a_whole_or_not_at_all(runner, tmp_path):
+    shards(tmp_path / "in", 2, 300)
+    shutil.copytree(tmp_path / "in", tmp_path / "expected")
+    assert runner("clip", tmp_path / "expected", "--max-norm", "1").code == 0
+    new = tmp_path / "new"
+    for kind in ("kill", "SIGTERM", "ENOSPC"):
+        for step in itertools.count(1):
+            command = ["clip", tmp_path / "in", "--max-norm", "1", "--output-dir", new / "a" / "b"]
+            done = runner(*command, fault=f"{kind}@{step}")
+            assert done.code in {"kill": (0, KILLED), "SIGTERM": (0, 143), "ENOSPC": (0, 5)}[kind]
+            if kind == "kill":
+                assert runner("recover", tmp_path).code == 0
+            there = {path.name: path.read_bytes() for path in new.rglob("*") if path.is_file()}
+            wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
+            assert there == (wanted if new.exists() else {}), (kind, step, done, list(tmp_path.rglob("*")))
+            assert sorted(path.name for path in tmp_path.iterdir() if path != new) == ["expected", "in"], (kind, step, done)
+            is_last = new.exists() and done.code == 0 and not done.err
+            shutil.rmtree(new, ignore_errors=True)
+            if is_last and runner(*command, fault=f"kill@{step}").code == 0:
+                shutil.rmtree(new)
+                break
+            runner("recover", tmp_path)
+            shutil.rmtree(new, ignore_errors=True)
 
 
 @scenes([1, 3], modes=["replace", "inplace", "replace-no-fsync"])
@@ -100,6 +136,7 @@ def test_a_signal_at_any_step_ends_a_run_that_tells_what_became_of_the_files(sce
 
 def check_story(scene, done, where):
     """That exit code, result and files tell the same story."""
+    assert done.out, (where, done)
     answer = json.loads(done.out)
     assert answer["exit_code"] == done.code, (where, done)
     if done.code == 0:

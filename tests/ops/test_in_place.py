@@ -2,10 +2,11 @@
 
 import os
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
-from support import VALUE_TYPES, encode, gaussian, gradtool_json, read, snapshot, write, write_index
+from support import COMMAND, VALUE_TYPES, encode, gaussian, gradtool_json, read, snapshot, write, write_index
 
 from gradtool import (
     BadInputError,
@@ -218,6 +219,48 @@ def test_a_disk_without_room_for_the_journal_is_known_before_work_starts(tmp_pat
         SystemRefusedError,
         "that takes 12,240 bytes, and 12,239 are free",
     )
+
+
+def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, monkeypatch):
+    path = tmp_path / "x" / "sparse.safetensors"
+    write(path, {"a": np.zeros(3_000_000, np.float32)})
+    header = path.stat().st_size - 12_000_000
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(header)
+        file.truncate(header + 12_000_000)
+    assert path.read_bytes() == content
+    if path.stat().st_blocks * 512 >= 12_000_000:
+        pytest.skip("this file system has no holes")
+    disk = os.statvfs(tmp_path)
+    # Enough for the undo logs, and not for the holes as well.
+    fields = [1, 1, *disk[2:4], 13_000_000, *disk[5:]]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    gradient = write(tmp_path / "gradient", {"a": np.ones(3_000_000, np.float32)})
+    check_undone(
+        path.parent, lambda: accumulate(path, gradient, write="inplace"), SystemRefusedError, "and holes are filled"
+    )
+
+
+# As the shell's ulimit: of kibibytes in a file, or of open files.
+@pytest.mark.parametrize("limit", ["-f 100", "-f 300", "-f 1100", "-f 1200", "-n 40"])
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_limit_on_files_leaves_all_old_or_all_new_and_nothing_else(tmp_path, limit, overflows):
+    for number in range(60):
+        values = np.full(600_000 if number == 30 and limit[1] == "f" else 900, 6e4, np.float16)
+        write(tmp_path / "buffer" / f"{number:02}.safetensors", {f"t{number:02}": values})
+        write(tmp_path / "gradient" / f"{number:02}.safetensors", {f"t{number:02}": -values / 2})
+    if overflows:
+        write(tmp_path / "gradient" / "59.safetensors", {"t59": np.full(900, 6e4, np.float16)})
+    old = content_of(tmp_path / "buffer")
+    command = f'ulimit {limit}; exec "$@"'
+    arguments = [*COMMAND, "accumulate", tmp_path / "buffer", tmp_path / "gradient", "--write", "inplace", "--quiet"]
+    done = subprocess.run(["bash", "-c", command, "-", *arguments], capture_output=True, text=True, check=False)
+    now = content_of(tmp_path / "buffer")
+    assert now.keys() == old.keys(), done.stderr
+    assert (now == old) == (done.returncode != 0), done.stderr
+    assert done.returncode in ((1, 5) if overflows else (0, 5)), done.stderr
+    assert done.returncode != 5 or "ulimit -f" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["output", "output_dir", "create"])

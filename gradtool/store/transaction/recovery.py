@@ -240,6 +240,9 @@ class _Crashed:
             folder.unlink(home.path.name)
         # That a pointer is gone must be on the disk before its log is; the run may have removed it itself.
         for folder in (*pointed, *self._unpointed):
+            # Or it had not come to write it.
+            if _is_own(folder, home.path.name) and read_log(folder, home.path.name) is None:
+                folder.unlink(home.path.name)
             folder.sync()
         for number in range(len(home.missing), 0, -1) if unmake else ():
             _unmake(first, home.missing[:number])

@@ -1,0 +1,120 @@
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import registered, snapshot, write
+
+from gradtool import BadInputError, SystemRefusedError, clip, norm, recover
+from gradtool.store.fs import Folder
+from gradtool.store.transaction import log as log_module
+from gradtool.store.transaction.log import Move, line_of, marker_of, name_of, read_log, run_of
+
+ID = ".gradtool-0123456789ab"
+RUN = {"id": ID, "format": 2, "pid": 1, "host": "h", "boot": "b", "key": "k", "files": ["x"], "folders": []}
+
+
+def line(text):
+    """A step with a checksum that is right, whatever it says."""
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def read_back(folder, content):
+    (folder / f"{ID}.run").write_bytes(content)
+    with Folder.at(folder) as opened:
+        return read_log(opened, f"{ID}.run")
+
+
+def test_a_log_that_is_torn_at_any_byte_is_what_was_whole_of_it(tmp_path):
+    moves = [Move(0, 3, "x", 7, 20, -1, 9)]
+    lines = [line_of(run=RUN), line_of(ready=True), line_of(moves=moves), line_of(done=True)]
+    content = b"".join(lines)
+    ends = [sum(map(len, lines[:count])) for count in range(len(lines) + 1)]
+    for size in range(len(content) + 1):
+        log = read_back(tmp_path, content[:size])
+        whole = sum(end <= size for end in ends) - 1
+        if not whole:
+            assert log is None
+        else:
+            assert (log.ready, log.moves, log.done) == (whole > 1, tuple(moves) if whole > 2 else (), whole > 3)
+            assert log.size == ends[whole]
+
+
+def test_names_of_files_come_back_whatever_bytes_they_are_of(tmp_path):
+    names = ["é", "\udcff", "a b", '"[,{', "😀" * 60]
+    assert read_back(tmp_path, line_of(run=RUN | {"files": names})).names == set(names)
+
+
+@pytest.mark.parametrize("kind", ["tmp", "old", "undo"])
+def test_the_files_of_a_run_are_told_by_their_names(kind):
+    assert run_of(name_of(ID, 7, kind)) == run_of(f"{ID}.run") == run_of(f"{ID}.lock") == ID
+    assert run_of(f"{ID}-7.{kind}.bak") is run_of(f"x{ID}.run") is run_of(marker_of("x")) is None
+
+
+DEEP = b"[" * 90_000 + b"]" * 90_000
+NOT_UNDERSTOOD = {
+    "another format": json.dumps({"run": RUN | {"format": 3}}).encode(),
+    "a format that is missing": json.dumps({"run": {"id": ID}}).encode(),
+    "an unknown step": json.dumps({"run": RUN}, separators=(",", ":")).encode() + b"\n",
+    "deep": b'{"run":{"id":"%b","x":%b}}' % (ID.encode(), DEEP),
+    "wide": b'{"run":{"id":"%b","x":[' % ID.encode() + b"[]," * 200_000 + b"[]]}}",
+}
+
+
+@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
+def test_a_log_that_is_not_understood_is_neither_ignored_nor_deleted(tmp_path, name):
+    write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
+    text = NOT_UNDERSTOOD[name]
+    content = line(text.replace(b'": ', b'":').replace(b", ", b","))
+    if name == "an unknown step":
+        content = line_of(run=RUN) + line_of(later="version")
+    (tmp_path / f"{ID}.run").write_bytes(content)
+    (tmp_path / f"{ID}-0.undo").write_bytes(b"precious")
+    before = snapshot(tmp_path)
+    for command in (norm, recover, lambda path: clip(path, max_norm=1)):
+        with pytest.raises(SystemRefusedError, match="cannot be understood: was it made by another version") as caught:
+            command(tmp_path)
+        assert caught.value.problems[0].code == "unfinished"
+    assert snapshot(tmp_path) == before
+
+
+def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
+    write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
+    for number in range(3):
+        name = f".gradtool-{number:012x}"
+        (tmp_path / f"{name}.run").write_bytes(line_of(run=RUN | {"id": name}))
+    assert norm(tmp_path).norm > 0
+    monkeypatch.setattr(log_module, "_MAX_BYTES_IN_FOLDER", 300)
+    with pytest.raises(SystemRefusedError, match="more than 300 bytes of transaction logs") as caught:
+        norm(tmp_path)
+    assert caught.value.problems[0].file == str(tmp_path)
+
+
+def test_a_second_name_of_a_log_is_no_other_run(tmp_path):
+    content = line_of(run=RUN)
+    read_back(tmp_path, content)
+    with Folder.at(tmp_path) as folder:
+        (tmp_path / ".gradtool-ffffffffffff.run").hardlink_to(tmp_path / f"{ID}.run")
+        assert read_log(folder, ".gradtool-ffffffffffff.run") is None
+        assert read_log(folder, f"{ID}.run").run == ID
+
+
+@pytest.mark.parametrize("what", ["files", "bytes"])
+def test_what_could_not_be_read_back_is_refused_before_the_run_begins(tmp_path, monkeypatch, what):
+    paths = [write(tmp_path / f"{i}.safetensors", {f"t{i}": np.ones(3, np.float32)}) for i in range(120)]
+    if what == "files":
+        monkeypatch.setattr(log_module, "_MAX_FILES", 10)
+        monkeypatch.setattr(log_module, "_OF_STEP", 10)
+    else:
+        monkeypatch.setattr(log_module, "_MAX_BYTES", 4_000)
+    before = snapshot(tmp_path)
+    for mode in ("replace", "inplace"):
+        with pytest.raises(BadInputError, match="too many or too long for a transaction log") as caught:
+            clip(tmp_path, max_norm=1, write=mode)
+        assert caught.value.problems[0].code == "limit"
+        assert Path(caught.value.problems[0].file) in paths
+    assert snapshot(tmp_path) == before
+    run = registered(paths[:5])
+    run.close()
+    assert snapshot(tmp_path) == before

@@ -109,7 +109,11 @@ def test_a_new_output_folder_is_there_as_a_whole_or_not_at_all(runner, tmp_path)
             there = {path.name: path.read_bytes() for path in new.rglob("*") if path.is_file()}
             wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
             assert there == (wanted if new.exists() else {}), (kind, step, done, list(tmp_path.rglob("*")))
-            assert sorted(path.name for path in tmp_path.iterdir() if path != new) == ["expected", "in"], (kind, step, done)
+            assert sorted(path.name for path in tmp_path.iterdir() if path != new) == ["expected", "in"], (
+                kind,
+                step,
+                done,
+            )
             is_last = new.exists() and done.code == 0 and not done.err
             shutil.rmtree(new, ignore_errors=True)
             if is_last and runner(*command, fault=f"kill@{step}").code == 0:

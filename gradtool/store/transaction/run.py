@@ -38,7 +38,6 @@ class Run:
         self.met_others = False
         self._targets = targets
         self._pid = os.getpid()
-        self._made: list[Folder] = []
         # The folders that our log, or a pointer to it, lies in, and those with a second name for each target.
         self._logged: list[Folder] = []
         self._marked: list[Folder] = []
@@ -91,8 +90,8 @@ class Run:
         try:
             self._lock_home()
             self._write_log()
-            self._made += self._targets.make_missing()
-            for where in self._made if self.fsync else ():
+            self._targets.make_missing()
+            for where in self._targets.made if self.fsync else ():
                 where.sync()
             for where in self.folders[1:]:
                 self._point_home(where)
@@ -248,7 +247,7 @@ class Run:
 
     def _unmake(self) -> None:
         """Remove the folders that were made for the targets, if nothing came to be in them."""
-        for outer, inner in reversed(list(itertools.pairwise([self.home, *self._made]))):
+        for outer, inner in reversed(list(itertools.pairwise([self.home, *self._targets.made]))):
             with contextlib.suppress(OSError):
                 outer.unmake(inner.path.name)
 

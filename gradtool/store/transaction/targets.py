@@ -34,7 +34,7 @@ class Targets:
     """The folders of the targets, each once, and the names in them.
 
     Of `new_folder`, which need not be there, the nearest folder above it that is there comes first; `missing` are the
-    folders to make in that one, one in another.
+    folders to make in that one, one in another; `made`, those that were.
 
     Raises:
         BadInputError: a folder is not there.
@@ -43,6 +43,7 @@ class Targets:
 
     def __init__(self, paths: Iterable[Path], new_folder: Path | None = None) -> None:
         self.folders: list[Folder] = []
+        self.made: list[Folder] = []
         self._names: dict[Folder, set[str]] = {}
         # By the text of a path, and by device and inode.
         self._followed: dict[str, tuple[Folder, _Link | None]] = {}
@@ -74,24 +75,22 @@ class Targets:
             raise changed_meanwhile(target)
         return folder, name
 
-    def make_missing(self) -> list[Folder]:
-        """Make the folders that are missing; those which were made, the outermost first. The targets move there.
+    def make_missing(self) -> None:
+        """Make the folders that are missing, and move the targets there; those that were `made`, the outermost first.
 
         Raises:
             OSError: one could not be made.
         """
-        made: list[Folder] = []
-        if not self.missing or len(self.folders) > 1:
-            return made
+        if not self.missing or self.made:
+            return
         home = inner = self.folders[0]
         for name in self.missing:
             inner = inner.make(name)
             self._opened[inner.identity] = inner
-            made.append(inner)
+            self.made.append(inner)
         self.folders.append(inner)
         self._names[inner], self._names[home] = self._names[home], set()
         self._places = {path: (inner, name) for path, (_, name) in self._places.items()}
-        return made
 
     def close(self) -> None:
         """Let go of all folders."""

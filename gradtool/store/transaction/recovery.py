@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
 from gradtool.store import fs
 from gradtool.store.fs import Folder
+from gradtool.store.header import changed_meanwhile
 from gradtool.store.transaction.guard import home_of
 from gradtool.store.transaction.locks import InUse, claim, lock, lock_of
 from gradtool.store.transaction.log import (
@@ -289,6 +290,8 @@ def _as_gradtool_errors(path: Path) -> Iterator[None]:
     except GradtoolError:
         raise
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise changed_meanwhile(path) from error
         raise from_os_error(error, path) from error
 
 

@@ -84,7 +84,7 @@ def _command(uid, argv, streams, instants, pipes, closed):
     for number, fd in enumerate(streams, 1):
         os.dup2(fd, number)
     # Those of pytest are not the process's.
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     sys.argv = ["gradtool", *map(str, argv)]
     os.environ["GRADTOOL_BACKEND"] = "cpu"
     fs._steps = iter(range(1, 1 << 30))
@@ -128,7 +128,7 @@ def _reported(do, report):
     try:
         do()
         os.write(report, b"done")
-    except BaseException:
+    except Exception:  # noqa: BLE001 - it is told to the test
         os.write(report, traceback.format_exc().encode())
 
 

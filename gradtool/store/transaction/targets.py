@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, SystemRefusedError, from_os_error
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
 from gradtool.store.fs import Folder, open_to_list, open_to_pass
 from gradtool.store.header import changed_meanwhile
 
@@ -175,6 +175,18 @@ class Targets:
         if known is not folder:
             folder.close()
         return known, tuple(foreign)
+
+
+def refuse_trap(path: str) -> None:
+    """Raise `SystemRefusedError` if a link of another user leads a path to what is not that one's.
+
+    Where it leads to nothing that can be looked at, that is not said here.
+    """
+    try:
+        Targets([Path(path)]).close()
+    except GradtoolError as error:
+        if error.problems[0].code == "link":
+            raise
 
 
 def _foreign(path: str, status: os.stat_result) -> list[_Link]:

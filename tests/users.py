@@ -11,9 +11,12 @@ import traceback
 import warnings
 from typing import Any, NamedTuple
 
+import safetensors  # noqa: F401 - imported once, and not in every child
 from crashes import KILLED
 
-from gradtool import __main__
+import gradtool.backends.compiled
+import gradtool.cli  # noqa: F401
+from gradtool import __main__, accumulate, clip, norm, recover  # noqa: F401
 from gradtool.store import fs
 
 # Nobody's, on any system that we know of.

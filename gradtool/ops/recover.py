@@ -63,7 +63,7 @@ def recover(
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0
-    places = {place: os.path.lexists(place.folder) for path in named for place in Place.of(path)}
+    places = _places(named, problems)
     for place, was_there in places.items():
         try:
             found, swept = recover_at(place, force=force)
@@ -88,3 +88,14 @@ def recover(
         raise (BadInputError if {one.code for one in problems} <= {"missing-file"} else SystemRefusedError).of(problems)
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
+
+
+def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Place, bool]:
+    """What the paths are about, and whether its folder is there; of the others, what is wrong with them."""
+    places: dict[Place, bool] = {}
+    for path in paths:
+        try:
+            places |= {place: os.path.lexists(place.folder) for place in Place.of(path)}
+        except SystemRefusedError as error:
+            problems += error.problems
+    return places

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # What the system says where it cannot do a thing at all, here or ever.
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+# What is said of a name that leads to no file any more, but to a link, a folder, a socket or nothing.
+_OF_OTHERS = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
 # A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
 SECTOR = 512
 # Enough to pass through a folder; reading what is in it may not be allowed.
@@ -55,7 +57,12 @@ class File(NamedTuple):
         Raises:
             SystemRefusedError: the name leads to another file.
         """
-        fd = self.folder.open(self.name, flags)
+        try:
+            fd = self.folder.open(self.name, flags)
+        except OSError as error:
+            if error.errno not in _OF_OTHERS:
+                raise
+            raise changed_meanwhile(self.path) from error
         if not self.is_at(os.fstat(fd)):
             os.close(fd)
             raise changed_meanwhile(self.path)

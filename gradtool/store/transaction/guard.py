@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, from_os_error
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.log import logs_in, marker_of, read_log
+from gradtool.store.transaction.log import is_trusted, logs_in, marker_of, read_log
+from gradtool.store.transaction.targets import refuse_trap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,8 +32,13 @@ class Place(NamedTuple):
     def of(cls, path: str) -> list[Self]:
         """The places of a path, which need not be there: more than one where there are links to elsewhere in a folder.
 
-        An index is about all shards beside it.
+        An index is about all shards beside it. What is written to by way of a place is not what a link of another user
+        leads to, unless that is that one's own.
+
+        Raises:
+            SystemRefusedError: the path itself is led there by such a link.
         """
+        refuse_trap(path)
         real = Path(os.path.realpath(path))
         # Not Path's own, which raises for names that cannot be and where there is no permission.
         if not (os.path.isdir(real) or path.endswith((os.sep, _INDEX))):  # noqa: PTH112
@@ -41,8 +47,12 @@ class Place(NamedTuple):
         places = [cls(Path(os.path.realpath(folder)), None)]
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             links = sorted(entry.path for entry in entries if entry.is_symlink())
-            targets = (Path(os.path.realpath(link)) for link in links if link.endswith((_SUFFIX, _INDEX)))
-            places += [cls(target.parent, target.name) for target in targets if os.path.lexists(target)]
+            for link in links:
+                target = Path(os.path.realpath(link))
+                if link.endswith((_SUFFIX, _INDEX)) and os.path.lexists(target):
+                    with contextlib.suppress(SystemRefusedError):
+                        refuse_trap(link)
+                        places.append(cls(target.parent, target.name))
         return places
 
 
@@ -69,7 +79,7 @@ def refuse_unfinished_at(place: Place) -> None:
         return
     with _opened(place.folder) as folder:
         for log in _logs_about(folder, [] if place.name is None else [place.name]):
-            if place.name is None or place.name in log.names:
+            if is_about(log, folder, place.name):
                 _refuse_if_unfinished(log, place.folder if place.name is None else place.folder / place.name)
 
 
@@ -78,11 +88,17 @@ def could_change(log: Log, folder: Folder, name: str) -> bool:
 
     Where nobody may remove what others made, only a file's owner may replace it, and root and the folder's owner.
     """
-    if not folder.mode & stat.S_ISVTX or log.owner in (0, folder.owner, os.geteuid()):
+    if is_trusted(log.owner, folder):
         return True
     status = folder.status(name)
     others_may = stat.S_IWGRP | stat.S_IWOTH
     return status is None or status.st_uid == log.owner or bool(status.st_mode & others_may)
+
+
+def is_about(log: Log, folder: Folder, name: str | None) -> bool:
+    """Whether a log is about a file, or about anything in a folder, and not there just to be in the way."""
+    names = log.names if name is None else log.names & {name}
+    return (name is None and is_trusted(log.owner, folder)) or any(could_change(log, folder, one) for one in names)
 
 
 def home_of(log: Log) -> Log | None:

@@ -188,19 +188,33 @@ def files_of_runs(folder: Folder) -> list[str]:
     return sorted(name for name in names if name.startswith(PREFIX) and run_of(name))
 
 
+def is_trusted(owner: int, folder: Folder) -> bool:
+    """Whether a user's files are to be heeded.
+
+    In a folder where all may leave what they like, and nobody else may remove it (one that is sticky), that is the
+    user, root or who owns the folder; elsewhere it is anybody who may write there at all.
+    """
+    return not folder.mode & stat.S_ISVTX or owner in (0, os.geteuid(), folder.owner)
+
+
 def logs_in(folder: Folder) -> list[Log]:
     """Every log and pointer in a folder that can be read.
 
     Raises:
         SystemRefusedError: the folder cannot be listed, one is of another version, or they are too large to be read.
     """
-    logs, left = [], _MAX_BYTES_IN_FOLDER
+    logs = []
+    # By owner: what one leaves where everybody may must not hide what another does.
+    left: dict[int, int] = {}
     for name in files_of_runs(folder):
-        if not name.endswith(".run"):
+        status = folder.status(name) if name.endswith(".run") else None
+        if status is None or status.st_size > _MAX_BYTES:
             continue
-        status = folder.status(name)
-        left -= 0 if status is None or status.st_size > _MAX_BYTES else status.st_size
-        if left < 0:
+        owner = -1 if is_trusted(status.st_uid, folder) else status.st_uid
+        left[owner] = left.get(owner, _MAX_BYTES_IN_FOLDER) - status.st_size
+        if left[owner] < 0 and owner >= 0:
+            continue
+        if left[owner] < 0:
             raise SystemRefusedError(
                 f"holds more than {_MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run); recover or "
                 f"delete those of crashed runs",
@@ -224,8 +238,12 @@ def read_log(folder: Folder, name: str) -> Log | None:
         # Among them what is no file at all: a link, a socket, a path that nothing could have.
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG):
             return None
-        # Of another user, who has not come to open it to all, or never meant to.
-        if error.errno == errno.EACCES and (status := folder.status(name)) and status.st_uid != os.geteuid():
+        # Of another user, who has not come to open it to all, or never meant to, or has a lease on it.
+        if (
+            error.errno in (errno.EACCES, errno.EWOULDBLOCK)
+            and (status := folder.status(name))
+            and status.st_uid != os.geteuid()
+        ):
             return None
         raise from_os_error(error, folder.path / name) from error
     try:
@@ -252,8 +270,8 @@ def _parsed(folder: Folder, name: str, status: os.stat_result, content: bytes) -
     try:
         return _parse(path, status, content)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        if folder.mode & stat.S_ISVTX and status.st_uid not in (0, os.geteuid(), folder.owner):
-            return None  # Where everybody may leave what they like, and nobody else may remove it.
+        if not is_trusted(status.st_uid, folder):
+            return None
         # Its checksums are right, so whoever wrote it meant it. It is not ignored: that could cost what it would mend.
         raise SystemRefusedError(
             f"is the log of a run, and cannot be understood: was it made by another version of gradtool? Recover with "

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
 from gradtool.store import fs
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.guard import home_of
+from gradtool.store.header import changed_meanwhile
+from gradtool.store.transaction.guard import home_of, is_about
 from gradtool.store.transaction.locks import InUse, claim, lock, lock_of
 from gradtool.store.transaction.log import (
     HOST,
     MARKER,
     PREFIX,
     files_of_runs,
+    is_trusted,
     logs_in,
     marker_of,
     name_of,
@@ -174,8 +176,8 @@ class _Crashed:
         for move in self.home.moves:
             folder = self._all_folders[move.folder]
             temporary, backup = self._files(move)
-            old = folder.status(backup)
-            if folder.status(temporary) is not None or is_new(folder, move) or old is None:
+            old = _heeded(folder, backup, move.original)
+            if _heeded(folder, temporary, move.inode) or is_new(folder, move) or old is None:
                 continue
             now = folder.status(move.name)
             if now is None or not os.path.samestat(now, old):
@@ -250,6 +252,13 @@ class _Crashed:
         first.unlink(lock_of(home.run))
 
 
+def _heeded(folder: Folder, name: str, inode: int | None) -> os.stat_result | None:
+    """A file of a run, by name or, in a copy of its folder, as like it; not what others put where all may."""
+    status = folder.status(name)
+    is_it = status is not None and (status.st_ino == inode or is_trusted(status.st_uid, folder))
+    return status if is_it else None
+
+
 def _remove_ours(folder: Folder, name: str) -> None:
     """Remove a file of a run; what another user has put beside it may not be ours to remove, nor is a folder."""
     status = folder.status(name)
@@ -292,6 +301,8 @@ def _as_gradtool_errors(path: Path) -> Iterator[None]:
     except GradtoolError:
         raise
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise changed_meanwhile(path) from error
         raise from_os_error(error, path) from error
 
 
@@ -313,7 +324,7 @@ def recover_at(place: Place, *, force: bool = False) -> tuple[list[Recovered | I
         raise from_os_error(error, place.folder) from error
     with folder:
         for log in logs_in(folder):
-            if place.name is None or place.name in log.names:
+            if is_about(log, folder, place.name):
                 try:
                     found += filter(None, [settle(log, force=force)])
                 except GradtoolError as error:

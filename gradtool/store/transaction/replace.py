@@ -263,7 +263,7 @@ def move_back(folders: Sequence[Folder], run: str, moves: Sequence[Move], *, fsy
     """
     for move in moves:
         folder = folders[move.folder]
-        if folder.status(name_of(run, move.number, "tmp")) is not None or not is_new(folder, move):
+        if not is_new(folder, move):
             continue
         backup = name_of(run, move.number, "old")
         there = folder.status(backup)

@@ -183,9 +183,9 @@ class Run:
     def _write_log(self) -> None:
         fd = self._log = self.home.create(f"{self.id}.run")
         self._logged.append(self.home)
-        # Whoever comes across the files is to know who works on them.
-        fs.change_mode(fd, 0o644)
         self._size = fs.write_all(fd, [line_of(run=self._facts(self.home))], 0)
+        # Whoever comes across the files is to know who works on them. Not before: an empty log must be to be locked.
+        fs.change_mode(fd, 0o644)
         # No pointer may outlive a power cut without what it points to.
         if self.fsync and (len(self.folders) > 1 or self._targets.missing):
             fs.sync(fd)

@@ -1,7 +1,7 @@
 """The files that a run will write: paths followed once, link by link, to folders that are held open from then on.
 
 Anybody who may write to a folder on the way can make a path lead elsewhere, before the run or while it works. So no
-path is looked up twice; and a link that another user made is not followed to what is the user's own.
+path is looked up twice; and a link that another user made is followed to nothing but what is that one's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, SystemRefusedError, from_os_error
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
 from gradtool.store.fs import Folder, open_to_list, open_to_pass
 from gradtool.store.header import changed_meanwhile
 
@@ -38,7 +38,7 @@ class Targets:
 
     Raises:
         BadInputError: a folder is not there.
-        SystemRefusedError: a folder cannot be opened, or a link of another user leads to a file of one's own.
+        SystemRefusedError: a folder cannot be opened, or a link of another user leads to what is not that one's.
     """
 
     def __init__(self, paths: Iterable[Path], new_folder: Path | None = None) -> None:
@@ -46,7 +46,7 @@ class Targets:
         self.made: list[Folder] = []
         self._names: dict[Folder, set[str]] = {}
         # By the text of a path, and by device and inode.
-        self._followed: dict[str, tuple[Folder, _Link | None]] = {}
+        self._followed: dict[str, tuple[Folder, tuple[_Link, ...]]] = {}
         self._opened: dict[tuple[int, int], Folder] = {}
         self._places: dict[Path, tuple[Folder, str]] = {}
         try:
@@ -109,29 +109,28 @@ class Targets:
         return tuple(reversed(missing))
 
     def _add(self, path: Path) -> None:
-        folder, name, link = self._follow(path)
-        if link is not None:
-            _refuse_trap(path, link, folder, name)
+        folder, name, links = self._follow(path)
+        _refuse_trap(path, links, folder, name)
         if folder not in self._names:
             self.folders.append(folder)
             self._names[folder] = set()
         self._names[folder].add(name)
         self._places[path] = folder, name
 
-    def _follow(self, path: Path, depth: int = 0) -> tuple[Folder, str, _Link | None]:
-        """Where a path leads, and the last link of another user on the way."""
+    def _follow(self, path: Path, depth: int = 0) -> tuple[Folder, str, tuple[_Link, ...]]:
+        """Where a path leads, and the links of other users on the way."""
         parent, name = os.path.split(path)
-        folder, link = self._followed_folder(parent or ".")
+        folder, links = self._followed_folder(parent or ".")
         status = folder.status(name)
         if status is None or not stat.S_ISLNK(status.st_mode):
-            return folder, name, link
+            return folder, name, links
         if depth == _MAX_LINKS:
             raise from_os_error(OSError(errno.ELOOP, os.strerror(errno.ELOOP)), path)
         to = os.readlink(name, dir_fd=folder.fd)
         inner, name, further = self._follow(Path(os.path.join(folder.path, to)), depth + 1)  # noqa: PTH118 - to may be whole
-        return inner, name, further or _foreign(str(path), status) or link
+        return inner, name, (*links, *_foreign(str(path), status), *further)
 
-    def _followed_folder(self, path: str) -> tuple[Folder, _Link | None]:
+    def _followed_folder(self, path: str) -> tuple[Folder, tuple[_Link, ...]]:
         if path not in self._followed:
             try:
                 self._followed[path] = self._opened_folder(path)
@@ -143,11 +142,12 @@ class Targets:
                 raise from_os_error(error, path) from error
         return self._followed[path]
 
-    def _opened_folder(self, path: str) -> tuple[Folder, _Link | None]:
+    def _opened_folder(self, path: str) -> tuple[Folder, tuple[_Link, ...]]:
         """Open a folder by way of every folder above it, so that each link is seen."""
         left = [part for part in os.path.join(os.getcwd(), path).split("/")[::-1] if part]  # noqa: PTH109, PTH118
         real: list[str] = []
-        link, links = None, 0
+        foreign: list[_Link] = []
+        links = 0
         fd = open_to_pass("/")
         try:
             while left:
@@ -158,7 +158,7 @@ class Targets:
                     if links > _MAX_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                     to = os.readlink(part, dir_fd=fd)
-                    link = _foreign("/" + "/".join([*real, part]), status) or link
+                    foreign += _foreign("/" + "/".join([*real, part]), status)
                     left += [one for one in to.split("/")[::-1] if one]
                     if not to.startswith("/"):
                         continue
@@ -173,21 +173,36 @@ class Targets:
         known = self._opened.setdefault(folder.identity, folder)
         if known is not folder:
             folder.close()
-        return known, link
+        return known, tuple(foreign)
 
 
-def _foreign(path: str, status: os.stat_result) -> _Link | None:
-    """A link that neither the user made nor root."""
-    return None if status.st_uid in (0, os.geteuid()) else _Link(path, status.st_uid)
+def refuse_trap(path: str) -> None:
+    """Raise `SystemRefusedError` if a link of another user leads a path to what is not that one's.
+
+    Where it leads to nothing that can be looked at, that is not said here.
+    """
+    try:
+        Targets([Path(path)]).close()
+    except GradtoolError as error:
+        if error.problems[0].code == "link":
+            raise
 
 
-def _refuse_trap(path: Path, link: _Link, folder: Folder, name: str) -> None:
-    """Refuse to be led by another user to a file, or into a folder, of one's own."""
+def _foreign(path: str, status: os.stat_result) -> list[_Link]:
+    """A link, if neither the user made it nor root."""
+    return [] if status.st_uid in (0, os.geteuid()) else [_Link(path, status.st_uid)]
+
+
+def _refuse_trap(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
+    """Refuse to be led by a link of another user to what that one might not have been able to change."""
     status = folder.status(name)
-    if os.geteuid() == (folder.owner if status is None else status.st_uid):
-        raise SystemRefusedError(
-            f"the link {link.path}, which user {link.owner} made, leads to a file of yours, {folder.path / name}; "
-            f"name that file itself to change it",
-            file=path,
-            code="link",
-        )
+    owner = folder.owner if status is None else status.st_uid
+    for link in links:
+        if link.owner != owner:
+            whose = "yours" if owner == os.geteuid() else f"user {owner}"
+            raise SystemRefusedError(
+                f"the link {link.path}, which user {link.owner} made, leads to a file of {whose}, "
+                f"{folder.path / name}; name that file itself to change it",
+                file=path,
+                code="link",
+            )

@@ -142,6 +142,11 @@ _REMEDIES = {
 }
 
 
+def told(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
+    """The gradtool error for what went wrong with a file: that which it is already, or made of it."""
+    return error if isinstance(error, GradtoolError) else from_os_error(error, file)
+
+
 def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
     """The gradtool error for what the operating system said about a file."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):

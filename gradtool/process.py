@@ -55,7 +55,7 @@ def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool
             report.complain(getattr(result, "warnings", ()), level="warning")
     except KeyboardInterrupt as error:
         # Here and not in main(), for Typer would make an exit code of it and drop the rest.
-        return interrupted(error, work_done=result is not None)
+        return interrupted(error, work_done=result is not None or signals.is_past_return())
     return EXIT_FOUND if problems else EXIT_OK
 
 

@@ -168,7 +168,10 @@ def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene):
 
 @pytest.mark.parametrize(
     "scene",
-    ["clip-file-inplace", "clip-set-replace", "clip-two-folders-replace", "clip-two-folders-inplace"],
+    [
+        *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),
+        *("clip-two-folders-replace", "clip-two-folders-inplace"),
+    ],
     indirect=True,
 )
 @pytest.mark.parametrize("end", ["kill", "cut"])

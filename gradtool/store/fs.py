@@ -134,11 +134,26 @@ class Folder:
         _step()
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.fd)
 
+    def create_file(self, name: str) -> tuple[int, File]:
+        """As `create`, with the file that it is; none is left where that fails."""
+        fd = self.create(name)
+        try:
+            status = os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            self.unlink(name)
+            raise
+        return fd, File(self, name, status.st_dev, status.st_ino)
+
     def make(self, name: str) -> Folder:
-        """Make a folder in it."""
+        """Make a folder in it; none is left where that fails."""
         _step()
         os.mkdir(name, dir_fd=self.fd)
-        return Folder(self.path / name, open_to_list(name, within=self.fd))
+        try:
+            return Folder(self.path / name, open_to_list(name, within=self.fd))
+        except BaseException:
+            self.unmake(name)
+            raise
 
     def link(self, name: str, new: str) -> None:
         """Give a file a second name, which must be new."""

@@ -31,21 +31,32 @@ def deferred() -> Iterator[None]:
         yield
         return
     _is_past_return = False
-    for number in map(int, _ENDING):
-        handler = signal.getsignal(number)
-        if callable(handler):
-            _handlers[number] = handler
-            signal.signal(number, _remember)
+    pending.clear()
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
     try:
+        for number in map(int, _ENDING):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                before[number] = _handlers[number] = handler
+                signal.signal(number, _remember)
         yield
     finally:
-        before = dict(_handlers)
         _handlers.clear()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        came, pending[:] = list(pending), []
+        came, pending[:] = pending[:1], []
+        _restore(dict(before))
         for number in came:
+            # One is enough: another that came with it would tear into what the first one sets off.
             before[number](number, None)
+
+
+def _restore(handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
+    """Give every signal its handler back, though one that comes meanwhile may raise."""
+    if handlers:
+        number, handler = handlers.popitem()
+        try:
+            signal.signal(number, handler)
+        finally:
+            _restore(handlers)
 
 
 def heed() -> None:

@@ -109,7 +109,7 @@ def home_of(log: Log) -> Log | None:
     """
     if log.path == log.home:
         return log
-    with contextlib.suppress(OSError), Folder.at(log.home.parent) as folder:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), Folder.at(log.home.parent) as folder:
         home = read_log(folder, log.home.name)
         # A pointer to a pointer was not made by us, nor does another user's log speak for this one.
         if home is not None and home.path == home.home and home.owner == log.owner:
@@ -138,7 +138,9 @@ def _logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
     except SystemRefusedError as error:
         if error.errno != errno.EACCES:
             raise
-    return [log for name in names if (log := read_log(folder, marker_of(name))) is not None]
+    marked = [log for name in names if (log := read_log(folder, marker_of(name))) is not None]
+    # A log that was deleted by hand counts no more.
+    return [log for log in marked if folder.status(log.path.name) is not None]
 
 
 def _refuse_if_unfinished(log: Log, file: Path) -> None:

@@ -7,9 +7,8 @@ import resource
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error
+from gradtool.errors import SystemRefusedError, from_os_error, told
 from gradtool.store import fs, signals
-from gradtool.store.fs import File
 from gradtool.store.header import changed_meanwhile
 from gradtool.store.transaction.run import remove_all
 from gradtool.store.transaction.undolog import Undo, UndoLog
@@ -17,6 +16,7 @@ from gradtool.store.transaction.undolog import Undo, UndoLog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.store.fs import File
     from gradtool.store.transaction.run import Run
 
 # Bytes of an undo log that are reserved at a time, and more undo logs than there will be.
@@ -54,7 +54,7 @@ class InPlace:
 
     def __enter__(self) -> Self:
         for target in self._targets:
-            _refuse_unwritable(target)
+            _refuse_unwritable(target, fsync=self._run.fsync)
             signals.heed()
         self._refuse_full_disk()
         changes = [
@@ -69,8 +69,8 @@ class InPlace:
             self._run.append(changes=changes)
         except BaseException as error:
             self._run.is_left = self._run.needs_recovery
-            if isinstance(error, OSError) and not isinstance(error, GradtoolError):
-                raise from_os_error(error, self._run.home.path) from error
+            if isinstance(error, OSError):
+                raise told(error, self._run.home.path) from error
             raise
         return self
 
@@ -78,8 +78,7 @@ class InPlace:
         if not self._committed:
             self._put_back()
         if not self._run.needs_recovery:
-            remove_all(self._logs)
-            self._run.is_left = False
+            self._run.is_left = not remove_all(self._logs)
         if error is not None and not self._run.needs_recovery:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
@@ -97,11 +96,9 @@ class InPlace:
         _, name = self._run.new_name("undo")
         home = self._run.home
         try:
-            fd = home.create(name)
+            fd, file = home.create_file(name)
+            self._logs.append(file)
             try:
-                status = os.fstat(fd)
-                file = File(home, name, status.st_dev, status.st_ino)
-                self._logs.append(file)
                 if self._run.fsync:
                     home.sync()
             except BaseException:
@@ -128,9 +125,7 @@ class InPlace:
                 finally:
                     os.close(fd)
             except OSError as error:
-                if isinstance(error, GradtoolError):
-                    raise
-                raise from_os_error(error, target.file.path) from error
+                raise told(error, target.file.path) from error
             signals.heed()
         try:
             self._run.append(done=True)
@@ -170,31 +165,32 @@ class InPlace:
         try:
             targets = {number: (one.file, one.stat.st_size) for number, one in enumerate(self._targets)}
             Undo(targets, self._logs, self._run.key).put_back(fsync=self._run.fsync)
-            self._run.end(undone=True)
+            self._run.append(undone=True)
         except BaseException as error:
             self._run.leave_to_recovery()
-            if isinstance(error, OSError) and not isinstance(error, GradtoolError):
-                error = from_os_error(error, self._run.home.path)
-            if not isinstance(error, GradtoolError):
+            if not isinstance(error, OSError):
                 raise
-            problem = error.problems[0]
+            problem = told(error, self._run.home.path).problems[0]
             message = f"{problem.message}; not everything could be put back, gradtool recover goes on"
             raise SystemRefusedError(message, file=problem.file, code="unfinished") from error
 
 
-def _refuse_unwritable(target: Target) -> None:
-    """Refuse now what could not be written later, while nothing is changed."""
+def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
+    """Refuse now what could not be written later, while nothing is changed.
+
+    What is not overwritten is not saved either, so it must be on the disk, whoever wrote it.
+    """
     file, before, _ = target
     try:
         fd = file.open(os.O_RDWR)
         try:
             now = os.fstat(fd)
+            if fsync:
+                fs.sync(fd)
         finally:
             os.close(fd)
     except OSError as error:
-        if isinstance(error, GradtoolError):
-            raise
-        raise from_os_error(error, file.path) from error
+        raise told(error, file.path) from error
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise changed_meanwhile(file.path)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -50,6 +50,7 @@ def create_locked(folder: Folder, name: str) -> int | None:
             return fd
     except BaseException:
         os.close(fd)
+        folder.unlink(name)
         raise
     os.close(fd)
     return None

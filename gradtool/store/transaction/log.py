@@ -12,6 +12,7 @@ A log is a line for each step, a checksum before it; a torn line was not yet wri
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -82,10 +83,11 @@ class Log:
     `ready` says that the run has its targets to itself; `moves` and `changes`, what may be half done; `revoked`, that
     moves are rolled back; `done` and `undone`, that all is new, or old, and only clearing away is left. `missing` are
     folders that the run makes in its home, `boot` names the time that the machine was up for, `key` is what checksums
-    of its undo logs begin with. What is behind the first `size` bytes is torn.
+    of its undo logs begin with. Behind the first `size` bytes it is torn, or tells who recovered it.
     """
 
     path: Path
+    inode: int
     owner: int
     pid: int
     host: str
@@ -134,6 +136,7 @@ class Log:
         return f"PID {self.pid}{user}" + ("" if self.host == HOST else f" on {self.host}")
 
 
+@functools.cache
 def boot() -> str:
     """A name for the time since the machine was started; nothing where there is none."""
     try:
@@ -294,6 +297,7 @@ def _parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
         raise ValueError
     log = Log(
         path=path,
+        inode=status.st_ino,
         owner=status.st_uid,
         names=frozenset(run["files"]),
         home=home,
@@ -350,17 +354,19 @@ def _process(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The steps that are whole, and how many bytes they take."""
+    """The steps that are whole, and how many bytes they take, without those at the end that tell who recovers it."""
     steps: list[dict[str, Any]] = []
-    size = 0
+    size = end = 0
     for line in _lines(content):
         checksum, _, text = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             break
         if not _is_small(text) or len(steps) == _MAX_STEPS:
             raise ValueError
-        steps.append(json.loads(text.decode(*_ENCODING)))
-        size += len(line)
+        step = json.loads(text.decode(*_ENCODING))
+        steps.append(step)
+        end += len(line)
+        size = size if "taken" in step else end
     return steps, size
 
 

@@ -47,7 +47,7 @@ def acquire(run: Run, *, timeout: float = 0.0) -> None:
         run.register()
         rival = _decided(run, deadline)
         if rival is None:
-            run.append(ready=True, fsync=False)
+            run.be_ready()
             return
         run.withdraw()
         run.met_others = True
@@ -75,7 +75,8 @@ def _rival(run: Run) -> _Rival | None:
             if log.run == run.id or not any(could_change(log, folder, name) for name in shared):
                 continue
             found = settle(log)
-            if isinstance(found, InUse):
+            # One that only clears away writes to no target any more.
+            if isinstance(found, InUse) and not (found.log.done or found.log.undone):
                 return _Rival(found, folder.path / min(shared))
             run.met_others = True
     return None

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import os
 import stat
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
 from gradtool.store import fs
-from gradtool.store.fs import Folder
+from gradtool.store.fs import File, Folder
 from gradtool.store.header import changed_meanwhile
 from gradtool.store.transaction.guard import home_of, is_about
 from gradtool.store.transaction.locks import InUse, claim, lock, lock_of
@@ -81,6 +82,8 @@ class _Crashed:
         self.home = home
         # None for one that is gone, or holds no pointer to the log; those are `unpointed`.
         self._folders, self._unpointed = folders, unpointed
+        # Of a run that is unfinished, that is all of them.
+        self._all_folders = [folder for folder in folders if folder is not None]
         self._fd = fd
 
     @classmethod
@@ -95,7 +98,8 @@ class _Crashed:
             unpointed = []
             for path in home.folders[1:]:
                 other = None
-                with contextlib.suppress(OSError):
+                # What cannot be looked at just now is not gone.
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     other = stack.enter_context(Folder.at(path))
                 pointer = None if other is None else read_log(other, home.path.name)
                 agrees = pointer is not None and pointer.home == home.path and pointer.owner == home.owner
@@ -108,14 +112,14 @@ class _Crashed:
                         file=home.path,
                         code="unfinished",
                     )
-            fd = folder.open(home.path.name, os.O_RDWR)
+            fd = File(folder, home.path.name, folder.identity[0], home.inode).open(os.O_RDWR)
             stack.callback(os.close, fd)
             yield cls(home, folders, unpointed, fd)
 
     def recover(self, *, force: bool) -> Recovered:
         """Roll the run forward or back, and remove what it left."""
         home = self.home
-        outcome = self._outcome_of_one(home.moves[0]) if len(home.moves) == 1 else home.outcome
+        outcome = self._outcome_of_one(home.moves[0]) if len(home.moves) == 1 and not home.revoked else home.outcome
         # What we go by must not be lost when what we do is not.
         fs.sync(self._fd)
         if home.is_unfinished:
@@ -128,12 +132,11 @@ class _Crashed:
     def _outcome_of_one(self, move: Move) -> str:
         """A single rename was done or it was not: nothing is left to do, and what is true is told."""
         folder = self._folders[move.folder]
-        return "finished" if folder is not None and is_new(folder, move) else "untouched"
-
-    @property
-    def _all_folders(self) -> list[Folder]:
-        """The folders of a run that is unfinished, which are all there."""
-        return [folder for folder in self._folders if folder is not None]
+        if folder is None or not is_new(folder, move):
+            return "untouched"
+        # The run may not have come to it.
+        folder.sync()
+        return "finished"
 
     def _names(self, number: int) -> frozenset[str]:
         folder = self._all_folders[number]
@@ -165,7 +168,7 @@ class _Crashed:
 
     def _take(self) -> None:
         """Say in the log who works on it now, once it is sure that we do."""
-        # A torn line would hide what we add.
+        # A torn line would hide what we add; and who tried before us is of no account any more.
         fs.resize(self._fd, self.home.size)
         with contextlib.suppress(OSError):
             # A disk may be too full for that.
@@ -193,9 +196,13 @@ class _Crashed:
         for move in self.home.moves:
             folder = self._all_folders[move.folder]
             temporary, _ = self._files(move)
-            built = folder.status(temporary)
-            # Renamed before; or not what the run has built.
-            if built is None or not stat.S_ISREG(built.st_mode) or built.st_ino != move.inode:
+            built = _heeded(folder, temporary, move.inode)
+            if is_new(folder, move) or (built is None and force):
+                continue  # Renamed before.
+            if built is None or (built.st_ino != move.inode and not force):
+                # As in a copy of the folder, where the files are others.
+                raise changed_since(folder.path / (move.name if built is None else temporary))
+            if not stat.S_ISREG(built.st_mode):
                 continue
             left.append((folder, temporary, move.name))
             now = folder.status(move.name)
@@ -329,16 +336,22 @@ def recover_at(place: Place, *, force: bool = False) -> tuple[list[Recovered | I
                     found += filter(None, [settle(log, force=force)])
                 except GradtoolError as error:
                     found.append(error)
-        return found, _sweep(folder)
+        try:
+            swept = _sweep(folder)
+        except GradtoolError as error:
+            found.append(error)
+            swept = 0
+        return found, swept
 
 
 def _sweep(folder: Folder) -> int:
     """Remove the user's files of runs that have no log, or none that was ever written; how many those were."""
-    swept = 0
-    for run in sorted({run for name in files_of_runs(folder) if (run := run_of(name))}):
-        with _orphaned(folder, run) as is_orphaned:
-            names = [name for name in files_of_runs(folder) if run_of(name) == run] if is_orphaned else []
-            swept += sum(_is_own(folder, name) and remove(folder, name) for name in names)
+    swept, found = 0, defaultdict(list)
+    for name in files_of_runs(folder):
+        found[run_of(name)].append(name)
+    for run, names in found.items():
+        with _orphaned(folder, run or "") as is_orphaned:
+            swept += sum(_is_own(folder, name) and remove(folder, name) for name in names if is_orphaned)
     for name in folder.names():
         if name.startswith(PREFIX) and name.endswith(MARKER) and _is_own(folder, name):
             log = read_log(folder, name)
@@ -359,14 +372,16 @@ def _orphaned(folder: Folder, run: str) -> Iterator[bool]:
         free = True
         for name in (lock_of(run), f"{run}.run"):
             try:
-                fd = folder.open(name, os.O_RDONLY)
+                # Not only to read: there are file systems that lock no file which is.
+                fd = folder.open(name, os.O_RDWR)
             except FileNotFoundError:
                 continue
             except OSError:
                 free = False
                 break
             stack.callback(os.close, fd)
-            free = free and stat.S_ISREG(os.fstat(fd).st_mode) and lock(fd) is not False
+            # Where there are no locks, a process may be about to write it.
+            free = free and stat.S_ISREG(os.fstat(fd).st_mode) and lock(fd) is True
         yield free and not _has_log(folder, run)
 
 

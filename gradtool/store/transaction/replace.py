@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
+from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, told
 from gradtool.store import fs, signals
 from gradtool.store.fs import File
 from gradtool.store.header import changed_meanwhile
@@ -56,7 +56,7 @@ class _Staged(NamedTuple):
             finally:
                 os.close(fd)
         except OSError as error:
-            raise _told(error, self.target) from error
+            raise told(error, self.target) from error
 
     def is_unchanged(self) -> bool:
         """Whether what it replaces is still what was read."""
@@ -77,12 +77,19 @@ class _Staged(NamedTuple):
                 remove(self.folder, self.temporary.name)
             else:
                 self.folder.rename(self.temporary.name, self.name)
-            if not File(self.folder, self.name, self.temporary.device, self.temporary.inode).is_there:
-                raise changed_meanwhile(self.target)
         except FileExistsError as error:
             raise SystemRefusedError("another program made it in the meantime; run again", file=self.target) from error
         except OSError as error:
-            raise _told(error, self.target) from error
+            raise told(error, self.target) from error
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether the temporary was exchanged at the very instant of its rename."""
+        try:
+            status = self.folder.status(self.name)
+        except OSError:
+            return False  # The rename was done, and nothing else is known.
+        return status is None or not self.temporary.is_at(status)
 
     def _link(self) -> bool:
         """Whether it is there by a link, which replaces nothing, unlike a rename; not every file system has links.
@@ -120,9 +127,10 @@ class Replacement:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._run.needs_recovery:
             return
-        for folder, name in [*((one.folder, one.temporary.name) for one in self._staged), *self._backups]:
-            remove(folder, name)
-        self._run.is_left = False
+        files = [*((one.folder, one.temporary.name) for one in self._staged), *self._backups]
+        # All of them, whatever becomes of the first.
+        gone = [remove(folder, name) for folder, name in files]
+        self._run.is_left = not all(gone)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
@@ -151,14 +159,14 @@ class Replacement:
         self._run.is_left = True
         number, temporary = self._run.new_name("tmp")
         try:
-            fd = folder.create(temporary)
+            there = folder.status(name)
+            if original is not None:
+                mode = kept_mode(original)
+            elif there is not None:
+                mode &= there.st_mode | stat.S_IRUSR | stat.S_IWUSR
+            fd, file = folder.create_file(temporary)
+            self._staged.append(_Staged(number, file, name, target, original, mode, is_new))
             try:
-                status = os.fstat(fd)
-                file = File(folder, temporary, status.st_dev, status.st_ino)
-                if original is None and (there := folder.status(name)) is not None:
-                    mode &= there.st_mode | stat.S_IRUSR | stat.S_IWUSR
-                mode = mode if original is None else kept_mode(original)
-                self._staged.append(_Staged(number, file, name, target, original, mode, is_new))
                 fs.resize(fd, size)
                 for begin, end in [(0, size)] if ranges is None else ranges:
                     fs.reserve(fd, begin, end)
@@ -167,7 +175,7 @@ class Replacement:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise _told(error, target) from error
+            raise told(error, target) from error
         return file
 
     def commit(self) -> None:
@@ -183,10 +191,14 @@ class Replacement:
         for staged in self._staged:
             if not staged.is_unchanged():
                 raise changed_meanwhile(staged.target)
+        several = len(self._staged) > 1
         if self._staged:
-            self._rename_all()
-        several, self._staged, self._committed = len(self._staged) > 1, [], True
-        signals.pass_return()
+            self._rename_all(several=several)
+        exchanged, self._staged = [one for one in self._staged if one.is_exchanged], []
+        while self._backups:
+            remove(*self._backups.pop())
+        if exchanged:
+            raise changed_meanwhile(exchanged[0].target)
         try:
             self._run.sync_folders()
             if several:
@@ -199,9 +211,8 @@ class Replacement:
             reason = f"all files were written, but the folder could not be synced: {error.strerror}{remedy}"
             raise SystemRefusedError(reason, file=self._run.home.path) from error
 
-    def _rename_all(self) -> None:
+    def _rename_all(self, *, several: bool) -> None:
         """Rename the files, so that it is all of them or none, whatever happens."""
-        several = len(self._staged) > 1
         # Without a second name, a rename that fails when others are done could not be taken back.
         for staged in self._staged if several else ():
             backup = staged.folder, self._backup(staged)
@@ -215,33 +226,36 @@ class Replacement:
                 self._run.sync()
             self._run.append(moves=moves)
         except OSError as error:
-            raise _told(error, self._run.home.path) from error
-        for number, staged in enumerate(self._staged):
-            try:
+            raise told(error, self._run.home.path) from error
+        # Whatever ends the loop but a rename that is refused, being out of memory say, leaves the rest to recovery.
+        self._run.needs_recovery = several
+        begun: list[Move] = []
+        try:
+            for move, staged in zip(moves, self._staged, strict=True):
+                begun.append(move)
                 staged.take_place()
-            except GradtoolError as error:
-                if several:
-                    self._revoke(error, moves, number)
-                raise
-            except BaseException:
-                # Out of memory, say: nothing more is tried here.
-                if several:
-                    self._run.leave_to_recovery()
-                raise
-        while self._backups:
-            remove(*self._backups.pop())
+        except GradtoolError as error:
+            self._run.needs_recovery = False
+            if several:
+                self._revoke(error, begun)
+            raise
+        self._committed = True
+        signals.pass_return()
+        self._run.needs_recovery = False
 
     def _move(self, staged: _Staged) -> Move:
         there, place = staged.folder.status(staged.name), self._run.number_of(staged.folder)
         was = (None, None, None) if there is None else (there.st_size, there.st_mtime_ns, there.st_ino)
         return Move(place, staged.number, staged.name, staged.temporary.inode, *was)
 
-    def _revoke(self, error: GradtoolError, moves: Sequence[Move], count: int) -> None:
-        """Roll back the first renames, as the one after them failed; or leave it to a later run to roll forward."""
-        renamed = list(zip(moves, self._staged, strict=True))[:count]
+    def _revoke(self, error: GradtoolError, moves: Sequence[Move]) -> None:
+        """Roll back the renames that may have been done, as the last of them failed; or leave it to a later run."""
+        backups = set(self._backups)
         try:
-            if not all(move.size is None or (one.folder, self._backup(one)) in self._backups for move, one in renamed):
-                raise FileNotFoundError
+            for move, staged in zip(moves, self._staged, strict=False):
+                has_backup = move.size is None or (staged.folder, self._backup(staged)) in backups
+                if not has_backup and is_new(staged.folder, move):
+                    raise FileNotFoundError
             self._run.append(revoked=True)
             move_back(self._run.folders, self._run.id, moves, fsync=self._run.fsync)
             self._run.end(undone=True)
@@ -318,7 +332,3 @@ def _keep(fd: int, file: File, original: os.stat_result) -> None:
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _told(error: OSError, file: Path) -> GradtoolError:
-    return error if isinstance(error, GradtoolError) else from_os_error(error, file)

@@ -9,7 +9,7 @@ import stat
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error
+from gradtool.errors import GradtoolError, SystemRefusedError, told
 from gradtool.store import fs
 from gradtool.store.transaction.locks import create_locked, lock_of
 from gradtool.store.transaction.log import FORMAT, HOST, PREFIX, boot, line_of, marker_of, name_of
@@ -38,9 +38,9 @@ class Run:
         self.met_others = False
         self._targets = targets
         self._pid = os.getpid()
-        # The folders that our log, or a pointer to it, lies in, and those with a second name for each target.
+        # The folders that our log, or a pointer to it, lies in, and the second names that it has.
         self._logged: list[Folder] = []
-        self._marked: list[Folder] = []
+        self._marked: list[tuple[Folder, str]] = []
         self._lock = self._log = -1
         self._size = 0
         self._numbers = itertools.count()
@@ -96,12 +96,24 @@ class Run:
             for where in self.folders[1:]:
                 self._point_home(where)
         except OSError as error:
-            if isinstance(error, GradtoolError):
-                raise
-            raise from_os_error(error, where.path) from error
+            raise told(error, where.path) from error
+
+    def be_ready(self) -> None:
+        """Say in the log that no other run is in the way.
+
+        Raises:
+            SystemRefusedError: that could not be written.
+        """
+        try:
+            self.append(ready=True, fsync=False)
+        except OSError as error:
+            raise told(error, self.home.path) from error
 
     def withdraw(self) -> None:
         """Undo `register`, so that others can go first."""
+        # To remove all pointers may take a while, and they need not wait for that.
+        with contextlib.suppress(OSError):
+            self.append(undone=True, fsync=False)
         self._end()
 
     def new_name(self, kind: str) -> tuple[int, str]:
@@ -125,10 +137,10 @@ class Run:
             classes = [(folder.mode >> shift) & (stat.S_IROTH | stat.S_IXOTH) for shift in (0, 3, 6)]
             if stat.S_IXOTH not in classes:
                 continue
-            self._marked.append(folder)
-            for name in sorted(names):
+            for marker in map(marker_of, sorted(names)):
                 with contextlib.suppress(OSError):  # Of a file system that has no links, there are no classes either.
-                    folder.link(f"{self.id}.run", marker_of(name))
+                    folder.link(f"{self.id}.run", marker)
+                    self._marked.append((folder, marker))
 
     def sync(self) -> None:
         """Bring the log, its pointers and the names of all files made so far to the disk."""
@@ -153,23 +165,22 @@ class Run:
     def close(self) -> None:
         """Remove the log, its pointers first, and let go of the lock and of all folders."""
         # A process that was forked meanwhile has nothing to end.
-        if os.getpid() == self._pid:
-            self._end()
-            self._unmake()
-        self._targets.close()
+        with contextlib.closing(self._targets):
+            if os.getpid() == self._pid:
+                self._end()
+                self._unmake()
 
     def _refuse_too_many(self) -> None:
         """Raise `BadInputError` now for a log that would get too large later."""
-        for folder, names in self.names:
-            error = None
-            try:
-                line_of(run=self._facts(folder))
-                line_of(moves=[[name, *[_LONGEST] * _NUMBERS] for _, each in self.names for name in each])
-            except GradtoolError as refused:
-                error = refused
-            if error is not None:
-                problem = error.problems[0]
-                raise type(error)(problem.message, file=folder.path / min(names, default=""), code=problem.code)
+        where = self.home
+        try:
+            for where, _ in self.names:
+                line_of(run=self._facts(where))
+            line_of(moves=[[name, *[_LONGEST] * _NUMBERS] for _, names in self.names for name in names])
+        except GradtoolError as error:
+            problem = error.problems[0]
+            name = min(self._targets.names_in(where), default="")
+            raise type(error)(problem.message, file=where.path / name, code=problem.code) from None
 
     def _lock_home(self) -> None:
         for _ in range(_TRIES):
@@ -207,7 +218,7 @@ class Run:
 
     def _facts(self, folder: Folder) -> dict[str, Any]:
         facts: dict[str, Any] = {"id": self.id or PREFIX + "0" * 12, "format": FORMAT, "pid": os.getpid(), "host": HOST}
-        facts |= {"boot": boot(), "key": self.key, "files": sorted(dict(self.names)[folder])}
+        facts |= {"boot": boot(), "key": self.key, "files": self._names_to_log(folder)}
         if folder is not self.home:
             return facts | {"home": os.path.relpath(self.home.path / f"{self.id}.run", folder.path)}
         others = [one.path for one in self.folders[1:]]
@@ -218,32 +229,37 @@ class Run:
             others.append(self.home.path.joinpath(*missing))
         return facts | {"folders": [os.path.relpath(other, folder.path) for other in others]}
 
+    def _names_to_log(self, folder: Folder) -> list[str]:
+        # Those in a folder that is yet to be made are no files of its parent.
+        is_parent = bool(self._targets.missing) and folder is self.home
+        return [] if is_parent else sorted(self._targets.names_in(folder))
+
     def _end(self) -> None:
         """Remove the second names of the log, its pointers, the log, and the lock at last."""
         if self._lock < 0:
             return
-        if not self.is_left:
-            self._clear()
-        for fd in (self._log, self._lock):
-            if fd >= 0:
-                os.close(fd)
-        self._log = self._lock = -1
-        self._logged, self._marked, self._size = [], [], 0
+        with contextlib.ExitStack() as stack:
+            for fd in (self._lock, self._log):
+                if fd >= 0:
+                    stack.callback(os.close, fd)
+            logged, marked = self._logged, self._marked
+            self._lock = self._log = -1
+            self._logged, self._marked, self._size = [], [], 0
+            if not self.is_left:
+                self._clear(logged, marked)
 
-    def _clear(self) -> None:
+    def _clear(self, logged: Sequence[Folder], marked: Sequence[tuple[Folder, str]]) -> None:
         home, log = self.home, f"{self.id}.run"
-        gone = [
-            remove(folder, marker_of(name)) for folder, names in self.names if folder in self._marked for name in names
-        ]
-        others = [folder for folder in self._logged if folder is not home]
-        gone += [remove(folder, log) for folder in others]
+        others = [folder for folder in logged if folder is not home]
+        gone = [remove(folder, marker) for folder, marker in marked] + [remove(folder, log) for folder in others]
         if not all(gone):
             return
-        for folder in others if self.fsync else ():
-            with contextlib.suppress(OSError):
+        # No pointer may outlive the log, in a power cut either.
+        with contextlib.suppress(OSError):
+            for folder in others if self.fsync else ():
                 folder.sync()
-        if home not in self._logged or remove(home, log):
-            remove(home, lock_of(self.id))
+            if home not in logged or remove(home, log):
+                remove(home, lock_of(self.id))
 
     def _unmake(self) -> None:
         """Remove the folders that were made for the targets, if nothing came to be in them."""
@@ -288,20 +304,20 @@ def remove(folder: Folder, name: str) -> bool:
     return False
 
 
-def remove_all(files: Sequence[File]) -> None:
-    """Remove files side by side: to give back what a large one holds takes the system as long as a pass over it."""
+def remove_all(files: Sequence[File]) -> bool:
+    """Remove files side by side, and say whether that is done.
+
+    To give back what a large one holds takes the system as long as a pass over it.
+    """
     threads, left = [], list(files)
     with contextlib.suppress(RuntimeError):  # No more threads are to be had.
         while len(left) > 1:
-            threads.append(threading.Thread(target=_remove_file, args=(left[-1],)))
+            threads.append(threading.Thread(target=remove, args=(left[-1].folder, left[-1].name)))
             threads[-1].start()
             left.pop()
     for file in left:
-        _remove_file(file)
+        remove(file.folder, file.name)
     for thread in threads:
         if thread.ident is not None:
             thread.join()
-
-
-def _remove_file(file: File) -> None:
-    remove(file.folder, file.name)
+    return not any(file.is_there for file in files)

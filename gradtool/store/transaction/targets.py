@@ -66,6 +66,10 @@ class Targets:
         """The folders, in the order of the log, and the targets in each."""
         return [(folder, self._names[folder]) for folder in self.folders]
 
+    def names_in(self, folder: Folder) -> set[str]:
+        """The targets in a folder."""
+        return self._names[folder]
+
     def place(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if it is none, or leads elsewhere by now."""
         if target in self._places:

@@ -14,7 +14,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error
+from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, told
 from gradtool.store import fs
 from gradtool.store.fs import SECTOR, File
 
@@ -102,23 +102,25 @@ class Undo(NamedTuple):
         Raises:
             SystemRefusedError: another program wrote to a target, or reading or writing failed.
         """
-        changed: dict[int, File] = {}
+        # Not only what is written now: what an earlier rollback wrote may not be on the disk yet.
+        saved: dict[int, File] = {}
         errors: list[GradtoolError] = []
         failed: set[int] = set()
         for entry in self._entries():
             file, _ = self.targets[entry.number]
             try:
-                if file.is_there and _put_back(file, entry, force=force):
-                    changed[entry.number] = file
+                if file.is_there:
+                    saved[entry.number] = file
+                    _put_back(file, entry, force=force)
             except OSError as error:
                 if entry.number not in failed:
-                    errors.append(error if isinstance(error, GradtoolError) else from_os_error(error, file.path))
+                    errors.append(told(error, file.path))
                 failed.add(entry.number)
-        for file in changed.values() if fsync else ():
+        for file in saved.values() if fsync else ():
             try:
                 _sync(file)
             except OSError as error:
-                errors.append(error if isinstance(error, GradtoolError) else from_os_error(error, file.path))
+                errors.append(told(error, file.path))
         if errors:
             raise errors[0]
 
@@ -139,10 +141,10 @@ def _read(file: File, entry: Entry) -> bytes:
         os.close(fd)
 
 
-def _put_back(file: File, entry: Entry, *, force: bool) -> bool:
+def _put_back(file: File, entry: Entry, *, force: bool) -> None:
     current = _read(file, entry)
     if current == entry.content:
-        return False
+        return
     if not force and _is_foreign(current, entry):
         raise changed_since(file.path)
     fd = file.open(os.O_WRONLY)
@@ -150,7 +152,6 @@ def _put_back(file: File, entry: Entry, *, force: bool) -> bool:
         fs.write_all(fd, [entry.content], entry.begin)
     finally:
         os.close(fd)
-    return True
 
 
 def changed_since(target: Path) -> SystemRefusedError:
@@ -201,10 +202,8 @@ def _entries(file: File, key: bytes) -> Iterator[Entry]:
                     return
                 yield Entry(number, begin, content, sums)
     except OSError as error:
-        if isinstance(error, GradtoolError):
-            raise
         if error.errno != errno.ELOOP:
-            raise from_os_error(error, file.path) from error
+            raise told(error, file.path) from error
 
 
 def undo_logs(folder: fs.Folder, names: Sequence[str], owner: int) -> list[File]:

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -17,6 +18,7 @@ from gradtool.store.transaction import run as run_module
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import line_of, logs_in
 from gradtool.store.transaction.replace import Replacement
+from gradtool.store.transaction.undolog import Undo
 
 ID = ".gradtool-0123456789ab"
 
@@ -88,6 +90,59 @@ def test_what_was_overwritten_comes_back(tmp_path, by):
         assert paths[1].read_bytes() == old[1]
     assert paths[0].read_bytes() == old[0]
     assert sorted(tmp_path.iterdir()) == paths
+
+
+@pytest.mark.parametrize("leave", [half_replaced, half_changed])
+def test_a_copy_of_what_a_crashed_run_left_is_not_thrown_away(tmp_path, leave):
+    wanted = leave(files_in(tmp_path / "there"))
+    shutil.copytree(tmp_path / "there", tmp_path / "copy")
+    before = snapshot(tmp_path / "copy")
+    for command in (recover, zero):
+        with pytest.raises(SystemRefusedError, match="recover --force"):
+            command(tmp_path / "copy")
+    # But for who has tried.
+    assert {path.name for path in before} == {path.name for path in (tmp_path / "copy").iterdir()}
+    result = recover(tmp_path / "copy", force=True)
+    assert result.finished + result.undone == 1
+    assert content_of(sorted((tmp_path / "copy").iterdir())) == wanted
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path, monkeypatch):
+    paths = [files_in(tmp_path / name, 1)[0] for name in "ab"]
+    run = registered(paths)
+    die(run)
+    real, before = Folder.at, snapshot(tmp_path)
+
+    def refuse(path):
+        if path.name == "b":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "at", refuse)
+        with pytest.raises(SystemRefusedError, match="Permission denied"):
+            recover(tmp_path / "a")
+    assert snapshot(tmp_path) == before
+    assert recover(tmp_path / "a").untouched == 1
+    assert norm(tmp_path / "b").norm > 0
+
+
+def test_a_recovery_that_fails_may_be_tried_any_number_of_times(tmp_path, monkeypatch):
+    paths = files_in(tmp_path)
+    old = half_changed(paths)
+    size = next(tmp_path.glob("*.run")).stat().st_size
+
+    def refuse(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Undo, "put_back", refuse)
+        for _ in range(5):
+            with pytest.raises(SystemRefusedError, match="Input/output error"):
+                recover(tmp_path)
+    assert next(tmp_path.glob("*.run")).stat().st_size < size + 100
+    assert recover(tmp_path).undone == 1
+    assert content_of(paths) == old
 
 
 def test_an_entry_that_is_torn_or_false_was_saved_of_nothing_that_changed(tmp_path):
@@ -293,7 +348,9 @@ def test_a_temporary_that_is_a_link_takes_no_place(tmp_path):
     (tmp_path / f"{ID}-0.tmp").symlink_to(tmp_path / "secret")
     status = paths[0].stat()
     record(tmp_path, {"moves": [[0, 0, "0.safetensors", 1, status.st_size, status.st_mtime_ns, status.st_ino]] * 2})
-    recover(tmp_path)
+    with pytest.raises(SystemRefusedError, match="recover --force"):
+        recover(tmp_path)
+    recover(tmp_path, force=True)
     assert stat.S_ISREG(paths[0].lstat().st_mode)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors", "secret"]
 

@@ -1,5 +1,6 @@
 """Power cuts, simulated: whatever of a run's calls a cut leaves on the disk, it recovers to all old or all new."""
 
+import contextlib
 import random
 import shutil
 import tempfile
@@ -10,11 +11,12 @@ from unittest import mock
 
 import pytest
 from crashes import FAST, layers, tensors
-from power import Place, cuts
+from power import File, Op, Place, cuts
 from support import write, write_index
 
 import gradtool
 from gradtool import BadInputError, SystemRefusedError
+from gradtool.store.transaction.inplace import InPlace
 
 
 def one_file(folder):
@@ -194,3 +196,55 @@ def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, en
             state = check(scene, cut, before=before)
             # And what was said to be finished, or undone, is that.
             assert not cut.is_last or said[0] in ("", state), f"{before}{cut}"
+
+
+class RolledBack(Scene):
+    """A run in place that fails at its end, and so is rolled back."""
+
+    def __init__(self):
+        self._home = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
+        root = self._home / "data"
+        root.mkdir()
+        shards(root / "set", 0, 1)
+        self.place = Place(root, self._home / "vault")
+        self.folders, self.disk = [root / "set"], self.place.disk
+        self._states = {"old": (self.place.files(), self.look())}
+        self.calls = self.place.record(self._fail)
+        assert self.place.files() == self._states["old"][0]
+
+    def _fail(self):
+        with (
+            mock.patch.object(InPlace, "commit", side_effect=SystemRefusedError("in the end")),
+            pytest.raises(SystemRefusedError, match="in the end"),
+        ):
+            gradtool.clip(self.folders[0], max_norm=1, write="inplace", threads=1)
+
+
+def test_what_is_rolled_back_stays_so_though_a_killed_rollback_was_recovered_before():
+    with contextlib.closing(RolledBack()) as scene:
+        disk = scene.disk.copy()
+        for number, call in enumerate(scene.calls, 1):
+            disk.do(call)
+            left = disk.copy()
+            left.hour += 1
+            scene.place.show(left.after(left.pending))
+            calls = scene.place.record(scene.recover)
+            for cut in cuts(left, calls, 4):
+                scene.place.show(cut.disk)
+                scene.recover()
+                assert scene.state() == "old", f"kill after call {number}, {str(call)[:150]}; recovered; then {cut}"
+
+
+@pytest.mark.parametrize("scene", ["clip-file-inplace", "clip-set-inplace"], indirect=True)
+def test_inputs_that_were_not_on_the_disk_are_before_they_are_changed_in_place(scene):
+    disk, changes = scene.disk.copy(), next(n for n, call in enumerate(scene.calls) if "changes" in str(call))
+    for key, inode in scene.disk.inodes.items():
+        # But for the index, which is not changed.
+        if isinstance(inode, File) and not inode.content.startswith(b"{"):
+            disk.inodes[key] = inode._replace(content=bytes(len(inode.content)))
+            disk.pending.append(Op(key, "data", (0, inode.content)))
+    for cut in cuts(disk, scene.calls, 6):
+        if cut.calls > changes:
+            scene.place.show(cut.disk)
+            scene.recover()
+            assert scene.state() in ("old", "new"), str(cut)

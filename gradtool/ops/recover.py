@@ -1,4 +1,4 @@
-"""Brings to its end what runs that died left unfinished."""
+"""Recovers crashed runs: rolls them forward or back, and removes what they left."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.ops import arguments
+from gradtool.store import signals
 from gradtool.store.transaction.guard import Place
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run that died: what became of it, how many files it was about to change, its process, and its record.
+    """One crashed run: what became of it, how many files it was about to change, its process, and its log.
 
     `outcome` is "finished" (its files are all new), "undone" (all old) or "untouched" (it had not got that far).
     """
@@ -43,14 +44,14 @@ class RecoverResult:
 def recover(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (), *, force: bool = False
 ) -> RecoverResult:
-    """Finish, or take back, what runs that died (killed, power cut) left unfinished, and remove the files they made.
+    """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
     Of each such run, all files are new afterwards or all are old: renames that had begun are finished, changes in place
-    are undone. What a live run owns is left alone. It may itself be killed, and called again.
+    are undone. A run that is alive is left alone. It may itself be killed, and called again.
 
     Args:
         paths: files, folders or index files; of a file and an index, the folder that it is in is looked at, too.
-        force: finish also where a file was written to by somebody else since.
+        force: go on also where another program has written to a file since.
 
     Raises:
         UsageError: no path is given.
@@ -63,10 +64,10 @@ def recover(
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0
-    places = _places(named, problems)
-    for place, was_there in places.items():
+    for place, was_there in _places(named, problems).items():
         try:
-            found, swept = recover_at(place, force=force)
+            with signals.deferred():
+                found, swept = recover_at(place, force=force)
         except GradtoolError as error:
             if was_there and not os.path.lexists(place.folder):
                 continue  # A run had made it, and it was just removed.
@@ -82,12 +83,21 @@ def recover(
     missing = [path for path in named if not os.path.lexists(path) and not rows and not problems]
     if missing:
         raise BadInputError("no such file", file=missing[0], code="missing-file")
-    # One run may be found from several places.
-    problems = list(dict.fromkeys(problems))
     if problems:
-        raise (BadInputError if {one.code for one in problems} <= {"missing-file"} else SystemRefusedError).of(problems)
+        raise _failed(problems, rows)
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
+
+
+def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolError:
+    """The error for runs that could not be recovered; it names those that were, so that a script knows what is done."""
+    # One run may be found from several places.
+    distinct = list(dict.fromkeys(problems))
+    kind = BadInputError if {one.code for one in distinct} <= {"missing-file"} else SystemRefusedError
+    error = kind.of(distinct)
+    if rows:
+        error.summary = "; ".join(f"recovered all the same, and {row.outcome}: {row.file}" for row in rows)
+    return error
 
 
 def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Place, bool]:

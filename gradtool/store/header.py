@@ -82,7 +82,7 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
 
 def changed_meanwhile(path: Path) -> SystemRefusedError:
     """The error for a file that is not what it was when its header was read."""
-    return SystemRefusedError("was changed by somebody else in the meantime; run again", file=path, code="changed")
+    return SystemRefusedError("was changed by another program in the meantime; run again", file=path, code="changed")
 
 
 def read_regular(path: Path) -> tuple[os.stat_result, bytes]:

@@ -161,7 +161,7 @@ def test_a_file_that_changes_between_the_passes_is_found_out_though_nothing_is_r
     monkeypatch.setattr(clip, "decide", change)
     for dry_run in (True, False):
         grads(tmp_path)
-        with pytest.raises(SystemRefusedError, match="was changed by somebody else"):
+        with pytest.raises(SystemRefusedError, match="was changed by another program"):
             gradtool.clip(path, max_norm=1.0, dry_run=dry_run)
 
 

@@ -77,7 +77,7 @@ def before(monkeypatch, module, name, act):
 def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monkeypatch, change, moment):
     path = write(tmp_path / "x.safetensors", ONES)
     before(monkeypatch, header, moment, lambda: change(path))
-    with pytest.raises(SystemRefusedError, match="changed by somebody else in the meantime; run again"):
+    with pytest.raises(SystemRefusedError, match="changed by another program in the meantime; run again"):
         read_shard(path)
 
 

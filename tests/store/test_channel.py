@@ -129,7 +129,7 @@ def test_a_file_that_changed_is_noticed_when_it_is_closed_for_another(tmp_path, 
     channel = Channel(1, bytes_of_memory)
     read(channel, one)
     os.utime(one.path, ns=(0, 0))
-    with pytest.raises(SystemRefusedError, match="changed by somebody else") as caught:
+    with pytest.raises(SystemRefusedError, match="changed by another program") as caught:
         read(channel, two)
     assert caught.value.problems[0].file == str(one.path)
     assert names(opened) == []
@@ -141,11 +141,11 @@ def test_a_file_that_changed_is_noticed_at_the_end_and_when_it_is_opened_again(t
     read(channel, one)
     channel.check()
     os.utime(one.path, ns=(0, 0))
-    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+    with pytest.raises(SystemRefusedError, match="changed by another program"):
         channel.check()
     channel.close()
     os.utime(two.path, ns=(0, 0))
-    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+    with pytest.raises(SystemRefusedError, match="changed by another program"):
         read(channel, two)
 
 

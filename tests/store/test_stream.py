@@ -117,7 +117,7 @@ def test_where_no_thread_can_be_had_the_work_is_done_without(tmp_path, monkeypat
 
 def test_a_file_that_changes_during_a_pass_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
-    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+    with pytest.raises(SystemRefusedError, match="changed by another program"):
         blocks = plan(shard, enumerate(shard.tensors), UNIT)
         run(rewriting(blocks, lambda *_: os.utime(shard.path, ns=(0, 0)), {}), threads=1)
 

@@ -84,7 +84,7 @@ def refuse_unfinished_at(place: Place) -> None:
 
 
 def could_change(log: Log, folder: Folder, name: str) -> bool:
-    """Whether the user of a log may change the file that it names; if not, it is there to be in the way.
+    """Whether the user of a log may change the file that it names; if not, the log is false and ignored.
 
     Where nobody may remove what others made, only a file's owner may replace it, and root and the folder's owner.
     """
@@ -96,7 +96,7 @@ def could_change(log: Log, folder: Folder, name: str) -> bool:
 
 
 def is_about(log: Log, folder: Folder, name: str | None) -> bool:
-    """Whether a log is about a file, or about anything in a folder, and not there just to be in the way."""
+    """Whether a log is about a file, or about anything in a folder, and its user could change that."""
     names = log.names if name is None else log.names & {name}
     return (name is None and is_trusted(log.owner, folder)) or any(could_change(log, folder, one) for one in names)
 

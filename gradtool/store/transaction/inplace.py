@@ -61,7 +61,7 @@ class InPlace:
             (self._run.number_of(one.file.folder), one.file.name, one.stat.st_size, one.stat.st_ino)
             for one in self._targets
         ]
-        # From here on, whatever we do not come to do is left to others.
+        # From here on, the log must stay until everything is cleared away.
         self._run.is_left = True
         try:
             self._run.mark()
@@ -156,7 +156,7 @@ class InPlace:
                     file=homes[device].path,
                 )
             if homes[device] is self._run.home:
-                # Not so much ahead that there is no room for what other threads have to save.
+                # Less where the disk is nearly full: other threads need room for their undo logs, too.
                 self._ahead = min(_MAX_AHEAD, (free - nbytes) // _MAX_UNDO_LOGS)
 
     def _put_back(self) -> None:

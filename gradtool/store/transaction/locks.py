@@ -30,8 +30,7 @@ class InUse(NamedTuple):
         """The error for a run that is to write one of its targets too."""
         if self.is_orphaned:
             lock = self.log.home.with_suffix(".lock")
-            message = f"in use: {self.log.who} has ended, but a process that it started still holds its lock; "
-            message += f"fuser {lock} names it"
+            message = f"in use: {self.log.who} has ended, but another process holds its lock; fuser {lock} names it"
         else:
             message = f"in use by {self.log.who}; --lock-timeout SECONDS waits for it"
         return SystemRefusedError(message, file=target, code="in-use")

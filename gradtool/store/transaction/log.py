@@ -46,7 +46,7 @@ _MAX_FILES = 100_000
 # What JSON costs depends on its values: how many of a character one file may have in a step, and a step without any.
 _OF_FILE = {b"[": 1, b"{": 1, b",": 7, b'"': 4}
 _OF_STEP = 100
-# A run has six, and each one that recovers it adds two.
+# A run writes six, and each recovery adds two.
 _MAX_STEPS = 1000
 _MAX_PID = (1 << 31) - 1
 _ENCODING = "utf-8", "surrogateescape"

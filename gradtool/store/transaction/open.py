@@ -55,7 +55,7 @@ def acquire(run: Run, *, timeout: float = 0.0) -> None:
 
 
 def _decided(run: Run, deadline: float) -> _Rival | None:
-    """The rival to wait for; None where there is none, once those have withdrawn that are to let us go first."""
+    """The rival to wait for, or None. A rival whose name sorts later withdraws, so it is only waited for a moment."""
     patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
     while (rival := _rival(run)) is not None:
         other = rival.found.log

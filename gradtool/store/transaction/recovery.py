@@ -247,9 +247,9 @@ class _Crashed:
         pointed = [folder for folder in self._all_folders if folder is not first]
         for folder in pointed:
             folder.unlink(home.path.name)
-        # That a pointer is gone must be on the disk before its log is; the run may have removed it itself.
+        # A pointer must be gone from the disk before its log is, even one that the run removed itself.
         for folder in (*pointed, *self._unpointed):
-            # Or it had not come to write it.
+            # A pointer that was made, and not written yet.
             if _is_own(folder, home.path.name) and read_log(folder, home.path.name) is None:
                 folder.unlink(home.path.name)
             folder.sync()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.targets import Targets
 
 _TRIES = 10
+_LOCKED = "cannot lock a new file here: another process locks it first"
 # What a number in a log takes at most, and all of those about one target.
 _LONGEST = -(1 << 63)
 _NUMBERS = 6
@@ -44,9 +45,9 @@ class Run:
         self._lock = self._log = -1
         self._size = 0
         self._numbers = itertools.count()
-        # Something may be left that only the log tells of; the log stays unless we come to clear that away.
+        # Files are left that only the log tells of, so the log must stay.
         self.is_left = False
-        # We cannot end it ourselves, and nothing more may be done.
+        # Only a later run may roll this one forward or back.
         self.needs_recovery = False
 
     def __enter__(self) -> Self:
@@ -111,9 +112,10 @@ class Run:
 
     def withdraw(self) -> None:
         """Undo `register`, so that others can go first."""
-        # To remove all pointers may take a while, and they need not wait for that.
-        with contextlib.suppress(OSError):
-            self.append(undone=True, fsync=False)
+        if self._size:
+            # To remove all pointers may take a while, and they need not wait for that.
+            with contextlib.suppress(OSError):
+                append_step(self._log, self._size, fsync=False, undone=True)
         self._end()
 
     def new_name(self, kind: str) -> tuple[int, str]:
@@ -189,7 +191,7 @@ class Run:
             if fd is not None:
                 self._lock = fd
                 return
-        raise SystemRefusedError("another process locks every file that is made here", file=self.home.path)
+        raise SystemRefusedError(_LOCKED, file=self.home.path)
 
     def _write_log(self) -> None:
         fd = self._log = self.home.create(f"{self.id}.run")
@@ -204,9 +206,13 @@ class Run:
 
     def _point_home(self, folder: Folder) -> None:
         name = f"{self.id}.run"
-        fd = create_locked(folder, name)
-        if fd is None:
-            raise SystemRefusedError("another process locks every file that is made here", file=folder.path)
+        for _ in range(_TRIES):
+            fd = create_locked(folder, name)
+            if fd is not None:
+                break
+            folder.unlink(name)
+        else:
+            raise SystemRefusedError(_LOCKED, file=folder.path)
         try:
             self._logged.append(folder)
             fs.write_all(fd, [line_of(run=self._facts(folder))], 0)

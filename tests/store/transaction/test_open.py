@@ -254,7 +254,7 @@ def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, mon
 
     monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", lead_elsewhere)
     before = first.read_bytes(), other.read_bytes()
-    with pytest.raises(SystemRefusedError, match="changed by somebody else"):
+    with pytest.raises(SystemRefusedError, match="changed by another program"):
         zero(link, write=mode, lock_timeout=60)
     assert (first.read_bytes(), other.read_bytes()) == before
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [

@@ -214,7 +214,7 @@ def test_every_file_is_synced_before_the_first_rename_and_the_record_of_several_
 
 def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
     first, second = shards_of(tmp_path)
-    with pytest.raises(SystemRefusedError, match="changed by somebody else"), replacing(tmp_path) as replacement:
+    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
         for shard in (first, second):
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         with second.path.open("ab") as file:

@@ -7,6 +7,7 @@ import itertools
 import os
 import stat
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, told
@@ -15,7 +16,7 @@ from gradtool.store.transaction.locks import create_locked, lock_of
 from gradtool.store.transaction.log import FORMAT, HOST, PREFIX, boot, line_of, marker_of, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gradtool.store.fs import File, Folder
@@ -258,14 +259,10 @@ class Run:
         home, log = self.home, f"{self.id}.run"
         others = [folder for folder in logged if folder is not home]
         gone = [remove(folder, marker) for folder, marker in marked] + [remove(folder, log) for folder in others]
-        if not all(gone):
-            return
         # No pointer may outlive the log, in a power cut either.
-        with contextlib.suppress(OSError):
-            for folder in others if self.fsync else ():
-                folder.sync()
-            if home not in logged or remove(home, log):
-                remove(home, lock_of(self.id))
+        gone += [_is_done(folder.sync) for folder in others if self.fsync]
+        if all(gone) and (home not in logged or remove(home, log)):
+            remove(home, lock_of(self.id))
 
     def _unmake(self) -> None:
         """Remove the folders that were made for the targets, if nothing came to be in them."""
@@ -303,9 +300,13 @@ def append_step(fd: int, begin: int, *, fsync: bool, **entry: Any) -> int:
 
 def remove(folder: Folder, name: str) -> bool:
     """Remove a file that is not needed any more, and say whether that is done; it is tried twice."""
+    return _is_done(partial(folder.unlink, name))
+
+
+def _is_done(call: Callable[[], None]) -> bool:
     for _ in range(2):
         with contextlib.suppress(OSError):
-            folder.unlink(name)
+            call()
             return True
     return False
 

@@ -3,21 +3,32 @@
 Everything is forked from the process of the tests, which must be root's: each child becomes the user that it is to be.
 """
 
+import contextlib
 import ctypes
+import importlib
 import os
+import pkgutil
 import signal
 import sys
 import traceback
 import warnings
 from typing import Any, NamedTuple
 
-import safetensors  # noqa: F401 - imported once, and not in every child
+import safetensors
+import typer
 from crashes import KILLED
 
-import gradtool.backends.compiled
-import gradtool.cli  # noqa: F401
-from gradtool import __main__, accumulate, clip, norm, recover  # noqa: F401
+import gradtool
+from gradtool import __main__
 from gradtool.store import fs
+
+# Once, and not in every child, whose user may not be able to read where all this is installed.
+for package in (typer, safetensors, gradtool):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("__main__"):
+            # What is made for other libraries does not load without them.
+            with contextlib.suppress(ImportError, AssertionError):
+                importlib.import_module(module.name)
 
 # Nobody's, on any system that we know of.
 ALICE, MALLORY = 5678, 1234

@@ -120,7 +120,7 @@ class _Crashed:
         """Roll the run forward or back, and remove what it left."""
         home = self.home
         outcome = self._outcome_of_one(home.moves[0]) if len(home.moves) == 1 and not home.revoked else home.outcome
-        # What we go by must not be lost when what we do is not.
+        # The log must be on the disk before anything that follows from it is.
         fs.sync(self._fd)
         if home.is_unfinished:
             self._roll(force=force)
@@ -134,7 +134,7 @@ class _Crashed:
         folder = self._folders[move.folder]
         if folder is None or not is_new(folder, move):
             return "untouched"
-        # The run may not have come to it.
+        # The run may have crashed before it did so.
         folder.sync()
         return "finished"
 

@@ -155,7 +155,7 @@ class Replacement:
         """
         signals.heed()
         folder, name = self._run.place(target)
-        # If we do not come to remove it, the log must tell of it.
+        # Until the temporary is removed, the log must tell of it.
         self._run.is_left = True
         number, temporary = self._run.new_name("tmp")
         try:
@@ -227,7 +227,8 @@ class Replacement:
             self._run.append(moves=moves)
         except OSError as error:
             raise told(error, self._run.home.path) from error
-        # Whatever ends the loop but a rename that is refused, being out of memory say, leaves the rest to recovery.
+        # Only a rename that is refused is rolled back here; any other exception, such as a lack of memory, is left to
+        # recovery.
         self._run.needs_recovery = several
         begun: list[Move] = []
         try:
@@ -235,9 +236,9 @@ class Replacement:
                 begun.append(move)
                 staged.take_place()
         except GradtoolError as error:
-            self._run.needs_recovery = False
             if several:
                 self._revoke(error, begun)
+            self._run.needs_recovery = False
             raise
         self._committed = True
         signals.pass_return()

@@ -198,7 +198,7 @@ class Run:
         fd = self._log = self.home.create(f"{self.id}.run")
         self._logged.append(self.home)
         self._size = fs.write_all(fd, [line_of(run=self._facts(self.home))], 0)
-        # Whoever comes across the files is to know who works on them. Not before: an empty log must be to be locked.
+        # Other users must be able to read who works on the files; but while it is empty, they could lock it.
         fs.change_mode(fd, 0o644)
         # No pointer may outlive a power cut without what it points to.
         if self.fsync and (len(self.folders) > 1 or self._targets.missing):

@@ -151,51 +151,48 @@ def check_story(scene, done, where):
     assert len(done.err.splitlines()) == 1, (where, done)
 
 
-def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(runner, pytestconfig):
+def at_any_instant(runner, pytestconfig):
+    """Every case in turn, as often as was asked for: a scene, its seconds, its name, and a source of instants."""
     count, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
     print(f"seed {seed}")  # noqa: T201 - shown where the test fails
     rng = random.Random(seed)  # noqa: S311 - no secret
-    seen = collections.Counter()
-    for number, (case, mode) in enumerate(itertools.product(CASES, ["replace", "inplace"])):
-        with contextlib.closing(Scene(runner, case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
-            began = time.perf_counter()
-            scene.run()
-            seconds = time.perf_counter() - began
-            for _ in range(number, count, 8):
-                scene.put_back()
-                done = scene.run("--json", strike_after=rng.uniform(0, 1.2 * seconds), number=signal.SIGTERM)
-                if done.code == -signal.SIGTERM:
-                    # Before it took care of signals; it had not begun.
-                    assert (scene.state(), done.out, done.err) == ("old", "", "")
-                else:
-                    check_story(scene, done, (case, mode))
-                seen[done.code] += 1
-    print(dict(seen))  # noqa: T201 - for those who ask for many
-
-
-def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, pytestconfig):
-    kills, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
-    print(f"seed {seed}")  # noqa: T201 - shown where the test fails
-    rng = random.Random(seed)  # noqa: S311 - no secret
-    seen = collections.Counter()
     for number, (case, mode) in enumerate(itertools.product(CASES, ["replace", "inplace"])):
         # Large enough for two threads, and for more than a block each.
         with contextlib.closing(Scene(runner, case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
             began = time.perf_counter()
             scene.run()
             seconds = time.perf_counter() - began
-            for _ in range(number, kills, 8):
+            for _ in range(number, count, 8):
                 scene.put_back()
-                code = scene.run(strike_after=rng.uniform(0, 1.2 * seconds)).code
-                assert code in (0, KILLED)
-                looked = scene.norm()
-                assert looked.code == 0 or "gradtool recover" in looked.err
-                if rng.random() < 0.5:
-                    assert scene.recover(strike_after=rng.uniform(0, seconds)).code in (0, KILLED)
-                assert scene.recover().code == 0
-                state = scene.state()
-                assert state in ("old", "new"), (case, mode, state)
-                seen[state] += 1
+                yield scene, seconds, (case, mode), rng
+
+
+def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(runner, pytestconfig):
+    seen = collections.Counter()
+    for scene, seconds, where, rng in at_any_instant(runner, pytestconfig):
+        done = scene.run("--json", strike_after=rng.uniform(0, 1.2 * seconds), number=signal.SIGTERM)
+        if done.code == -signal.SIGTERM:
+            # Before it took care of signals; it had not begun.
+            assert (scene.state(), done.out, done.err) == ("old", "", "")
+        else:
+            check_story(scene, done, where)
+        seen[done.code] += 1
+    print(dict(seen))  # noqa: T201 - for those who ask for many
+
+
+def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, pytestconfig):
+    seen = collections.Counter()
+    for scene, seconds, where, rng in at_any_instant(runner, pytestconfig):
+        code = scene.run(strike_after=rng.uniform(0, 1.2 * seconds)).code
+        assert code in (0, KILLED)
+        looked = scene.norm()
+        assert looked.code == 0 or "gradtool recover" in looked.err
+        if rng.random() < 0.5:
+            assert scene.recover(strike_after=rng.uniform(0, seconds)).code in (0, KILLED)
+        assert scene.recover().code == 0
+        state = scene.state()
+        assert state in ("old", "new"), (where, state)
+        seen[state] += 1
     print(dict(seen))  # noqa: T201 - for those who ask for many
 
 

@@ -251,6 +251,29 @@ def test_a_rename_that_fails_half_way_takes_back_those_before_it(tmp_path, monke
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("where", ["replace.move_back", "replace._Staged.take_place"])
+def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monkeypatch, where):
+    shards = shards_of(tmp_path, 3)
+    old = [shard.path.read_bytes() for shard in shards]
+    with monkeypatch.context() as patch:
+        refuse_renames_to(patch, "1.safetensors")
+
+        def fail(*_, **__):
+            raise MemoryError
+
+        patch.setattr(f"gradtool.store.transaction.{where}", fail)
+        with pytest.raises(MemoryError), replacing(tmp_path) as replacement:
+            for shard in shards:
+                fill(replacement.stage(shard.path, shard.size, shard.stat))
+            replacement.commit()
+    with pytest.raises(SystemRefusedError, match="or use gradtool recover"):
+        norm(tmp_path)
+    result = recover(tmp_path)
+    new = [b"n" * shard.size for shard in shards]
+    assert [shard.path.read_bytes() for shard in shards] == (new if result.finished else old)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeypatch):
     shards = shards_of(tmp_path, 3)
     refuse_renames_to(monkeypatch, "1.safetensors")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradtool.backends import device as cuda_device
+from gradtool.backends.cuda import device as cuda_device
 from gradtool.errors import DeviceMemoryError
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
@@ -20,7 +20,7 @@ _GUARD = b"\xa5" * 64
 
 
 class ShimDevice:
-    """As `gradtool.backends.cuda.Device` says. At most `limit` bytes may be allocated at a time.
+    """As `gradtool.backends.cuda.backend.Device` says. At most `limit` bytes may be allocated at a time.
 
     What a thread asks for is only done when it waits, in order: who changes or frees memory too early is found out.
     """

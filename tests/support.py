@@ -15,7 +15,7 @@ import numpy as np
 from gradtool import BackendUnavailableError, memory
 from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.cuda import CudaBackend
+from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.open import acquire

@@ -419,7 +419,7 @@ SLOW_WRITES = """
 import os, signal, sys, time
 from gradtool import process
 from gradtool.store import signals
-from gradtool.store.channel import Channel
+from gradtool.store.io.channel import Channel
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 write = Channel.write
 def slowly(*arguments):

@@ -11,7 +11,7 @@ import pytest
 from support import COMMAND, gradtool_json, with_header, write
 
 from gradtool import memory
-from gradtool.store.header import read_shard
+from gradtool.store.format.header import read_shard
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits on memory are Linux's")  # noqa: PTH110
 MIB = 1 << 20

@@ -209,8 +209,8 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
     if asked not in ("auto", "cpu", "cuda"):
         raise UsageError(f"{source}no backend is called {asked!r}; there are auto, cpu and cuda")
     if asked == "cuda":
-        from gradtool.backends.cuda import CudaBackend
-        from gradtool.backends.device import open_device  # imports CuPy, which takes a third of a second
+        from gradtool.backends.cuda.backend import CudaBackend
+        from gradtool.backends.cuda.device import open_device  # imports CuPy, which takes a third of a second
 
         try:
             gpu = open_device(device or 0)

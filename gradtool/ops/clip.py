@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from gradtool.backends import BlockSums, Data, Piece
     from gradtool.ops.passes import Change, Progress
+    from gradtool.store.format.header import Shard
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard
 
 
 @dataclass(frozen=True)

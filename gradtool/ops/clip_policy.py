@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.measurement import Measurement, Norms
-    from gradtool.store.gradset import Selected
+    from gradtool.store.format.gradset import Selected
 
 NONFINITE_POLICIES = ("error", "propagate", "zero")
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.store.blocks import Block
-    from gradtool.store.gradset import Selected
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.io.blocks import Block
 
     # Measures the tensors of the given numbers once more, each divided by its divisor.
     Again = Callable[[Sequence[int], Sequence[float]], "Measurement"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import Progress
-    from gradtool.store.gradset import Selected
+    from gradtool.store.format.gradset import Selected
 
 
 @dataclass(frozen=True)

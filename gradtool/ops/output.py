@@ -16,8 +16,8 @@ from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, Us
 from gradtool.ops import arguments
 from gradtool.ops.passes import open_to_read
 from gradtool.store import fs, signals
+from gradtool.store.format.header import is_unchanged, read_regular
 from gradtool.store.fs import File
-from gradtool.store.header import is_unchanged, read_regular
 from gradtool.store.transaction.attributes import new_mode
 from gradtool.store.transaction.guard import refuse_unfinished
 from gradtool.store.transaction.inplace import InPlace, Target
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.ops.passes import Inputs, Session
-    from gradtool.store.gradset import GradientSet, Selected
-    from gradtool.store.header import Shard
+    from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.format.header import Shard
     from gradtool.store.transaction.guard import Place
 
     # Fills the new files, of which it is given the temporaries; given none, does all the work and writes nothing.

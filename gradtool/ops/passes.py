@@ -9,16 +9,17 @@ from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
+from gradtool import tuning
 from gradtool.backends import Backend, BlockSums, Choice, Piece, Terms, choose
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError, GradtoolError
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
-from gradtool.store.blocks import BLOCK_BYTES, covered, halved, plan
-from gradtool.store.channel import Clock
-from gradtool.store.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
-from gradtool.store.stream import default_threads, run
+from gradtool.store.format.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
+from gradtool.store.io.blocks import covered, halved, plan
+from gradtool.store.io.channel import Clock
+from gradtool.store.io.workers import default_threads, run
 from gradtool.store.transaction.guard import Place, refuse_unfinished, refuse_unfinished_at
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
     from gradtool.backends import Data
     from gradtool.ops.measurement import Again
-    from gradtool.store.blocks import Block
-    from gradtool.store.channel import Channel
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard
-    from gradtool.store.stream import Task
-    from gradtool.store.tensors import Tensor
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.io.channel import Channel
+    from gradtool.store.io.workers import Task
     from gradtool.store.transaction.inplace import InPlace
 
     # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
@@ -227,7 +228,7 @@ def measure(
     tasks = (
         task
         for shard, wanted in by_shard(selected)
-        for task in in_blocks(work, plan(shard, wanted, TILE, nbytes=BLOCK_BYTES * backend.bulk))
+        for task in in_blocks(work, plan(shard, wanted, TILE, nbytes=tuning.BLOCK_BYTES * backend.bulk))
     )
     session.stream(tasks, sum(one.tensor.nbytes for one in selected))
     return measurement
@@ -314,7 +315,7 @@ def rewrite(
         task
         for shard in destinations or wanted_in
         for task in in_blocks(
-            work, plan(shard, wanted_in.get(shard, ()), TILE, whole=whole, nbytes=BLOCK_BYTES * backend.bulk)
+            work, plan(shard, wanted_in.get(shard, ()), TILE, whole=whole, nbytes=tuning.BLOCK_BYTES * backend.bulk)
         )
     )
     session.stream(tasks, nbytes)

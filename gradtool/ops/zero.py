@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradtool.ops.output import Choices, opened
 from gradtool.ops.passes import Inputs, by_shard
 from gradtool.ops.results import Call, call_facts
-from gradtool.store.stream import copying, zeroing
+from gradtool.store.io.workers import copying, zeroing
 
 if TYPE_CHECKING:
     import os
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Progress, Session
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard
-    from gradtool.store.tensors import Tensor
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import signal
 import stat
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.store.header import changed_meanwhile
+from gradtool.store.format.header import changed_meanwhile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,9 @@ import pytest
 import support
 from support import block_of, canonical_tile_sums, gaussian
 
-from gradtool.backends import Addend, Patch, Piece, Rule, Terms, cuda_jobs
-from gradtool.backends.cuda import DeviceBlock
+from gradtool.backends import Addend, Patch, Piece, Rule, Terms
+from gradtool.backends.cuda import jobs as cuda_jobs
+from gradtool.backends.cuda.backend import DeviceBlock
 
 
 @pytest.fixture

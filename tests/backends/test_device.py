@@ -13,9 +13,10 @@ import pytest
 import shim_device
 from support import block_of, gaussian
 
-from gradtool.backends import Terms, device
+from gradtool.backends import Terms
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.cuda import CudaBackend
+from gradtool.backends.cuda import device
+from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gradtool.backends import device
+from gradtool.backends.cuda import device
 
 nvrtc = pytest.importorskip(
     "cupy_backends.cuda.libs.nvrtc",

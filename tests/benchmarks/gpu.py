@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import COMMAND, with_header
 
 from gradtool.backends import Patch, Piece, Terms
-from gradtool.backends.cuda import CudaBackend, DeviceBlock
+from gradtool.backends.cuda.backend import CudaBackend, DeviceBlock
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import total
 
@@ -336,7 +336,7 @@ def main():
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
-    from gradtool.backends.device import open_device
+    from gradtool.backends.cuda.device import open_device
     from gradtool.errors import GradtoolError
 
     try:

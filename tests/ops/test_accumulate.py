@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
 
-from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, accumulate, norm
-from gradtool.ops import accumulation, broadcast, contributions
+from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, accumulate, norm, tuning
 
 
 def f32(*values):
@@ -695,9 +694,9 @@ def test_the_same_bits_for_any_threads_blocks_and_shards(tmp_path_factory, case,
         places = [sharded(home / f"g{k}", dict(reversed(one.items())), 1 + k % 2) for k, one in enumerate(grads)]
         options = {"weight": weights, "overwrite": overwrite, "mean": mean, "threads": threads, "fsync": False}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(accumulation, "_TILES", tiles)
-            patch.setattr(contributions, "_BATCH_BYTES", batch)
-            patch.setattr(broadcast, "_WINDOW", window)
+            patch.setattr(tuning, "SUM_TILES", tiles)
+            patch.setattr(tuning, "BATCH_BYTES", batch)
+            patch.setattr(tuning, "WINDOW_ELEMENTS", window)
             buffer = sharded(home / "buffer", old, count)
             before = norm(buffer).norm
             result = accumulate(buffer, places, max_norm=1, clip_each=9, output_dir=home / "clipped", **options)

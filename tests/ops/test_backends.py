@@ -13,7 +13,7 @@ import gradtool
 from gradtool.backends import Choice
 from gradtool.errors import DeviceMemoryError, SystemRefusedError
 from gradtool.ops import clip, passes
-from gradtool.store import blocks
+from gradtool.store.io import blocks
 
 TILE = 65_536
 
@@ -275,6 +275,6 @@ def test_blocks_are_halved_between_tensors_and_at_tiles(tmp_path, unit):
 
 
 def blocks_of(path):
-    from gradtool.store.header import read_shard
+    from gradtool.store.format.header import read_shard
 
     return read_shard(path)

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, bytes_of_memory, encode, write
 
-from gradtool.ops import broadcast
-from gradtool.ops.broadcast import is_broadcastable, positions, spread
-from gradtool.store.blocks import Span
-from gradtool.store.channel import Channel
-from gradtool.store.gradset import Selected
-from gradtool.store.header import read_shard
+from gradtool import tuning
+from gradtool.ops.accumulate.broadcast import is_broadcastable, positions, spread
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.header import read_shard
+from gradtool.store.io.blocks import Span
+from gradtool.store.io.channel import Channel
 
 SHAPES = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 
@@ -82,13 +82,13 @@ def test_spread_elements_are_those_of_numpy_whatever_the_window(tmp_path_factory
     array = encode(np.arange(math.prod(own)).reshape(own) - 3, dtype)
     path = write(tmp_path_factory.getbasetemp() / "spread", {"before": np.ones(3, np.uint8), "a": array})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broadcast, "_WINDOW", window)
+        patch.setattr(tuning, "WINDOW_ELEMENTS", window)
         found, _ = spread_of(path, shape, start, stop)
     assert found == np.broadcast_to(array, shape).ravel()[start:stop].tobytes()
 
 
 def test_a_run_that_wraps_round_a_large_tensor_reads_its_two_ends_and_not_what_lies_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(broadcast, "_WINDOW", 100)
+    monkeypatch.setattr(tuning, "WINDOW_ELEMENTS", 100)
     array = encode(np.random.default_rng(1).standard_normal(100_000), "F32")
     path = write(tmp_path / "x", {"a": array})
     found, nbytes = spread_of(path, (3, 100_000), 99_970, 100_010)

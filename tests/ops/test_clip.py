@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
 
-from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm
-from gradtool.store import blocks
+from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
 
 
 def one_file(folder, **tensors):
@@ -521,9 +520,9 @@ def test_the_same_bits_for_any_threads_blocks_and_shards(tmp_path_factory, tenso
     one = write(folder / "one", arrays)
     expected = clip(one, max_norm=max_norm, threads=1)
     values = {name: array.tobytes() for name, array in read(one).items()}
-    usual = blocks.BLOCK_BYTES
+    usual = tuning.BLOCK_BYTES
     for count, threads, block_bytes in ((1, 2, 512 << 10), (2, 1, 3_000_000), (7, 8, usual)):
-        blocks.BLOCK_BYTES = block_bytes
+        tuning.BLOCK_BYTES = block_bytes
         try:
             index = write_index(
                 folder / str(count),
@@ -531,7 +530,7 @@ def test_the_same_bits_for_any_threads_blocks_and_shards(tmp_path_factory, tenso
             )
             result = clip(index, max_norm=max_norm, threads=threads)
         finally:
-            blocks.BLOCK_BYTES = usual
+            tuning.BLOCK_BYTES = usual
         assert (result.norm_before, result.norm_after) == (expected.norm_before, expected.norm_after)
         for file in Path(folder / str(count)).glob("*.safetensors"):
             assert all(array.tobytes() == values[name] for name, array in read(file).items())

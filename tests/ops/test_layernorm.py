@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support import NUMPY_TYPES, VALUE_TYPES, encode, gradtool, gradtool_json, read, snapshot, write
 
-from gradtool import BadInputError, NonFiniteError, UsageError, layernorm_backward, norm
-from gradtool.ops import layer_patches
+from gradtool import BadInputError, NonFiniteError, UsageError, layernorm_backward, norm, tuning
 
 SAMPLES = Path(__file__).parent.parent.parent / "sample_data"
 FORMS = {
@@ -249,7 +248,7 @@ def test_many_narrow_rows_make_several_groups(tmp_path):
 @pytest.mark.parametrize(("dtype", "offset"), [("F32", 40_000), ("F64", 2e9)])
 @pytest.mark.parametrize("patch", [1 << 18, 3])
 def test_the_variance_is_that_of_the_differences_from_the_mean(tmp_path, monkeypatch, dtype, offset, patch):
-    monkeypatch.setattr(layer_patches, "_PATCH", patch)
+    monkeypatch.setattr(tuning, "PATCH_ELEMENTS", patch)
     tensors = {name: encode(values, dtype) for name, values in KNOWN.items()}
     near, far = write(tmp_path / "near", tensors), write(tmp_path / "far", tensors | {"X": tensors["X"] + offset})
     for path in (near, far):
@@ -264,7 +263,7 @@ def test_rows_longer_than_a_patch_give_what_short_ones_do(tmp_path, monkeypatch,
     tensors = layer((5, 1000), types=("F64",) * 3, statistics=statistics or FORMS[form]["invertible"])
     found = []
     for patch in (1 << 18, 1000, 999, 64, 1):
-        monkeypatch.setattr(layer_patches, "_PATCH", patch)
+        monkeypatch.setattr(tuning, "PATCH_ELEMENTS", patch)
         path = write(tmp_path / "x", tensors)
         layernorm_backward(path, **FORMS[form])
         found.append(gradients(path))
@@ -282,7 +281,7 @@ def test_a_row_just_longer_than_a_patch_gives_the_formula(tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_bits_for_any_number_of_threads(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(layer_patches, "_PATCH", 1 << 14)
+    monkeypatch.setattr(tuning, "PATCH_ELEMENTS", 1 << 14)
     narrow, wide = layer((1501, 701), types=("F64",) * 3), layer((23, 33_001), types=("F32",) * 3, prefix="wide.")
     path = write(tmp_path / "x", narrow | wide)
     answers = set()
@@ -351,7 +350,7 @@ def test_the_eps_counts_where_the_statistics_are_computed_and_nowhere_else(tmp_p
 @pytest.mark.parametrize("there", ["mean", "inv_std_dev"])
 @pytest.mark.parametrize("patch", [1 << 18, 4])
 def test_a_statistic_that_is_there_is_taken_though_the_other_is_computed(tmp_path, monkeypatch, there, patch):
-    monkeypatch.setattr(layer_patches, "_PATCH", patch)
+    monkeypatch.setattr(tuning, "PATCH_ELEMENTS", patch)
     tensors = layer((6, 9), statistics=False) | {there: np.linspace(0.5, 2, 6)}
     path = write(tmp_path / "x", tensors)
     layernorm_backward(path)
@@ -548,7 +547,7 @@ def test_whole_numbers_carry_no_gradient(tmp_path, name):
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("patch", [1 << 18, 2])
 def test_a_scale_of_zero_cannot_be_inverted(tmp_path, monkeypatch, kind, stored, offset, patch):
-    monkeypatch.setattr(layer_patches, "_PATCH", patch)
+    monkeypatch.setattr(tuning, "PATCH_ELEMENTS", patch)
     tensors = layer((6, 9))
     tensors["scale"][3] = stored
     path = write(tmp_path / "x", tensors)
@@ -729,7 +728,7 @@ def test_thousands_of_layers_in_one_file(tmp_path):
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_an_inf_in_x_is_told_of_as_such_and_can_be_let_through(tmp_path, monkeypatch, kind, wide):
     if wide:
-        monkeypatch.setattr(layer_patches, "_PATCH", 4)
+        monkeypatch.setattr(tuning, "PATCH_ELEMENTS", 4)
     tensors = layer((2, 6), statistics=False)
     tensors["X"][0, 1] = math.inf
     path = write(tmp_path / "x", tensors)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
 
-from gradtool import BadInputError, SystemRefusedError, UsageError, norm
-from gradtool.store import blocks
+from gradtool import BadInputError, SystemRefusedError, UsageError, norm, tuning
 
 
 def one_file(folder, **tensors):
@@ -118,7 +117,7 @@ def test_the_same_bits_for_any_block_size(tmp_path, monkeypatch, block_bytes):
     rng = np.random.default_rng(4)
     path = one_file(tmp_path, a=rng.standard_normal(700_000), b=rng.standard_normal(3).astype(np.float32))
     expected = norm(path)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tuning, "BLOCK_BYTES", block_bytes)
     assert norm(path, threads=2).norm == expected.norm
 
 
@@ -176,7 +175,7 @@ def test_no_tensors_and_no_elements_have_a_norm_of_zero(tmp_path):
 @pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("block_bytes", [512 << 10, 2 << 20])
 def test_the_facts_of_a_tensor_are_gathered_from_all_its_blocks(tmp_path, monkeypatch, threads, block_bytes):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tuning, "BLOCK_BYTES", block_bytes)
     values = np.ones(2_000_000, np.float32)
     values[[100_000, 700_000, 1_900_000]] = 0
     values[[600_001, 1_400_000]] = math.nan

@@ -11,10 +11,10 @@ from support import VALUE_TYPES, bits_of, encode, gaussian, write
 from gradtool import norm
 from gradtool.backends import Terms
 from gradtool.backends.storage import STORAGE
+from gradtool.ops.layernorm.stitch import Stitch, encoded
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.stitch import Stitch, encoded
-from gradtool.store.gradset import Selected
-from gradtool.store.header import read_shard
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.header import read_shard
 
 # Around one tile, which has 65,536 elements, and a row of lanes, which has 2,048.
 SIZES = [0, 1, 37, 2049, 65_535, 65_536, 65_537, 131_072, 200_001]

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import NUMPY_TYPES, write
 
-from gradtool.store import blocks
-from gradtool.store.blocks import plan
-from gradtool.store.header import read_shard
+from gradtool import tuning
+from gradtool.store.format.header import read_shard
+from gradtool.store.io.blocks import plan
 
 UNIT = 65_536
 TYPES = ["F64", "F32", "BF16", "F8_E4M3"]
@@ -26,7 +26,7 @@ def test_blocks_hold_every_wanted_element_once_and_cut_only_at_tiles(tmp_path_fa
     found = list(plan(shard, wanted, UNIT, whole=whole))
     done = dict.fromkeys((number for number, _ in wanted), 0)
     for block in found:
-        assert 0 < block.end - block.begin <= blocks.BLOCK_BYTES
+        assert 0 < block.end - block.begin <= tuning.BLOCK_BYTES
         for span in block.spans:
             tensor = shard.tensors[span.tensor]
             itemsize = NUMPY_TYPES[span.dtype].itemsize

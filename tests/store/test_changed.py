@@ -9,9 +9,9 @@ from support import read, snapshot, write, write_index
 
 from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
 from gradtool.ops import passes
-from gradtool.store import header
-from gradtool.store.gradset import open_sets
-from gradtool.store.header import read_regular, read_shard
+from gradtool.store.format import header
+from gradtool.store.format.gradset import open_sets
+from gradtool.store.format.header import read_regular, read_shard
 
 ONES = {"a": np.ones(20_000, np.float32), "b": np.ones(3, np.float64)}
 

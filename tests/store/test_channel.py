@@ -6,8 +6,8 @@ import pytest
 from support import bytes_of_memory, file_at, write
 
 from gradtool import SystemRefusedError
-from gradtool.store.channel import Channel
-from gradtool.store.header import read_shard
+from gradtool.store.format.header import read_shard
+from gradtool.store.io.channel import Channel
 
 
 def shards_in(folder, count):

@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from support import build, encode, with_header, without_room, write
 
 from gradtool import GradtoolError
-from gradtool.store.gradset import open_sets
-from gradtool.store.header import read_shard
+from gradtool.store.format.gradset import open_sets
+from gradtool.store.format.header import read_shard
 
 SAMPLES = [
     build({"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.int32)}, {"k": "v"}),

@@ -8,8 +8,8 @@ import pytest
 from support import write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError
-from gradtool.store import gradset
-from gradtool.store.gradset import checked_path, read_path_list, refuse_dtypes, select
+from gradtool.store.format import gradset
+from gradtool.store.format.gradset import checked_path, read_path_list, refuse_dtypes, select
 
 ONES = np.ones(2, np.float32)
 

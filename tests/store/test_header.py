@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from support import build, with_header, without_room, write
 
 from gradtool import BadInputError, SystemRefusedError
-from gradtool.store import header
-from gradtool.store.header import is_unchanged, read_shard
-from gradtool.store.tensors import emptied
+from gradtool.store.format import header
+from gradtool.store.format.header import is_unchanged, read_shard
+from gradtool.store.format.tensors import emptied
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -11,7 +11,7 @@ from support import COMMAND, snapshot, with_header, write, write_index
 import gradtool
 from gradtool import BadInputError
 from gradtool.errors import EXIT_INPUT
-from gradtool.store.limits import MAX_MAPPED, MAX_NAME, MAX_ODD_TEXT, MAX_PATH_LIST, MAX_TENSORS, MAX_TEXT
+from gradtool.store.format.limits import MAX_MAPPED, MAX_NAME, MAX_ODD_TEXT, MAX_PATH_LIST, MAX_TENSORS, MAX_TEXT
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'

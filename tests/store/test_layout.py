@@ -8,9 +8,9 @@ from safetensors import safe_open
 from support import NUMPY_TYPES, VALUE_TYPES
 
 from gradtool import BadInputError
-from gradtool.store import limits
-from gradtool.store.header import read_shard
-from gradtool.store.layout import lay_out, new_tensor
+from gradtool.store.format import limits
+from gradtool.store.format.header import read_shard
+from gradtool.store.format.layout import lay_out, new_tensor
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")

@@ -9,9 +9,9 @@ import pytest
 from support import NUMPY_TYPES, bytes_of_memory, file_at, write
 
 from gradtool import SystemRefusedError
-from gradtool.store import stream
-from gradtool.store.blocks import plan
-from gradtool.store.header import read_shard
+from gradtool.store.format.header import read_shard
+from gradtool.store.io import workers as stream
+from gradtool.store.io.blocks import plan
 
 UNIT = 65_536
 run = partial(stream.run, allocate=bytes_of_memory)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, from_os_error, told
 from gradtool.store import fs, signals
-from gradtool.store.header import changed_meanwhile
+from gradtool.store.format.header import changed_meanwhile
 from gradtool.store.transaction.run import remove_all
 from gradtool.store.transaction.undolog import Undo, UndoLog
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
 from gradtool.store import fs
+from gradtool.store.format.header import changed_meanwhile
 from gradtool.store.fs import File, Folder
-from gradtool.store.header import changed_meanwhile
 from gradtool.store.transaction.guard import home_of, is_about
 from gradtool.store.transaction.locks import InUse, claim, lock, lock_of
 from gradtool.store.transaction.log import (

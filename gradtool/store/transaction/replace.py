@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, told
 from gradtool.store import fs, signals
+from gradtool.store.format.header import changed_meanwhile
 from gradtool.store.fs import File
-from gradtool.store.header import changed_meanwhile
 from gradtool.store.transaction.attributes import keep_attributes, kept_mode
 from gradtool.store.transaction.log import Move, name_of
 from gradtool.store.transaction.run import remove
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from gradtool.store.format.header import Shard
     from gradtool.store.fs import Folder
-    from gradtool.store.header import Shard
     from gradtool.store.transaction.run import Run
 
 

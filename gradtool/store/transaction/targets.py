@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, from_os_error
+from gradtool.store.format.header import changed_meanwhile
 from gradtool.store.fs import Folder, open_to_list, open_to_pass
-from gradtool.store.header import changed_meanwhile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

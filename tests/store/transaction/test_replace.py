@@ -11,8 +11,8 @@ from support import registered, snapshot, write
 
 from gradtool import SystemRefusedError, UsageError, norm, recover
 from gradtool.store import fs, signals
+from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
-from gradtool.store.header import read_shard
 from gradtool.store.transaction.attributes import new_mode
 from gradtool.store.transaction.replace import Replacement, refuse_collisions
 

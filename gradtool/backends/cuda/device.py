@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.cuda import Buffer
+    from gradtool.backends.cuda.backend import Buffer
 
 _FILES = ("_device.cuh", "_codes.h", "_storage.cuh", "_tiles.cuh", "_sums.cuh", "_layer_norm.cuh")
 # CuPy's own way to compile flushes subnormals to zero, whatever it is asked; so NVRTC is asked here.
@@ -36,8 +36,10 @@ MODULES = (*STORAGE, "mixed")
 
 def source() -> str:
     """The text of all kernels."""
-    folder = resources.files("gradtool.backends")
-    return "".join((folder / name).read_text(encoding="utf-8") for name in _FILES)
+    backends = resources.files("gradtool.backends")
+    # Of these, one is shared with the C kernels.
+    homes = {name: backends if name.endswith(".h") else backends / "cuda" for name in _FILES}
+    return "".join((home / name).read_text(encoding="utf-8") for name, home in homes.items())
 
 
 def options(module: str) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ class _Stream:
 
 
 class CupyDevice:
-    """As `gradtool.backends.cuda.Device` says; each thread has its own stream."""
+    """As `gradtool.backends.cuda.backend.Device` says; each thread has its own stream."""
 
     def __init__(self, cupy: Any, number: int) -> None:
         self.number = number

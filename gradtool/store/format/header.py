@@ -1,9 +1,9 @@
 """One safetensors file: its header, read and checked.
 
 The safetensors library judges whether a file is valid; where it refuses, this module says what is wrong and where. The
-byte offsets, which the library does not give, are then read from the same header. What the limits of
-`gradtool.store.limits` refuse is refused before the library sees it. It maps all of a file; where there is no room for
-that, it judges a header whose tensors are all empty, and this module their shapes and offsets.
+byte offsets, which the library does not give, are then read from the same header. A header beyond the limits of
+`gradtool.store.format.limits` is refused before the library sees it. The library maps the whole file into memory; where
+there is no room for that, it checks a header whose tensors are all empty, and this module their shapes and offsets.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
 JSON, the tensors' bytes without a hole.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from gradtool import memory
 from gradtool.errors import BadInputError, SystemRefusedError, from_os_error, shortened
-from gradtool.store.limits import MAX_TEXT, memory_to_judge, refuse_large_header, refuse_long, refuse_long_names
-from gradtool.store.tensors import Tensor, emptied, parse, refuse_lies, tensor_of
+from gradtool.store.format.limits import MAX_TEXT, memory_to_judge, refuse_large_header, refuse_long, refuse_long_names
+from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_lies, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.limits import refuse_long_names
+from gradtool.store.format.limits import refuse_long_names
 
 if TYPE_CHECKING:
     from pathlib import Path

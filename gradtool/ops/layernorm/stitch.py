@@ -9,12 +9,12 @@ import numpy as np
 
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import TILE
-from gradtool.store.blocks import Block, Span
+from gradtool.store.io.blocks import Block, Span
 
 if TYPE_CHECKING:
     from gradtool.backends import Backend, Data
     from gradtool.ops.measurement import Measurement
-    from gradtool.store.gradset import Selected
+    from gradtool.store.format.gradset import Selected
 
 
 class Stitch:

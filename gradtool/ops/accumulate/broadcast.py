@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtool import tuning
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gradtool.store.blocks import Span
-    from gradtool.store.channel import Channel
-    from gradtool.store.gradset import Selected
-
-# Elements of the smaller tensor that are read at a time.
-_WINDOW = 1 << 18
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.io.blocks import Span
+    from gradtool.store.io.channel import Channel
 
 
 def is_broadcastable(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -49,7 +47,7 @@ def spread(one: Selected, shape: tuple[int, ...], span: Span, target: memoryview
         stop = end
         found = positions(one.tensor.shape, shape, begin, stop)
         # A run that wraps round needs both ends of the smaller tensor; half of it, and half again, will not.
-        while (low := int(found.min())) + max(_WINDOW, stop - begin) <= int(found.max()):
+        while (low := int(found.min())) + max(tuning.WINDOW_ELEMENTS, stop - begin) <= int(found.max()):
             stop = begin + (stop - begin) // 2
             found = found[: stop - begin]
         view = channel.memory("narrow", (int(found.max()) + 1 - low) * bits.itemsize)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
-from gradtool.store.gradset import Selected, refuse_dtypes
-from gradtool.store.layout import new_tensor
+from gradtool.store.format.gradset import Selected, refuse_dtypes
+from gradtool.store.format.layout import new_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradtool.store.gradset import GradientSet
-    from gradtool.store.tensors import Tensor
+    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.tensors import Tensor
 
 
 class Form(NamedTuple):

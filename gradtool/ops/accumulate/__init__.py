@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops import arguments
-from gradtool.ops.accumulate_policy import Policy
-from gradtool.ops.accumulate_steps import GradientRow, add, leave, tensors_of
-from gradtool.ops.contributions import match, weights_of
+from gradtool.ops.accumulate.match import match, weights_of
+from gradtool.ops.accumulate.policy import Policy
+from gradtool.ops.accumulate.steps import GradientRow, add, leave, tensors_of
 from gradtool.ops.output import Choices, opened
 from gradtool.ops.passes import Inputs
 from gradtool.ops.results import Facts, facts
-from gradtool.store.gradset import INDEX_SUFFIX, checked_path
-from gradtool.store.layout import Layout, lay_out, new_tensor
+from gradtool.store.format.gradset import INDEX_SUFFIX, checked_path
+from gradtool.store.format.layout import Layout, lay_out, new_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.ops.passes import Progress, Session
-    from gradtool.store.gradset import GradientSet
+    from gradtool.store.format.gradset import GradientSet
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import json
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.store.header import Shard
-from gradtool.store.limits import refuse_large_header, refuse_long
-from gradtool.store.tensors import BITS, Tensor
+from gradtool.store.format.header import Shard
+from gradtool.store.format.limits import refuse_large_header, refuse_long
+from gradtool.store.format.tensors import BITS, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,15 +13,15 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.store import blocks as blocks_
+from gradtool import tuning
 from gradtool.store import signals
-from gradtool.store.channel import Channel, Clock
+from gradtool.store.io.channel import Channel, Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from gradtool.store.format.header import Shard
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard
     from gradtool.store.transaction.inplace import InPlace
 
     # One stretch of work, done with the files and the memory of the thread that it falls to.
@@ -49,8 +49,8 @@ def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: F
         channel.write(destination, to, view)
 
     for begin, end, to in ranges:
-        for at in range(begin, end, blocks_.BLOCK_BYTES):
-            yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end), to + at - begin)
+        for at in range(begin, end, tuning.BLOCK_BYTES):
+            yield partial(do, at, min(at + tuning.BLOCK_BYTES, end), to + at - begin)
 
 
 def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: File) -> Iterator[Task]:
@@ -62,8 +62,8 @@ def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: File) 
         channel.count(end - begin)
 
     for begin, end in ranges:
-        for at in range(begin, end, blocks_.BLOCK_BYTES):
-            yield partial(do, at, min(at + blocks_.BLOCK_BYTES, end))
+        for at in range(begin, end, tuning.BLOCK_BYTES):
+            yield partial(do, at, min(at + tuning.BLOCK_BYTES, end))
 
 
 def writing(file: File, content: bytes) -> Task:

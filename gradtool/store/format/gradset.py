@@ -15,13 +15,13 @@ from select import POLLIN, poll
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError, SystemRefusedError, UsageError, from_os_error, shortened
-from gradtool.store.header import Shard, read_regular, read_shard
-from gradtool.store.limits import MAX_PATH_LIST, refuse_large_index, refuse_long_names
+from gradtool.store.format.header import Shard, read_regular, read_shard
+from gradtool.store.format.limits import MAX_PATH_LIST, refuse_large_index, refuse_long_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradtool.store.tensors import Tensor
+    from gradtool.store.format.tensors import Tensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from gradtool.backends import Piece
-from gradtool.backends import cuda_jobs as jobs
+from gradtool.backends.cuda import jobs
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 from gradtool.backends import Terms
 from gradtool.errors import BadInputError, NonFiniteError
-from gradtool.ops.layer_files import Files, reindexed
-from gradtool.ops.layer_pass import LayerPass, Place
+from gradtool.ops.layernorm.backward import LayerPass, Place
+from gradtool.ops.layernorm.placement import Files, reindexed
 from gradtool.ops.measurement import Measurement, norms_of
 from gradtool.ops.output import NewFile
 from gradtool.ops.passes import in_file_order, measure
 from gradtool.ops.results import nonfinite_problems, overflow_problems
-from gradtool.store.gradset import foreign_index
-from gradtool.store.stream import copying, writing
+from gradtool.store.format.gradset import foreign_index
+from gradtool.store.io.workers import copying, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from gradtool.ops.layer_patches import Options
-    from gradtool.ops.layers import Layer
+    from gradtool.ops.layernorm.layers import Layer
+    from gradtool.ops.layernorm.patches import Options
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Session
+    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.header import Shard
     from gradtool.store.fs import File
-    from gradtool.store.gradset import GradientSet
-    from gradtool.store.header import Shard
-    from gradtool.store.stream import Task
+    from gradtool.store.io.workers import Task
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Rule
 from gradtool.errors import BadInputError, NonFiniteError, Problem
-from gradtool.ops.accumulation import NONFINITE_REMEDY, Accumulation
+from gradtool.ops.accumulate.add import NONFINITE_REMEDY, Accumulation
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.output import NewFile
 from gradtool.ops.passes import measure_norms
 from gradtool.ops.results import nonfinite_problems
-from gradtool.store.gradset import Selected
-from gradtool.store.layout import Layout, lay_out
-from gradtool.store.stream import copying
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.layout import Layout, lay_out
+from gradtool.store.io.workers import copying
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradtool.ops.accumulate_policy import Policy
-    from gradtool.ops.contributions import Contribution
+    from gradtool.ops.accumulate.match import Contribution
+    from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.output import Output
     from gradtool.ops.passes import Session
+    from gradtool.store.format.header import Shard
     from gradtool.store.fs import File
-    from gradtool.store.header import Shard
 
 
 @dataclass(frozen=True)

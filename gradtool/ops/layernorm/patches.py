@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gradtool import tuning
 from gradtool.backends import Patch
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
@@ -14,16 +15,11 @@ from gradtool.errors import BadInputError, UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gradtool.ops.layers import Form, Layer
-    from gradtool.store.channel import Channel
-    from gradtool.store.gradset import Selected
+    from gradtool.ops.layernorm.layers import Form, Layer
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.io.channel import Channel
 
     Floats = NDArray[np.float64]
-
-# Elements of a patch, and its rows at most. The sums over rows are taken by groups of rows of this size, so both are
-# part of the result's bits.
-_PATCH = 1 << 18
-_MAX_ROWS = 1 << 14
 
 
 class Options(NamedTuple):
@@ -47,8 +43,10 @@ class Patches:
     def __init__(self, options: Options, layer: Layer) -> None:
         self._options, self._layer = options, layer
         columns = layer.columns
-        self.stretches = [(at, min(at + _PATCH, columns)) for at in range(0, columns, _PATCH)]
-        self._height = max(1, min(_MAX_ROWS, _PATCH // max(1, columns)))
+        self.stretches = [
+            (at, min(at + tuning.PATCH_ELEMENTS, columns)) for at in range(0, columns, tuning.PATCH_ELEMENTS)
+        ]
+        self._height = max(1, min(tuning.PATCH_ROWS, tuning.PATCH_ELEMENTS // max(1, columns)))
         self.groups = -(-layer.rows // self._height)
         self._scales: tuple[tuple[int, int], Floats, Floats | None] | None = None
 

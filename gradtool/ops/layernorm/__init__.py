@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import UsageError
 from gradtool.ops import arguments
-from gradtool.ops.layer_files import apart, beside
-from gradtool.ops.layer_patches import Options
-from gradtool.ops.layer_work import LayerRow, LayerWork, refuse_foreign_index, refuse_new_headers
-from gradtool.ops.layers import Form, find_layers
+from gradtool.ops.layernorm.layers import Form, find_layers
+from gradtool.ops.layernorm.patches import Options
+from gradtool.ops.layernorm.placement import apart, beside
+from gradtool.ops.layernorm.work import LayerRow, LayerWork, refuse_foreign_index, refuse_new_headers
 from gradtool.ops.output import Choices, opened
 from gradtool.ops.passes import Inputs
 from gradtool.ops.results import Call, call_facts

@@ -13,22 +13,22 @@ import numpy as np
 from gradtool.backends import Piece, Terms
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError
-from gradtool.ops.layer_patches import Options, Patches
+from gradtool.ops.layernorm.patches import Options, Patches
+from gradtool.ops.layernorm.stitch import Stitch, encoded
 from gradtool.ops.passes import measure
-from gradtool.ops.stitch import Stitch, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gradtool.backends import Backend, BlockSums, Data, Patch
-    from gradtool.ops.layer_patches import Floats
-    from gradtool.ops.layers import Layer
+    from gradtool.ops.layernorm.layers import Layer
+    from gradtool.ops.layernorm.patches import Floats
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import Session
-    from gradtool.store.channel import Channel
+    from gradtool.store.format.gradset import Selected
     from gradtool.store.fs import File
-    from gradtool.store.gradset import Selected
-    from gradtool.store.stream import Task
+    from gradtool.store.io.channel import Channel
+    from gradtool.store.io.workers import Task
 
 
 class Place(NamedTuple):

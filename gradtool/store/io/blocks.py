@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.store.tensors import BITS
+from gradtool import tuning
+from gradtool.store.format.tensors import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gradtool.store.header import Shard
-    from gradtool.store.tensors import Tensor
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
 
-# Large enough that a system call costs nothing beside the bytes it moves, small enough to stay in the cache.
-BLOCK_BYTES = 2 << 20
 # A hole between two wanted tensors that is cheaper to read than to seek over.
 _BRIDGE_BYTES = 128 << 10
 # Bounds what one block's bookkeeping takes when tensors are tiny.
@@ -48,7 +47,7 @@ def plan(
     are blocks without spans for all other bytes of the file, for a copy of it. A block has at most `nbytes`, which must
     be room for a unit.
     """
-    nbytes = BLOCK_BYTES if nbytes is None else nbytes
+    nbytes = tuning.BLOCK_BYTES if nbytes is None else nbytes
     begin = position = 0
     spans: list[Span] = []
     for number, tensor in wanted:

@@ -6,17 +6,17 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.gradset import Selected
-from gradtool.store.layout import Layout, lay_out
-from gradtool.store.tensors import BITS
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.layout import Layout, lay_out
+from gradtool.store.format.tensors import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.layers import Layer
-    from gradtool.store.gradset import GradientSet
-    from gradtool.store.header import Shard
-    from gradtool.store.tensors import Tensor
+    from gradtool.ops.layernorm.layers import Layer
+    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
 
 
 class NewShard(NamedTuple):

@@ -5,33 +5,32 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gradtool import tuning
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import NonFiniteError
-from gradtool.ops import contributions as reading
+from gradtool.ops.accumulate.read import read
 from gradtool.ops.measurement import Measurement, norms_of
 from gradtool.ops.passes import by_shard, in_blocks, measure, measuring_again
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.reduction import TILE
-from gradtool.store.blocks import covered, plan
-from gradtool.store.stream import copying, writing
+from gradtool.store.io.blocks import covered, plan
+from gradtool.store.io.workers import copying, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from gradtool.backends import Rule, Terms
-    from gradtool.ops.contributions import Contribution
+    from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.passes import Session
-    from gradtool.store.blocks import Block
-    from gradtool.store.channel import Channel
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.layout import Layout
     from gradtool.store.fs import File
-    from gradtool.store.gradset import Selected
-    from gradtool.store.header import Shard
-    from gradtool.store.layout import Layout
-    from gradtool.store.stream import Task
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.io.channel import Channel
+    from gradtool.store.io.workers import Task
 
 NONFINITE_REMEDY = "--nonfinite skip leaves out gradients that hold one, --overwrite drops what the buffer holds"
-# The float64 sums of a block, and what is added to them, should stay in a core's cache.
-_TILES = 6
 
 
 class Accumulation:
@@ -170,7 +169,7 @@ class Accumulation:
                 yield from copying(shard, [(0, shard.size, 0)], file)
         for shard, wanted in by_shard(self._touched):
             itemsizes = {STORAGE[tensor.dtype].itemsize for _, tensor in wanted}
-            nbytes = TILE * max(_TILES * self._session.backend.bulk * min(itemsizes), *itemsizes)
+            nbytes = TILE * max(tuning.SUM_TILES * self._session.backend.bulk * min(itemsizes), *itemsizes)
             whole = shard in destinations and self._created is None and self._session.journal is None
             blocks = plan(shard, wanted, TILE, whole=whole, nbytes=nbytes)
             yield from in_blocks(partial(self._add, rule, (before, after), destinations.get(shard)), blocks)
@@ -195,7 +194,7 @@ class Accumulation:
         if pieces:
             held = backend.hold(view, copies=reads or filled < len(view), align=pieces[0].offset)
             was = None if before is None else backend.tile_sums(held, before.pieces(block), self._terms)
-            sources = reading.read(self._contributions, self._touched, block, channel, backend.bulk)
+            sources = read(self._contributions, self._touched, block, channel, backend.bulk)
             became = backend.accumulate(held, pieces, sources, rule, self._terms)
             if before is not None and was is not None:
                 before.add(block, was)

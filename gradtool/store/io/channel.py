@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import SystemRefusedError, from_os_error
 from gradtool.store import fs
-from gradtool.store.header import Shard, changed_meanwhile, is_unchanged
+from gradtool.store.format.header import Shard, changed_meanwhile, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

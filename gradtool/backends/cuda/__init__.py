@@ -1,0 +1,1 @@
+"""The CUDA backend: kernels on a GPU, with the same bits as numpy."""

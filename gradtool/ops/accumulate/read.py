@@ -1,0 +1,91 @@
+"""The parts of the gradients that belong to a block of the buffer, read a batch at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool import tuning
+from gradtool.backends import Addend
+from gradtool.backends.storage import STORAGE
+from gradtool.ops.accumulate.broadcast import spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from gradtool.ops.accumulate.match import Contribution
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.io.blocks import Block, Span
+    from gradtool.store.io.channel import Channel
+
+
+def read(
+    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel, bulk: int
+) -> Iterator[tuple[memoryview, list[Addend]]]:
+    """What the contributions have for the spans of a block, in order, a few of them (times `bulk`) at a time."""
+    batch: list[_Part] = []
+    nbytes = 0
+    for one in contributions:
+        parts = _parts(one, block)
+        size = sum(part.nbytes for part in parts)
+        if batch and nbytes + size > tuning.BATCH_BYTES * bulk:
+            yield _read_batch(batch, nbytes, targets, channel)
+            batch, nbytes = [], 0
+        batch += parts
+        nbytes += size
+    if batch:
+        yield _read_batch(batch, nbytes, targets, channel)
+
+
+class _Part(NamedTuple):
+    """What one contribution has for one span, whose first sum is number `at`."""
+
+    span: Span
+    at: int
+    selected: Selected
+    factor: float
+    nbytes: int
+
+
+def _parts(contribution: Contribution, block: Block) -> list[_Part]:
+    parts, at = [], 0
+    for span in block.spans:
+        selected = contribution.tensors.get(span.tensor)
+        if selected is not None:
+            nbytes = span.elements * STORAGE[selected.tensor.dtype].itemsize
+            parts.append(_Part(span, at, selected, contribution.factor, nbytes))
+        at += span.elements
+    return parts
+
+
+def _read_batch(
+    parts: Sequence[_Part], nbytes: int, targets: Sequence[Selected], channel: Channel
+) -> tuple[memoryview, list[Addend]]:
+    addends, runs, offset = [], _Runs(), 0
+    view = channel.memory("gradients", nbytes)
+    for part in parts:
+        span, tensor = part.span, part.selected.tensor
+        addends.append(Addend(tensor.dtype, offset, span.elements, part.at, part.factor))
+        target = targets[span.tensor].tensor
+        if tensor.elements == target.elements:
+            runs.add(part.selected, span.start * (part.nbytes // span.elements), part.nbytes, offset)
+        else:
+            spread(part.selected, target.shape, span, view[offset:], channel)
+        offset += part.nbytes
+    for shard, begin, end, to in runs:
+        channel.read(shard, begin, view[to : to + end - begin])
+    # Side by side what is added to the same sums, still in the order given: the kernels then pass over the sums once.
+    return view, sorted(addends, key=lambda addend: addend.at)
+
+
+class _Runs(list[tuple["Shard", int, int, int]]):
+    """Bytes of shards and where they go; neighbours in the buffer are mostly neighbours here, and read in one go."""
+
+    def add(self, one: Selected, start: int, size: int, to: int) -> None:
+        begin = one.tensor.begin + start
+        if self:
+            shard, first, end, at = self[-1]
+            if shard is one.shard and end == begin and at + end - first == to:
+                self[-1] = (shard, first, end + size, at)
+                return
+        self.append((one.shard, begin, begin + size, to))

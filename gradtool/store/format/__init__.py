@@ -1,0 +1,1 @@
+"""The safetensors format: headers, indexes, limits, and the layout of new files."""

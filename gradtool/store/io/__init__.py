@@ -1,0 +1,1 @@
+"""Blocks of files, and the threads that read and write them."""

@@ -1,0 +1,15 @@
+"""Sizes that trade memory for speed, in one place for tests and experiments; all but two leave every bit as it is."""
+
+# Of a block: large enough that a system call costs nothing beside the bytes it moves, small enough for the cache.
+BLOCK_BYTES = 2 << 20
+
+# Tiles of a buffer that are added to at once: their float64 sums, and the gradients, should stay in a core's cache.
+SUM_TILES = 6
+# Bytes of gradients that are read before they are added.
+BATCH_BYTES = 2 << 20
+# Elements of a gradient that is broadcast, read at a time.
+WINDOW_ELEMENTS = 1 << 18
+
+# A patch of a layer norm, and its rows at most. Sums over rows are taken patch by patch, so these two decide bits.
+PATCH_ELEMENTS = 1 << 18
+PATCH_ROWS = 1 << 14

@@ -17,8 +17,8 @@ from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.store.fs import Folder
+from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.inplace import InPlace, Target
-from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.targets import Targets
 

@@ -6,22 +6,21 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.errors import BadInputError, NonFiniteError
+from gradtool.errors import BadInputError
 from gradtool.ops import arguments
 from gradtool.ops.clip_policy import Decision, Policy, decide
-from gradtool.ops.measurement import Measurement, Norms, norms_of
-from gradtool.ops.output import Choices, Output, opened
-from gradtool.ops.passes import Inputs, Session, measure, measure_norms, rewrite
-from gradtool.ops.results import Facts, facts, nonfinite_problems, overflow_problems
+from gradtool.ops.passes import Measure, Rewrite
+from gradtool.ops.results import Facts, facts, refuse_nonfinite, refuse_overflow
+from gradtool.ops.session import Call, output_options
+from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from gradtool.backends import BlockSums, Data, Piece
-    from gradtool.ops.passes import Change, Progress
-    from gradtool.store.format.header import Shard
-    from gradtool.store.fs import File
+    from gradtool.engines.threads import Progress
+    from gradtool.ops.measurement import Measurement, Norms
+    from gradtool.ops.session import Session
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def clip(
         nonfinite=nonfinite,
     )
     policy.check()
-    inputs = Inputs.of(
+    call = Call.of(
         paths,
         include=include,
         exclude=exclude,
@@ -146,16 +145,20 @@ def clip(
         threads=threads,
         progress=progress,
     )
-    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
-    with opened(inputs, choices) as (session, destination):
-        session.total_bytes = 2 * session.nbytes
-        try:
-            before, norms = _measure(session, policy)
-            decision = decide(policy, session.selected, before, norms)
-            after, written = _write(session, policy, decision, before, destination)
-        finally:
-            # For a second pass that did not come.
-            session.kept.clear()
+    options = output_options(output, output_dir, dry_run, write, fsync, lock_timeout)
+    with call.open_to_write(options) as (session, output_):
+        session.engine.expected_bytes = 2 * DISCARD.nbytes(session.selected)
+        before = session.run(Measure(session.selected, policy.spec, leaves=True))
+        norms = _checked_norms(session, policy, before)
+        decision = decide(policy, session.selected, before, norms)
+        changed = [number for number, changes in enumerate(decision.changed) if changes]
+        selected = [session.selected[number] for number in changed]
+        rewrite = Rewrite(selected, [decision.factors[number] for number in changed], policy.limit, policy.spec)
+        with session.writing(output_, output_.files(selected)) as destination:
+            written = session.run(rewrite, destination)
+            if policy.nonfinite != "propagate":
+                refuse_overflow(selected, written)
+            after = before.updated(changed, written).norms(per_tensor=policy.per_tensor)
     return ClipResult(
         **facts(session, before, norms.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
@@ -168,68 +171,20 @@ def clip(
         coef=decision.coef,
         clipped=any(decision.clipped),
         dry_run=dry_run,
-        files_written=written,
+        files_written=destination.count,
         bytes_written=session.timings.write_bytes,
     )
 
 
-def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
-    """What the files hold, and its norms; refused where the policy says so."""
-    before, norms = measure_norms(
-        session, session.selected, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale, keeps=True
-    )
-    if policy.nonfinite == "error" and not before.is_finite:
-        raise NonFiniteError(
-            "nothing was written, for there are NaN or Inf values; --nonfinite zero or propagate goes on",
-            nonfinite_problems(session.selected, before),
-        )
+def _checked_norms(session: Session, policy: Policy, before: Measurement) -> Norms:
+    """The norms of what was measured; refused where the policy says so."""
+    if policy.nonfinite == "error":
+        refuse_nonfinite(session.selected, before, "--nonfinite zero or propagate goes on")
+    norms = before.norms(per_tensor=policy.per_tensor, unscale=policy.unscale)
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
     if policy.needs_norm and before.is_finite and math.inf in limiting:
         raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
-    return before, norms
-
-
-def _write(
-    session: Session, policy: Policy, decision: Decision, before: Measurement, output: Output
-) -> tuple[Norms, int]:
-    """Write what was decided; the norms of the result, and the number of files that were written."""
-    changed = [number for number, changes in enumerate(decision.changed) if changes]
-
-    def rewriting(numbers: Sequence[int]) -> Change:
-        factors = [decision.factors[number] for number in numbers]
-
-        def change(held: Data, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
-            return session.backend.scale(held, pieces, [factors[one] for one in tensors], policy.limit, policy.terms)
-
-        return change
-
-    def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-        selected = [session.selected[number] for number in numbers]
-        if session.journal is not None:
-            return measure(session, selected, policy.terms, divisors)
-        # The result is not in its place yet, so it is worked out once more.
-        found = Measurement(selected, policy.terms, divisors)
-        rewrite(session, selected, found, rewriting(numbers), {})
-        return found
-
-    selected = [session.selected[number] for number in changed]
-    written = Measurement(selected, policy.terms)
-    after = Norms(math.nan, [])
-
-    def verify() -> None:
-        nonlocal after
-        if policy.nonfinite != "propagate" and (written.nan.any() or written.inf.any()):
-            raise NonFiniteError(
-                "nothing was written, for a result does not fit its type; a larger --unscale makes it smaller",
-                overflow_problems(selected, written),
-            )
-        after = norms_of(before.updated(changed, written), again, per_tensor=policy.per_tensor)
-
-    def fill(destinations: Mapping[Shard, File]) -> None:
-        rewrite(session, selected, written, rewriting(changed), destinations)
-
-    count = output.write(session, output.arriving(selected), fill, verify)
-    return after, count
+    return norms
 
 
 def _rows(session: Session, decision: Decision, before: Norms, after: Norms) -> list[TensorClip]:

@@ -6,18 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.errors import Problem, UsageError
 from gradtool.ops import arguments
-from gradtool.ops.passes import Inputs, measure_norms, open_to_read
+from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
+from gradtool.ops.session import Call
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    from gradtool.engines.threads import Progress
     from gradtool.ops.measurement import Measurement
-    from gradtool.ops.passes import Progress
     from gradtool.store.format.gradset import Selected
 
 
@@ -94,7 +95,7 @@ def norm(
     limit = arguments.optional_number("--fail-above", fail_above)
     if limit is not None and math.isnan(limit):
         raise UsageError("--fail-above must be a number, not NaN")
-    inputs = Inputs.of(
+    call = Call.of(
         paths,
         include=include,
         exclude=exclude,
@@ -104,8 +105,9 @@ def norm(
         threads=threads,
         progress=progress,
     )
-    session = inputs.open() if ignore_journal else open_to_read(inputs)
-    found, norms = measure_norms(session, session.selected, Terms(order), per_tensor=per_tensor or top is not None)
+    session = call.open_to_read(ignore_unfinished=ignore_journal)
+    found = session.run(Measure(session.selected, NormSpec(order)))
+    norms = found.norms(per_tensor=per_tensor or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)
     if limit is not None and not norms.whole <= limit:

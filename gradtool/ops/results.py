@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import Problem
+from gradtool.errors import NonFiniteError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.measurement import Measurement
-    from gradtool.ops.passes import Session, Timings
+    from gradtool.ops.session import Session, Timings
     from gradtool.store.format.gradset import Selected
 
 
 @dataclass(frozen=True)
-class Call:
+class CallFacts:
     """What every result says of its call: how much it was about, what did it, and how long it took.
 
     `threads` counts those that got work.
@@ -34,7 +34,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Facts(Call):
+class Facts(CallFacts):
     """What a result says of the tensors it is about, taken as one vector; `max_abs` leaves NaN out."""
 
     norm_type: float
@@ -45,17 +45,17 @@ class Facts(Call):
     zeros: int
 
 
-def call_facts(session: Session, selected: Sequence[Selected]) -> dict[str, Any]:
-    """The facts of a call that is done, by name; the tensors it is about are those given."""
+def call_facts(session: Session, selected: Sequence[Selected], *, why: str | None = None) -> dict[str, Any]:
+    """The facts of a call that is done, by name; `selected` are the tensors that it was about."""
     return vars(
-        Call(
-            files=len(session.shards),
+        CallFacts(
+            files=len(session.opened.shards),
             tensors=len(selected),
             elements=sum(one.tensor.elements for one in selected),
             bytes=sum(one.tensor.nbytes for one in selected),
-            backend=session.backend.name,
-            backend_why=session.backend_why,
-            threads=session.workers,
+            backend=session.engine.backend.name,
+            backend_why=why or session.backend_why,
+            threads=max(1, session.engine.clock.workers),
             seconds=session.seconds,
             timings=session.timings,
         )
@@ -72,7 +72,7 @@ def facts(
 ) -> dict[str, Any]:
     """The facts of a call, and of what was found in the tensors it is about, by name."""
     return call_facts(session, session.selected if selected is None else selected) | {
-        "norm_type": found.terms.norm_type,
+        "norm_type": found.spec.order,
         "norm": norm,
         "max_abs": found.largest / unscale,
         "nan": int(found.nan.sum()),
@@ -108,3 +108,19 @@ def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list
         for number, one in enumerate(changed)
         if written.nan[number] or written.inf[number]
     ]
+
+
+def refuse_nonfinite(selected: Sequence[Selected], found: Measurement, remedy: str) -> None:
+    """Raise `NonFiniteError` for tensors that hold a NaN or Inf."""
+    problems = nonfinite_problems(selected, found)
+    if problems:
+        raise NonFiniteError(f"nothing was written, for there are NaN or Inf values; {remedy}", problems)
+
+
+def refuse_overflow(selected: Sequence[Selected], written: Measurement) -> None:
+    """Raise `NonFiniteError` for tensors that got a result which their type cannot hold."""
+    problems = overflow_problems(selected, written)
+    if problems:
+        raise NonFiniteError(
+            "nothing was written, for a result does not fit its type; a larger --unscale makes it smaller", problems
+        )

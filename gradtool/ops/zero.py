@@ -6,24 +6,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from gradtool.ops.output import Choices, opened
-from gradtool.ops.passes import Inputs, by_shard
-from gradtool.ops.results import Call, call_facts
-from gradtool.store.io.workers import copying, zeroing
+from gradtool.ops.passes import Nothing, by_shard
+from gradtool.ops.results import CallFacts, call_facts
+from gradtool.ops.session import Call, output_options
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from gradtool.ops.output import Output
-    from gradtool.ops.passes import Progress, Session
+    from gradtool.engines.threads import Progress
+    from gradtool.ops.session import Session
     from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
-    from gradtool.store.fs import File
+    from gradtool.store.transaction.destination import NewFile
+    from gradtool.store.transaction.output import Output
 
 
 @dataclass(frozen=True)
-class ZeroResult(Call):
+class ZeroResult(CallFacts):
     """How much was zeroed: `tensors`, `elements` and `bytes`.
 
     `bytes_written` are those that were copied into new files, or in place, the zeros.
@@ -79,7 +78,7 @@ def zero(
         BackendUnavailableError: the backend is not there.
         SystemRefusedError: reading or writing failed; nothing was written.
     """
-    inputs = Inputs.of(
+    call = Call.of(
         paths,
         include=include,
         exclude=exclude,
@@ -90,42 +89,31 @@ def zero(
         progress=progress,
         dtypes=None,
     )
-    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
-    with opened(inputs, choices) as (session, destination):
-        session.backend_why = "nothing to compute"
-        count = _write(session, destination)
+    options = output_options(output, output_dir, dry_run, write, fsync, lock_timeout)
+    with call.open_to_write(options) as (session, output_):
+        files = _files(session, output_)
+        with session.writing(output_, files) as destination:
+            session.run(Nothing(), destination)
     return ZeroResult(
-        **call_facts(session, session.selected),
+        **call_facts(session, session.selected, why="nothing to compute"),
         dry_run=dry_run,
-        files_written=count,
+        files_written=destination.count,
         bytes_written=session.timings.write_bytes,
     )
 
 
-def _write(session: Session, destination: Output) -> int:
+def _files(session: Session, output: Output) -> list[NewFile]:
+    """The files to be written: copies of what is not zeroed, and zeros."""
     selected = [one for one in session.selected if one.tensor.nbytes]
-    zeroed = {shard: [tensor for _, tensor in wanted] for shard, wanted in by_shard(selected)}
-    kept = {file.shard: _kept(file.shard, zeroed.get(file.shard, ())) for file in destination.arriving(selected)}
-
-    def fill(destinations: Mapping[Shard, File]) -> None:
-        in_place = session.journal is not None
-        tasks = (
-            task
-            for shard, file in destinations.items()
-            for task in (
-                zeroing(shard, [(tensor.begin, tensor.end) for tensor in zeroed[shard]], file)
-                if in_place
-                else copying(shard, [(begin, end, begin) for begin, end in kept[shard]], file)
-            )
-        )
-        copied = sum(end - begin for shard in destinations for begin, end in kept[shard])
-        session.stream(tasks, session.nbytes if in_place else copied)
-
-    files = [file._replace(ranges=kept[file.shard]) for file in destination.arriving(selected)]
-    return destination.write(session, files, fill)
+    wanted = by_shard(selected)
+    files = []
+    for file in output.files(selected):
+        zeros = [(tensor.begin, tensor.end) for _, tensor in wanted.get(file.shard, ())]
+        files.append(file._replace(zeros=zeros, copies=_copies(file.shard, zeros)))
+    return files
 
 
-def _kept(shard: Shard, zeroed: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """What lies before, between and behind the tensors that are zeroed."""
-    edges = [(0, 0), *((tensor.begin, tensor.end) for tensor in zeroed), (shard.size, shard.size)]
-    return [(end, begin) for (_, end), (begin, _) in pairwise(edges) if begin > end]
+def _copies(shard: Shard, zeros: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """What lies before, between and behind the ranges that are zeroed."""
+    edges = [(0, 0), *zeros, (shard.size, shard.size)]
+    return [(end, begin, end) for (_, end), (begin, _) in pairwise(edges) if begin > end]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, encode, gaussian, write
 
 from gradtool import norm
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.layernorm.stitch import Stitch, encoded
 from gradtool.ops.measurement import Measurement
@@ -24,17 +24,18 @@ FACTS = ("max_abs", "nan", "inf", "zeros")
 class Pieces:
     """The only tensor of a file, to be measured from stretches of it."""
 
-    def __init__(self, path, backend, divisors=None):
+    def __init__(self, path, backend):
         shard = read_shard(path)
         tensor = shard.tensors[0]
         self._itemsize = STORAGE[tensor.dtype].bits.itemsize
         self._data = path.read_bytes()[tensor.begin : tensor.end]
-        self.measurement = Measurement([Selected(shard, tensor)], Terms(), divisors)
-        self._stitch = Stitch(self.measurement, 0, Selected(shard, tensor), backend)
+        self.measurement = Measurement([Selected(shard, tensor)], NormSpec())
+        self._stitch = Stitch(self.measurement, 0, Selected(shard, tensor))
+        self._backend = backend
 
     def add(self, begin, end):
         view = memoryview(bytearray(self._data[begin * self._itemsize : end * self._itemsize]))
-        self._stitch.add(begin, view, view)
+        self._stitch.add(begin, view, view, self._backend)
         # A caller uses its memory again.
         view[:] = b"\xa5" * len(view)
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gradtool.errors import BadInputError, Problem, UsageError
+from gradtool.errors import Problem, UsageError
 from gradtool.ops import arguments
+from gradtool.ops.accumulate.buffer import Buffer, checked_buffer
 from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
-from gradtool.ops.accumulate.steps import GradientRow, add, leave, tensors_of
-from gradtool.ops.output import Choices, opened
-from gradtool.ops.passes import Inputs
+from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import Facts, facts
-from gradtool.store.format.gradset import INDEX_SUFFIX, checked_path
-from gradtool.store.format.layout import Layout, lay_out, new_tensor
+from gradtool.ops.session import Call, output_options
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Sequence
 
-    from gradtool.ops.passes import Progress, Session
-    from gradtool.store.format.gradset import GradientSet
+    from gradtool.engines.threads import Progress
+    from gradtool.ops.accumulate.screen import GradientRow
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,8 @@ def accumulate(
     policy.check()
     if policy.create and (output is not None or output_dir is not None):
         raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")
-    path = _checked_buffer(buffer, create=policy.create)
-    inputs = Inputs.of(
+    path = checked_buffer(buffer, create=policy.create)
+    call = Call.of(
         [*([] if policy.create else [path]), *arguments.paths(gradients)],
         include=include,
         exclude=exclude,
@@ -154,23 +152,22 @@ def accumulate(
         threads=threads,
         progress=progress,
     )
-    owned = 0 if policy.create else 1
-    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
-    made = Path(path) if policy.create else None
-    with opened(inputs, choices, owned=lambda sets: sets[:owned], created=made) as (session, destination):
-        offered = session.sets[owned:]
+    options = output_options(output, output_dir, dry_run, write, fsync, lock_timeout)
+    owned, created = (0, Path(path)) if policy.create else (1, None)
+    with call.open_to_write(options, writes=owned, created=created) as (session, output_):
+        offered = session.opened.sets[owned:]
         if not offered:
             raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
-        created = _created(session, policy, made, offered[0]) if made else None
-        targets = tensors_of(created) if created else session.selected_in(destination.shards)
+        selected = [session.opened.selected_in(one.shards) for one in offered]
+        if created is None:
+            buffer_ = Buffer(session.opened.selected_in(output_.shards))
+        else:
+            buffer_ = Buffer.create(created, offered[0], selected[0], policy.dtype or "F32")
         weights = weights_of(offered, policy.weights, policy.weight_key)
-        gradients_in = [(one, session.selected_in(one.shards)) for one in offered]
-        contributions = match(targets, gradients_in, weights, skip=policy.missing == "skip")
-        if created and not update:
-            targets = []
-        done = (add if update else leave)(session, policy, targets, contributions, output=destination, created=created)
+        matched = match(buffer_.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
+        done = (add if update else leave)(session, policy, buffer_, matched, output_)
     return AccumulateResult(
-        **facts(session, done.found, done.norm_after, selected=targets),
+        **facts(session, done.found, done.norm_after, selected=done.targets),
         norm_before=done.norm_before,
         norm_after=done.norm_after,
         max_norm=policy.max_norm,
@@ -187,24 +184,3 @@ def accumulate(
         per_gradient=tuple(done.rows),
         warnings=tuple(done.warnings),
     )
-
-
-def _checked_buffer(buffer: Any, *, create: bool) -> str:
-    path = checked_path("BUFFER", buffer)
-    there = os.path.lexists(path)
-    if create and there:
-        raise BadInputError("is there already; leave out --create to add to it", file=path, code="exists")
-    if create and path.endswith((os.sep, INDEX_SUFFIX)):
-        raise UsageError(f"--create makes a single file, which {path} does not name")
-    if not create and not there:
-        raise BadInputError("no such file; --create makes it from the first gradient", file=path, code="missing-file")
-    return path
-
-
-def _created(session: Session, policy: Policy, path: Path, first: GradientSet) -> Layout:
-    """The buffer that is to be made: the names and shapes of the first gradient."""
-    selected = session.selected_in(first.shards)
-    tensors = [new_tensor(one.tensor.name, policy.dtype or "F32", one.tensor.shape) for one in selected]
-    metadata = first.shards[0].metadata
-    # What kind of framework wrote it, which readers ask for; all else is about that gradient alone.
-    return lay_out(path, tensors, {key: metadata[key] for key in ("format",) if key in metadata})

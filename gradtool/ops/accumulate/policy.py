@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops import arguments
@@ -15,6 +15,8 @@ from gradtool.reduction import total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from gradtool.ops.measurement import Measurement
 
 NONFINITE_POLICIES = ("error", "propagate", "skip")
 MISSING_POLICIES = ("error", "skip")
@@ -38,9 +40,9 @@ class Policy:
     nonfinite: str
 
     @property
-    def terms(self) -> Terms:
-        """What sums are taken over."""
-        return Terms(self.norm_type)
+    def spec(self) -> NormSpec:
+        """The norm that is measured."""
+        return NormSpec(self.norm_type)
 
     @property
     def keeps(self) -> bool:
@@ -48,14 +50,25 @@ class Policy:
         return not (self.overwrite or self.create)
 
     @property
+    def skips_missing(self) -> bool:
+        """Whether tensors may be missing on either side."""
+        return self.missing == "skip"
+
+    @property
     def screens(self) -> bool:
-        """Whether the gradients must be looked at before they are added."""
+        """Whether each gradient is measured by itself before it is added."""
         return self.clip_each is not None or self.nonfinite == "skip"
 
     def coef(self, limit: float | None, norm: float) -> float:
         """What clips a norm to a limit; 1 where there is nothing to clip. NaN goes through."""
         coef = clip_coef(limit, norm, self.eps)
         return 1.0 if coef >= 1 else coef
+
+    def sum_coef(self, sums: Measurement, norm: float) -> float:
+        """What clips the float64 sums, of the given norm; raises `BadInputError` where they cannot be clipped."""
+        if sums.is_finite and math.isinf(norm) and self.max_norm != math.inf:
+            raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
+        return self.coef(self.max_norm, norm)
 
     def weight_sum(self, weights: Sequence[float]) -> float:
         """What the weights add up to; raises `BadInputError` where nothing can be divided by it that must be."""

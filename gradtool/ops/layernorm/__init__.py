@@ -7,23 +7,29 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import UsageError
 from gradtool.ops import arguments
+from gradtool.ops.layernorm.backward import Backward, LayerPlan
+from gradtool.ops.layernorm.index import new_indexes, refuse_foreign_index
 from gradtool.ops.layernorm.layers import Form, find_layers
-from gradtool.ops.layernorm.patches import Options
+from gradtool.ops.layernorm.patches import Options, Patches
 from gradtool.ops.layernorm.placement import apart, beside
-from gradtool.ops.layernorm.work import LayerRow, LayerWork, refuse_foreign_index, refuse_new_headers
-from gradtool.ops.output import Choices, opened
-from gradtool.ops.passes import Inputs
-from gradtool.ops.results import Call, call_facts
+from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
+from gradtool.ops.layernorm.wide_rows import nbytes_of_sums, sum_wide_rows
+from gradtool.ops.results import CallFacts, call_facts
+from gradtool.ops.session import Call, output_options
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from gradtool.ops.passes import Progress
+    from gradtool.engines.threads import Progress
+    from gradtool.ops.layernorm.layers import Layer
+    from gradtool.ops.layernorm.placement import Files
+    from gradtool.ops.session import Session
+    from gradtool.store.transaction.destination import Destination
 
 
 @dataclass(frozen=True)
-class LayerNormResult(Call):
+class LayerNormResult(CallFacts):
     """What was worked out; `tensors`, `elements` and `bytes` are those that were read."""
 
     kind: str
@@ -126,7 +132,7 @@ def layernorm_backward(
     form = Form(kind == "rmsnorm", invertible, arguments.whole("--axis", axis), names)
     options = Options(form, arguments.number("--norm-eps", norm_eps), arguments.number("--scale-offset", scale_offset))
     options.check()
-    inputs = Inputs.of(
+    call = Call.of(
         paths,
         include=include,
         exclude=exclude,
@@ -137,25 +143,41 @@ def layernorm_backward(
         progress=progress,
         dtypes=None,
     )
-    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
-    with opened(inputs, choices) as (session, destination):
-        if x_grad_in_place and destination.is_elsewhere:
-            raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
-        layers = find_layers(session.sets, session.selected, form, arguments.patterns("--prefix", prefix))
-        files = apart(layers) if destination.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
-        if not destination.is_elsewhere:
+    output_ = output_options(output, output_dir, dry_run, write, fsync, lock_timeout)
+    if x_grad_in_place and output_.is_elsewhere:
+        raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
+    with call.open_to_write(output_) as (session, target):
+        layers = find_layers(session.opened.sets, session.selected, form, arguments.patterns("--prefix", prefix))
+        files = apart(layers) if target.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
+        if not target.is_elsewhere:
             refuse_foreign_index(files, layers)
-        if destination.in_place:
+        if output_.in_place:
             refuse_new_headers(files, layers)
-        work = LayerWork(session, options, layers, files)
-        count = work.write(destination, may_be_nonfinite=nonfinite == "propagate")
+        with session.writing(target, files.new_files, new_indexes(files, target)) as destination:
+            found = session.run(_backward(session, options, layers, files, destination), destination)
+            if nonfinite == "error":
+                refuse_nonfinite_results(session, layers, files, found)
+            rows = rows_of(layers, found)
     return LayerNormResult(
         **call_facts(session, [one for layer in layers for one in layer.inputs]),
         kind=kind,
         invertible=invertible,
         layers=len(layers),
         dry_run=dry_run,
-        files_written=count,
+        files_written=destination.count,
         bytes_written=session.timings.write_bytes,
-        per_layer=tuple(work.rows()),
+        per_layer=tuple(rows),
     )
+
+
+def _backward(
+    session: Session, options: Options, layers: Sequence[Layer], files: Files, destination: Destination
+) -> Backward:
+    """The pass over all layers; what wide rows need is summed first."""
+    patches = [Patches(options, layer) for layer in layers]
+    both = list(zip(layers, patches, strict=True))
+    plain = [LayerPlan(layer, one, None, places) for (layer, one), places in zip(both, files.places, strict=True)]
+    nbytes = Backward(options, plain).nbytes(destination)
+    session.engine.expected_bytes = nbytes + sum(nbytes_of_sums(options, layer, one) for layer, one in both)
+    rows = [sum_wide_rows(session, options, layer, one) for layer, one in both]
+    return Backward(options, [plan._replace(rows=own) for plan, own in zip(plain, rows, strict=True)])

@@ -36,6 +36,11 @@ class Options(NamedTuple):
         if not math.isfinite(self.scale_offset):
             raise UsageError(f"--scale-offset must be finite, not {self.scale_offset!r}")
 
+    def computes_statistics(self, layer: Layer) -> bool:
+        """Whether a layer lacks statistics that it needs."""
+        needs_mean = not self.form.rms and not self.form.invertible
+        return layer.inv_std_dev is None or (layer.mean is None and needs_mean)
+
 
 class Patches:
     """The patches of a layer, by group of rows and stretch of columns."""
@@ -54,6 +59,11 @@ class Patches:
     def is_wide(self) -> bool:
         """Whether a row is more than one patch; a group then is a single row."""
         return len(self.stretches) > 1
+
+    def groups_at_once(self, block_bytes: int) -> int:
+        """How many groups of rows a patch should have for a backend that likes blocks of that size."""
+        # Wide rows lie apart in the file.
+        return 1 if self.is_wide else max(1, block_bytes // tuning.BLOCK_BYTES)
 
     def start(self, stretch: tuple[int, int], group: int) -> int:
         """The element that a patch begins with."""
@@ -115,6 +125,22 @@ class Patches:
                 )
         self._scales = stretch, scale, bias
         return scale, bias
+
+
+def too_large(layer: Layer) -> BadInputError:
+    """The error for finite values whose squares are beyond float64."""
+    message = "is too large for its variance to be computed in float64; store its mean and inv_std_dev too"
+    return BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
+
+
+def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
+    """The inverse standard deviation of rows, from the sums of squared distances from their means."""
+    with np.errstate(all="ignore"):
+        found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
+    if np.isinf(found).any():
+        message = "has a row whose variance is 0; --norm-eps must be above 0"
+        raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
+    return found
 
 
 def _stored(one: Selected, start: int, count: int, use: str, channel: Channel) -> memoryview:

@@ -82,9 +82,9 @@ class InPlace:
         if error is not None and not self._run.needs_recovery:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
-    def number_of(self, file: File) -> int | None:
-        """The number of a file that is changed in place; None for any other."""
-        return self._numbers.get(file)
+    def number_of(self, file: File) -> int:
+        """The number of a file that is changed in place."""
+        return self._numbers[file]
 
     def is_ours(self, fd: int) -> bool:
         """Whether an open file is one that we are changing in place, of the size that it had."""

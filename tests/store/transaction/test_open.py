@@ -252,7 +252,7 @@ def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, mon
         link.symlink_to(other)
         run.close()
 
-    monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", lead_elsewhere)
+    monkeypatch.setattr("gradtool.store.transaction.acquire.time.sleep", lead_elsewhere)
     before = first.read_bytes(), other.read_bytes()
     with pytest.raises(SystemRefusedError, match="changed by another program"):
         zero(link, write=mode, lock_timeout=60)
@@ -292,7 +292,7 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
             journal.__exit__(None, None, None)
             run.close()
 
-        monkeypatch.setattr("gradtool.ops.output.time.sleep", finish)
+        monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", finish)
         if seconds:
             assert zero(tmp_path, lock_timeout=seconds).files_written == 1
         else:

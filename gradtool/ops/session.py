@@ -1,0 +1,157 @@
+"""One call of an operation: the gradient sets it was given, and the engine that works on them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Self
+
+from gradtool import backends
+from gradtool.backends.storage import STORAGE
+from gradtool.engines.threads import Threads
+from gradtool.errors import UsageError
+from gradtool.ops import arguments
+from gradtool.store.format.gradset import read_path_list
+from gradtool.store.io.workers import default_threads
+from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.open import Inputs, open_to_read, open_to_write
+from gradtool.store.transaction.output import OutputOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from gradtool.engines import Found, Pass
+    from gradtool.engines.threads import Progress
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.destination import Destination, NewFile
+    from gradtool.store.transaction.open import OpenSets
+    from gradtool.store.transaction.output import NewIndex, Output
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of work, and the bytes that they were spent on; a phase is the mean over the threads that worked.
+
+    `commit` is the time to sync new files and to put them in place.
+    """
+
+    read: float
+    read_bytes: int
+    compute: float
+    write: float
+    write_bytes: int
+    commit: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call was asked for, checked as far as that can be done without a file: what to open, and the engine."""
+
+    inputs: Inputs
+    engine: Threads
+    backend_why: str
+    began: float
+
+    @classmethod
+    def of(
+        cls,
+        paths: Any,
+        *,
+        include: Any,
+        exclude: Any,
+        files_from: Any,
+        backend: Any,
+        device: Any,
+        threads: Any,
+        progress: Progress | None,
+        dtypes: Sequence[str] | None = tuple(STORAGE),
+    ) -> Self:
+        """Of the selected tensors, only those of the given `dtypes` are accepted; any, with None."""
+        began = perf_counter()
+        workers = arguments.optional_count("--threads", threads) or default_threads()
+        wanted, unwanted = arguments.patterns("--include", include), arguments.patterns("--exclude", exclude)
+        named = arguments.paths(paths)
+        if files_from is not None:
+            named += read_path_list(arguments.optional_path("--files-from", files_from) or "")
+        choice = backends.choose(backend, arguments.optional_index("--device", device))
+        engine = Threads(choice.backend, workers, progress)
+        return cls(Inputs(named, wanted, unwanted, dtypes), engine, choice.why, began)
+
+    def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
+        """Open what the call names."""
+        opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
+        return Session(opened, self.engine, self.backend_why, self.began)
+
+    @contextlib.contextmanager
+    def open_to_write(
+        self, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
+    ) -> Iterator[tuple[Session, Output]]:
+        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new file."""
+        with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):
+            try:
+                yield Session(opened, self.engine, self.backend_why, self.began), output
+            finally:
+                self.engine.close()
+
+
+def output_options(
+    output: Any, output_dir: Any, dry_run: bool, write: Any, fsync: bool, lock_timeout: Any
+) -> OutputOptions:
+    """The options of every writing operation, checked."""
+    arguments.one_of("--write", write, ("replace", "inplace"))
+    timeout = arguments.number("--lock-timeout", lock_timeout)
+    if not 0 <= timeout < math.inf:
+        raise UsageError(f"--lock-timeout must be 0 or more and finite, not {lock_timeout!r}")
+    return OutputOptions(
+        arguments.optional_path("--output", output),
+        arguments.optional_path("--output-dir", output_dir),
+        dry_run,
+        write == "inplace",
+        fsync,
+        timeout,
+    )
+
+
+@dataclass
+class Session:
+    """One call: its open sets, the engine, and why that has its backend."""
+
+    opened: OpenSets
+    engine: Threads
+    backend_why: str
+    began: float
+    commit_seconds: float = 0.0
+
+    @property
+    def selected(self) -> list[Selected]:
+        """The tensors that are selected in all sets."""
+        return self.opened.selected
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds since the call began."""
+        return perf_counter() - self.began
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time went."""
+        one = self.engine.clock
+        return Timings(one.read, one.read_bytes, one.compute, one.write, one.written_bytes, self.commit_seconds)
+
+    def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
+        """Run a pass; what it found."""
+        return self.engine.run(one, destination)
+
+    @contextlib.contextmanager
+    def writing(
+        self, output: Output, files: Sequence[NewFile], indexes: Sequence[NewIndex] | None = None
+    ) -> Iterator[Destination]:
+        """As `Output.writing`; the time that it takes to commit counts."""
+        with output.writing(files, indexes) as destination:
+            yield destination
+            began = perf_counter()
+        if destination.count:
+            self.commit_seconds += perf_counter() - began

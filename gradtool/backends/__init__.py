@@ -81,13 +81,13 @@ class Patch(NamedTuple):
         return -(-self.rows // self.height)
 
 
-class Terms(NamedTuple):
-    """What the sums are taken over: |x|^norm_type, and nothing but maxima where `norm_type` is infinite.
+class NormSpec(NamedTuple):
+    """The order of the norm and the policy for NaN: sums are over |x|^order; for an infinite order nothing is summed.
 
     With `drop_nonfinite` each NaN and Inf counts as, and is written as, zero.
     """
 
-    norm_type: float = 2.0
+    order: float = 2.0
     drop_nonfinite: bool = False
 
 
@@ -133,11 +133,11 @@ class Backend(Protocol):
     def can_keep(self, nbytes: int) -> bool:
         """Whether there is memory of the backend's own for that much more to be held until it is wanted again."""
 
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
 
     def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
 
@@ -150,7 +150,7 @@ class Backend(Protocol):
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, and round once; the sums of what was written.
 

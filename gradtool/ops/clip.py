@@ -176,7 +176,7 @@ def clip(
 def _measure(session: Session, policy: Policy) -> tuple[Measurement, Norms]:
     """What the files hold, and its norms; refused where the policy says so."""
     before, norms = measure_norms(
-        session, session.selected, policy.terms, per_tensor=policy.per_tensor, unscale=policy.unscale, keeps=True
+        session, session.selected, policy.spec, per_tensor=policy.per_tensor, unscale=policy.unscale, keeps=True
     )
     if policy.nonfinite == "error" and not before.is_finite:
         raise NonFiniteError(
@@ -199,21 +199,21 @@ def _write(
         factors = [decision.factors[number] for number in numbers]
 
         def change(held: Data, pieces: Sequence[Piece], tensors: Sequence[int]) -> BlockSums:
-            return session.backend.scale(held, pieces, [factors[one] for one in tensors], policy.limit, policy.terms)
+            return session.backend.scale(held, pieces, [factors[one] for one in tensors], policy.limit, policy.spec)
 
         return change
 
     def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
         selected = [session.selected[number] for number in numbers]
         if session.journal is not None:
-            return measure(session, selected, policy.terms, divisors)
+            return measure(session, selected, policy.spec, divisors)
         # The result is not in its place yet, so it is worked out once more.
-        found = Measurement(selected, policy.terms, divisors)
+        found = Measurement(selected, policy.spec, divisors)
         rewrite(session, selected, found, rewriting(numbers), {})
         return found
 
     selected = [session.selected[number] for number in changed]
-    written = Measurement(selected, policy.terms)
+    written = Measurement(selected, policy.spec)
     after = Norms(math.nan, [])
 
     def verify() -> None:

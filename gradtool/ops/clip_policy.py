@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops import arguments
@@ -53,9 +53,9 @@ class Policy:
         return (1.0 if coef >= 1 else coef) / self.unscale
 
     @property
-    def terms(self) -> Terms:
+    def spec(self) -> NormSpec:
         """What sums are taken over."""
-        return Terms(self.norm_type, drop_nonfinite=self.nonfinite == "zero")
+        return NormSpec(self.norm_type, drop_nonfinite=self.nonfinite == "zero")
 
     @property
     def needs_norm(self) -> bool:

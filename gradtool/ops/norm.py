@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.errors import Problem, UsageError
 from gradtool.ops import arguments
 from gradtool.ops.passes import Inputs, measure_norms, open_to_read
@@ -105,7 +105,7 @@ def norm(
         progress=progress,
     )
     session = inputs.open() if ignore_journal else open_to_read(inputs)
-    found, norms = measure_norms(session, session.selected, Terms(order), per_tensor=per_tensor or top is not None)
+    found, norms = measure_norms(session, session.selected, NormSpec(order), per_tensor=per_tensor or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)
     if limit is not None and not norms.whole <= limit:

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 from gradtool import tuning
-from gradtool.backends import Backend, BlockSums, Choice, Piece, Terms, choose
+from gradtool.backends import Backend, BlockSums, Choice, NormSpec, Piece, choose
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError, GradtoolError
 from gradtool.ops import arguments
@@ -209,19 +209,19 @@ def open_to_read(inputs: Inputs) -> Session:
 def measure(
     session: Session,
     selected: Sequence[Selected],
-    terms: Terms,
+    spec: NormSpec,
     divisors: Sequence[float] | None = None,
     *,
     keeps: bool = False,
 ) -> Measurement:
     """Read the given tensors once, and sum them. With `keeps`, a `rewrite` that comes next need not read them again."""
-    measurement, backend = Measurement(selected, terms, divisors), session.backend
+    measurement, backend = Measurement(selected, spec, divisors), session.backend
 
     def work(block: Block, channel: Channel) -> None:
         view = channel.memory("block", block.end - block.begin)
         channel.read(block.shard, block.begin, view)
         held = backend.hold(view, align=block.spans[0].offset)
-        measurement.add(block, backend.tile_sums(held, measurement.pieces(block), terms))
+        measurement.add(block, backend.tile_sums(held, measurement.pieces(block), spec))
         if keeps and backend.can_keep(len(view)):
             session.kept[block.shard, block.begin, block.end] = held
 
@@ -258,23 +258,23 @@ def _work_on(work: Callable[[Block, Channel], None], block: Block, channel: Chan
 def measure_norms(
     session: Session,
     selected: Sequence[Selected],
-    terms: Terms,
+    spec: NormSpec,
     *,
     per_tensor: bool = False,
     unscale: float = 1.0,
     keeps: bool = False,
 ) -> tuple[Measurement, Norms]:
     """What the given tensors hold, and the norms that it amounts to, over `unscale`."""
-    found = measure(session, selected, terms, keeps=keeps)
-    again = measuring_again(session, selected, terms)
+    found = measure(session, selected, spec, keeps=keeps)
+    again = measuring_again(session, selected, spec)
     return found, norms_of(found, again, per_tensor=per_tensor, unscale=unscale)
 
 
-def measuring_again(session: Session, selected: Sequence[Selected], terms: Terms) -> Again:
+def measuring_again(session: Session, selected: Sequence[Selected], spec: NormSpec) -> Again:
     """What reads some of the given tensors once more, each divided first."""
 
     def again(numbers: Sequence[int], divisors: Sequence[float]) -> Measurement:
-        return measure(session, [selected[number] for number in numbers], terms, divisors)
+        return measure(session, [selected[number] for number in numbers], spec, divisors)
 
     return again
 

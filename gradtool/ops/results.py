@@ -72,7 +72,7 @@ def facts(
 ) -> dict[str, Any]:
     """The facts of a call, and of what was found in the tensors it is about, by name."""
     return call_facts(session, session.selected if selected is None else selected) | {
-        "norm_type": found.terms.norm_type,
+        "norm_type": found.spec.order,
         "norm": norm,
         "max_abs": found.largest / unscale,
         "nan": int(found.nan.sum()),

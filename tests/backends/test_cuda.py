@@ -5,7 +5,7 @@ import pytest
 import support
 from support import block_of, canonical_tile_sums, gaussian
 
-from gradtool.backends import Addend, Patch, Piece, Rule, Terms
+from gradtool.backends import Addend, NormSpec, Patch, Piece, Rule
 from gradtool.backends.cuda import jobs as cuda_jobs
 from gradtool.backends.cuda.backend import DeviceBlock
 
@@ -23,7 +23,9 @@ def test_a_piece_may_lie_beyond_4_gib_of_its_block(shim):
     block, (piece,) = block_of(array)
     far = 5 << 30
     held = shim.hold(block)
-    found = shim.tile_sums(DeviceBlock(held.buffer, held.address - far, far), [piece._replace(offset=far)], Terms(1.0))
+    found = shim.tile_sums(
+        DeviceBlock(held.buffer, held.address - far, far), [piece._replace(offset=far)], NormSpec(1.0)
+    )
     assert found.sums.tolist() == canonical_tile_sums(np.abs(array.astype(float)).tolist())
 
 
@@ -45,7 +47,7 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
         facts=results.ctypes.data + 8 * tiles.total,
         piece=rows.ctypes.data,
         pieces=1,
-        norm_type=1.0,
+        order=1.0,
     )
     shim.device.launch("F32", "measure_absolute", 2, cuda_jobs.THREADS, job)
     shim.device.wait()

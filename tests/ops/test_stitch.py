@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, encode, gaussian, write
 
 from gradtool import norm
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.layernorm.stitch import Stitch, encoded
 from gradtool.ops.measurement import Measurement
@@ -29,7 +29,7 @@ class Pieces:
         tensor = shard.tensors[0]
         self._itemsize = STORAGE[tensor.dtype].bits.itemsize
         self._data = path.read_bytes()[tensor.begin : tensor.end]
-        self.measurement = Measurement([Selected(shard, tensor)], Terms(), divisors)
+        self.measurement = Measurement([Selected(shard, tensor)], NormSpec(), divisors)
         self._stitch = Stitch(self.measurement, 0, Selected(shard, tensor), backend)
 
     def add(self, begin, end):

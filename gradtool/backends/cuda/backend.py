@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, BlockSums, Data, Patch, Rule, Terms
+    from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule
 
     Floats = NDArray[np.float64]
 
@@ -123,16 +123,16 @@ class CudaBackend:
         """Whether enough memory would be left."""
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
 
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        return self._run(self._held(block), pieces, None, math.inf, terms)
+        return self._run(self._held(block), pieces, None, math.inf, spec)
 
     def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
         held = self._held(block)
-        found = self._run(held, pieces, factors, limit, terms)
+        found = self._run(held, pieces, factors, limit, spec)
         self._return(held, block)
         return found
 
@@ -142,15 +142,15 @@ class CudaBackend:
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
         held, starts = self._held(block), [0, *accumulate(piece.elements for piece in pieces)]
         sums = self._add(held, pieces, starts, sources, rule)
         if sums is not None:
             wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
-            return self._run(sums, wide, None, math.inf, terms)
-        found = self._run(held, pieces, None, math.inf, terms)
+            return self._run(sums, wide, None, math.inf, spec)
+        found = self._run(held, pieces, None, math.inf, spec)
         self._return(held, block)
         return found
 
@@ -305,7 +305,7 @@ class CudaBackend:
         return job, (x, y_grad, vectors)
 
     def _run(
-        self, held: DeviceBlock, pieces: Sequence[Piece], factors: Sequence[float] | None, limit: float, terms: Terms
+        self, held: DeviceBlock, pieces: Sequence[Piece], factors: Sequence[float] | None, limit: float, spec: NormSpec
     ) -> BlockSums:
         """Measure all pieces of a block; with factors, what is written there first."""
         tiles = jobs.Tiles.of(pieces, factors)
@@ -314,8 +314,8 @@ class CudaBackend:
         parts = list(tiles.by_type())
         # Of every type, before the first is launched: a block is done with wholly, or is as it was.
         table = self._table(*(rows for _, rows, _ in parts))
-        is_plain = terms.norm_type in _TERMS and all(piece.divisor == 1 for piece in pieces)
-        term = "maximum" if math.isinf(terms.norm_type) else _TERMS[terms.norm_type] if is_plain else "power"
+        is_plain = spec.order in _TERMS and all(piece.divisor == 1 for piece in pieces)
+        term = "maximum" if math.isinf(spec.order) else _TERMS[spec.order] if is_plain else "power"
         for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True):
             job = jobs.job(
                 jobs.TILES_JOB,
@@ -325,8 +325,8 @@ class CudaBackend:
                 piece=address,
                 pieces=len(rows),
                 limit=limit,
-                norm_type=terms.norm_type,
-                drops=terms.drop_nonfinite,
+                order=spec.order,
+                drops=spec.drop_nonfinite,
             )
             kernel = f"{'measure' if factors is None else 'scale'}_{term}"
             self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)

@@ -19,7 +19,7 @@ from gradtool.store.io.workers import copying, writing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from gradtool.backends import Rule, Terms
+    from gradtool.backends import NormSpec, Rule
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.passes import Session
     from gradtool.store.format.gradset import Selected
@@ -43,14 +43,14 @@ class Accumulation:
     def __init__(
         self,
         session: Session,
-        terms: Terms,
+        spec: NormSpec,
         targets: Sequence[Selected],
         contributions: Sequence[Contribution],
         *,
         created: Layout | None,
         may_be_nonfinite: bool,
     ) -> None:
-        self._session, self._terms, self._targets, self._created = session, terms, targets, created
+        self._session, self._spec, self._targets, self._created = session, spec, targets, created
         self._may_be_nonfinite = may_be_nonfinite
         self._numbers = sorted({number for one in contributions for number in one.tensors})
         self._touched = [targets[number] for number in self._numbers]
@@ -90,7 +90,7 @@ class Accumulation:
 
         def again(_: Sequence[int], divisors: Sequence[float]) -> Measurement:
             if self._session.journal is not None:
-                return measure(self._session, self._targets, self._terms, divisors)
+                return measure(self._session, self._targets, self._spec, divisors)
             touched = self._pass(rule, {}, [divisors[number] for number in self._numbers])[1]
             return self._whole(touched, divisors)
 
@@ -104,7 +104,7 @@ class Accumulation:
         problems, places = [], set(bad)
         for one in self._contributions:
             suspects = [part for place, part in one.tensors.items() if place in places]
-            problems += nonfinite_problems(suspects, measure(self._session, suspects, self._terms))
+            problems += nonfinite_problems(suspects, measure(self._session, suspects, self._spec))
         results = [self._touched[place] for place in bad]
         if rule.keeps and before is not None:
             problems += nonfinite_problems(results, before.part(results, bad))
@@ -120,23 +120,23 @@ class Accumulation:
         if touched is None:
             return None
 
-        again = measuring_again(self._session, self._targets, self._terms)
+        again = measuring_again(self._session, self._targets, self._spec)
         return norms_of(self._whole(touched), again, per_tensor=False).whole
 
     def _whole(self, touched: Measurement, divisors: Sequence[float] | None = None) -> Measurement:
         """A measurement of all targets, of which one of those that are added to is given."""
-        whole = Measurement(self._targets, self._terms).updated(self._numbers, touched)
+        whole = Measurement(self._targets, self._spec).updated(self._numbers, touched)
         if not self._left:
             return whole
         left = [self._targets[number] for number in self._left]
         if self._created is not None:
-            empty = Measurement(left, self._terms)
+            empty = Measurement(left, self._spec)
             empty.zeros[:] = [one.tensor.elements for one in left]
             return whole.updated(self._left, empty)
         if divisors is not None:
             own = [divisors[number] for number in self._left]
-            return whole.updated(self._left, measure(self._session, left, self._terms, own))
-        self._left_alone = self._left_alone or measure(self._session, left, self._terms)
+            return whole.updated(self._left, measure(self._session, left, self._spec, own))
+        self._left_alone = self._left_alone or measure(self._session, left, self._spec)
         return whole.updated(self._left, self._left_alone)
 
     def _pass(
@@ -148,8 +148,8 @@ class Accumulation:
         looks_back: bool = False,
     ) -> tuple[Measurement | None, Measurement]:
         """What was found in the tensors that are added to, before (if it `looks_back`) and after."""
-        before = Measurement(self._touched, self._terms) if looks_back and rule.keeps else None
-        after = Measurement(self._touched, self._terms, divisors)
+        before = Measurement(self._touched, self._spec) if looks_back and rule.keeps else None
+        after = Measurement(self._touched, self._spec, divisors)
         nbytes = sum(one.tensor.nbytes for part in self._contributions for one in part.tensors.values())
         if destinations and self._created is None and self._session.journal is None:
             nbytes += sum(shard.size for shard in destinations)
@@ -193,9 +193,9 @@ class Accumulation:
             view[:] = bytes(len(view))
         if pieces:
             held = backend.hold(view, copies=reads or filled < len(view), align=pieces[0].offset)
-            was = None if before is None else backend.tile_sums(held, before.pieces(block), self._terms)
+            was = None if before is None else backend.tile_sums(held, before.pieces(block), self._spec)
             sources = read(self._contributions, self._touched, block, channel, backend.bulk)
-            became = backend.accumulate(held, pieces, sources, rule, self._terms)
+            became = backend.accumulate(held, pieces, sources, rule, self._spec)
             if before is not None and was is not None:
                 before.add(block, was)
             after.add(block, became)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops import arguments
@@ -38,9 +38,9 @@ class Policy:
     nonfinite: str
 
     @property
-    def terms(self) -> Terms:
+    def spec(self) -> NormSpec:
         """What sums are taken over."""
-        return Terms(self.norm_type)
+        return NormSpec(self.norm_type)
 
     @property
     def keeps(self) -> bool:

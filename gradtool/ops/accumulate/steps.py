@@ -71,7 +71,7 @@ def leave(
 ) -> Done:
     """Add nothing; say what the buffer holds, and copy it where its output is wanted elsewhere."""
     policy.weight_sum([one.weight for one in contributions])
-    found, norms = measure_norms(session, targets, policy.terms)
+    found, norms = measure_norms(session, targets, policy.spec)
     files = output.arriving(())
 
     def fill(destinations: Mapping[Shard, File]) -> None:
@@ -101,7 +101,7 @@ def add(
         created = lay_out(created.shard.path, created.shard.tensors, created.shard.metadata | metadata)
         targets = tensors_of(created)
     may_be_nonfinite = policy.nonfinite == "propagate"
-    work = Accumulation(session, policy.terms, targets, taken, created=created, may_be_nonfinite=may_be_nonfinite)
+    work = Accumulation(session, policy.spec, targets, taken, created=created, may_be_nonfinite=may_be_nonfinite)
     before = sum_norm = coef = None
     if policy.max_norm is not None:
         before, sum_norm, found = work.measure_sums(rule)
@@ -112,10 +112,10 @@ def add(
     was = None
     if output.in_place and coef is None and rule.keeps and _may_be_measured_twice(policy, targets):
         # In place, what was there before cannot be looked at again.
-        was, norms = measure_norms(session, targets, policy.terms)
+        was, norms = measure_norms(session, targets, policy.spec)
         before = norms.whole
     looks_back = coef is None and was is None
-    after, found = math.nan, Measurement((), policy.terms)
+    after, found = math.nan, Measurement((), policy.spec)
 
     def fill(destinations: Mapping[Shard, File]) -> None:
         nonlocal before, after, found
@@ -141,7 +141,7 @@ def _screen(
     rows, taken, warnings, problems = [], [], [], []
     for one in contributions:
         selected = list(one.tensors.values())
-        found, norms = measure_norms(session, selected, policy.terms)
+        found, norms = measure_norms(session, selected, policy.spec)
         norm = norms.whole
         bad = nonfinite_problems(selected, found)
         if policy.clip_each is not None and policy.clip_each < math.inf and not bad and math.isinf(norm):

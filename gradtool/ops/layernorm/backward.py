@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gradtool.backends import Piece, Terms
+from gradtool.backends import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError
 from gradtool.ops.layernorm.patches import Options, Patches
@@ -125,7 +125,9 @@ class LayerPass:
             if not self._options.form.rms:
                 rows.mean = self._over_rows(rows, sums)[0] / self._layer.columns
             found = self._over_rows(rows, squares)[0]
-            rows.inv_std_dev = self._inverted(found, lambda: measure(self._session, [self._layer.x], Terms(math.inf)))
+            rows.inv_std_dev = self._inverted(
+                found, lambda: measure(self._session, [self._layer.x], NormSpec(math.inf))
+            )
         self._session.stream([partial(self._read_statistics, rows)], 0)
         weighted, projected = self._over_rows(rows, backend.layer_norm_sums, x_only=False)
         rows.weighted, rows.projected = self._means(weighted, projected)
@@ -221,7 +223,7 @@ class LayerPass:
                 mean = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, None) / patch.columns
             squares = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean)
             piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
-            inv_std_dev = self._inverted(squares, lambda: backend.tile_sums(patch.x, [piece], Terms(math.inf)))
+            inv_std_dev = self._inverted(squares, lambda: backend.tile_sums(patch.x, [piece], NormSpec(math.inf)))
         own_mean, own_inv_std_dev = self._patches.statistics(group, patch.rows, channel)
         return patch._replace(
             mean=mean if own_mean is None else own_mean,

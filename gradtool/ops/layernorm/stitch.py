@@ -60,7 +60,7 @@ class Stitch:
     def _measure(self, start: int, elements: int, held: Data, offset: int) -> None:
         span = Span(self._number, self._selected.tensor.dtype, start, elements, offset)
         block = Block(self._selected.shard, 0, offset + elements * self._itemsize, [span])
-        found = self._backend.tile_sums(held, self._measurement.pieces(block), self._measurement.terms)
+        found = self._backend.tile_sums(held, self._measurement.pieces(block), self._measurement.spec)
         self._measurement.add(block, found)
 
 

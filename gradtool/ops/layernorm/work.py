@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.errors import BadInputError, NonFiniteError
 from gradtool.ops.layernorm.backward import LayerPass, Place
 from gradtool.ops.layernorm.placement import Files, reindexed
@@ -79,7 +79,7 @@ class LayerWork:
     def __init__(self, session: Session, options: Options, layers: Sequence[Layer], files: Files) -> None:
         self._session, self._options, self._layers, self._files = session, options, layers, files
         self._outputs = [selected for places in files.places for _, selected in places]
-        self._found = Measurement(self._outputs, Terms())
+        self._found = Measurement(self._outputs, NormSpec())
         self._seconds: list[float] = []
         self._norms: list[float] = []
 
@@ -153,14 +153,14 @@ class LayerWork:
         every = [1.0] * len(self._outputs)
         for number, divisor in zip(numbers, divisors, strict=True):
             every[number] = divisor
-        found, seconds = Measurement(self._outputs, Terms(), every), self._seconds
+        found, seconds = Measurement(self._outputs, NormSpec(), every), self._seconds
         self._fill({}, found)
         self._seconds = seconds
         return found.part([self._outputs[number] for number in numbers], numbers)
 
     def _nonfinite(self) -> NonFiniteError:
         inputs = in_file_order(one for layer in self._layers for one in layer.inputs)
-        problems = nonfinite_problems(inputs, measure(self._session, inputs, Terms(math.inf)))
+        problems = nonfinite_problems(inputs, measure(self._session, inputs, NormSpec(math.inf)))
         if problems:
             return NonFiniteError(
                 "nothing was written, for there are NaN or Inf values; --nonfinite propagate goes on", problems

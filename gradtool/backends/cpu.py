@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtool import tuning
 from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, TILE, fold, tile_count
@@ -27,21 +28,25 @@ class NumpyBackend:
     """Each method does what `gradtool.backends.Backend` says, a tile at a time."""
 
     name = "cpu"
-    bulk = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """As much as fits in a core's cache."""
+        return tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
         """Pages of memory, which are taken from the system when they are first touched."""
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
-        """The block itself: the CPU works on it where it is."""
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
+        """The block itself."""
         return block
 
-    def fetch(self, held: memoryview, block: memoryview) -> None:
-        """Nothing: what is held is the block."""
+    def to_host(self, data: memoryview, block: memoryview) -> None:
+        """Nothing to do."""
 
-    def can_keep(self, nbytes: int) -> bool:  # noqa: ARG002
-        """No: memory shall not grow with the data, and the system keeps what it read."""
+    def stays_on_device(self, nbytes: int) -> bool:  # noqa: ARG002
+        """No: memory must not grow with the data, and the page cache has the files."""
         return False
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:

@@ -9,7 +9,6 @@ from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
-from gradtool import tuning
 from gradtool.backends import Backend, BlockSums, Choice, NormSpec, Piece, choose
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError, GradtoolError
@@ -220,15 +219,15 @@ def measure(
     def work(block: Block, channel: Channel) -> None:
         view = channel.memory("block", block.end - block.begin)
         channel.read(block.shard, block.begin, view)
-        held = backend.hold(view, align=block.spans[0].offset)
+        held = backend.to_device(view, align=block.spans[0].offset)
         measurement.add(block, backend.tile_sums(held, measurement.pieces(block), spec))
-        if keeps and backend.can_keep(len(view)):
+        if keeps and backend.stays_on_device(len(view)):
             session.kept[block.shard, block.begin, block.end] = held
 
     tasks = (
         task
         for shard, wanted in by_shard(selected)
-        for task in in_blocks(work, plan(shard, wanted, TILE, nbytes=tuning.BLOCK_BYTES * backend.bulk))
+        for task in in_blocks(work, plan(shard, wanted, TILE, nbytes=backend.block_bytes))
     )
     session.stream(tasks, sum(one.tensor.nbytes for one in selected))
     return measurement
@@ -301,12 +300,12 @@ def rewrite(
             channel.count(len(view))
         else:
             channel.read(block.shard, block.begin, view)
-            held = backend.hold(view, align=block.spans[0].offset) if block.spans else view
+            held = backend.to_device(view, align=block.spans[0].offset) if block.spans else view
         if block.spans:
             written.add(block, change(held, written.pieces(block), [span.tensor for span in block.spans]))
         if file is not None:
             if block.spans:
-                backend.fetch(held, view)
+                backend.to_host(held, view)
             channel.write(file, block.begin, view, covered(block) if session.journal else None)
 
     wanted_in, whole = dict(by_shard(selected)), bool(destinations) and session.journal is None
@@ -315,7 +314,7 @@ def rewrite(
         task
         for shard in destinations or wanted_in
         for task in in_blocks(
-            work, plan(shard, wanted_in.get(shard, ()), TILE, whole=whole, nbytes=tuning.BLOCK_BYTES * backend.bulk)
+            work, plan(shard, wanted_in.get(shard, ()), TILE, whole=whole, nbytes=backend.block_bytes)
         )
     )
     session.stream(tasks, nbytes)

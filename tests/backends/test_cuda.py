@@ -22,7 +22,7 @@ def test_a_piece_may_lie_beyond_4_gib_of_its_block(shim):
     array = gaussian(70_000, "BF16")
     block, (piece,) = block_of(array)
     far = 5 << 30
-    held = shim.hold(block)
+    held = shim.to_device(block)
     found = shim.tile_sums(
         DeviceBlock(held.buffer, held.address - far, far), [piece._replace(offset=far)], NormSpec(1.0)
     )
@@ -32,7 +32,7 @@ def test_a_piece_may_lie_beyond_4_gib_of_its_block(shim):
 def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
     array = gaussian(65_536 + 100, "F32")
     array[65_540] = np.nan
-    held = shim.hold(block_of(array)[0])
+    held = shim.to_device(block_of(array)[0])
     # The last two of many tiles, as if all before them were there too.
     before = (1 << 33) // 65_536
     tiles = cuda_jobs.Tiles.of([Piece("F32", 0, array.size)], None)

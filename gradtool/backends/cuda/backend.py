@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gradtool import tuning
 from gradtool.backends import Piece
 from gradtool.backends.cuda import jobs
 from gradtool.backends.storage import STORAGE
@@ -97,30 +98,33 @@ class CudaBackend:
     """Each method does what `gradtool.backends.Backend` says. Blocks may be the host's, and then come and go."""
 
     name = "cuda"
-    # 16 MiB: long enough a copy that its latency and that of a launch do not count.
-    bulk = 8
 
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    @property
+    def block_bytes(self) -> int:
+        """16 MiB: beside such a copy, its latency and that of a launch do not count."""
+        return 8 * tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
         """Page-locked memory."""
         return self.device.memory(nbytes)
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> DeviceBlock:
-        """The block in the device's memory."""
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> DeviceBlock:
+        """Copy a block to the device."""
         held = self._room(len(block), align)
         if copies:
             self.device.upload(held.address, block)
         return held
 
-    def fetch(self, held: DeviceBlock, block: memoryview) -> None:
-        """Copy it back."""
-        self.device.download(held.address, block)
+    def to_host(self, data: DeviceBlock, block: memoryview) -> None:
+        """Copy a block back."""
+        self.device.download(data.address, block)
         self.device.wait()
 
-    def can_keep(self, nbytes: int) -> bool:
-        """Whether enough memory would be left."""
+    def stays_on_device(self, nbytes: int) -> bool:
+        """Whether enough memory would be left for the blocks that come and go."""
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
@@ -229,7 +233,7 @@ class CudaBackend:
         batch, sums = next(batches, None), None
         while is_first or batch is not None:
             source, addends = (memoryview(b""), ()) if batch is None else batch
-            room = self.hold(source)
+            room = self.to_device(source)
             additions = jobs.Additions.of(pieces, starts, addends)
             table = self._table(additions.addends, *(rows for rows, _ in additions.targets.values()))
             # The memory of a batch is used again for the next.
@@ -259,11 +263,11 @@ class CudaBackend:
         return DeviceBlock(buffer, buffer.address + -align % _ALIGNMENT, nbytes)
 
     def _held(self, block: Data, *, copies: bool = True) -> DeviceBlock:
-        return block if isinstance(block, DeviceBlock) else self.hold(block, copies=copies)
+        return block if isinstance(block, DeviceBlock) else self.to_device(block, copies=copies)
 
     def _return(self, held: DeviceBlock, block: Data) -> None:
         if held is not block:
-            self.fetch(held, block)
+            self.to_host(held, block)
 
     def _floats(self, buffer: Buffer, count: int) -> Floats:
         values = np.empty(count)

@@ -169,7 +169,8 @@ class Accumulation:
                 yield from copying(shard, [(0, shard.size, 0)], file)
         for shard, wanted in by_shard(self._touched):
             itemsizes = {STORAGE[tensor.dtype].itemsize for _, tensor in wanted}
-            nbytes = TILE * max(tuning.SUM_TILES * self._session.backend.bulk * min(itemsizes), *itemsizes)
+            tiles = tuning.SUM_TILES * self._session.backend.block_bytes // tuning.BLOCK_BYTES
+            nbytes = TILE * max(tiles * min(itemsizes), *itemsizes)
             whole = shard in destinations and self._created is None and self._session.journal is None
             blocks = plan(shard, wanted, TILE, whole=whole, nbytes=nbytes)
             yield from in_blocks(partial(self._add, rule, (before, after), destinations.get(shard)), blocks)
@@ -192,15 +193,16 @@ class Accumulation:
         elif filled < len(view):
             view[:] = bytes(len(view))
         if pieces:
-            held = backend.hold(view, copies=reads or filled < len(view), align=pieces[0].offset)
+            held = backend.to_device(view, copies=reads or filled < len(view), align=pieces[0].offset)
             was = None if before is None else backend.tile_sums(held, before.pieces(block), self._spec)
-            sources = read(self._contributions, self._touched, block, channel, backend.bulk)
+            batch_bytes = tuning.BATCH_BYTES * backend.block_bytes // tuning.BLOCK_BYTES
+            sources = read(self._contributions, self._touched, block, channel, batch_bytes)
             became = backend.accumulate(held, pieces, sources, rule, self._spec)
             if before is not None and was is not None:
                 before.add(block, was)
             after.add(block, became)
         if destination is not None:
             if pieces:
-                backend.fetch(held, view)
+                backend.to_host(held, view)
             parts = covered(block) if self._session.journal is not None else None
             channel.write(destination, block.begin, view, parts)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gradtool import tuning
 from gradtool.backends import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError
@@ -141,7 +142,7 @@ class LayerPass:
         """
         patches, is_wide, backend = self._patches, self._patches.is_wide, self._session.backend
         # Wide rows lie apart in the file.
-        bulk = 1 if is_wide else backend.bulk
+        at_once = 1 if is_wide else backend.block_bytes // tuning.BLOCK_BYTES
         if is_wide:
             for group in range(patches.groups):
                 for stretch in patches.stretches:
@@ -150,8 +151,8 @@ class LayerPass:
             columns = _Columns(stretch[1] - stretch[0], patches.groups, backend)
             if not patches.groups:
                 yield partial(self._finish, stretch, columns)
-            for group in range(0, patches.groups, bulk):
-                groups = min(bulk, patches.groups - group)
+            for group in range(0, patches.groups, at_once):
+                groups = min(at_once, patches.groups - group)
                 yield partial(self._differentiate, stretch, group, groups, columns, writes=not is_wide)
 
     def _differentiate(
@@ -190,7 +191,7 @@ class LayerPass:
         """A patch's gradient of x, here and as the backend holds it; and those of scale and bias, as it has them."""
         backend = self._session.backend
         patch = self._patches.read(stretch, group, channel, groups=groups)
-        patch = patch._replace(x=backend.hold(patch.x), y_grad=backend.hold(patch.y_grad))
+        patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
         means = None
         if self._rows is None:
             patch = self._with_statistics(patch, group, channel)
@@ -200,9 +201,9 @@ class LayerPass:
             means = self._rows.weighted[rows], self._rows.projected[rows]
         dtype = self._layer.x.tensor.dtype
         out = channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].itemsize)
-        held = backend.hold(out, copies=False)
+        held = backend.to_device(out, copies=False)
         grads = backend.layer_norm_grads(patch, means, held, dtype)
-        backend.fetch(held, out)
+        backend.to_host(held, out)
         return out, held, grads
 
     def _finish(self, stretch: tuple[int, int], columns: _Columns, channel: Channel) -> None:

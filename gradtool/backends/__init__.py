@@ -81,13 +81,13 @@ class Patch(NamedTuple):
         return -(-self.rows // self.height)
 
 
-class Terms(NamedTuple):
-    """What the sums are taken over: |x|^norm_type, and nothing but maxima where `norm_type` is infinite.
+class NormSpec(NamedTuple):
+    """The order of the norm and the policy for NaN: sums are over |x|^order; for an infinite order nothing is summed.
 
     With `drop_nonfinite` each NaN and Inf counts as, and is written as, zero.
     """
 
-    norm_type: float = 2.0
+    order: float = 2.0
     drop_nonfinite: bool = False
 
 
@@ -108,36 +108,38 @@ class BlockSums(NamedTuple):
 class Backend(Protocol):
     """The arithmetic that every operation is made of.
 
-    A block is a writable buffer of bytes, or what `hold` made of one; it is changed in place.
+    A block is a writable buffer of bytes, or what `to_device` made of one; it is changed in place.
     """
 
     name: str
-    # How many times larger than in the CPU's cache a block should be.
-    bulk: int
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of block that this backend is fastest with."""
 
     def memory(self, nbytes: int) -> memoryview:
         """Memory for blocks that are read from files, of the kind that this backend is quickest to take them from."""
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
-        """The block where the backend works on it: its own memory, or this very block. Unless it `copies`, just room.
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
+        """Copy a block to the device, so that byte `align` of it is aligned; the CPU's device memory is the block.
 
-        What is at byte `align` should lie at a good address.
+        Without `copies`, allocate only.
 
         Raises:
-            DeviceMemoryError: there is no room.
+            DeviceMemoryError: the device has no room.
         """
 
-    def fetch(self, held: Data, block: memoryview) -> None:
-        """Bring what is held back to its block."""
+    def to_host(self, data: Data, block: memoryview) -> None:
+        """Copy what `to_device` returned back to its block."""
 
-    def can_keep(self, nbytes: int) -> bool:
-        """Whether there is memory of the backend's own for that much more to be held until it is wanted again."""
+    def stays_on_device(self, nbytes: int) -> bool:
+        """Whether the device has room to leave that much there until the next pass."""
 
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
 
     def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
 
@@ -150,7 +152,7 @@ class Backend(Protocol):
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, and round once; the sums of what was written.
 

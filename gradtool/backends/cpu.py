@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, Patch, Piece, Rule, Terms
+from gradtool import tuning
+from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, TILE, fold, tile_count
 
@@ -27,29 +28,33 @@ class NumpyBackend:
     """Each method does what `gradtool.backends.Backend` says, a tile at a time."""
 
     name = "cpu"
-    bulk = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """As much as fits in a core's cache."""
+        return tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
         """Pages of memory, which are taken from the system when they are first touched."""
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
-        """The block itself: the CPU works on it where it is."""
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
+        """The block itself."""
         return block
 
-    def fetch(self, held: memoryview, block: memoryview) -> None:
-        """Nothing: what is held is the block."""
+    def to_host(self, data: memoryview, block: memoryview) -> None:
+        """Nothing to do."""
 
-    def can_keep(self, nbytes: int) -> bool:  # noqa: ARG002
-        """No: memory shall not grow with the data, and the system keeps what it read."""
+    def stays_on_device(self, nbytes: int) -> bool:  # noqa: ARG002
+        """No: memory must not grow with the data, and the page cache has the files."""
         return False
 
-    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        return _each_piece(block, pieces, terms, [None] * len(pieces))
+        return _each_piece(block, pieces, spec, [None] * len(pieces))
 
     def scale(
-        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
 
@@ -64,7 +69,7 @@ class NumpyBackend:
 
             return change
 
-        return _each_piece(block, pieces, terms, [scaled_by(factor) for factor in factors])
+        return _each_piece(block, pieces, spec, [scaled_by(factor) for factor in factors])
 
     def accumulate(
         self,
@@ -72,7 +77,7 @@ class NumpyBackend:
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
         starts = [0, *accumulate(piece.elements for piece in pieces)]
@@ -93,9 +98,9 @@ class NumpyBackend:
             if rule.factor != 1:
                 sums *= rule.factor
         if rule.rounds:
-            return self._round(sums, block, pieces, terms)
+            return self._round(sums, block, pieces, spec)
         wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
-        return self.tile_sums(sums.data.cast("B"), wide, terms)
+        return self.tile_sums(sums.data.cast("B"), wide, spec)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
@@ -156,7 +161,9 @@ class NumpyBackend:
             part = sums[one.at : one.at + one.elements]
             part[:] = values * one.weight if fresh else part + values * one.weight
 
-    def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def _round(
+        self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
+    ) -> BlockSums:
         at = 0
         with np.errstate(all="ignore"):
             for piece in pieces:
@@ -164,11 +171,11 @@ class NumpyBackend:
                 raw = np.frombuffer(block, np.uint8, codes.nbytes, piece.offset)
                 raw[:] = codes.view(np.uint8)
                 at += piece.elements
-        return self.tile_sums(block, pieces, terms)
+        return self.tile_sums(block, pieces, spec)
 
 
 def _each_piece(
-    block: memoryview, pieces: Sequence[Piece], terms: Terms, changes: Sequence[Change | None]
+    block: memoryview, pieces: Sequence[Piece], spec: NormSpec, changes: Sequence[Change | None]
 ) -> BlockSums:
     sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
     max_abs = np.zeros(len(pieces))
@@ -181,7 +188,7 @@ def _each_piece(
             for start in range(0, piece.elements, TILE):
                 at, elements = piece.offset + start * storage.itemsize, min(TILE, piece.elements - start)
                 raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
-                values = _one_tile(raw, storage, change, drop_nonfinite=terms.drop_nonfinite)
+                values = _one_tile(raw, storage, change, drop_nonfinite=spec.drop_nonfinite)
                 finite = np.isfinite(values)
                 is_finite = bool(finite.all())
                 if not is_finite:
@@ -189,15 +196,15 @@ def _each_piece(
                     inf[k] += np.count_nonzero(np.isinf(values))
                     if first[k] < 0:
                         first[k] = start + int(np.argmin(finite))
-                    if terms.drop_nonfinite:
+                    if spec.drop_nonfinite:
                         values[~finite] = 0
                 magnitudes = np.abs(values)
                 zeros[k] += np.count_nonzero(magnitudes == 0)
                 # Not over NaN, whose comparisons depend on the version of numpy.
                 numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
                 max_abs[k] = max(max_abs[k], float(numbers.max(initial=0)))
-                if terms.norm_type != math.inf:
-                    sums[tile] = _tile_sum(magnitudes, terms.norm_type, piece.divisor)
+                if spec.order != math.inf:
+                    sums[tile] = _tile_sum(magnitudes, spec.order, piece.divisor)
                 tile += 1
     return BlockSums(sums, max_abs, nan, inf, zeros, first)
 
@@ -215,16 +222,16 @@ def _one_tile(raw: NDArray[np.uint8], storage: Storage, change: Change | None, *
     return storage.widen(codes)
 
 
-def _tile_sum(magnitudes: NDArray[Any], norm_type: float, divisor: float) -> float:
+def _tile_sum(magnitudes: NDArray[Any], order: float, divisor: float) -> float:
     wide = magnitudes.astype(np.float64)
     if divisor != 1:
         wide /= divisor
-    if norm_type == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
+    if order == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
         powers = wide * wide
-    elif norm_type == 1:
+    elif order == 1:
         powers = wide
     else:
-        powers = wide**norm_type
+        powers = wide**order
     # Row after row, each addition rounded; written out, for numpy promises no order of its reductions.
     lanes = np.zeros(LANES)
     for start in range(0, powers.size, LANES):

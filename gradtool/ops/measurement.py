@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gradtool.backends import BlockSums, Piece, Terms
+from gradtool.backends import BlockSums, NormSpec, Piece
 from gradtool.reduction import TILE, norm_of, rescue_divisor, tile_count, total
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class Measurement:
     `divisors` gives what each tensor's values are divided by before they are summed; 1 but in a rescue.
     """
 
-    def __init__(self, selected: Sequence[Selected], terms: Terms, divisors: Sequence[float] | None = None) -> None:
-        self.terms = terms
+    def __init__(self, selected: Sequence[Selected], spec: NormSpec, divisors: Sequence[float] | None = None) -> None:
+        self.spec = spec
         self.divisors = divisors
         tiles = [tile_count(one.tensor.elements) for one in selected]
         self._first_tile = np.concatenate([[0], np.cumsum(tiles, dtype=np.int64)])
@@ -80,7 +80,7 @@ class Measurement:
 
     def part(self, selected: Sequence[Selected], numbers: Sequence[int]) -> Measurement:
         """What was found in the tensors of the given numbers alone."""
-        copied = Measurement(selected, self.terms)
+        copied = Measurement(selected, self.spec)
         for ours, theirs in enumerate(numbers):
             copied.sums[copied._tiles(ours)] = self.sums[self._tiles(theirs)]
         for fact in _FACTS:
@@ -90,7 +90,7 @@ class Measurement:
     @property
     def is_finite(self) -> bool:
         """Whether no NaN and no Inf took part in the sums."""
-        return self.terms.drop_nonfinite or not (self.nan.any() or self.inf.any())
+        return self.spec.drop_nonfinite or not (self.nan.any() or self.inf.any())
 
     @property
     def largest(self) -> float:
@@ -99,32 +99,51 @@ class Measurement:
 
     def norm(self, divisor: float, unscale: float) -> float:
         """The norm of all tensors as one vector, over `unscale`; their sums were taken after dividing by `divisor`."""
-        if math.isinf(self.terms.norm_type):
+        if math.isinf(self.spec.order):
             return self._maximum(self.nan.any(), self.largest) / unscale
-        return norm_of(total(self.sums), self.terms.norm_type, divisor, unscale)
+        return norm_of(total(self.sums), self.spec.order, divisor, unscale)
 
     def tensor_norm(self, number: int, divisor: float, unscale: float) -> float:
         """The same of one tensor."""
-        if math.isinf(self.terms.norm_type):
+        if math.isinf(self.spec.order):
             return self._maximum(self.nan[number] > 0, float(self.max_abs[number])) / unscale
-        return norm_of(total(self.sums[self._tiles(number)]), self.terms.norm_type, divisor, unscale)
+        return norm_of(total(self.sums[self._tiles(number)]), self.spec.order, divisor, unscale)
 
     def divisor(self) -> float:
         """What all tensors must be divided by for their sum to be good; 1 if it is good as it is."""
-        if math.isinf(self.terms.norm_type) or not self.is_finite:
+        if math.isinf(self.spec.order) or not self.is_finite:
             return 1.0
-        return rescue_divisor(total(self.sums), self.largest, self.terms.norm_type)
+        return rescue_divisor(total(self.sums), self.largest, self.spec.order)
 
     def tensor_divisor(self, number: int) -> float:
         """What one tensor must be divided by for its own sum to be good."""
-        finite = self.terms.drop_nonfinite or not (self.nan[number] or self.inf[number])
-        if math.isinf(self.terms.norm_type) or not finite:
+        finite = self.spec.drop_nonfinite or not (self.nan[number] or self.inf[number])
+        if math.isinf(self.spec.order) or not finite:
             return 1.0
         sum_ = total(self.sums[self._tiles(number)])
-        return rescue_divisor(sum_, float(self.max_abs[number]), self.terms.norm_type)
+        return rescue_divisor(sum_, float(self.max_abs[number]), self.spec.order)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def merge(self, other: Measurement) -> None:
+        """Take in other blocks of the same tensors."""
+        self.sums += other.sums
+        self.max_abs = np.maximum(self.max_abs, other.max_abs)
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
+
+    def norms(self, *, per_tensor: bool = False, unscale: float = 1.0) -> Norms:
+        """The norms."""
+        whole = self.norm(1.0, unscale)
+        return Norms(whole, [self.tensor_norm(k, 1.0, unscale) for k in range(len(self.max_abs))] if per_tensor else [])
 
     def _maximum(self, has_nan: np.bool | bool, largest: float) -> float:
-        return math.nan if has_nan and not self.terms.drop_nonfinite else largest
+        return math.nan if has_nan and not self.spec.drop_nonfinite else largest
 
     def _tiles(self, number: int) -> slice:
         return slice(int(self._first_tile[number]), int(self._first_tile[number + 1]))

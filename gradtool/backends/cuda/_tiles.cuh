@@ -25,7 +25,7 @@ struct TilesJob {
     double *sums;
     Facts *facts;
     const Piece *piece;
-    double limit, norm_type;
+    double limit, order;
     long long drops, pieces;
 };
 
@@ -37,18 +37,18 @@ template <class Work> struct Special;
 template <> struct Special<float> { typedef uint32_t Bits; static const uint32_t INFINITE = 0x7f800000u; };
 template <> struct Special<double> { typedef uint64_t Bits; static const uint64_t INFINITE = 0x7ff0000000000000u; };
 
-static __device__ __noinline__ double power_of(double value, double divisor, double norm_type)
+static __device__ __noinline__ double power_of(double value, double divisor, double order)
 {
     double magnitude = fabs(value) / divisor;
-    if (norm_type == 2) return magnitude * magnitude;
-    return norm_type == 1 ? magnitude : pow(magnitude, norm_type);
+    if (order == 2) return magnitude * magnitude;
+    return order == 1 ? magnitude : pow(magnitude, order);
 }
 
-template <int TERM> DEVICE double term_of(double value, double divisor, double norm_type)
+template <int TERM> DEVICE double term_of(double value, double divisor, double order)
 {
     if (TERM == SQUARE) return value * value;
     if (TERM == ABSOLUTE) return fabs(value);
-    return power_of(value, divisor, norm_type);
+    return power_of(value, divisor, order);
 }
 
 // What a thread has seen. `largest` are the bits of the largest magnitude, NaN and Inf among them.
@@ -87,7 +87,7 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
         seen.largest = magnitude > seen.largest ? magnitude : seen.largest;
         if (job.drops && magnitude >= infinite) magnitude = 0, value = 0;
         seen.zeros += magnitude == 0;
-        if (TERM != MAXIMUM) seen.lanes[i] += term_of<TERM>((double)value, piece.divisor, job.norm_type);
+        if (TERM != MAXIMUM) seen.lanes[i] += term_of<TERM>((double)value, piece.divisor, job.order);
     }
 }
 

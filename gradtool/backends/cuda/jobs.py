@@ -27,7 +27,7 @@ def _record(*fields: str) -> np.dtype[Any]:
 _PIECE = _record("offset", "elements", "first_block", "first_sum", "number", "*factor", "*divisor")
 _TARGET = _record("offset", "elements", "first_block", "at", "first_addend", "addends")
 _ADDEND = _record("dtype", "offset", "start", "elements", "*weight")
-TILES_JOB = _record("block", "sums", "facts", "piece", "*limit", "*norm_type", "drops", "pieces")
+TILES_JOB = _record("block", "sums", "facts", "piece", "*limit", "*order", "drops", "pieces")
 ADD_JOB = _record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
 PATCH_JOB = _record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),

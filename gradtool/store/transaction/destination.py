@@ -76,8 +76,9 @@ class Destination(Protocol):
         """Write bytes of a shard, from byte `begin` on."""
 
 
+@dataclass(frozen=True)
 class Discard:
-    """Writes nothing: for a dry run, or a pass that only measures."""
+    """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
 
     in_place: InPlace | None = None
     count = 0

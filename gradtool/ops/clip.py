@@ -160,7 +160,7 @@ def clip(
                 refuse_overflow(selected, written)
             after = before.updated(changed, written).norms(per_tensor=policy.per_tensor)
     return ClipResult(
-        **facts(session, before, norms.whole, unscale=policy.unscale),
+        **facts(session, session.selected, before, norms.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
         max_norm=policy.max_norm,
         max_value=policy.max_value,

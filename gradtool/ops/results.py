@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from gradtool.errors import NonFiniteError, Problem
 
@@ -45,40 +45,59 @@ class Facts(CallFacts):
     zeros: int
 
 
-def call_facts(session: Session, selected: Sequence[Selected], *, why: str | None = None) -> dict[str, Any]:
-    """The facts of a call that is done, by name; `selected` are the tensors that it was about."""
-    return vars(
-        CallFacts(
-            files=len(session.opened.shards),
-            tensors=len(selected),
-            elements=sum(one.tensor.elements for one in selected),
-            bytes=sum(one.tensor.nbytes for one in selected),
-            backend=session.engine.backend.name,
-            backend_why=why or session.backend_why,
-            threads=max(1, session.engine.clock.workers),
-            seconds=session.seconds,
-            timings=session.timings,
-        )
+class CallFields(TypedDict):
+    """The fields of `CallFacts`."""
+
+    files: int
+    tensors: int
+    elements: int
+    bytes: int
+    backend: str
+    backend_why: str
+    threads: int
+    seconds: float
+    timings: Timings
+
+
+class FactFields(CallFields):
+    """The fields of `Facts`."""
+
+    norm_type: float
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+def call_facts(session: Session, selected: Sequence[Selected], *, why: str | None = None) -> CallFields:
+    """The facts of a call that is done; `selected` are the tensors that it was about."""
+    return CallFields(
+        files=len(session.opened.shards),
+        tensors=len(selected),
+        elements=sum(one.tensor.elements for one in selected),
+        bytes=sum(one.tensor.nbytes for one in selected),
+        backend=session.engine.backend.name,
+        backend_why=why or session.backend_why,
+        threads=max(1, session.engine.clock.workers),
+        seconds=session.seconds,
+        timings=session.timings,
     )
 
 
 def facts(
-    session: Session,
-    found: Measurement,
-    norm: float,
-    *,
-    unscale: float = 1.0,
-    selected: Sequence[Selected] | None = None,
-) -> dict[str, Any]:
-    """The facts of a call, and of what was found in the tensors it is about, by name."""
-    return call_facts(session, session.selected if selected is None else selected) | {
-        "norm_type": found.spec.order,
-        "norm": norm,
-        "max_abs": found.largest / unscale,
-        "nan": int(found.nan.sum()),
-        "inf": int(found.inf.sum()),
-        "zeros": int(found.zeros.sum()),
-    }
+    session: Session, selected: Sequence[Selected], found: Measurement, norm: float, *, unscale: float = 1.0
+) -> FactFields:
+    """The facts of a call, and of what was found in the tensors that it was about."""
+    return FactFields(
+        **call_facts(session, selected),
+        norm_type=found.spec.order,
+        norm=norm,
+        max_abs=found.largest / unscale,
+        nan=int(found.nan.sum()),
+        inf=int(found.inf.sum()),
+        zeros=int(found.zeros.sum()),
+    )
 
 
 def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:

@@ -146,7 +146,7 @@ class NewFiles:
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write all of the block."""
-        self.put(channel, block.shard, block.begin, view)
+        channel.write(self.files[block.shard][1], block.begin, view)
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         """Write the bytes."""

@@ -12,6 +12,7 @@ import pytest
 from support import (
     COMMAND,
     NUMPY_TYPES,
+    SAMPLES,
     encode,
     gradtool,
     gradtool_json,
@@ -25,7 +26,6 @@ from support import (
 from gradtool import norm
 from gradtool.backends import choose
 
-SAMPLES = Path(__file__).parent.parent / "sample_data"
 ONES = np.ones(2, np.float32)
 
 

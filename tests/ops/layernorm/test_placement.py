@@ -1,4 +1,4 @@
-"""Where the gradients of layers go, to the byte; that they are right is tested in test_layernorm.py."""
+"""Where the gradients of layers go, to the byte; that they are right is tested in test_backward.py."""
 
 import itertools
 import json

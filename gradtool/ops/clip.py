@@ -179,11 +179,11 @@ def clip(
 def _checked_norms(session: Session, policy: Policy, before: Measurement) -> Norms:
     """The norms of what was measured; refused where the policy says so."""
     if policy.nonfinite == "error":
-        refuse_nonfinite(session.selected, before, "--nonfinite zero or propagate goes on")
+        refuse_nonfinite(session.selected, before, "Use --nonfinite zero or propagate to continue")
     norms = before.norms(per_tensor=policy.per_tensor, unscale=policy.unscale)
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
     if policy.needs_norm and before.is_finite and math.inf in limiting:
-        raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
+        raise BadInputError("the norm overflows float64; nothing written. Use --max-value to limit the values first")
     return norms
 
 

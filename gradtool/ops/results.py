@@ -101,7 +101,7 @@ def facts(
 
 
 def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:
-    """One problem for each tensor that holds a NaN or Inf: how many, and where the first one is."""
+    """One problem for each tensor that contains NaN or Inf: how many, and where the first one is."""
     return [
         Problem(
             "nonfinite",
@@ -115,11 +115,11 @@ def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list
 
 
 def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list[Problem]:
-    """One problem for each tensor that got a result which its type cannot hold."""
+    """One problem for each tensor whose results overflow its type."""
     return [
         Problem(
             "overflow",
-            f"{written.nan[number] + written.inf[number]} results are beyond {one.tensor.dtype}, "
+            f"{written.nan[number] + written.inf[number]} results overflow {one.tensor.dtype}, "
             f"the first at index {written.first_nonfinite[number]}",
             str(one.shard.path),
             one.tensor.name,
@@ -130,16 +130,14 @@ def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list
 
 
 def refuse_nonfinite(selected: Sequence[Selected], found: Measurement, remedy: str) -> None:
-    """Raise `NonFiniteError` for tensors that hold a NaN or Inf."""
+    """Raise `NonFiniteError` for tensors that contain NaN or Inf."""
     problems = nonfinite_problems(selected, found)
     if problems:
-        raise NonFiniteError(f"nothing was written, for there are NaN or Inf values; {remedy}", problems)
+        raise NonFiniteError(f"input contains NaN or Inf; nothing written. {remedy}", problems)
 
 
 def refuse_overflow(selected: Sequence[Selected], written: Measurement) -> None:
-    """Raise `NonFiniteError` for tensors that got a result which their type cannot hold."""
+    """Raise `NonFiniteError` for tensors whose results overflow their type."""
     problems = overflow_problems(selected, written)
     if problems:
-        raise NonFiniteError(
-            "nothing was written, for a result does not fit its type; a larger --unscale makes it smaller", problems
-        )
+        raise NonFiniteError("results overflow their type; nothing written. Use a larger --unscale", problems)

@@ -389,7 +389,7 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
 def test_a_factor_that_rounds_to_zero_or_infinity_is_refused(tmp_path, array, options):
     path = one_file(tmp_path, a=array)
     before = snapshot(tmp_path)
-    with pytest.raises(BadInputError, match="beyond"):
+    with pytest.raises(BadInputError, match="out of range for float"):
         clip(path, **({"max_norm": 1} | options))
     assert snapshot(tmp_path) == before
 

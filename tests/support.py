@@ -33,6 +33,7 @@ NUMPY_TYPES = {
     "I32": np.dtype(np.int32),
     "U8": np.dtype(np.uint8),
 }
+SAMPLES = Path(__file__).parent.parent / "sample_data"
 # -P: what is installed, and not what lies in the current folder.
 COMMAND = [sys.executable, "-P", "-m", "gradtool"]
 # What a backend finds in a block.

@@ -1,16 +1,14 @@
 """The sample data against what torch computed from it in float64."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from support import read
+from support import SAMPLES, read
 
 import gradtool
 
-SAMPLES = Path(__file__).parent.parent / "sample_data"
 EXPECTED = json.loads((SAMPLES / "expected.json").read_text())
 FINITE = [key for key, entry in EXPECTED.items() if "norm_2" in entry and entry["norm_2"] is not None]
 # torch adds in another order than we do: 2e-15 was seen, for 27,651 elements.

@@ -160,7 +160,7 @@ def clip(
                 refuse_overflow(selected, written)
             after = before.updated(changed, written).norms(per_tensor=policy.per_tensor)
     return ClipResult(
-        **facts(session, before, norms.whole, unscale=policy.unscale),
+        **facts(session, session.selected, before, norms.whole, unscale=policy.unscale),
         per_tensor=tuple(_rows(session, decision, norms, after) if per_tensor else ()),
         max_norm=policy.max_norm,
         max_value=policy.max_value,
@@ -179,11 +179,11 @@ def clip(
 def _checked_norms(session: Session, policy: Policy, before: Measurement) -> Norms:
     """The norms of what was measured; refused where the policy says so."""
     if policy.nonfinite == "error":
-        refuse_nonfinite(session.selected, before, "--nonfinite zero or propagate goes on")
+        refuse_nonfinite(session.selected, before, "Use --nonfinite zero or propagate to continue")
     norms = before.norms(per_tensor=policy.per_tensor, unscale=policy.unscale)
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
     if policy.needs_norm and before.is_finite and math.inf in limiting:
-        raise BadInputError("the norm is beyond float64; limit the values with --max-value first")
+        raise BadInputError("the norm overflows float64; nothing written. Use --max-value to limit the values first")
     return norms
 
 

@@ -111,7 +111,7 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
         rounded = _rounded(dtype, factor)
         if factor and (rounded == 0 or math.isinf(rounded)):
             raise BadInputError(
-                f"would be multiplied by {factor!r}, which is beyond {STORAGE[dtype].work}, in which {dtype} computes",
+                f"factor {factor!r} is out of range for {STORAGE[dtype].work}, which {dtype} computes in; nothing written",
                 file=one.shard.path,
                 tensor=one.tensor.name,
             )

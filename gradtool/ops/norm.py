@@ -113,7 +113,7 @@ def norm(
     if limit is not None and not norms.whole <= limit:
         problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
     return NormResult(
-        **facts(session, found, norms.whole),
+        **facts(session, session.selected, found, norms.whole),
         per_tensor=tuple(rows if top is None else _largest(rows, top)),
         problems=tuple(problems),
     )

@@ -15,7 +15,7 @@ from gradtool.errors import UsageError
 from gradtool.ops import arguments
 from gradtool.store.format.gradset import read_path_list
 from gradtool.store.io.workers import default_threads
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.open import Inputs, open_to_read, open_to_write
 from gradtool.store.transaction.output import OutputOptions
 
@@ -124,6 +124,8 @@ class Session:
     backend_why: str
     began: float
     commit_seconds: float = 0.0
+    # Where a pass that only reads writes nothing to.
+    _nowhere: Destination = DISCARD
 
     @property
     def selected(self) -> list[Selected]:
@@ -141,9 +143,9 @@ class Session:
         one = self.engine.clock
         return Timings(one.read, one.read_bytes, one.compute, one.write, one.written_bytes, self.commit_seconds)
 
-    def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
-        """Run a pass; what it found."""
-        return self.engine.run(one, destination)
+    def run(self, one: Pass[Found], destination: Destination | None = None) -> Found:
+        """Run a pass, and return what it found; without a destination nothing is written."""
+        return self.engine.run(one, destination or self._nowhere)
 
     @contextlib.contextmanager
     def writing(
@@ -151,7 +153,9 @@ class Session:
     ) -> Iterator[Destination]:
         """As `Output.writing`; the time that it takes to commit counts."""
         with output.writing(files, indexes) as destination:
+            self._nowhere = Discard(destination.in_place)
             yield destination
             began = perf_counter()
+        self._nowhere = DISCARD
         if destination.count:
             self.commit_seconds += perf_counter() - began

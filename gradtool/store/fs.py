@@ -17,7 +17,7 @@ import itertools
 import os
 import signal
 import stat
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.store.format.header import changed_meanwhile
 
@@ -92,6 +92,10 @@ class Folder:
     def at(cls, path: Path) -> Self:
         """Open a folder whose path has no link at its end; one that cannot be listed can still be passed through."""
         return cls(path, open_to_list(path))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the folder by its path; a file in it is still recognized by its inode.
+        return Folder.at, (self.path,)
 
     def close(self) -> None:
         """Let go of it."""

@@ -167,7 +167,7 @@ def accumulate(
         matched = match(buffer_.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
         done = (add if update else leave)(session, policy, buffer_, matched, output_)
     return AccumulateResult(
-        **facts(session, done.found, done.norm_after, selected=done.targets),
+        **facts(session, done.targets, done.found, done.norm_after),
         norm_before=done.norm_before,
         norm_after=done.norm_after,
         max_norm=policy.max_norm,

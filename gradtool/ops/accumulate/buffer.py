@@ -29,7 +29,7 @@ def checked_buffer(buffer: Any, *, create: bool) -> str:
     path = checked_path("BUFFER", buffer)
     there = os.path.lexists(path)
     if create and there:
-        raise BadInputError("is there already; leave out --create to add to it", file=path, code="exists")
+        raise BadInputError("already exists; leave out --create to add to it", file=path, code="exists")
     if create and path.endswith((os.sep, INDEX_SUFFIX)):
         raise UsageError(f"--create makes a single file, which {path} does not name")
     if not create and not there:

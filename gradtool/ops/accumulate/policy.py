@@ -67,16 +67,16 @@ class Policy:
     def sum_coef(self, sums: Measurement, norm: float) -> float:
         """What clips the float64 sums, of the given norm; raises `BadInputError` where they cannot be clipped."""
         if sums.is_finite and math.isinf(norm) and self.max_norm != math.inf:
-            raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
+            raise BadInputError("the norm of the sum overflows float64 and cannot be clipped; nothing written")
         return self.coef(self.max_norm, norm)
 
     def weight_sum(self, weights: Sequence[float]) -> float:
         """What the weights add up to; raises `BadInputError` where nothing can be divided by it that must be."""
         sum_ = total(weights)
         if math.isinf(sum_):
-            raise BadInputError("the weights add up to more than float64 can hold", code="weight")
+            raise BadInputError("the sum of the weights overflows float64", code="weight")
         if self.mean and sum_ == 0:
-            raise BadInputError("the weights add up to 0, so there is no mean", code="weight")
+            raise BadInputError("the weights add up to 0; there is no mean", code="weight")
         return sum_
 
     def check(self) -> None:

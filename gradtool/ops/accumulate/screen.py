@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
 
-NONFINITE_REMEDY = "--nonfinite skip leaves out gradients that hold one, --overwrite drops what the buffer holds"
+NONFINITE_REMEDY = "Use --nonfinite skip to leave out such gradients, or --overwrite to drop such a buffer"
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ def screen(session: Session, policy: Policy, contributions: Sequence[Contributio
         if row.taken:
             taken.append(limited)
         else:
-            why = f"the whole gradient is left out: {bad[0].message}"
+            why = f"whole gradient skipped: {bad[0].message}"
             warnings.append(Problem("skipped", why, str(one.path), bad[0].tensor))
     if problems and (policy.nonfinite == "error" or not taken):
-        why = "every gradient holds" if policy.nonfinite == "skip" else "there are"
-        raise NonFiniteError(f"nothing was written, for {why} NaN or Inf values; {NONFINITE_REMEDY}", problems)
+        if policy.nonfinite == "skip":
+            raise NonFiniteError("every gradient contains NaN or Inf; nothing written", problems)
+        raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
     return Screened(taken, rows, warnings)
 
 
@@ -82,7 +83,7 @@ def _limited(
     """A gradient with the coefficient that limits its norm, and its row."""
     norm = found.norms().whole
     if policy.clip_each is not None and policy.clip_each < math.inf and found.is_finite and math.isinf(norm):
-        raise BadInputError("its norm is beyond float64, so it cannot be clipped", file=one.path)
+        raise BadInputError("norm overflows float64 and cannot be clipped; nothing written", file=one.path)
     limited = one._replace(coef=policy.coef(policy.clip_each, norm))
     return limited, GradientRow(
         weight=one.weight,

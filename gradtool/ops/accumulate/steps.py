@@ -120,9 +120,9 @@ def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: Befo
     if found.before is not None:
         problems += nonfinite_problems(targets, found.before.part(targets, bad))
     if problems:
-        raise NonFiniteError(f"nothing was written, for there are NaN or Inf values; {NONFINITE_REMEDY}", problems)
+        raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
     raise NonFiniteError(
-        "nothing was written, for a sum does not fit its type; --mean, --max-norm or smaller weights may make it "
-        "fit, --nonfinite propagate lets it become Inf",
+        "sums overflow their type; nothing written. Use --mean, --max-norm or smaller weights, or --nonfinite "
+        "propagate to store Inf",
         overflow_problems(targets, found.after.part(targets, bad)),
     )

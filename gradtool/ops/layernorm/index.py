@@ -26,7 +26,7 @@ def refuse_foreign_index(files: Files, layers: Sequence[Layer]) -> None:
         index = foreign_index(owner) if adds else None
         if index is not None:
             raise BadInputError(
-                f"is a shard of {index.name}, which would not know what is added; name that", file=owner.path
+                f"is a shard of {index.name}, which must map added tensors; name the index instead", file=owner.path
             )
 
 

@@ -102,7 +102,7 @@ class Patches:
         )
 
     def forget(self) -> None:
-        """Give back what is kept between patches."""
+        """Free what is cached between patches."""
         self._scales = None
 
     def _scale_and_bias(self, stretch: tuple[int, int], channel: Channel) -> tuple[Floats, Floats | None]:
@@ -129,7 +129,7 @@ class Patches:
 
 def too_large(layer: Layer) -> BadInputError:
     """The error for finite values whose squares are beyond float64."""
-    message = "is too large for its variance to be computed in float64; store its mean and inv_std_dev too"
+    message = "variance overflows float64; store mean and inv_std_dev too"
     return BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
 
 
@@ -138,7 +138,7 @@ def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
     with np.errstate(all="ignore"):
         found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
     if np.isinf(found).any():
-        message = "has a row whose variance is 0; --norm-eps must be above 0"
+        message = "has a row of variance 0; --norm-eps must be above 0"
         raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
     return found
 

@@ -94,7 +94,7 @@ def _check_alike(layer: Layer, x_grad: Tensor) -> None:
     own = layer.y_grad.tensor
     if (own.dtype, own.shape) != (x_grad.dtype, x_grad.shape):
         raise BadInputError(
-            f"has type {own.dtype}, and X_grad will have {x_grad.dtype}, so it cannot take its place",
+            f"has type {own.dtype}, so X_grad of {x_grad.dtype} cannot replace it in place",
             file=layer.y_grad.shard.path,
             tensor=own.name,
             code="dtype",

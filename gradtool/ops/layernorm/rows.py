@@ -68,10 +68,10 @@ def refuse_new_headers(files: Files, layers: Sequence[Layer]) -> None:
     for layer, places in zip(layers, files.places, strict=True):
         for shard, selected in places:
             if not files.shards[shard].keeps_header:
-                message = "a gradient is added that was not there before; leave out --write inplace the first time"
+                message = "is not in the file yet, and cannot be added in place; leave out --write inplace the first time"
                 raise BadInputError(message, file=shard.path, tensor=selected.tensor.name, code="header")
             if (shard, selected.tensor.name) in inputs:
-                message = f"is read for {layer.name!r} and would be overwritten; leave out --write inplace"
+                message = f"is an input of {layer.name!r} and would be overwritten; leave out --write inplace"
                 raise BadInputError(message, file=shard.path, tensor=selected.tensor.name, code="header")
 
 
@@ -83,10 +83,10 @@ def refuse_nonfinite_results(session: Session, layers: Sequence[Layer], files: F
     problems = nonfinite_problems(inputs, session.run(Measure(inputs, NormSpec(math.inf))))
     if problems:
         raise NonFiniteError(
-            "nothing was written, for there are NaN or Inf values; --nonfinite propagate goes on", problems
+            "input contains NaN or Inf; nothing written. Use --nonfinite propagate to continue", problems
         )
     outputs = [place.selected for places in files.places for place in places]
     raise NonFiniteError(
-        "nothing was written, for a gradient does not fit its type; --nonfinite propagate goes on",
+        "gradients overflow their type; nothing written. Use --nonfinite propagate to store Inf",
         overflow_problems(outputs, found.measurement),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.errors import SystemRefusedError, from_os_error, told
 from gradtool.store import fs
 from gradtool.store.format.header import Shard, changed_meanwhile, is_unchanged
 
@@ -116,7 +116,10 @@ class Channel:
             SystemRefusedError: writing failed.
         """
         began = perf_counter()
-        self._write(file, self._descriptor(file), begin, view)
+        try:
+            self.clock.written_bytes += fs.write_all(self._descriptor(file), [view], begin)
+        except OSError as error:
+            raise told(error, file.path) from error
         self.clock.write += perf_counter() - began
 
     def overwrite(
@@ -132,8 +135,11 @@ class Channel:
         self._fill(file.path, fd, begin, old)
         self._undo_log = self._undo_log or in_place.undo_log()
         self._undo_log.save(in_place.number_of(file), begin, old, view)
-        for start, stop in parts:
-            self._write(file, fd, begin + start, view[start:stop])
+        try:
+            for start, stop in parts:
+                self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
+        except OSError as error:
+            raise told(error, file.path) from error
         self.clock.write += perf_counter() - began
 
     def check(self) -> None:
@@ -148,12 +154,6 @@ class Channel:
         if self._undo_log is not None:
             self._undo_log.close()
             self._undo_log = None
-
-    def _write(self, file: File, fd: int, begin: int, view: memoryview) -> None:
-        try:
-            self.clock.written_bytes += fs.write_all(fd, [view], begin)
-        except OSError as error:
-            raise from_os_error(error, file.path) from error
 
     @staticmethod
     def _fill(path: Path, fd: int, begin: int, view: memoryview) -> None:

@@ -76,8 +76,9 @@ class Destination(Protocol):
         """Write bytes of a shard, from byte `begin` on."""
 
 
+@dataclass(frozen=True)
 class Discard:
-    """Writes nothing: for a dry run, or a pass that only measures."""
+    """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
 
     in_place: InPlace | None = None
     count = 0
@@ -145,7 +146,7 @@ class NewFiles:
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write all of the block."""
-        self.put(channel, block.shard, block.begin, view)
+        channel.write(self.files[block.shard][1], block.begin, view)
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         """Write the bytes."""

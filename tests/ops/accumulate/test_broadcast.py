@@ -2,11 +2,12 @@ import math
 
 import numpy as np
 import pytest
+from buffers import f32, lay_out, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from support import VALUE_TYPES, bits_of, bytes_of_memory, encode, write
+from support import VALUE_TYPES, bits_of, bytes_of_memory, encode, read, write
 
-from gradtool import tuning
+from gradtool import BadInputError, accumulate, tuning
 from gradtool.ops.accumulate.broadcast import is_broadcastable, positions, spread
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
@@ -100,3 +101,28 @@ def test_the_bits_of_a_nan_are_spread_as_they_are(tmp_path):
     array = np.array([0x7FA0_1234], np.uint32).view(np.float32)
     found, _ = spread_of(write(tmp_path / "x", {"a": array}), (2, 3), 0, 6)
     assert np.frombuffer(found, np.uint32).tolist() == [0x7FA0_1234] * 6
+
+
+@pytest.mark.parametrize(
+    ("grad", "expected"),
+    [
+        (f32(10, 20, 30), [[11, 22, 33], [14, 25, 36]]),
+        (encode(10, "F32"), [[11, 12, 13], [14, 15, 16]]),
+        (encode([[10], [20]], "BF16"), [[11, 12, 13], [24, 25, 26]]),
+        (encode([[10, 20, 30]], "F64"), [[11, 22, 33], [14, 25, 36]]),
+    ],
+)
+def test_a_gradient_broadcasts_to_the_shape_of_the_buffer(tmp_path, grad, expected):
+    path, grads = lay_out(tmp_path, encode([[1, 2, 3], [4, 5, 6]], "F32"), grad)
+    accumulate(path, grads)
+    assert read(path)["a"].tolist() == expected
+
+
+def test_a_gradient_never_broadcasts_the_other_way(tmp_path):
+    path, grads = lay_out(tmp_path, {"a": f32(1, 2), "b": f32(1)}, {"a": encode([[1, 2], [3, 4]], "F32"), "b": f32(1)})
+    with pytest.raises(BadInputError, match=r"\[2, 2\], which does not broadcast to the buffer's \[2\]") as caught:
+        accumulate(path, grads)
+    assert caught.value.exit_code == 3
+    assert refused(BadInputError, tmp_path, path, grads) == [("shape", "a", "g1")]
+    path, grads = lay_out(tmp_path, encode(1, "F32"), f32(1))
+    assert refused(BadInputError, tmp_path, path, grads) == [("shape", "a", "g1")]

@@ -1,0 +1,31 @@
+"""What the tests of accumulate share: buffers and gradients with one tensor, and a look at what is refused."""
+
+from pathlib import Path
+
+import pytest
+from support import encode, snapshot, write
+
+from gradtool import accumulate
+
+
+def f32(*values):
+    return encode(values, "F32")
+
+
+def lay_out(folder, old, *grads, metadata=()):
+    """A buffer and gradients with one tensor `a` each, or with the given ones."""
+    paths = []
+    for i, one in enumerate((old, *grads)):
+        tensors = one if isinstance(one, dict) else {"a": one}
+        own = metadata[i - 1] if i and metadata else None
+        paths.append(write(folder / (f"g{i}" if i else "buffer"), tensors, own))
+    return paths[0], paths[1:]
+
+
+def refused(error, folder, path, grads, **options):
+    """The problems of a call that must fail and leave every byte alone."""
+    before = snapshot(folder)
+    with pytest.raises(error) as caught:
+        accumulate(path, grads, **options)
+    assert snapshot(folder) == before
+    return [(one.code, one.tensor, Path(one.file).name if one.file else None) for one in caught.value.problems]

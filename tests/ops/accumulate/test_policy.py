@@ -1,0 +1,56 @@
+import math
+
+import pytest
+from buffers import f32, lay_out, refused
+
+from gradtool import UsageError
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight": [1]},
+        {"weight": [1, 1, 1]},
+        {"weight": [1, math.nan]},
+        {"weight": [1, math.inf]},
+        {"weight": ["much", 1]},
+        {"weight": [1, 1], "weight_key": "n"},
+        {"dtype": "F32"},
+        {"create": True, "dtype": "I32"},
+        {"create": True, "output": "out"},
+        {"create": True, "output_dir": "out"},
+        {"missing": "ignore"},
+        {"nonfinite": "zero"},
+        {"max_norm": -1},
+        {"max_norm": math.nan},
+        {"clip_each": -1},
+        {"clip_each": math.nan},
+        {"norm_type": 0},
+        {"max_norm": 1, "eps": -1},
+        {"max_norm": 1, "eps": math.inf},
+        {"output": "a", "output_dir": "b"},
+        {"output": ""},
+        {"threads": 0},
+        {"include": ["("]},
+        {"backend": "tpu"},
+    ],
+)
+def test_arguments_that_make_no_sense_are_usage_errors_and_change_nothing(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    path, grads = lay_out(tmp_path, f32(1), f32(2), f32(3))
+    refused(UsageError, tmp_path, tmp_path / "new" if "create" in options else path, grads, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": "2"}, {"weight": [None]}, {"weight_key": ""}, {"weight_key": ["n"]}, {"missing": ["skip"]}]
+)
+def test_arguments_of_a_wrong_kind_are_usage_errors(tmp_path, options):
+    path, grads = lay_out(tmp_path, f32(1), f32(3))
+    assert refused(UsageError, tmp_path, path, grads, **options)[0][0] == "usage"
+
+
+@pytest.mark.parametrize("dtype", ["", "float32", ["F32"]])
+def test_a_type_that_is_none_is_a_usage_error(tmp_path, dtype):
+    _, grads = lay_out(tmp_path, f32(), f32(1))
+    assert refused(UsageError, tmp_path, tmp_path / "new", grads, create=True, dtype=dtype)[0][0] == "usage"
+    assert not (tmp_path / "new").exists()

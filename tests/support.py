@@ -37,7 +37,7 @@ SAMPLES = Path(__file__).parent.parent / "sample_data"
 # -P: what is installed, and not what lies in the current folder.
 COMMAND = [sys.executable, "-P", "-m", "gradtool"]
 # What a backend finds in a block.
-FACTS = ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
+FACTS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
 VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """`elements` values of one storage type, from byte `offset` of a block on; summed after division by `divisor`."""
+    """`elements` values of one storage type, from byte `offset` of a block on."""
 
     dtype: str
     offset: int
     elements: int
-    divisor: float = 1.0
 
 
 class Addend(NamedTuple):
@@ -92,12 +91,14 @@ class NormSpec(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """What one pass over a block found: the canonical sum of every tile, and five facts of every piece.
+    """The result of one pass over a block: sum and exponent of every tile, and five facts of every piece.
 
-    `max_abs` leaves NaN out (and Inf too, where they are dropped). `first_nonfinite` is an index into the piece, or -1.
+    `gradtool.reduction` defines sums and exponents. `max_abs` leaves NaN out (and Inf too, where they are dropped).
+    `first_nonfinite` is an index into the piece, or -1.
     """
 
     sums: NDArray[np.float64]
+    exponents: NDArray[np.int32]
     max_abs: NDArray[np.float64]
     nan: NDArray[np.int64]
     inf: NDArray[np.int64]

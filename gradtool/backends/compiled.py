@@ -26,11 +26,11 @@ _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
 
 
 class CompiledBackend(NumpyBackend):
-    """Does the common sums itself and leaves the rare ones (other orders, rescued sums) to numpy."""
+    """Does the orders 1, 2 and infinity itself and leaves the others to numpy."""
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        if not _is_compiled(pieces, spec):
+        if spec.order not in _TERMS:
             return super().tile_sums(block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec)
 
@@ -38,7 +38,7 @@ class CompiledBackend(NumpyBackend):
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
-        if not _is_compiled(pieces, spec):
+        if spec.order not in _TERMS:
             return super().scale(block, pieces, factors, limit, spec)
         return _run(block, pieces, np.array(factors, np.float64), limit, spec)
 
@@ -78,7 +78,7 @@ class CompiledBackend(NumpyBackend):
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
     ) -> BlockSums:
-        if not _is_compiled(pieces, spec):
+        if spec.order not in _TERMS:
             return super()._round(sums, block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec, wide=sums)
 
@@ -98,10 +98,6 @@ def _arguments(patch: Patch) -> tuple[Any, ...]:
     )
 
 
-def _is_compiled(pieces: Sequence[Piece], spec: NormSpec) -> bool:
-    return spec.order in _TERMS and all(piece.divisor == 1 for piece in pieces)
-
-
 def _run(
     block: memoryview,
     pieces: Sequence[Piece],
@@ -112,9 +108,9 @@ def _run(
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
     table = np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
-    sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
-    max_abs = np.zeros(len(pieces))
+    tiles = sum(tile_count(piece.elements) for piece in pieces)
+    sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
     term = _TERMS[spec.order]
-    run_kernels(block, table, factors, wide, limit, term, spec.drop_nonfinite, sums, max_abs, counts)
-    return BlockSums(sums, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])
+    run_kernels(block, table, factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, max_abs, counts)
+    return BlockSums(sums, exponents, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])

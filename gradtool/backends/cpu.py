@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradtool import tuning
 from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
-from gradtool.backends.storage import STORAGE, Storage
-from gradtool.reduction import LANES, TILE, fold, tile_count
+from gradtool.backends.storage import STORAGE
+from gradtool.backends.tiles import sum_pieces
+from gradtool.reduction import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
-
-    Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 _ROW_LANES, _CHUNK = 32, 1024
 
@@ -51,25 +49,13 @@ class NumpyBackend:
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        return _each_piece(block, pieces, spec, [None] * len(pieces))
+        return sum_pieces(block, pieces, spec)
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
-
-        def scaled_by(factor: float) -> Change:
-            def change(values: NDArray[Any]) -> NDArray[Any]:
-                bound = values.dtype.type(limit)
-                scaled: NDArray[Any] = values * values.dtype.type(factor)
-                # Not numpy's clip: which zero it gives for a limit of 0 differs between its versions.
-                scaled[scaled < -bound] = -bound
-                scaled[scaled > bound] = bound
-                return scaled
-
-            return change
-
-        return _each_piece(block, pieces, spec, [scaled_by(factor) for factor in factors])
+        return sum_pieces(block, pieces, spec, factors, limit)
 
     def accumulate(
         self,
@@ -99,7 +85,7 @@ class NumpyBackend:
                 sums *= rule.factor
         if rule.rounds:
             return self._round(sums, block, pieces, spec)
-        wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
+        wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, spec)
 
     def row_sums(
@@ -172,72 +158,6 @@ class NumpyBackend:
                 raw[:] = codes.view(np.uint8)
                 at += piece.elements
         return self.tile_sums(block, pieces, spec)
-
-
-def _each_piece(
-    block: memoryview, pieces: Sequence[Piece], spec: NormSpec, changes: Sequence[Change | None]
-) -> BlockSums:
-    sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
-    max_abs = np.zeros(len(pieces))
-    nan, inf, zeros = (np.zeros(len(pieces), np.int64) for _ in range(3))
-    first = np.full(len(pieces), -1, np.int64)
-    tile = 0
-    with np.errstate(all="ignore"):
-        for k, (piece, change) in enumerate(zip(pieces, changes, strict=True)):
-            storage = STORAGE[piece.dtype]
-            for start in range(0, piece.elements, TILE):
-                at, elements = piece.offset + start * storage.itemsize, min(TILE, piece.elements - start)
-                raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
-                values = _one_tile(raw, storage, change, drop_nonfinite=spec.drop_nonfinite)
-                finite = np.isfinite(values)
-                is_finite = bool(finite.all())
-                if not is_finite:
-                    nan[k] += np.count_nonzero(np.isnan(values))
-                    inf[k] += np.count_nonzero(np.isinf(values))
-                    if first[k] < 0:
-                        first[k] = start + int(np.argmin(finite))
-                    if spec.drop_nonfinite:
-                        values[~finite] = 0
-                magnitudes = np.abs(values)
-                zeros[k] += np.count_nonzero(magnitudes == 0)
-                # Not over NaN, whose comparisons depend on the version of numpy.
-                numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
-                max_abs[k] = max(max_abs[k], float(numbers.max(initial=0)))
-                if spec.order != math.inf:
-                    sums[tile] = _tile_sum(magnitudes, spec.order, piece.divisor)
-                tile += 1
-    return BlockSums(sums, max_abs, nan, inf, zeros, first)
-
-
-def _one_tile(raw: NDArray[np.uint8], storage: Storage, change: Change | None, *, drop_nonfinite: bool) -> NDArray[Any]:
-    """The values of one tile: as they are stored, or as they are stored once `change` has been written back."""
-    # A tensor may lie at any address; the copy does not.
-    values = storage.widen(raw.copy().view(storage.bits))
-    if change is None:
-        return values
-    if drop_nonfinite:
-        values[~np.isfinite(values)] = 0
-    codes = storage.narrow(change(values))
-    raw[:] = codes.view(np.uint8)
-    return storage.widen(codes)
-
-
-def _tile_sum(magnitudes: NDArray[Any], order: float, divisor: float) -> float:
-    wide = magnitudes.astype(np.float64)
-    if divisor != 1:
-        wide /= divisor
-    if order == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
-        powers = wide * wide
-    elif order == 1:
-        powers = wide
-    else:
-        powers = wide**order
-    # Row after row, each addition rounded; written out, for numpy promises no order of its reductions.
-    lanes = np.zeros(LANES)
-    for start in range(0, powers.size, LANES):
-        row = powers[start : start + LANES]
-        lanes[: row.size] += row
-    return float(fold(lanes[None, :])[0])
 
 
 def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:

@@ -145,16 +145,6 @@ def test_dropped_values_are_counted_but_summed_and_written_as_zero(backend, dtyp
     assert (written.sums[0], written.nan[0], written.inf[0]) == (6.25, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", VALUE_TYPES)
-def test_a_divisor_divides_before_summing_and_only_there(backend, dtype):
-    array = gaussian(3000, dtype)
-    block, pieces = block_of(array)
-    plain = backend.tile_sums(block, pieces, NormSpec())
-    scaled = backend.tile_sums(block, [pieces[0]._replace(divisor=2.0**7)], NormSpec())
-    assert scaled.sums[0] * 2.0**14 == plain.sums[0]
-    assert scaled.max_abs[0] == plain.max_abs[0]
-
-
 def test_a_piece_may_lie_at_any_address(backend):
     arrays = [gaussian(n, dtype) for n, dtype in ((5, "F8_E4M3"), (2100, "F64"), (3, "BF16"), (70_001, "F32"))]
     for lead in range(1, 9):

@@ -152,7 +152,7 @@ class CudaBackend:
         held, starts = self._held(block), [0, *accumulate(piece.elements for piece in pieces)]
         sums = self._add(held, pieces, starts, sources, rule)
         if sums is not None:
-            wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
+            wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
             return self._run(sums, wide, None, math.inf, spec)
         found = self._run(held, pieces, None, math.inf, spec)
         self._return(held, block)
@@ -318,14 +318,14 @@ class CudaBackend:
         parts = list(tiles.by_type())
         # Of every type, before the first is launched: a block is done with wholly, or is as it was.
         table = self._table(*(rows for _, rows, _ in parts))
-        is_plain = spec.order in _TERMS and all(piece.divisor == 1 for piece in pieces)
-        term = "maximum" if math.isinf(spec.order) else _TERMS[spec.order] if is_plain else "power"
+        term = _TERMS.get(spec.order, "power")
         for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True):
             job = jobs.job(
                 jobs.TILES_JOB,
                 block=held.address,
                 sums=results.address,
-                facts=results.address + 8 * tiles.total,
+                exponents=results.address + 8 * tiles.total,
+                facts=results.address + 16 * tiles.total,
                 piece=address,
                 pieces=len(rows),
                 limit=limit,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, UsageError, from_os_error
-from gradtool.ops import arguments
 from gradtool.ops.passes import open_to_read
 from gradtool.store import fs, signals
 from gradtool.store.format.header import is_unchanged, read_regular
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.ops.passes import Inputs, Session
+    from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.guard import Place
@@ -64,20 +63,27 @@ class NewFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """The options that every writing operation has, as they were given."""
+    """The options that every writing operation has."""
 
-    output: Any
-    output_dir: Any
+    output: str | None
+    output_dir: str | None
     dry_run: bool
-    write: Any
+    write: str
     fsync: bool
-    lock_timeout: Any
+    lock_timeout: float
 
-    def check(self) -> None:
-        """Raise `UsageError` where they make no sense, whatever the files hold."""
-        arguments.one_of("--write", self.write, ("replace", "inplace"))
-        if not 0 <= arguments.number("--lock-timeout", self.lock_timeout) < math.inf:
-            raise UsageError(f"--lock-timeout must be 0 or more and finite, not {self.lock_timeout!r}")
+    @classmethod
+    def of(cls, chosen: Writing) -> Self:
+        """Those of a call."""
+        output, output_dir = chosen["output"], chosen["output_dir"]
+        return cls(
+            None if output is None else os.fspath(output),
+            None if output_dir is None else os.fspath(output_dir),
+            chosen["dry_run"],
+            chosen["write"],
+            chosen["fsync"],
+            chosen["lock_timeout"],
+        )
 
 
 @dataclass(frozen=True)
@@ -102,12 +108,12 @@ class Output:
         """The output of a call, or `UsageError` where the options do not fit its inputs; before any work is done."""
         output = cls(
             sets,
-            arguments.optional_path("--output", choices.output),
-            arguments.optional_path("--output-dir", choices.output_dir),
+            choices.output,
+            choices.output_dir,
             choices.dry_run,
             choices.fsync,
             choices.write == "inplace",
-            arguments.number("--lock-timeout", choices.lock_timeout),
+            choices.lock_timeout,
             created,
         )
         if output.in_place and (output.is_elsewhere or created is not None):
@@ -270,13 +276,12 @@ def opened(
         UsageError: the options do not fit.
         SystemRefusedError: another run has one of the files, or one that died left an input half changed.
     """
-    choices.check()
     only_reads = choices.dry_run or choices.output is not None or choices.output_dir is not None
     if only_reads:
         session = open_to_read(inputs)
         yield session, Output.of(session, choices, owned(session.sets), created)
         return
-    session = _open_to_write(inputs, time.monotonic() + float(choices.lock_timeout))
+    session = _open_to_write(inputs, time.monotonic() + choices.lock_timeout)
     output = Output.of(session, choices, owned(session.sets), created)
     with signals.deferred(), output.new_run() as run, _explained(run):
         is_held = _try_to_acquire(run, output)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
-from gradtool import tuning
+from gradtool import checks, tuning
 from gradtool.backends import Backend, BlockSums, Choice, Piece, Terms, choose
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, DeviceMemoryError, GradtoolError
-from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
@@ -23,11 +23,11 @@ from gradtool.store.io.workers import default_threads, run
 from gradtool.store.transaction.guard import Place, refuse_unfinished, refuse_unfinished_at
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.backends import Data
     from gradtool.ops.measurement import Again
+    from gradtool.options import Paths, Progress, Reading
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.fs import File
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from gradtool.store.io.workers import Task
     from gradtool.store.transaction.inplace import InPlace
 
-    # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
-    Progress = Callable[[int, int], None]
     # Changes the pieces of one block, of the tensors with the given numbers, and gives the sums of what it wrote.
     Change = Callable[[Data, Sequence[Piece], Sequence[int]], BlockSums]
 
@@ -141,31 +139,22 @@ class Inputs:
     began: float
 
     @classmethod
-    def of(
-        cls,
-        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-        *,
-        include: str | Iterable[str],
-        exclude: str | Iterable[str],
-        files_from: str | os.PathLike[str] | None,
-        backend: str | None,
-        device: int | None,
-        threads: int | None,
-        progress: Progress | None,
-        dtypes: Sequence[str] | None = tuple(STORAGE),
-    ) -> Self:
-        """The inputs of a call, checked as far as that can be done without a file.
-
-        Of the selected tensors, only those of the given `dtypes` are accepted; any, with None.
-        """
+    def of(cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE)) -> Self:
+        """The inputs of a call. Selected tensors must have one of the given `dtypes`; with None, any."""
         began = perf_counter()
-        workers = arguments.optional_count("--threads", threads) or default_threads()
-        wanted, unwanted = arguments.patterns("--include", include), arguments.patterns("--exclude", exclude)
-        named = arguments.paths(paths)
-        if files_from is not None:
-            named += read_path_list(arguments.optional_path("--files-from", files_from) or "")
-        choice = choose(backend, arguments.optional_index("--device", device))
-        return cls(named, wanted, unwanted, dtypes, choice, workers, progress, began)
+        named = checks.paths(paths)
+        if chosen["files_from"] is not None:
+            named += read_path_list(os.fspath(chosen["files_from"]))
+        return cls(
+            named,
+            chosen["include"],
+            chosen["exclude"],
+            dtypes,
+            choose(chosen["backend"], chosen["device"]),
+            chosen["threads"] or default_threads(),
+            chosen["progress"],
+            began,
+        )
 
     def open(self) -> Session:
         """Open the sets and check all that can be checked before a byte of data is read."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from gradtool.ops.output import Choices, opened
 from gradtool.ops.passes import Inputs, by_shard
 from gradtool.ops.results import Call, call_facts
+from gradtool.options import Sets, ZeroOptions
+from gradtool.signatures import complete, documented
 from gradtool.store.io.workers import copying, zeroing
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gradtool.ops.output import Output
-    from gradtool.ops.passes import Progress, Session
+    from gradtool.ops.passes import Session
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.fs import File
@@ -34,69 +35,28 @@ class ZeroResult(Call):
     bytes_written: int
 
 
-def zero(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    files_from: str | os.PathLike[str] | None = None,
-    output: str | os.PathLike[str] | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-    dry_run: bool = False,
-    write: str = "replace",
-    fsync: bool = True,
-    lock_timeout: float = 0.0,
-    backend: str | None = None,
-    device: int | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> ZeroResult:
-    """Make every element of all selected tensors +0, whatever its type and whatever was there; in place.
+@documented
+def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
+    """Set every element of all selected tensors to +0, whatever its type and value, in place.
 
-    Only what is not zeroed is copied into the new files; the zeros are holes where the file system has such, so that it
-    takes no longer to zero gigabytes than kilobytes. As ONNX Runtime's ZeroGradient, over files.
-
-    Args:
-        paths: files, folders or index files.
-        include: regular expressions; only tensors whose name one of them finds.
-        exclude: regular expressions; no tensor whose name one of them finds.
-        files_from: a file of further paths, separated by newline or NUL; "-" is standard input.
-        output: write the one input file here, and leave it alone.
-        output_dir: write all files, changed or not, into this folder, and leave the inputs alone.
-        dry_run: do everything but write.
-        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
-            files that are there, and saves it to a journal first.
-        fsync: have what is written on the disk before what was there goes.
-        lock_timeout: seconds to wait for other runs that are about to write the same files.
-        backend: "auto", "cpu" or "cuda", which must be there; but there is nothing to compute.
-        device: the number of the GPU, from 0; only with "cuda".
-        threads: worker threads; by default one for each core, at most 16.
-        progress: called with the bytes done and the bytes in all.
+    Only what is not zeroed is copied into the new files; the zeros are holes if the file system has them, so that
+    gigabytes take no longer than kilobytes. As ONNX Runtime's ZeroGradient, over files. There is nothing to compute,
+    but a backend that is asked for must be available.
 
     Raises:
-        UsageError: an argument makes no sense.
-        BadInputError: a file, an index or a tensor that cannot be worked with.
-        BackendUnavailableError: the backend is not there.
-        SystemRefusedError: reading or writing failed; nothing was written.
+        UsageError: an option is invalid, or contradicts another one.
+        BadInputError: a file, index or tensor is invalid.
+        BackendUnavailableError: the backend is not available.
+        SystemRefusedError: reading or writing failed; nothing is written.
     """
-    inputs = Inputs.of(
-        paths,
-        include=include,
-        exclude=exclude,
-        files_from=files_from,
-        backend=backend,
-        device=device,
-        threads=threads,
-        progress=progress,
-        dtypes=None,
-    )
-    choices = Choices(output, output_dir, dry_run, write, fsync, lock_timeout)
+    chosen = complete("zero", ZeroOptions, options)
+    inputs, choices = Inputs.of(paths, chosen, dtypes=None), Choices.of(chosen)
     with opened(inputs, choices) as (session, destination):
         session.backend_why = "nothing to compute"
         count = _write(session, destination)
     return ZeroResult(
         **call_facts(session, session.selected),
-        dry_run=dry_run,
+        dry_run=choices.dry_run,
         files_written=count,
         bytes_written=session.timings.write_bytes,
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gradtool.errors import Problem
     from gradtool.ops.accumulate.add import BeforeAndAfter
-    from gradtool.ops.accumulate.buffer import Buffer
+    from gradtool.ops.accumulate.buffer import OpenBuffer
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.measurement import Measurement
@@ -44,7 +44,7 @@ class Done:
 
 
 def leave(
-    session: Session, policy: Policy, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
     """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
     policy.weight_sum([one.weight for one in contributions])
@@ -60,7 +60,7 @@ def leave(
 
 
 def add(
-    session: Session, policy: Policy, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
     """Add the contributions, and clip the sum where there is a limit."""
     screened = screen(session, policy, contributions)
@@ -98,7 +98,7 @@ def add(
     )
 
 
-def _adding(policy: Policy, buffer: Buffer, contributions: Sequence[Contribution], rule: Rule) -> Add:
+def _adding(policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], rule: Rule) -> Add:
     """The pass over the targets that something is added to."""
     numbers = numbers_of(contributions)
     place = {number: position for position, number in enumerate(numbers)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends import Patch
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,18 +22,11 @@ if TYPE_CHECKING:
 
 
 class Options(NamedTuple):
-    """What the arguments say of every layer."""
+    """What the options say of every layer."""
 
     form: Form
     norm_eps: float
     scale_offset: float
-
-    def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
-        if not 0 <= self.norm_eps < math.inf:
-            raise UsageError(f"--norm-eps must be 0 or more and finite, not {self.norm_eps!r}")
-        if not math.isfinite(self.scale_offset):
-            raise UsageError(f"--scale-offset must be finite, not {self.scale_offset!r}")
 
     def computes_statistics(self, layer: Layer) -> bool:
         """Whether a layer lacks statistics that it needs."""

@@ -42,23 +42,6 @@ class Selected(NamedTuple):
     tensor: Tensor
 
 
-def checked_path(what: str, value: Any) -> str:
-    """A path that the system can take; raises `UsageError` for any other, and for an empty one.
-
-    An empty path would be the current folder, and is nearly always a shell variable that nobody set.
-    """
-    try:
-        path = os.fsdecode(value)
-        os.fsencode(path)
-    except (TypeError, UnicodeError) as error:
-        raise UsageError(f"{what} must be a path, not {value!r}") from error
-    if not path:
-        raise UsageError(f"{what} is empty; is a shell variable unset?")
-    if "\0" in path:
-        raise UsageError(f"{what} must not hold a NUL: {path!r}")
-    return path
-
-
 def read_path_list(source: str) -> list[str]:
     """The paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
 

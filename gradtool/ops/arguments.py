@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import UsageError
-from gradtool.store.format.gradset import checked_path
+from gradtool.store.format.paths import checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

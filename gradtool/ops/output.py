@@ -18,15 +18,15 @@ from gradtool.ops.passes import open_to_read
 from gradtool.store import fs, signals
 from gradtool.store.format.header import is_unchanged, read_regular
 from gradtool.store.fs import File
-from gradtool.store.transaction.attributes import new_mode
 from gradtool.store.transaction.guard import refuse_unfinished
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.recovery import Recovered, recover_at
-from gradtool.store.transaction.replace import Replacement, refuse_collisions
+from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.run import Run
-from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.staging import new_mode
+from gradtool.store.transaction.targets import Targets, refuse_collisions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

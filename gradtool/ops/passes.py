@@ -16,7 +16,8 @@ from gradtool.errors import BadInputError, DeviceMemoryError, GradtoolError
 from gradtool.ops import arguments
 from gradtool.ops.measurement import Measurement, Norms, norms_of
 from gradtool.reduction import TILE
-from gradtool.store.format.gradset import GradientSet, Selected, open_sets, read_path_list, refuse_dtypes, select
+from gradtool.store.format.gradset import GradientSet, Selected, open_sets, refuse_dtypes, select
+from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.blocks import covered, halved, plan
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import default_threads, run

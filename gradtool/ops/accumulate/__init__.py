@@ -15,8 +15,9 @@ from gradtool.ops.accumulate.steps import GradientRow, add, leave, tensors_of
 from gradtool.ops.output import Choices, opened
 from gradtool.ops.passes import Inputs
 from gradtool.ops.results import Facts, facts
-from gradtool.store.format.gradset import INDEX_SUFFIX, checked_path
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out, new_tensor
+from gradtool.store.format.paths import checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

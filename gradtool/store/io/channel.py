@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error
 from gradtool.store import fs
-from gradtool.store.format.header import Shard, changed_meanwhile, is_unchanged
+from gradtool.store.format.header import Shard, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -102,7 +102,7 @@ def path(what: str, value: Any) -> str:
     if not text:
         raise UsageError(f"{what} is empty; is a shell variable unset?")
     if "\0" in text:
-        raise UsageError(f"{what} must not hold a NUL: {text!r}")
+        raise UsageError(f"{what} must not contain a NUL: {text!r}")
     return text
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from gradtool import backends, checks
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
-from gradtool.store.format.gradset import read_path_list
+from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.open import Inputs, open_to_read, open_to_write

@@ -495,7 +495,7 @@ def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
     with pytest.raises(UsageError, match="is a folder"):
         clip(one, max_norm=1, output=tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         clip(one, max_norm=1, output=tmp_path / "fifo")
     index = write_index(tmp_path / "3", {"1.safetensors": {"a": encode([3], "F32")}})
     with pytest.raises(UsageError, match="single input"):

@@ -10,7 +10,8 @@ from gradtool import checks
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
-from gradtool.store.format.gradset import INDEX_SUFFIX, Selected
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out, new_tensor
 from gradtool.store.transaction.destination import NewFile
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from crashes import CASES, KILLED, Scene, shards
 from runner import run
-from tiers import EXHAUSTIVE, PARTS, is_sampled, numbers
+from tiers import PARTS, in_parts, is_sampled, numbers
 
 MODES = {
     "replace": ["--write", "replace"],
@@ -23,23 +23,18 @@ MODES = {
 
 
 @pytest.fixture
-def scene(request):
-    *arguments, part = request.param
-    scene = Scene(*arguments, part=part)
+def scene(request, part):
+    scene = Scene(*request.param, part=part)
     yield scene
     scene.close()
 
 
 def scenes(counts, cases=tuple(CASES), modes=tuple(MODES), sampled=None):
     """Every case in every mode, of so many files; a sample of its steps is always tried if `sampled` says so of it."""
-    values = []
-    for case, mode, count in itertools.product(cases, modes, counts):
-        is_sampled = sampled is None or sampled(case, mode, count)
-        for part in ("sample", "rest") if is_sampled else ("all",):
-            marks = [] if part == "sample" else [EXHAUSTIVE]
-            name = f"{case}-{mode}-{count}-{part}"
-            values.append(pytest.param((case, count, *MODES[mode], part), id=name, marks=marks))
-    return pytest.mark.parametrize("scene", values, indirect=True)
+    every = {"-".join(map(str, one)): one for one in itertools.product(cases, modes, counts)}
+    chosen = [name for name, one in every.items() if sampled is None or sampled(*one)]
+    values = {name: (case, count, *MODES[mode]) for name, (case, mode, count) in every.items()}
+    return pytest.mark.parametrize(("scene", "part"), in_parts(values, chosen), indirect=["scene"])
 
 
 def several_files_with_syncs(_case, mode, count):

@@ -8,6 +8,15 @@ EXHAUSTIVE = pytest.mark.exhaustive
 PARTS = pytest.mark.parametrize("part", ["sample", pytest.param("rest", marks=EXHAUSTIVE)])
 
 
+def in_parts(values, sampled):
+    """Parameters, by name, each with a part of what is tried of it: "sample" and "rest", or "all" if not `sampled`."""
+    return [
+        pytest.param(value, part, id=f"{name}-{part}", marks=[] if part == "sample" else [EXHAUSTIVE])
+        for name, value in values.items()
+        for part in (("sample", "rest") if name in sampled else ("all",))
+    ]
+
+
 def is_sampled(number):
     """Whether the step with a number, from 1, is in the sample."""
     return number == 1 or number % 5 == 0

@@ -1,7 +1,6 @@
 """Power cuts, simulated: whatever of a run's calls a cut leaves on the disk, it recovers to all old or all new."""
 
 import contextlib
-import itertools
 import random
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ import pytest
 from crashes import FAST, layers, tensors
 from power import File, Op, Place, cuts
 from support import write, write_index
-from tiers import PARTS, in_parts, numbers
+from tiers import PARTS, in_parts, up_to
 
 import gradtool
 from gradtool import BadInputError, SystemRefusedError
@@ -134,7 +133,7 @@ class Scene:
 
     def each_call(self, part):
         """The calls of a part, by number from 1."""
-        return set(itertools.takewhile(lambda number: number <= len(self.calls), numbers(part, len(self.calls))))
+        return set(up_to(len(self.calls), part))
 
     def norm_of(self, state):
         return self._states[state][1]

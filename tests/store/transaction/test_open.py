@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from support import COMMAND, gradtool, gradtool_json, in_place, read, registered, snapshot, write, write_index
+from tiers import EXHAUSTIVE
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
@@ -207,7 +208,15 @@ def test_a_folder_that_may_not_be_listed_is_no_hindrance_to_reading(tmp_path, mo
     refuse_unfinished([path])
 
 
-@pytest.mark.parametrize("modes", [["replace"], ["inplace"], ["replace", "inplace"]], ids="+".join)
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ["replace", "inplace"],
+        pytest.param(["replace"], marks=EXHAUSTIVE),
+        pytest.param(["inplace"], marks=EXHAUSTIVE),
+    ],
+    ids="+".join,
+)
 def test_ten_writers_at_once_are_ten_writers_in_some_order(tmp_path, modes):
     shards = [f"buffer-{i}.safetensors" for i in range(3)]
     write_index(tmp_path / "buffer", {file: {file: np.zeros(40_000, np.float32)} for file in shards})

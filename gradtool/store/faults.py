@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_steps = itertools.count(1)
+# Counted up by each call that changes the disk.
+steps = itertools.count(1)
 
 
 def step() -> str | None:
@@ -25,7 +26,7 @@ def step() -> str | None:
     if not fault:
         return None
     kind, _, number = fault.partition("@")
-    now, first = next(_steps), int(number.removesuffix("+"))
+    now, first = next(steps), int(number.removesuffix("+"))
     if now != first and not (now > first and number.endswith("+")):
         return None
     if kind == "kill":

@@ -67,7 +67,7 @@ def test_no_path_is_a_usage_error():
     [
         ({"a": "1.safetensors", "z": "1.safetensors"}, "'z': the index maps it to 1.safetensors, which does not hold"),
         ({"a": "1.safetensors", "b": "1.safetensors"}, "'b': the index maps it to 1.safetensors, which does not hold"),
-        ({"a": "1.safetensors", "b": "3.safetensors"}, "the shard 3.safetensors, which is not there"),
+        ({"a": "1.safetensors", "b": "3.safetensors"}, "the shard 3.safetensors, which does not exist"),
         ({"a": "2.safetensors", "b": "1.safetensors"}, "does not hold it"),
         ({"a": "1.safetensors", "b": "2.safetensors"}, "'c': is in 2.safetensors, and the index does not map it"),
         ({"a": "../1.safetensors"}, "'a': .*must lie beside"),
@@ -193,7 +193,7 @@ def test_patterns_that_leave_nothing_are_bad_input(tmp_path):
 
 
 def test_a_pattern_that_is_none_is_a_usage_error(tmp_path):
-    with pytest.raises(UsageError, match=r"'\(' is no regular expression"):
+    with pytest.raises(UsageError, match=r"'\(' is not a regular expression"):
         select(open_sets(write(tmp_path / "x", {"a": ONES})), include=["("])
 
 
@@ -235,7 +235,7 @@ def test_a_folder_is_no_list_of_paths(tmp_path):
 def test_odd_patterns_neither_warn_nor_crash(tmp_path):
     sets = open_sets(write(tmp_path / "x", {"[a": ONES}))
     assert chosen(sets, include=["[[a]"]) == ["[a"]
-    with pytest.raises(UsageError, match="no regular expression"):
+    with pytest.raises(UsageError, match="not a regular expression"):
         select(sets, include=["a{99999999999}"])
 
 

@@ -142,7 +142,7 @@ def _refuse_if_unfinished(log: Log, file: Path) -> None:
     if home is not None and home.is_unfinished:
         raise SystemRefusedError(
             f"may be half changed by a run ({home.who}) that is still writing, or crashed; wait for it, or use "
-            f"gradtool recover (norm --ignore-journal reads the file as it is)",
+            f"gradtool recover; norm --ignore-journal reads the file as it is",
             file=file,
             code="unfinished",
         )

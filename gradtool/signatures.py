@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, cleandoc, signature
 from types import NoneType, UnionType
@@ -174,4 +173,4 @@ def _parameter(one: Declared) -> Parameter:
 
 def _entry(one: Declared) -> str:
     unset = f" Default: {one.option.unset}." if one.option.unset else ""
-    return textwrap.fill(f"{one.name}: {one.text}{unset}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    return f"    {one.name}: {one.text}{unset}"

@@ -9,12 +9,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gradtool import memory, report, streams
+from gradtool import memory, report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
 from gradtool.store import signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import FrameType
 
 # More files than any run has open.
@@ -38,24 +38,15 @@ class Ended(KeyboardInterrupt):
         self.number = number
 
 
-def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool) -> int:
-    """Call, and show the result and what was found; the exit code. The call is handed a progress bar, or None."""
-    result, problems = None, ()
-    try:
-        if json or not quiet:
-            streams.require_stdout()
-        with report.progress(command, wanted=not quiet) as progress:
-            result = call(progress)
-        say_last_words()
-        problems = getattr(result, "problems", ())
-        if json or not quiet:
-            _show(command, result, problems, json=json)
-        report.complain(problems)
-        if not quiet:
-            report.complain(getattr(result, "warnings", ()), level="warning")
-    except KeyboardInterrupt as error:
-        # Here and not in main(), for Typer would make an exit code of it and drop the rest.
-        return interrupted(error, work_done=result is not None or signals.is_past_return())
+def finish(command: str, result: Any, *, json: bool, quiet: bool) -> int:
+    """Show a result and what was found; the exit code."""
+    say_last_words()
+    problems = getattr(result, "problems", ())
+    if json or not quiet:
+        _show(command, result, problems, json=json)
+    report.complain(problems)
+    if not quiet:
+        report.complain(getattr(result, "warnings", ()), level="warning")
     return EXIT_FOUND if problems else EXIT_OK
 
 

@@ -3,6 +3,10 @@
 A tensor's elements, in C order, are cut into tiles of `TILE`. Within a tile, element i belongs to lane i mod `LANES`;
 a lane adds its float64 terms in order of i, starting at +0; the lanes are folded pairwise, neighbours first. Every sum
 above the tile is correctly rounded, so nothing that decides *which* tiles are summed together can change a bit.
+
+A sum of powers can overflow, or lose terms to underflow, although every input is finite. A tile whose sum is not in
+range is summed again on inputs divided by 2^k, where its largest magnitude is m·2^k with 1 <= m < 2. The new sum stands
+for sum·2^(k·order); k is the tile's exponent, which is 0 for all other tiles.
 """
 
 from __future__ import annotations
@@ -10,20 +14,25 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
 LANES = 2048
 TILE = 65_536
 
-# So many tile sums are worth more than one step; values that lie far apart are left to the last.
-_MANY, _MAX_CUTS = 256, 6
+# Powers of larger orders leave float64 whatever 2^k the inputs are divided by. For them, the norm of a tile takes the
+# place of its sum.
+MAX_SUM_ORDER = 512.0
 
-# Below, a sum may have lost terms that underflowed; above, it may have lost its last bits, or be infinite.
-_SAFE_SUMS = (2.0**-900, 2.0**1000)
+# Below, a tile's sum may have lost terms to underflow; above, it is infinite, or the sum of many tiles may be.
+_LOWEST, _HIGHEST = 2.0**-900, 2.0**1000
+
+# From this many tile sums on, condensing them pays off; values that lie far apart are left to the last step.
+_MANY, _MAX_CUTS = 256, 6
 
 
 def tile_count(elements: int) -> int:
@@ -36,6 +45,16 @@ def fold(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
     while lanes.shape[1] > 1:
         lanes = lanes[:, 0::2] + lanes[:, 1::2]
     return lanes[:, 0]
+
+
+def is_in_range(tile_sum: float) -> bool:
+    """Whether the sum of a tile that is finite and not all zero is good as it is; not for NaN."""
+    return _LOWEST <= tile_sum <= _HIGHEST
+
+
+def exponent_of(magnitude: float) -> int:
+    """The k of a magnitude m·2^k with 1 <= m < 2."""
+    return math.frexp(magnitude)[1] - 1
 
 
 def total(sums: Sequence[float] | NDArray[np.float64]) -> float:
@@ -52,8 +71,6 @@ def _condensed(sums: Sequence[float] | NDArray[np.float64]) -> list[float]:
     Again and again the leading bits of all values, as many as can be added without a rounding, are cut off and added
     (ExtractVector of S. M. Rump, T. Ogita and S. Oishi, "Accurate floating-point summation part I").
     """
-    import numpy as np
-
     values, spare = np.asarray(sums, np.float64), len(sums).bit_length() + 1
     parts: list[float] = []
     for _ in range(_MAX_CUTS):
@@ -68,23 +85,55 @@ def _condensed(sums: Sequence[float] | NDArray[np.float64]) -> list[float]:
     return parts + rest
 
 
-def norm_of(total_sum: float, norm_type: float, divisor: float = 1.0, unscale: float = 1.0) -> float:
-    """(Σ|x / unscale|^p)^(1/p), where the sum was taken over |x / divisor|^p; infinite where it is beyond float64."""
+def norm_of(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float, unscale: float = 1.0) -> float:
+    """(Σ|x|^order)^(1/order) / unscale, from tile sums and their exponents; infinite where it is beyond float64."""
+    if order > MAX_SUM_ORDER:
+        return _norm_of_norms(sums, order) / unscale
+    whole, exponent = _merged(sums, exponents, order)
     try:
-        root = math.sqrt(total_sum) if norm_type == 2 else total_sum ** (1.0 / norm_type)  # noqa: PLR2004
+        root = math.sqrt(whole) if order == 2 else whole ** (1.0 / order)  # noqa: PLR2004
+        if not exponent:
+            return root / unscale
+        mantissa, shift = math.frexp(unscale)
+        return math.ldexp(root / mantissa, exponent - shift)
     except OverflowError:
         return math.inf
-    return root / unscale * divisor
 
 
-def rescue_divisor(total_sum: float, max_abs: float, norm_type: float) -> float:
-    """What to divide finite inputs by before they are summed again; 1 when `total_sum` is good as it is.
+def _merged(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float) -> tuple[float, int]:
+    """The sum s of all tiles and an exponent k, which stand for s·2^(k·order)."""
+    whole = total(sums)
+    if math.isfinite(whole) and not exponents.any():
+        return whole, 0
+    if not np.isfinite(sums).all():
+        return whole, 0
+    highest = int(exponents[sums > 0].max())
+    if math.isinf(whole):
+        # Some 10^12 values, no tile of which is out of range alone.
+        highest += math.ceil(64 / order)
+    parts = [
+        (part, (exponent - highest) * order)
+        for exponent in np.unique(exponents).tolist()
+        for part in _condensed(sums[exponents == exponent])
+    ]
+    if order in (1, 2):
+        return _exact_sum([(part, int(shift)) for part, shift in parts]), highest
+    return math.fsum(part * 2.0**shift for part, shift in parts), highest
 
-    A sum of powers can overflow, or lose its terms to underflow, although every input is finite: F64 values of 1e200,
-    or any value to a high enough power. Divided by (about) the largest magnitude, the same inputs sum to something
-    between 1 and a small multiple of their number. For p = 1 and 2, whose bits are promised, the divisor is a power of
-    two, which changes no bit of what does not underflow.
-    """
-    if max_abs == 0 or not math.isfinite(max_abs) or _SAFE_SUMS[0] <= total_sum <= _SAFE_SUMS[1]:
-        return 1.0
-    return math.ldexp(0.5, math.frexp(max_abs)[1]) if norm_type in (1, 2) else max_abs
+
+def _exact_sum(parts: Sequence[tuple[float, int]]) -> float:
+    """The correctly rounded sum of part·2^shift; no shift is above 0."""
+    lowest = min(shift for _, shift in parts) - 1074
+    whole = 0
+    for part, shift in parts:
+        numerator, denominator = part.as_integer_ratio()
+        whole += (numerator << (shift - lowest)) // denominator
+    return whole / (1 << -lowest)
+
+
+def _norm_of_norms(norms: NDArray[np.float64], order: float) -> float:
+    """The norm of a vector, from those of its parts."""
+    largest = float(np.max(norms, initial=0.0))
+    if not 0 < largest < math.inf:
+        return largest
+    return largest * math.pow(math.fsum((norms / largest) ** order), 1 / order)

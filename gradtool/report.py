@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from gradtool.ops.passes import Timings
-    from gradtool.ops.results import Call
+    from gradtool.ops.results import CallFacts
+    from gradtool.ops.session import Timings
 
 SCHEMA = 1
 # Less work than this needs no progress bar.
@@ -35,7 +35,7 @@ _CALL = ("files", "tensors", "elements", "bytes", "backend", "backend_why", "thr
 _FOUND = ("nan", "inf", "zeros")
 
 
-def show(command: str, result: Call, problems: Sequence[Problem], *, as_json: bool) -> None:
+def show(command: str, result: CallFacts, problems: Sequence[Problem], *, as_json: bool) -> None:
     """Print a result on stdout: JSON, tables on a terminal, or else lines of tab-separated fields."""
     if as_json:
         print_json(command, EXIT_FOUND if problems else EXIT_OK, _data(result), problems)
@@ -136,7 +136,7 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield move
 
 
-def _data(result: Call) -> dict[str, Any]:
+def _data(result: CallFacts) -> dict[str, Any]:
     """The fields of a result as JSON has them: its own facts, those of the call, its rows."""
     data = asdict(result)
     data.pop("problems", None)
@@ -182,7 +182,7 @@ def _exact(value: Any) -> Any:
     return value
 
 
-def _lines(result: Call) -> Iterator[list[str]]:
+def _lines(result: CallFacts) -> Iterator[list[str]]:
     """One line a fact, name first; one line a row, what it is about first and the names last."""
     data = _data(result)
     timings = data.pop("timings", {})
@@ -206,7 +206,7 @@ def _field(value: Any) -> str:
     return repr(value) if isinstance(value, float) else printable(str(value))
 
 
-def _show_tables(result: Call) -> None:
+def _show_tables(result: CallFacts) -> None:
     from rich.console import Console  # slow to import
     from rich.table import Table
 

@@ -60,10 +60,10 @@ def _serve():
 
     import gradtool.backends.compiled
     import gradtool.cli
-    import gradtool.store.fs
+    import gradtool.store.faults
     from gradtool import accumulate, clip, layernorm_backward, norm, recover, zero  # noqa: F401
 
-    steps = gradtool.store.fs._steps = Steps()
+    steps = gradtool.store.faults.steps = Steps()
     # Nothing of this is looked at again, and so copied, in every child.
     gc.disable()
     gc.freeze()

@@ -18,8 +18,8 @@ from gradtool.backends import Piece, choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.store.fs import Folder
+from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.inplace import InPlace, Target
-from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.targets import Targets
 
@@ -38,7 +38,7 @@ SAMPLES = Path(__file__).parent.parent / "sample_data"
 # -P: what is installed, and not what lies in the current folder.
 COMMAND = [sys.executable, "-P", "-m", "gradtool"]
 # What a backend finds in a block.
-FACTS = ("sums", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
+FACTS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
 VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 

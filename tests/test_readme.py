@@ -1,5 +1,6 @@
-"""The README cannot go stale: its examples are run and its output compared, its options and keys looked up."""
+"""The pages cannot go stale: their examples are run and compared, their options, keys, codes and links looked up."""
 
+import doctest
 import os
 import re
 import shutil
@@ -8,56 +9,148 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import gradtool
+from support import gradtool, gradtool_json
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```console\n((?:\$ [^\n]*\n)+)(.*?)```", README, re.DOTALL)
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ["norm", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
+# Generated, and written last: links may name them before they are there.
+TO_COME = {ROOT / "docs" / "cli.md", ROOT / "docs" / "architecture.md"}
+
+
+def console_blocks(page):
+    """The commands in the console blocks of a page and what is shown below each, by the heading they stand under."""
+    sections, heading, fence = {}, "", None
+    for line in page.read_text().splitlines(keepends=True):
+        if line.startswith("```"):
+            fence = line[3:].strip() if fence is None else None
+        elif fence is None and line.startswith("#"):
+            heading = line.strip("# \n")
+        elif fence == "console":
+            steps = sections.setdefault(heading, [])
+            if line.startswith("$ "):
+                steps.append((line[2:], ""))
+            else:
+                command, output = steps.pop()
+                # A backslash continues the command; what follows a whole command is its output.
+                goes_on = not output and command.endswith("\\\n")
+                steps.append((command + line, "") if goes_on else (command, output + line))
+    return sections
+
+
+EXAMPLES = [
+    pytest.param(steps, id=f"{page.stem}: {heading}")
+    for page in PAGES
+    for heading, steps in console_blocks(page).items()
+]
+PYTHON = [
+    pytest.param(block, id=page.stem)
+    for page in PAGES
+    for block in re.findall(r"^```pycon\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the sample data, and the real command on the path."""
     shutil.copytree(ROOT / "sample_data", tmp_path / "checkout" / "sample_data")
-    command = tmp_path / "bin" / "gradtool"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m gradtool "$@"\n')
-    command.chmod(0o755)
-    return tmp_path / "checkout", {"PATH": f"{command.parent}:{os.environ['PATH']}"}
+    (tmp_path / "bin").mkdir()
+    for name, module in (("gradtool", "-P -m gradtool"), ("python", "")):
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        command.chmod(0o755)
+    return tmp_path / "checkout", {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
 
 
-def test_there_are_at_least_five_examples():
-    assert len(EXAMPLES) >= 5
-
-
-@pytest.mark.parametrize(("command", "output"), EXAMPLES)
-def test_examples_print_what_the_readme_shows(checkout, command, output):
+@pytest.mark.parametrize("steps", EXAMPLES)
+def test_examples_print_what_the_page_shows(checkout, steps):
     folder, environment = checkout
+    # One shell for a section, as a reader has; a NUL after each command tells its output from the next one's.
+    script = "".join(f"{command}code=$?; printf '\\0'; [ $code = 0 ] || exit $code\n" for command, _ in steps)
     done = subprocess.run(
-        ["bash", "-c", re.sub(r"^\$ ", "", command, flags=re.MULTILINE)],
+        ["bash", "-c", script],
         cwd=folder,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=True,
+        check=False,
     )
-    assert done.stdout == output
+    assert done.stdout.split("\0") == [*(output for _, output in steps), ""]
+    assert done.returncode == 0
 
 
-COMMANDS = ["norm", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_examples_print_what_the_page_shows(checkout, monkeypatch, block):
+    monkeypatch.chdir(checkout[0])
+    example = doctest.DocTestParser().get_doctest(block, {}, "page", None, 0)
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_the_readme_and_the_cookbook_have_examples():
+    assert len(console_blocks(README)["Examples"]) >= 6
+    assert len(console_blocks(ROOT / "docs" / "cookbook.md")) >= 12
+    assert PYTHON
 
 
 def options_in(text):
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
 
-def test_every_option_the_readme_names_exists_and_every_option_is_named():
+def test_every_option_the_pages_name_exists_and_every_option_is_named():
     everything = set().union(*(options_in(gradtool(command, "--help").stdout) for command in COMMANDS))
-    assert options_in(README) - {"--timing", "--version"} <= everything
-    assert everything - options_in(README) == set()
-    assert all(f"`gradtool {command}`" in README for command in COMMANDS)
+    named = set().union(*(options_in(page.read_text()) for page in PAGES))
+    # Of the benchmarks, and of the command without a subcommand.
+    assert named - {"--timing", "--version"} == everything
+    assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 
 
 def test_there_are_two_set_up_commands():
-    assert len(re.findall(r"^```sh$", README, re.MULTILINE)) == 2
+    assert len(re.findall(r"^```sh$", README.read_text(), re.MULTILINE)) == 2
+
+
+def anchors_of(page):
+    """The anchors that a page's headings get, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target in TO_COME and not target.exists():
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+CALLS = {
+    "norm": ["sample_data/sharded", "--per-tensor"],
+    "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
+    "accumulate": ["sample_data/buffer.safetensors", "sample_data/micro_0.safetensors"],
+    "zero": ["sample_data/sharded"],
+    "layernorm-backward": ["sample_data/layernorm.safetensors"],
+}
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_the_output_page_lists_the_keys_of_json_in_their_order(checkout, command):
+    data = gradtool_json(command, *CALLS[command], cwd=checkout[0])["data"]
+    page = (ROOT / "docs" / "output.md").read_text()
+    (lists,) = re.findall(rf"^### {command}\n.*?^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    of_data, *of_rows = [re.findall(r"\w+", part) for part in lists.split(":")]
+    rows = [key for key in data if key.startswith("per_")]
+    # The list of rows is called like its key, the last one before it.
+    assert of_data == list(data)
+    assert of_rows == [list(data[key][0]) for key in rows]
+
+
+def test_the_output_page_names_every_error_code():
+    source = "\n".join(path.read_text() for path in (ROOT / "gradtool").rglob("*.py"))
+    raised = set(re.findall(r'\bcode(?:: \w+)?\s*=\s*"([a-z-]+)"|\bProblem\(\s*"([a-z-]+)"', source))
+    table = (ROOT / "docs" / "output.md").read_text().partition("## Error codes")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE))
+    assert named == {code or other for code, other in raised} - {"skipped"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtool.reduction import LANES, fold, norm_of, rescue_divisor, tile_count, total
+from gradtool.reduction import LANES, exponent_of, fold, is_in_range, norm_of, tile_count, total
 
 
 def test_a_tile_has_65536_elements():
@@ -50,45 +50,125 @@ def test_a_total_beyond_float64_is_infinite():
     assert total([1.7e308, 1.7e308]) == math.inf
 
 
+def norm_of_ordinary(sums, order, unscale=1.0):
+    return norm_of(np.array(sums), np.zeros(len(sums), np.int32), order, unscale)
+
+
 @pytest.mark.parametrize(
-    ("total_sum", "norm_type", "divisor", "norm"),
-    [(25.0, 2.0, 1.0, 5.0), (7.0, 1.0, 1.0, 7.0), (27.0, 3.0, 1.0, 3.0), (25.0, 2.0, 1024.0, 5120.0)],
+    ("sums", "order", "norm"), [([25.0], 2.0, 5.0), ([7.0], 1.0, 7.0), ([27.0], 3.0, 3.0), ([9.0, 16.0], 2.0, 5.0)]
 )
-def test_a_norm_is_the_root_of_its_sum(total_sum, norm_type, divisor, norm):
-    assert norm_of(total_sum, norm_type, divisor) == norm
+def test_a_norm_is_the_root_of_the_sum(sums, order, norm):
+    assert norm_of_ordinary(sums, order) == norm
+    assert norm_of_ordinary(sums, order, unscale=4.0) == norm / 4
 
 
 def test_a_norm_beyond_float64_is_infinite():
-    assert norm_of(4.0, 2.0, 2.0**1023) == math.inf
-    assert norm_of(1e300, 0.5) == math.inf
+    assert norm_of_ordinary([1e300], 0.5) == math.inf
+    assert norm_of_ordinary([1.7e308, 1.7e308], 1.0) == math.inf
+    assert norm_of(np.array([1.0, 4.0]), np.array([0, 1023], np.int32), 2.0) == math.inf
 
 
-def test_good_sums_need_no_rescue():
-    assert rescue_divisor(12.0, 3.0, 2.0) == 1
-    assert rescue_divisor(2.0**-900, 2.0**-450, 2.0) == 1
-    assert rescue_divisor(2.0**1000, 2.0**500, 2.0) == 1
-    assert rescue_divisor(0.0, 0.0, 2.0) == 1
-    assert rescue_divisor(math.inf, math.inf, 2.0) == 1
-    assert rescue_divisor(math.nan, math.nan, 2.0) == 1
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, 2000.0])
+def test_nan_and_inf_go_through_whatever_the_exponents(order):
+    for exponent in (0, 700, -700):
+        exponents = np.array([0, exponent], np.int32)
+        assert math.isnan(norm_of(np.array([math.nan, 1.0]), exponents, order))
+        assert norm_of(np.array([math.inf, 1.0]), exponents, order) == math.inf
 
 
-EXTREMES = [
-    (math.inf, 1e200),
-    (math.inf, 1.7e308),
-    (2.0**1001, 1e150),
-    (0.0, 1e-200),
-    (0.0, 5e-324),
-    (2.0**-901, 1e-140),
-]
+def test_a_total_beyond_float64_need_not_have_an_infinite_norm():
+    # Of tiles whose own sums are in range, there must be 2^24.
+    assert norm_of_ordinary([2.0**1023] * 8, 2.0) == 2.0**513
+    assert norm_of_ordinary([2.0**1023] * 8, 3.0) == pytest.approx(2.0**342, rel=1e-12)
+    many = np.concatenate([np.full(7, 2.0**1023), [1.5]])
+    assert norm_of(many, np.array([0] * 7 + [600], np.int32), 2.0) == math.sqrt(1.5) * 2.0**600
 
 
-@pytest.mark.parametrize(("total_sum", "max_abs"), EXTREMES)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0])
-def test_the_divisor_is_the_power_of_two_that_brings_the_maximum_between_1_and_2(total_sum, max_abs, norm_type):
-    divisor = rescue_divisor(total_sum, max_abs, norm_type)
-    assert math.frexp(divisor)[0] == 0.5
-    assert 1 <= max_abs / divisor < 2
+def exact_sum(sums, exponents, order):
+    return sum(Fraction(s) * Fraction(2) ** (k * order) for s, k in zip(sums, exponents, strict=True))
 
 
-def test_other_orders_divide_by_the_maximum_itself():
-    assert rescue_divisor(0.0, 0.6, 2000.0) == 0.6
+def assert_within_one_ulp(norm, squares):
+    """That a norm is as near to the root of a sum of squares as float64 allows, or next to that."""
+    ulp = Fraction(math.ulp(norm))
+    assert max(Fraction(norm) - ulp, 0) ** 2 <= squares <= (Fraction(norm) + ulp) ** 2
+
+
+TILES = st.lists(
+    st.tuples(st.floats(2.0**-900, 2.0**1000), st.just(0)) | st.tuples(st.floats(1, 2.0**18), st.integers(-1074, 1000)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(tiles=TILES, seed=st.randoms(use_true_random=False))
+def test_sums_with_exponents_are_added_exactly_and_in_any_order(tiles, seed):
+    shuffled = seed.sample(tiles, len(tiles))
+    for order in (1, 2):
+        norm, other = (
+            norm_of(np.array([s for s, _ in some]), np.array([k for _, k in some], np.int32), float(order))
+            for some in (tiles, shuffled)
+        )
+        assert norm == other
+        exact = exact_sum(*zip(*tiles, strict=True), order)
+        if order == 2:
+            assert_within_one_ulp(norm, exact)
+        elif exact >= 2.0**-1022:
+            assert norm == float(exact)
+
+
+def test_the_last_bit_of_a_small_tile_decides_a_tie():
+    # 1 + 2^-53 is half way to the next number; the third tile is too small for float64 beside the first.
+    sums, exponents = np.array([1.0, 1.0, 1.0]), np.array([600, 547, -900], np.int32)
+    assert norm_of(sums, exponents, 1.0) == math.ldexp(1 + 2.0**-52, 600)
+    assert norm_of(sums[:2], exponents[:2], 1.0) == math.ldexp(1, 600)
+
+
+@given(
+    count=st.sampled_from([2, 300, 3000]),
+    seed=st.integers(0, 99),
+    exponents=st.lists(st.integers(-800, 800), min_size=1),
+)
+def test_many_tiles_with_exponents_are_added_exactly_too(count, seed, exponents):
+    rng = np.random.default_rng(seed)
+    sums = rng.random(count) + 1
+    chosen = rng.choice(np.array(exponents, np.int32), count)
+    assert norm_of(sums, chosen, 1.0) == float(exact_sum(sums.tolist(), chosen.tolist(), 1))
+
+
+def test_a_tile_of_zeros_has_no_say_in_the_scale():
+    assert norm_of(np.array([0.0, 4.0]), np.array([0, -1074], np.int32), 2.0) == 2 * 5e-324
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize(("exponent", "unscale"), [(-1000, 1e-320), (1000, 1e300), (-500, 65536.0), (1023, 3.0)])
+def test_dividing_by_a_loss_scale_neither_overflows_nor_underflows_on_the_way(order, exponent, unscale):
+    norm = norm_of(np.array([2.0**order]), np.array([exponent], np.int32), order, unscale)
+    assert norm == pytest.approx(float(Fraction(2) ** (exponent + 1) / Fraction(unscale)), rel=1e-15, abs=0)
+
+
+@pytest.mark.parametrize("order", [0.9, 3.0, 50.0, 512.0])
+def test_other_orders_merge_tiles_within_1e_12(order):
+    sums, exponents = np.array([1.5, 2.0, 3.0, 1.0]), np.array([-700, -699, -699, -701], np.int32)
+    truth = math.fsum(s * 2.0 ** ((k + 700) * order) for s, k in zip(sums, exponents.tolist(), strict=True))
+    assert norm_of(sums, exponents, order) == pytest.approx(math.ldexp(truth ** (1 / order), -700), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("order", [513.0, 2000.0, 1e9, 1e300])
+def test_for_large_orders_the_norms_of_tiles_take_the_place_of_their_sums(order):
+    assert norm_of_ordinary([3.0, 3.0, 1.0], order) == pytest.approx(3 * 2 ** (1 / order), rel=1e-12)
+    assert norm_of_ordinary([1.7e308, 5e-324], order) == 1.7e308
+    assert norm_of_ordinary([0.0, 5e-324], order) == 5e-324
+    assert norm_of_ordinary([], order) == norm_of_ordinary([0.0], order) == 0
+
+
+def test_sums_are_in_range_up_to_its_ends():
+    assert is_in_range(2.0**-900)
+    assert is_in_range(2.0**1000)
+    assert not any(map(is_in_range, (0.0, math.nextafter(2.0**-900, 0), math.nextafter(2.0**1000, 2.0**1001))))
+    assert not any(map(is_in_range, (math.inf, math.nan)))
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1.999, 2.0, 5e-324, 2.0**-1022, 1.7e308, 1e-310])
+def test_the_exponent_brings_a_magnitude_between_1_and_2(magnitude):
+    assert 1 <= magnitude / math.ldexp(1, exponent_of(magnitude)) < 2

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """`elements` values of one storage type, from byte `offset` of a block on; summed after division by `divisor`."""
+    """`elements` values of one storage type, from byte `offset` of a block on."""
 
     dtype: str
     offset: int
     elements: int
-    divisor: float = 1.0
 
 
 class Addend(NamedTuple):
@@ -81,23 +80,25 @@ class Patch(NamedTuple):
         return -(-self.rows // self.height)
 
 
-class Terms(NamedTuple):
-    """What the sums are taken over: |x|^norm_type, and nothing but maxima where `norm_type` is infinite.
+class NormSpec(NamedTuple):
+    """The order of the norm and the policy for NaN: sums are over |x|^order; for an infinite order nothing is summed.
 
     With `drop_nonfinite` each NaN and Inf counts as, and is written as, zero.
     """
 
-    norm_type: float = 2.0
+    order: float = 2.0
     drop_nonfinite: bool = False
 
 
 class BlockSums(NamedTuple):
-    """What one pass over a block found: the canonical sum of every tile, and five facts of every piece.
+    """The result of one pass over a block: sum and exponent of every tile, and five facts of every piece.
 
-    `max_abs` leaves NaN out (and Inf too, where they are dropped). `first_nonfinite` is an index into the piece, or -1.
+    `gradtool.reduction` defines sums and exponents. `max_abs` leaves NaN out (and Inf too, where they are dropped).
+    `first_nonfinite` is an index into the piece, or -1.
     """
 
     sums: NDArray[np.float64]
+    exponents: NDArray[np.int32]
     max_abs: NDArray[np.float64]
     nan: NDArray[np.int64]
     inf: NDArray[np.int64]
@@ -108,36 +109,38 @@ class BlockSums(NamedTuple):
 class Backend(Protocol):
     """The arithmetic that every operation is made of.
 
-    A block is a writable buffer of bytes, or what `hold` made of one; it is changed in place.
+    A block is a writable buffer of bytes, or what `to_device` made of one; it is changed in place.
     """
 
     name: str
-    # How many times larger than in the CPU's cache a block should be.
-    bulk: int
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of block that this backend is fastest with."""
 
     def memory(self, nbytes: int) -> memoryview:
         """Memory for blocks that are read from files, of the kind that this backend is quickest to take them from."""
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
-        """The block where the backend works on it: its own memory, or this very block. Unless it `copies`, just room.
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
+        """Copy a block to the device, so that byte `align` of it is aligned; the CPU's device memory is the block.
 
-        What is at byte `align` should lie at a good address.
+        Without `copies`, allocate only.
 
         Raises:
-            DeviceMemoryError: there is no room.
+            DeviceMemoryError: the device has no room.
         """
 
-    def fetch(self, held: Data, block: memoryview) -> None:
-        """Bring what is held back to its block."""
+    def to_host(self, data: Data, block: memoryview) -> None:
+        """Copy what `to_device` returned back to its block."""
 
-    def can_keep(self, nbytes: int) -> bool:
-        """Whether there is memory of the backend's own for that much more to be held until it is wanted again."""
+    def stays_on_device(self, nbytes: int) -> bool:
+        """Whether the device has room to leave that much there until the next pass."""
 
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
 
     def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
 
@@ -150,7 +153,7 @@ class Backend(Protocol):
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, and round once; the sums of what was written.
 

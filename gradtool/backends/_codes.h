@@ -16,6 +16,23 @@ HELPER double as_double(uint64_t bits) { double value; memcpy(&value, &bits, siz
 HELPER uint32_t as_bits(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
 HELPER uint64_t as_bits64(double value) { uint64_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
 
+/* As is_in_range of reduction.py. */
+HELPER int is_in_range(double sum) { return 0x1p-900 <= sum && sum <= 0x1p1000; }
+
+/* The k of a finite magnitude m * 2^k above 0, with 1 <= m < 2. */
+HELPER int exponent_of(double magnitude)
+{
+    int is_subnormal = as_bits64(magnitude) >> 52 == 0;
+    uint64_t bits = as_bits64(is_subnormal ? magnitude * 0x1p52 : magnitude);
+    return (int)(bits >> 52) - 1023 - (is_subnormal ? 52 : 0);
+}
+
+/* 2^k, of any k that a magnitude can have. */
+HELPER double power_of_two(int exponent)
+{
+    return as_double(exponent < -1022 ? (uint64_t)1 << (exponent + 1074) : (uint64_t)(exponent + 1023) << 52);
+}
+
 /* Subnormal codes go through an integer conversion, so that no float subnormal slows the multiplier down. */
 HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, uint32_t first_special)
 {

@@ -25,7 +25,8 @@ static const char *check_piece(const Py_buffer *block, const int64_t *piece)
 }
 
 /* What is wrong with the sizes of the arguments, or NULL. */
-static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, Py_ssize_t sums, const Py_buffer *wide)
+static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, const Py_buffer *sums,
+                         const Py_buffer *exponents, const Py_buffer *wide)
 {
     Py_ssize_t tiles = 0, elements = 0;
     for (Py_ssize_t i = 0; i < k; i++, piece += 3) {
@@ -35,7 +36,7 @@ static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_
         elements += (Py_ssize_t)piece[2];
     }
     if (wide->buf && wide->len != 8 * elements) return "one wide value an element is needed";
-    return sums == tiles ? NULL : "one sum a tile is needed";
+    return sums->len == 8 * tiles && exponents->len == 4 * tiles ? NULL : "one sum and one exponent a tile are needed";
 }
 
 static PyObject *done(const char *problem)
@@ -45,35 +46,36 @@ static PyObject *done(const char *problem)
     return NULL;
 }
 
-/* run(block, pieces, factors, wide, limit, term, drops, sums, max_abs, counts): pieces is int64 (k, 3) of dtype code, byte
- * offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each element, to be
- * rounded into the block first, or None; sums float64, one a tile; max_abs float64 (k,); counts int64 (k, 4) of NaN, Inf,
- * zeros and the first non-finite index or -1. The caller is trusted for everything but the bounds. */
+/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, max_abs, counts): pieces is int64 (k, 3) of dtype
+ * code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each element,
+ * to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; max_abs float64 (k,); counts
+ * int64 (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. The caller is trusted for everything but the
+ * bounds. */
 static PyObject *run(PyObject *self, PyObject *args)
 {
-    Py_buffer block, pieces, factors, wide, sums, max_abs, counts;
+    Py_buffer block, pieces, factors, wide, sums, exponents, max_abs, counts;
     struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL};
     int term;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*z*z*dipw*w*w*", &block, &pieces, &factors, &wide, &job.limit, &term, &job.drops, &sums,
-                          &max_abs, &counts))
+    if (!PyArg_ParseTuple(args, "y*y*z*z*dipw*w*w*w*", &block, &pieces, &factors, &wide, &job.limit, &term, &job.drops,
+                          &sums, &exponents, &max_abs, &counts))
         return NULL;
 
     job.term = (enum term)term;
     job.writes = factors.buf != NULL;
     job.wide = wide.buf;
     Py_ssize_t k = pieces.len / 24;
-    const char *problem = check(&block, pieces.buf, k, sums.len / 8, &wide);
+    const char *problem = check(&block, pieces.buf, k, &sums, &exponents, &wide);
     if (job.writes && factors.len != 8 * k) problem = "one factor a piece is needed";
     if ((job.writes || job.wide) && block.readonly) problem = "a writable block is needed";
     if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, max_abs.buf, counts.buf);
+        run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf, counts.buf);
         Py_END_ALLOW_THREADS
     }
 
-    Py_buffer *const all[] = {&block, &pieces, &factors, &wide, &sums, &max_abs, &counts};
+    Py_buffer *const all[] = {&block, &pieces, &factors, &wide, &sums, &exponents, &max_abs, &counts};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
     return done(problem);
 }

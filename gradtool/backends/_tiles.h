@@ -69,6 +69,11 @@ VECTOR static void row_stats64(const double *row, int n, struct stats *stats)
 ROW_LOOPS(32, float, fabsf)
 ROW_LOOPS(64, double, fabs)
 
+VECTOR static void row_divide64(double *row, double divisor, int n)
+{
+    for (int j = 0; j < n; j++) row[j] /= divisor;
+}
+
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
 
 /* With `wide`, what is written comes from there, float64 values that run on from piece to piece. */
@@ -150,6 +155,38 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
     return fold(lanes, elements);
 }
 
+/* The sum of a tile of F64, of what is stored there, divided first. */
+static double divided_tile(struct job job, const char *data, int64_t elements, double divisor)
+{
+    double lanes[LANES], row[LANES];
+    memset(lanes, 0, sizeof lanes);
+    for (int64_t start = 0; start < elements; start += LANES) {
+        int n = (int)(elements - start < LANES ? elements - start : LANES);
+        memcpy(row, data + 8 * start, 8 * (size_t)n);
+        if (job.drops) row_drop64(row, n);
+        row_divide64(row, divisor, n);
+        if (job.term == SQUARE) row_squares64(row, lanes, n);
+        else row_absolutes64(row, lanes, n);
+    }
+    return fold(lanes, elements);
+}
+
+/* The sum and the exponent of a tile, and what else was seen in it. */
+static struct stats sum_tile(struct job job, enum dtype dtype, char *data, int64_t elements, double *sum,
+                             int32_t *exponent)
+{
+    struct stats stats = {0, 0, 0, 0, -1};
+    *sum = tile(job, dtype, data, elements, &stats);
+    *exponent = 0;
+    /* The squares of all other types are far inside the range. */
+    if (dtype != F64 || job.term == MAXIMUM || is_in_range(*sum)) return stats;
+    if (stats.max_abs > 0 && (job.drops || stats.nan + stats.inf == 0)) {
+        *exponent = exponent_of(stats.max_abs);
+        *sum = divided_tile(job, data, elements, power_of_two(*exponent));
+    }
+    return stats;
+}
+
 /* Only looked for in a piece that is known to hold one, so its cost does not matter. */
 static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t elements)
 {
@@ -164,7 +201,7 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
 }
 
 static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssize_t k, const double *factors,
-                       double *sum, double *max_abs, int64_t *count)
+                       double *sum, int32_t *exponent, double *max_abs, int64_t *count)
 {
     for (Py_ssize_t i = 0; i < k; i++, piece += 3, count += 4) {
         enum dtype dtype = (enum dtype)piece[0];
@@ -173,9 +210,11 @@ static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssi
         struct stats stats = {0, 0, 0, 0, -1};
         if (job.writes) job.factor = factors[i];
         for (int64_t start = 0; start < elements; start += TILE) {
-            int64_t left = elements - start;
-            *sum++ = tile(job, dtype, data + start * ITEMSIZE[dtype], left < TILE ? left : TILE, &stats);
-            if (job.wide) job.wide += left < TILE ? left : TILE;
+            int64_t size = elements - start < TILE ? elements - start : TILE;
+            struct stats own = sum_tile(job, dtype, data + start * ITEMSIZE[dtype], size, sum++, exponent++);
+            if (own.max_abs > stats.max_abs) stats.max_abs = own.max_abs;
+            stats.nan += own.nan, stats.inf += own.inf, stats.zeros += own.zeros;
+            if (job.wide) job.wide += size;
         }
         if (stats.nan + stats.inf) stats.first = first_nonfinite(dtype, data, elements);
         max_abs[i] = stats.max_abs;

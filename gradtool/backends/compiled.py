@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, Patch, Piece, Terms
+from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece
 from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
@@ -26,21 +26,21 @@ _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
 
 
 class CompiledBackend(NumpyBackend):
-    """Does the common sums itself and leaves the rare ones (other orders, rescued sums) to numpy."""
+    """Does the orders 1, 2 and infinity itself and leaves the others to numpy."""
 
-    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        if not _is_compiled(pieces, terms):
-            return super().tile_sums(block, pieces, terms)
-        return _run(block, pieces, None, math.inf, terms)
+        if spec.order not in _TERMS:
+            return super().tile_sums(block, pieces, spec)
+        return _run(block, pieces, None, math.inf, spec)
 
     def scale(
-        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
-        if not _is_compiled(pieces, terms):
-            return super().scale(block, pieces, factors, limit, terms)
-        return _run(block, pieces, np.array(factors, np.float64), limit, terms)
+        if spec.order not in _TERMS:
+            return super().scale(block, pieces, factors, limit, spec)
+        return _run(block, pieces, np.array(factors, np.float64), limit, spec)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
@@ -75,10 +75,12 @@ class CompiledBackend(NumpyBackend):
         table = np.array([(STORAGE[a.dtype].code, a.offset, a.elements, a.at) for a in addends], np.int64)
         add_kernel(sums, source, table, np.array([addend.weight for addend in addends], np.float64), fresh)
 
-    def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
-        if not _is_compiled(pieces, terms):
-            return super()._round(sums, block, pieces, terms)
-        return _run(block, pieces, None, math.inf, terms, wide=sums)
+    def _round(
+        self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
+    ) -> BlockSums:
+        if spec.order not in _TERMS:
+            return super()._round(sums, block, pieces, spec)
+        return _run(block, pieces, None, math.inf, spec, wide=sums)
 
 
 def _arguments(patch: Patch) -> tuple[Any, ...]:
@@ -96,23 +98,19 @@ def _arguments(patch: Patch) -> tuple[Any, ...]:
     )
 
 
-def _is_compiled(pieces: Sequence[Piece], terms: Terms) -> bool:
-    return terms.norm_type in _TERMS and all(piece.divisor == 1 for piece in pieces)
-
-
 def _run(
     block: memoryview,
     pieces: Sequence[Piece],
     factors: NDArray[np.float64] | None,
     limit: float,
-    terms: Terms,
+    spec: NormSpec,
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
     table = np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
-    sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
-    max_abs = np.zeros(len(pieces))
+    tiles = sum(tile_count(piece.elements) for piece in pieces)
+    sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
-    term = _TERMS[terms.norm_type]
-    run_kernels(block, table, factors, wide, limit, term, terms.drop_nonfinite, sums, max_abs, counts)
-    return BlockSums(sums, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])
+    term = _TERMS[spec.order]
+    run_kernels(block, table, factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, max_abs, counts)
+    return BlockSums(sums, exponents, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, Patch, Piece, Rule, Terms
-from gradtool.backends.storage import STORAGE, Storage
-from gradtool.reduction import LANES, TILE, fold, tile_count
+from gradtool import tuning
+from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
+from gradtool.backends.storage import STORAGE
+from gradtool.backends.tiles import sum_pieces
+from gradtool.reduction import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
-
-    Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 _ROW_LANES, _CHUNK = 32, 1024
 
@@ -27,44 +26,36 @@ class NumpyBackend:
     """Each method does what `gradtool.backends.Backend` says, a tile at a time."""
 
     name = "cpu"
-    bulk = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """As much as fits in a core's cache."""
+        return tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
         """Pages of memory, which are taken from the system when they are first touched."""
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
-        """The block itself: the CPU works on it where it is."""
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
+        """The block itself."""
         return block
 
-    def fetch(self, held: memoryview, block: memoryview) -> None:
-        """Nothing: what is held is the block."""
+    def to_host(self, data: memoryview, block: memoryview) -> None:
+        """Nothing to do."""
 
-    def can_keep(self, nbytes: int) -> bool:  # noqa: ARG002
-        """No: memory shall not grow with the data, and the system keeps what it read."""
+    def stays_on_device(self, nbytes: int) -> bool:  # noqa: ARG002
+        """No: memory must not grow with the data, and the page cache has the files."""
         return False
 
-    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        return _each_piece(block, pieces, terms, [None] * len(pieces))
+        return sum_pieces(block, pieces, spec)
 
     def scale(
-        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
-
-        def scaled_by(factor: float) -> Change:
-            def change(values: NDArray[Any]) -> NDArray[Any]:
-                bound = values.dtype.type(limit)
-                scaled: NDArray[Any] = values * values.dtype.type(factor)
-                # Not numpy's clip: which zero it gives for a limit of 0 differs between its versions.
-                scaled[scaled < -bound] = -bound
-                scaled[scaled > bound] = bound
-                return scaled
-
-            return change
-
-        return _each_piece(block, pieces, terms, [scaled_by(factor) for factor in factors])
+        return sum_pieces(block, pieces, spec, factors, limit)
 
     def accumulate(
         self,
@@ -72,7 +63,7 @@ class NumpyBackend:
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
         starts = [0, *accumulate(piece.elements for piece in pieces)]
@@ -93,9 +84,9 @@ class NumpyBackend:
             if rule.factor != 1:
                 sums *= rule.factor
         if rule.rounds:
-            return self._round(sums, block, pieces, terms)
-        wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
-        return self.tile_sums(sums.data.cast("B"), wide, terms)
+            return self._round(sums, block, pieces, spec)
+        wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
+        return self.tile_sums(sums.data.cast("B"), wide, spec)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
@@ -156,7 +147,9 @@ class NumpyBackend:
             part = sums[one.at : one.at + one.elements]
             part[:] = values * one.weight if fresh else part + values * one.weight
 
-    def _round(self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def _round(
+        self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
+    ) -> BlockSums:
         at = 0
         with np.errstate(all="ignore"):
             for piece in pieces:
@@ -164,73 +157,7 @@ class NumpyBackend:
                 raw = np.frombuffer(block, np.uint8, codes.nbytes, piece.offset)
                 raw[:] = codes.view(np.uint8)
                 at += piece.elements
-        return self.tile_sums(block, pieces, terms)
-
-
-def _each_piece(
-    block: memoryview, pieces: Sequence[Piece], terms: Terms, changes: Sequence[Change | None]
-) -> BlockSums:
-    sums = np.zeros(sum(tile_count(piece.elements) for piece in pieces))
-    max_abs = np.zeros(len(pieces))
-    nan, inf, zeros = (np.zeros(len(pieces), np.int64) for _ in range(3))
-    first = np.full(len(pieces), -1, np.int64)
-    tile = 0
-    with np.errstate(all="ignore"):
-        for k, (piece, change) in enumerate(zip(pieces, changes, strict=True)):
-            storage = STORAGE[piece.dtype]
-            for start in range(0, piece.elements, TILE):
-                at, elements = piece.offset + start * storage.itemsize, min(TILE, piece.elements - start)
-                raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
-                values = _one_tile(raw, storage, change, drop_nonfinite=terms.drop_nonfinite)
-                finite = np.isfinite(values)
-                is_finite = bool(finite.all())
-                if not is_finite:
-                    nan[k] += np.count_nonzero(np.isnan(values))
-                    inf[k] += np.count_nonzero(np.isinf(values))
-                    if first[k] < 0:
-                        first[k] = start + int(np.argmin(finite))
-                    if terms.drop_nonfinite:
-                        values[~finite] = 0
-                magnitudes = np.abs(values)
-                zeros[k] += np.count_nonzero(magnitudes == 0)
-                # Not over NaN, whose comparisons depend on the version of numpy.
-                numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
-                max_abs[k] = max(max_abs[k], float(numbers.max(initial=0)))
-                if terms.norm_type != math.inf:
-                    sums[tile] = _tile_sum(magnitudes, terms.norm_type, piece.divisor)
-                tile += 1
-    return BlockSums(sums, max_abs, nan, inf, zeros, first)
-
-
-def _one_tile(raw: NDArray[np.uint8], storage: Storage, change: Change | None, *, drop_nonfinite: bool) -> NDArray[Any]:
-    """The values of one tile: as they are stored, or as they are stored once `change` has been written back."""
-    # A tensor may lie at any address; the copy does not.
-    values = storage.widen(raw.copy().view(storage.bits))
-    if change is None:
-        return values
-    if drop_nonfinite:
-        values[~np.isfinite(values)] = 0
-    codes = storage.narrow(change(values))
-    raw[:] = codes.view(np.uint8)
-    return storage.widen(codes)
-
-
-def _tile_sum(magnitudes: NDArray[Any], norm_type: float, divisor: float) -> float:
-    wide = magnitudes.astype(np.float64)
-    if divisor != 1:
-        wide /= divisor
-    if norm_type == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
-        powers = wide * wide
-    elif norm_type == 1:
-        powers = wide
-    else:
-        powers = wide**norm_type
-    # Row after row, each addition rounded; written out, for numpy promises no order of its reductions.
-    lanes = np.zeros(LANES)
-    for start in range(0, powers.size, LANES):
-        row = powers[start : start + LANES]
-        lanes[: row.size] += row
-    return float(fold(lanes[None, :])[0])
+        return self.tile_sums(block, pieces, spec)
 
 
 def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:

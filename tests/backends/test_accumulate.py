@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import FACTS, NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian, stored
 
-from gradtool.backends import Addend, Piece, Rule, Terms
+from gradtool.backends import Addend, NormSpec, Piece, Rule
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
 
@@ -25,7 +25,7 @@ def whole(array, weight=1.0):
 def test_every_type_into_every_type_is_a_float64_sum_rounded_once(backend, ours, theirs):
     old, grads = gaussian(3000, ours, seed=1), [gaussian(3000, theirs, seed=seed) for seed in (2, 3)]
     block, pieces = block_of(old, lead=3)
-    backend.accumulate(block, pieces, iter([whole(grads[0], 0.7), whole(grads[1], -3.0)]), Rule(), Terms())
+    backend.accumulate(block, pieces, iter([whole(grads[0], 0.7), whole(grads[1], -3.0)]), Rule(), NormSpec())
     with np.errstate(all="ignore"):
         wide = old.astype(np.float64) + 0.7 * grads[0].astype(np.float64)
         expected = rounded_once(wide + -3.0 * grads[1].astype(np.float64), ours)
@@ -66,14 +66,14 @@ def test_a_float64_sum_is_not_rounded_twice(backend, dtype):
     ties = (low + high) / 2
     for offset, expected in ((1 + 2**-50, codes + 1), (1 - 2**-50, codes), (1, codes + codes % 2)):
         block, pieces = block_of(np.zeros(len(codes), NUMPY_TYPES[dtype]))
-        backend.accumulate(block, pieces, iter([whole(ties * offset)]), Rule(keeps=False), Terms())
+        backend.accumulate(block, pieces, iter([whole(ties * offset)]), Rule(keeps=False), NormSpec())
         assert np.array_equal(bits_of(stored(block, pieces[0])), expected.astype(storage.bits)), offset
 
 
 def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(backend):
     for dtype in VALUE_TYPES[1:]:
         block, pieces = block_of(encode([0, 0, 0], dtype))
-        found = backend.accumulate(block, pieces, iter([whole(np.array([1e300, -1e300, np.nan]))]), Rule(), Terms())
+        found = backend.accumulate(block, pieces, iter([whole(np.array([1e300, -1e300, np.nan]))]), Rule(), NormSpec())
         values = stored(block, pieces[0]).astype(float)
         if dtype == "F8_E4M3":
             assert np.isnan(values).all()
@@ -87,35 +87,39 @@ def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(back
 def test_the_sums_are_those_of_what_was_written(backend):
     block, pieces = block_of(gaussian(70_001, "BF16"), gaussian(5, "F64"))
     source, _ = block_of(gaussian(70_006, "F32", seed=8))
-    written = backend.accumulate(block, pieces, iter([(source, [Addend("F32", 0, 70_006, 0, 0.3)])]), Rule(), Terms())
-    again = backend.tile_sums(block, pieces, Terms())
+    written = backend.accumulate(
+        block, pieces, iter([(source, [Addend("F32", 0, 70_006, 0, 0.3)])]), Rule(), NormSpec()
+    )
+    again = backend.tile_sums(block, pieces, NormSpec())
     for fact in FACTS:
         assert getattr(written, fact).tolist() == getattr(again, fact).tolist()
 
 
 def test_minus_zero_survives_when_nothing_is_added_to_it(backend):
     block, pieces = block_of(encode([5, 5], "F32"))
-    backend.accumulate(block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), Rule(keeps=False), Terms())
+    backend.accumulate(block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), Rule(keeps=False), NormSpec())
     assert np.signbit(stored(block, pieces[0])).tolist() == [True, False]
 
 
 def test_a_divisor_divides_the_sum_and_not_what_was_there(backend):
     block, pieces = block_of(encode([10, 20], "F32"))
     sources = [whole(encode([3, 6], "F32"), 2.0), whole(encode([1, 1], "BF16"), 1.0)]
-    backend.accumulate(block, pieces, iter(sources), Rule(divisor=3.0), Terms())
+    backend.accumulate(block, pieces, iter(sources), Rule(divisor=3.0), NormSpec())
     assert stored(block, pieces[0]).tolist() == [np.float32(10 + 7 / 3), np.float32(20 + 13 / 3)]
 
 
 def test_a_factor_multiplies_before_the_rounding(backend):
     block, pieces = block_of(encode([60_000], "F16"))
-    backend.accumulate(block, pieces, iter([whole(encode([60_000], "F16"))]), Rule(factor=0.001), Terms())
+    backend.accumulate(block, pieces, iter([whole(encode([60_000], "F16"))]), Rule(factor=0.001), NormSpec())
     assert stored(block, pieces[0]).tolist() == [120.0]
 
 
 def test_unrounded_sums_are_measured_and_nothing_is_written(backend):
     block, pieces = block_of(encode([60_000, 1], "F16"), encode([2], "F16"))
     before = bytes(block)
-    found = backend.accumulate(block, pieces, iter([whole(encode([60_000, 2, 2], "F16"))]), Rule(rounds=False), Terms())
+    found = backend.accumulate(
+        block, pieces, iter([whole(encode([60_000, 2, 2], "F16"))]), Rule(rounds=False), NormSpec()
+    )
     assert bytes(block) == before
     assert (found.sums.tolist(), found.max_abs.tolist()) == ([120_000.0**2 + 9, 16.0], [120_000.0, 4.0])
     assert found.inf.tolist() == [0, 0]
@@ -125,7 +129,7 @@ def test_a_source_may_have_parts_in_any_order_and_leave_some_out(backend):
     block, pieces = block_of(encode([1, 2, 3], "F32"), encode([10, 20], "BF16"))
     source, parts = block_of(encode([7], "F64"), encode([100, 200, 300], "F8_E5M2"), lead=5)
     addends = [Addend("F8_E5M2", parts[1].offset, 2, 3, 1.0), Addend("F64", parts[0].offset, 1, 1, 2.0)]
-    backend.accumulate(block, pieces, iter([(source, addends)]), Rule(), Terms())
+    backend.accumulate(block, pieces, iter([(source, addends)]), Rule(), NormSpec())
     assert stored(block, pieces[0]).tolist() == [1, 16, 3]
     assert stored(block, pieces[1]).astype(float).tolist() == [10 + 96, 20 + 192]
 
@@ -141,7 +145,7 @@ def test_a_source_is_done_with_before_the_next_is_asked_for(backend):
         memory[:] = b"\xa5" * len(memory)
 
     block, pieces = block_of(values[0])
-    backend.accumulate(block, pieces, sources(), Rule(), Terms())
+    backend.accumulate(block, pieces, sources(), Rule(), NormSpec())
     wide = values[0].astype(np.float64)
     for one in values[1:]:
         wide += one
@@ -155,7 +159,7 @@ def test_an_addend_may_begin_and_end_anywhere_in_a_piece(backend, start):
         source, parts = block_of(np.full(3, 1e30), np.arange(1.0, 1 + count), np.full(20, 1e30))
         block, pieces = block_of(np.zeros(40, np.float32))
         backend.accumulate(
-            block, pieces, iter([(source, [Addend("F64", parts[1].offset, count, start, 1.0)])]), Rule(), Terms()
+            block, pieces, iter([(source, [Addend("F64", parts[1].offset, count, start, 1.0)])]), Rule(), NormSpec()
         )
         expected = np.zeros(40)
         expected[start : start + count] = np.arange(1.0, 1 + count)
@@ -175,11 +179,11 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, 
     arrays = [anything(count, dtype) for dtype, count in shapes]
     grad = anything(sum(count for _, count in shapes), theirs)
     rule = Rule(keeps=seed % 3 > 0, divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0)
-    terms = Terms([1.0, 2.0, math.inf][seed % 3])
+    spec = NormSpec([1.0, 2.0, math.inf][seed % 3])
     expected = None
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=3)
-        found = one.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, terms)
+        found = one.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, spec)
         facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in FACTS[1:])]
         expected = expected or (facts, found.sums)
         assert facts == expected[0]
@@ -187,6 +191,6 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, 
 
 
 def test_pieces_may_be_none_at_all(backend):
-    found = backend.accumulate(memoryview(bytearray(8)), [], iter(()), Rule(), Terms())
+    found = backend.accumulate(memoryview(bytearray(8)), [], iter(()), Rule(), NormSpec())
     assert found.sums.tolist() == []
-    assert backend.tile_sums(memoryview(bytearray(8)), [Piece("F32", 0, 0)], Terms()).sums.tolist() == []
+    assert backend.tile_sums(memoryview(bytearray(8)), [Piece("F32", 0, 0)], NormSpec()).sums.tolist() == []

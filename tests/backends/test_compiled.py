@@ -17,6 +17,7 @@ def arguments(pieces=((1, 0, 4),), **changed):
         "term": 2,
         "drops": False,
         "sums": np.zeros(1),
+        "exponents": np.zeros(1, np.int32),
         "max_abs": np.zeros(1),
         "counts": np.zeros((1, 4), np.int64),
     }
@@ -39,6 +40,8 @@ def test_a_correct_call_works():
         {"pieces": [(-1, 0, 1)]},
         {"sums": np.zeros(2)},
         {"sums": np.zeros(0)},
+        {"exponents": np.zeros(1, np.int16)},
+        {"exponents": np.zeros(2, np.int32)},
         {"max_abs": np.zeros(0)},
         {"counts": np.zeros((0, 4), np.int64)},
         {"factors": np.zeros(2)},

@@ -5,7 +5,7 @@ import pytest
 import support
 from support import block_of, canonical_tile_sums, gaussian
 
-from gradtool.backends import Addend, Patch, Piece, Rule, Terms
+from gradtool.backends import Addend, NormSpec, Patch, Piece, Rule
 from gradtool.backends.cuda import jobs as cuda_jobs
 from gradtool.backends.cuda.backend import DeviceBlock
 
@@ -22,15 +22,17 @@ def test_a_piece_may_lie_beyond_4_gib_of_its_block(shim):
     array = gaussian(70_000, "BF16")
     block, (piece,) = block_of(array)
     far = 5 << 30
-    held = shim.hold(block)
-    found = shim.tile_sums(DeviceBlock(held.buffer, held.address - far, far), [piece._replace(offset=far)], Terms(1.0))
+    held = shim.to_device(block)
+    found = shim.tile_sums(
+        DeviceBlock(held.buffer, held.address - far, far), [piece._replace(offset=far)], NormSpec(1.0)
+    )
     assert found.sums.tolist() == canonical_tile_sums(np.abs(array.astype(float)).tolist())
 
 
 def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
     array = gaussian(65_536 + 100, "F32")
     array[65_540] = np.nan
-    held = shim.hold(block_of(array)[0])
+    held = shim.to_device(block_of(array)[0])
     # The last two of many tiles, as if all before them were there too.
     before = (1 << 33) // 65_536
     tiles = cuda_jobs.Tiles.of([Piece("F32", 0, array.size)], None)
@@ -42,10 +44,11 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
         cuda_jobs.TILES_JOB,
         block=held.address - 4 * (1 << 33),
         sums=results.ctypes.data,
-        facts=results.ctypes.data + 8 * tiles.total,
+        exponents=results.ctypes.data + 8 * tiles.total,
+        facts=results.ctypes.data + 16 * tiles.total,
         piece=rows.ctypes.data,
         pieces=1,
-        norm_type=1.0,
+        order=1.0,
     )
     shim.device.launch("F32", "measure_absolute", 2, cuda_jobs.THREADS, job)
     shim.device.wait()

@@ -13,7 +13,7 @@ import pytest
 import shim_device
 from support import block_of, gaussian
 
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda import device
 from gradtool.backends.cuda.backend import CudaBackend
@@ -170,7 +170,7 @@ def cupy(monkeypatch, nvrtc):  # noqa: ARG001 - one is not asked for without the
 
 def norm_facts(backend):
     block, pieces = block_of(gaussian(70_001, "BF16"), gaussian(37, "F32"))
-    found = backend.scale(block, pieces, [0.5, 0.25], 1.0, Terms())
+    found = backend.scale(block, pieces, [0.5, 0.25], 1.0, NormSpec())
     return bytes(block), [part.tolist() for part in found]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import COMMAND, with_header
 
-from gradtool.backends import Patch, Piece, Terms
+from gradtool.backends import NormSpec, Patch, Piece
 from gradtool.backends.cuda.backend import CudaBackend, DeviceBlock
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import total
@@ -121,11 +121,11 @@ def tiles(bench, torch):
             values = torch.empty(elements, dtype=getattr(torch, TORCH_NAMES[dtype]), device="cuda").normal_()
             peer = bench.seconds(lambda values=values: torch._foreach_norm([values]))
             del values
-        seconds = bench.replay(lambda backend, b=block, p=pieces: backend.tile_sums(b, p, Terms()))
+        seconds = bench.replay(lambda backend, b=block, p=pieces: backend.tile_sums(b, p, NormSpec()))
         bench.add(
             f"tile sums, {dtype}, 4 GiB", seconds, block.nbytes, target="85 %, 1.5x" if asked else None, peer=peer
         )
-        seconds = bench.replay(lambda backend, b=block, p=pieces: backend.scale(b, p, [1.0], math.inf, Terms()))
+        seconds = bench.replay(lambda backend, b=block, p=pieces: backend.scale(b, p, [1.0], math.inf, NormSpec()))
         bench.add(
             f"scale in place with sums, {dtype}, 4 GiB", seconds, 2 * block.nbytes, target="85 %" if asked else None
         )
@@ -138,8 +138,8 @@ def norm_and_clip(bench):
     pieces = [Piece("BF16", 0, elements)]
 
     def work():
-        norm = math.sqrt(total(backend.tile_sums(block, pieces, Terms()).sums))
-        written = backend.scale(block, pieces, [min(1.0, norm / (norm + 1e-6))], math.inf, Terms())
+        norm = math.sqrt(total(backend.tile_sums(block, pieces, NormSpec()).sums))
+        written = backend.scale(block, pieces, [min(1.0, norm / (norm + 1e-6))], math.inf, NormSpec())
         return math.sqrt(total(written.sums))
 
     seconds = wall(work)
@@ -160,8 +160,8 @@ def many_tensors(bench, torch):
     block = DeviceBlock(buffer, buffer.address, at)
 
     def work():
-        norm = math.sqrt(total(backend.tile_sums(block, pieces, Terms()).sums))
-        backend.scale(block, pieces, [1 / (norm + 1)] * len(pieces), math.inf, Terms())
+        norm = math.sqrt(total(backend.tile_sums(block, pieces, NormSpec()).sums))
+        backend.scale(block, pieces, [1 / (norm + 1)] * len(pieces), math.inf, NormSpec())
 
     peer = None
     if torch:

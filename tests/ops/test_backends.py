@@ -10,9 +10,10 @@ import support
 from support import VALUE_TYPES, gaussian, snapshot, write, write_index
 
 import gradtool
+from gradtool import backends
 from gradtool.backends import Choice
 from gradtool.errors import DeviceMemoryError, SystemRefusedError
-from gradtool.ops import clip, passes
+from gradtool.ops import clip
 from gradtool.store.io import blocks
 
 TILE = 65_536
@@ -23,7 +24,7 @@ def use(monkeypatch):
     """Have all operations use a backend."""
 
     def use(backend):
-        monkeypatch.setattr(passes, "choose", lambda *_: Choice(backend, "for a test"))
+        monkeypatch.setattr(backends, "choose", lambda *_: Choice(backend, "for a test"))
         return backend
 
     return use
@@ -183,9 +184,9 @@ def test_a_block_on_the_gpu_is_not_left_there(tmp_path, use, shim):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_leaves_its_backend_free_to_go(tmp_path, monkeypatch, call):
     """The memory of a GPU goes with it, and must not wait for Python to look for cycles."""
-    backends = [support.NumpyBackend()]
-    gone = weakref.ref(backends[0])
-    monkeypatch.setattr(passes, "choose", lambda *_: Choice(backends.pop(), "for a test"))
+    only = [support.NumpyBackend()]
+    gone = weakref.ref(only[0])
+    monkeypatch.setattr(backends, "choose", lambda *_: Choice(only.pop(), "for a test"))
     gc.disable()
     try:
         CALLS[call](tmp_path)

@@ -249,7 +249,7 @@ def test_an_input_that_changes_during_the_run_makes_no_output(tmp_path):
 
 def test_f8_e4m3_results_beyond_its_range_are_an_error_though_they_are_no_infinity(tmp_path):
     path = one_file(tmp_path, a=encode([400, 1], "F8_E4M3"))
-    with pytest.raises(NonFiniteError, match="beyond F8_E4M3"):
+    with pytest.raises(NonFiniteError, match="overflow F8_E4M3"):
         clip(path, max_norm=1e6, unscale=0.5)
 
 
@@ -354,7 +354,7 @@ def test_a_result_that_its_type_cannot_hold_is_an_error_that_names_it(tmp_path):
             clip(path, max_norm=1e6, unscale=0.5, **options)
         (problem,) = caught.value.problems
         assert (problem.code, problem.tensor) == ("overflow", "hot")
-        assert problem.message == "1 results are beyond F16, the first at index 1"
+        assert problem.message == "1 results overflow F16, the first at index 1"
     assert snapshot(tmp_path) == before
     clip(path, max_norm=1e6, unscale=0.5, nonfinite="propagate")
     assert read(path)["hot"].tolist() == [2, math.inf]
@@ -362,7 +362,7 @@ def test_a_result_that_its_type_cannot_hold_is_an_error_that_names_it(tmp_path):
 
 def test_a_norm_beyond_float64_is_refused_rather_than_clipped_to_zero(tmp_path):
     path = one_file(tmp_path, a=np.full(4, 1.7e308))
-    with pytest.raises(BadInputError, match="beyond float64; limit the values with --max-value"):
+    with pytest.raises(BadInputError, match="overflows float64; nothing written. Use --max-value"):
         clip(path, max_norm=1)
     clip(path, max_value=1e300)
     assert clip(path, max_norm=1).norm_after == pytest.approx(1)
@@ -389,7 +389,7 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
 def test_a_factor_that_rounds_to_zero_or_infinity_is_refused(tmp_path, array, options):
     path = one_file(tmp_path, a=array)
     before = snapshot(tmp_path)
-    with pytest.raises(BadInputError, match="beyond"):
+    with pytest.raises(BadInputError, match="out of range for float|overflows float64"):
         clip(path, **({"max_norm": 1} | options))
     assert snapshot(tmp_path) == before
 
@@ -495,7 +495,7 @@ def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
     with pytest.raises(UsageError, match="is a folder"):
         clip(one, max_norm=1, output=tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         clip(one, max_norm=1, output=tmp_path / "fifo")
     index = write_index(tmp_path / "3", {"1.safetensors": {"a": encode([3], "F32")}})
     with pytest.raises(UsageError, match="single input"):

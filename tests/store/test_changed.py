@@ -8,10 +8,10 @@ from safetensors import safe_open
 from support import read, snapshot, write, write_index
 
 from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
-from gradtool.ops import passes
 from gradtool.store.format import header
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import read_regular, read_shard
+from gradtool.store.transaction import open as opening
 
 ONES = {"a": np.ones(20_000, np.float32), "b": np.ones(3, np.float64)}
 
@@ -84,7 +84,7 @@ def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monke
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_between_header_and_data_is_refused(tmp_path, monkeypatch, change):
     path = write(tmp_path / "x.safetensors", ONES)
-    before(monkeypatch, passes, "select", lambda: change(path))
+    before(monkeypatch, opening, "select", lambda: change(path))
     with pytest.raises(GradtoolError, match=r"changed|no such file"):
         norm(path)
 
@@ -98,7 +98,7 @@ def test_a_file_that_changes_before_it_is_clipped_is_left_as_it_is_then(tmp_path
         change(path)
         after.update(snapshot(tmp_path))
 
-    before(monkeypatch, passes, "select", act)
+    before(monkeypatch, opening, "select", act)
     with pytest.raises(GradtoolError):
         clip(path, max_norm=1, write="inplace")
     assert snapshot(tmp_path) == after
@@ -106,7 +106,7 @@ def test_a_file_that_changes_before_it_is_clipped_is_left_as_it_is_then(tmp_path
 
 def test_a_file_that_is_replaced_before_it_is_clipped_is_the_one_that_is_clipped(tmp_path, monkeypatch):
     path = write(tmp_path / "x.safetensors", {"a": np.full(20_000, 5, np.float32)})
-    before(monkeypatch, passes, "select", lambda: replace(path))
+    before(monkeypatch, opening, "select", lambda: replace(path))
     assert clip(path, max_norm=1, write="inplace").norm_before == pytest.approx(20_003**0.5)
     assert read(path)["b"].shape == (3,)
 

@@ -177,8 +177,8 @@ CORPUS = {
     "an empty index": (index(b""), "not a valid index"),
     "an index that is a number": (index(b"NaN"), "not a valid index"),
     # What is no file.
-    "a link to itself": (link_to_itself, "circle"),
-    "links in a circle": (links_in_a_circle, "not there"),
+    "a link to itself": (link_to_itself, "symbolic links form a loop"),
+    "links in a circle": (links_in_a_circle, "does not exist"),
     "a FIFO": (fifo, "not a regular file"),
     "a FIFO as a shard": (fifo_as_a_shard, "not a regular file"),
     "a socket": (socket_file, "not a regular file"),
@@ -353,7 +353,7 @@ LARGE = {
     "as many shards as may be": (
         lambda: as_index(b'{"weight_map":{' + b",".join(b'"%060d":"%040d"' % (i, i) for i in range(399_000)) + b"}}"),
         3,
-        "which is not there",
+        "which does not exist",
     ),
     "an index of one name": (
         lambda: as_index(sized(b'{"weight_map":{"', b"x", b'":"a"}}', MAX_TEXT)),

@@ -3,12 +3,14 @@
 // A thread has eight neighbouring lanes of the 2,048, and folds those before it talks to others.
 enum { THREADS = LANES / WIDTH, WARPS = THREADS / 32 };
 static_assert(WIDTH == 8 && WARPS == 8, "fold_eight folds both");
-// Any order of norm, and any divisor.
+// Any order of norm.
 enum { POWER = SQUARE + 1 };
+// As MAX_SUM_ORDER of reduction.py: of larger orders, a tile's norm takes the place of its sum.
+#define MAX_SUM_ORDER 512
 
 struct Piece {
     long long offset, elements, first_block, first_sum, number;
-    double factor, divisor;
+    double factor;
 };
 
 // Of one piece; `first` is 0, or what is left of NEVER after the index of the first value that is not finite.
@@ -23,9 +25,10 @@ struct Facts {
 struct TilesJob {
     char *block;
     double *sums;
+    long long *exponents;
     Facts *facts;
     const Piece *piece;
-    double limit, norm_type;
+    double limit, order;
     long long drops, pieces;
 };
 
@@ -37,18 +40,13 @@ template <class Work> struct Special;
 template <> struct Special<float> { typedef uint32_t Bits; static const uint32_t INFINITE = 0x7f800000u; };
 template <> struct Special<double> { typedef uint64_t Bits; static const uint64_t INFINITE = 0x7ff0000000000000u; };
 
-static __device__ __noinline__ double power_of(double value, double divisor, double norm_type)
-{
-    double magnitude = fabs(value) / divisor;
-    if (norm_type == 2) return magnitude * magnitude;
-    return norm_type == 1 ? magnitude : pow(magnitude, norm_type);
-}
+static __device__ __noinline__ double power_of(double value, double order) { return pow(fabs(value), order); }
 
-template <int TERM> DEVICE double term_of(double value, double divisor, double norm_type)
+template <int TERM> DEVICE double term_of(double value, double order)
 {
     if (TERM == SQUARE) return value * value;
     if (TERM == ABSOLUTE) return fabs(value);
-    return power_of(value, divisor, norm_type);
+    return power_of(value, order);
 }
 
 // What a thread has seen. `largest` are the bits of the largest magnitude, NaN and Inf among them.
@@ -87,7 +85,7 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
         seen.largest = magnitude > seen.largest ? magnitude : seen.largest;
         if (job.drops && magnitude >= infinite) magnitude = 0, value = 0;
         seen.zeros += magnitude == 0;
-        if (TERM != MAXIMUM) seen.lanes[i] += term_of<TERM>((double)value, piece.divisor, job.norm_type);
+        if (TERM != MAXIMUM) seen.lanes[i] += term_of<TERM>((double)value, job.order);
     }
 }
 
@@ -121,6 +119,69 @@ static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const P
     if (found.nan) atomicAdd(&facts->nan, found.nan);
     if (found.inf) atomicAdd(&facts->inf, found.inf);
     if (found.first) atomicMax(&facts->first, found.first);
+}
+
+// The largest finite magnitude of a tile, known to all threads.
+template <int DTYPE> DEVICE double largest_finite(const char *data, int elements)
+{
+    typedef Storage<DTYPE> S;
+    typedef typename Special<typename S::Work>::Bits Bits;
+    Bits largest = 0;
+    for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
+        typename S::Code codes[WIDTH];
+        load(data + i * (long long)sizeof codes[0], elements - i < WIDTH ? elements - i : WIDTH, codes);
+        for (int j = 0; j < WIDTH; j++) {
+            Bits magnitude = magnitude_bits(S::widen(codes[j]));
+            if (magnitude < Special<typename S::Work>::INFINITE && magnitude > largest) largest = magnitude;
+        }
+    }
+    for (int step = 16; step; step /= 2) {
+        Bits other = __shfl_down_sync(0xffffffffu, largest, step);
+        largest = other > largest ? other : largest;
+    }
+    __shared__ Bits shared[WARPS];
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++) largest = shared[i] > largest ? shared[i] : largest;
+    return magnitude_of(largest);
+}
+
+// The sum of a tile, of what is stored there, divided first; thread 0 has it. What is not finite counts as zero.
+template <int DTYPE, int TERM>
+DEVICE double divided_sum(const char *data, int elements, double divisor, double order)
+{
+    typedef Storage<DTYPE> S;
+    double lanes[WIDTH] = {};
+    for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
+        typename S::Code codes[WIDTH];
+        load(data + i * (long long)sizeof codes[0], elements - i < WIDTH ? elements - i : WIDTH, codes);
+        for (int j = 0; j < WIDTH; j++) {
+            typename S::Work value = S::widen(codes[j]);
+            if (magnitude_bits(value) >= Special<typename S::Work>::INFINITE) value = 0;
+            lanes[j] += term_of<TERM>((double)value / divisor, order);
+        }
+    }
+    __shared__ double sums[WARPS];
+    const double sum = fold_warp(fold_eight(lanes));
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    return fold_eight(sums);
+}
+
+// Sums a tile again if it is out of range; rare, and kept out of line.
+template <int DTYPE, int TERM>
+static __device__ __noinline__ void sum_again(const char *data, int elements, double order, double *sum,
+                                              long long *exponent)
+{
+    const bool is_root = TERM == POWER && order > MAX_SUM_ORDER;
+    const double largest = largest_finite<DTYPE>(data, elements);
+    if (largest == 0) return;
+    const int scale = is_root ? 0 : exponent_of(largest);
+    const double divisor = is_root ? largest : power_of_two(scale);
+    const double divided = divided_sum<DTYPE, TERM>(data, elements, divisor, order);
+    if (threadIdx.x != 0) return;
+    *sum = is_root ? largest * pow(divided, 1 / order) : divided;
+    *exponent = scale;
 }
 
 template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob &job)
@@ -180,6 +241,15 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
     }
     // What other threads of this block wrote is to be seen since the barrier.
     if (most >= Special<Work>::INFINITE) count_nonfinite<DTYPE>(job, piece, data, start, elements);
+    // The squares of all other types are far inside the range.
+    if (TERM == POWER || (TERM != MAXIMUM && DTYPE == F64)) {
+        const bool is_sum = TERM != POWER || job.order <= MAX_SUM_ORDER;
+        const bool is_finite = job.drops || most < Special<Work>::INFINITE;
+        if (is_finite && !(is_sum && is_in_range(fold_eight(sums)))) {
+            const long long number = piece.first_sum + tile;
+            sum_again<DTYPE, TERM>(data, elements, job.order, job.sums + number, job.exponents + number);
+        }
+    }
 }
 
 #ifdef GRADTOOL_STORAGE

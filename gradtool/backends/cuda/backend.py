@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gradtool import tuning
 from gradtool.backends import Piece
 from gradtool.backends.cuda import jobs
 from gradtool.backends.storage import STORAGE
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, BlockSums, Data, Patch, Rule, Terms
+    from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule
 
     Floats = NDArray[np.float64]
 
@@ -97,42 +98,45 @@ class CudaBackend:
     """Each method does what `gradtool.backends.Backend` says. Blocks may be the host's, and then come and go."""
 
     name = "cuda"
-    # 16 MiB: long enough a copy that its latency and that of a launch do not count.
-    bulk = 8
 
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    @property
+    def block_bytes(self) -> int:
+        """16 MiB: beside such a copy, its latency and that of a launch do not count."""
+        return 8 * tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
         """Page-locked memory."""
         return self.device.memory(nbytes)
 
-    def hold(self, block: memoryview, *, copies: bool = True, align: int = 0) -> DeviceBlock:
-        """The block in the device's memory."""
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> DeviceBlock:
+        """Copy a block to the device."""
         held = self._room(len(block), align)
         if copies:
             self.device.upload(held.address, block)
         return held
 
-    def fetch(self, held: DeviceBlock, block: memoryview) -> None:
-        """Copy it back."""
-        self.device.download(held.address, block)
+    def to_host(self, data: DeviceBlock, block: memoryview) -> None:
+        """Copy a block back."""
+        self.device.download(data.address, block)
         self.device.wait()
 
-    def can_keep(self, nbytes: int) -> bool:
-        """Whether enough memory would be left."""
+    def stays_on_device(self, nbytes: int) -> bool:
+        """Whether enough memory would be left for the blocks that come and go."""
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
 
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], terms: Terms) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """The sums of what the block holds."""
-        return self._run(self._held(block), pieces, None, math.inf, terms)
+        return self._run(self._held(block), pieces, None, math.inf, spec)
 
     def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, terms: Terms
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         """Multiply and limit in place; the sums of what was written."""
         held = self._held(block)
-        found = self._run(held, pieces, factors, limit, terms)
+        found = self._run(held, pieces, factors, limit, spec)
         self._return(held, block)
         return found
 
@@ -142,15 +146,15 @@ class CudaBackend:
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
-        terms: Terms,
+        spec: NormSpec,
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
         held, starts = self._held(block), [0, *accumulate(piece.elements for piece in pieces)]
         sums = self._add(held, pieces, starts, sources, rule)
         if sums is not None:
-            wide = [Piece("F64", 8 * at, p.elements, p.divisor) for p, at in zip(pieces, starts, strict=False)]
-            return self._run(sums, wide, None, math.inf, terms)
-        found = self._run(held, pieces, None, math.inf, terms)
+            wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
+            return self._run(sums, wide, None, math.inf, spec)
+        found = self._run(held, pieces, None, math.inf, spec)
         self._return(held, block)
         return found
 
@@ -229,7 +233,7 @@ class CudaBackend:
         batch, sums = next(batches, None), None
         while is_first or batch is not None:
             source, addends = (memoryview(b""), ()) if batch is None else batch
-            room = self.hold(source)
+            room = self.to_device(source)
             additions = jobs.Additions.of(pieces, starts, addends)
             table = self._table(additions.addends, *(rows for rows, _ in additions.targets.values()))
             # The memory of a batch is used again for the next.
@@ -259,11 +263,11 @@ class CudaBackend:
         return DeviceBlock(buffer, buffer.address + -align % _ALIGNMENT, nbytes)
 
     def _held(self, block: Data, *, copies: bool = True) -> DeviceBlock:
-        return block if isinstance(block, DeviceBlock) else self.hold(block, copies=copies)
+        return block if isinstance(block, DeviceBlock) else self.to_device(block, copies=copies)
 
     def _return(self, held: DeviceBlock, block: Data) -> None:
         if held is not block:
-            self.fetch(held, block)
+            self.to_host(held, block)
 
     def _floats(self, buffer: Buffer, count: int) -> Floats:
         values = np.empty(count)
@@ -305,7 +309,7 @@ class CudaBackend:
         return job, (x, y_grad, vectors)
 
     def _run(
-        self, held: DeviceBlock, pieces: Sequence[Piece], factors: Sequence[float] | None, limit: float, terms: Terms
+        self, held: DeviceBlock, pieces: Sequence[Piece], factors: Sequence[float] | None, limit: float, spec: NormSpec
     ) -> BlockSums:
         """Measure all pieces of a block; with factors, what is written there first."""
         tiles = jobs.Tiles.of(pieces, factors)
@@ -314,19 +318,19 @@ class CudaBackend:
         parts = list(tiles.by_type())
         # Of every type, before the first is launched: a block is done with wholly, or is as it was.
         table = self._table(*(rows for _, rows, _ in parts))
-        is_plain = terms.norm_type in _TERMS and all(piece.divisor == 1 for piece in pieces)
-        term = "maximum" if math.isinf(terms.norm_type) else _TERMS[terms.norm_type] if is_plain else "power"
+        term = _TERMS.get(spec.order, "power")
         for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True):
             job = jobs.job(
                 jobs.TILES_JOB,
                 block=held.address,
                 sums=results.address,
-                facts=results.address + 8 * tiles.total,
+                exponents=results.address + 8 * tiles.total,
+                facts=results.address + 16 * tiles.total,
                 piece=address,
                 pieces=len(rows),
                 limit=limit,
-                norm_type=terms.norm_type,
-                drops=terms.drop_nonfinite,
+                order=spec.order,
+                drops=spec.drop_nonfinite,
             )
             kernel = f"{'measure' if factors is None else 'scale'}_{term}"
             self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)

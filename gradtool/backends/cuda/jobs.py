@@ -24,10 +24,10 @@ def _record(*fields: str) -> np.dtype[Any]:
     return np.dtype([(name.lstrip("*"), "<f8" if name.startswith("*") else "<i8") for name in fields])
 
 
-_PIECE = _record("offset", "elements", "first_block", "first_sum", "number", "*factor", "*divisor")
+_PIECE = _record("offset", "elements", "first_block", "first_sum", "number", "*factor")
 _TARGET = _record("offset", "elements", "first_block", "at", "first_addend", "addends")
 _ADDEND = _record("dtype", "offset", "start", "elements", "*weight")
-TILES_JOB = _record("block", "sums", "facts", "piece", "*limit", "*norm_type", "drops", "pieces")
+TILES_JOB = _record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
 ADD_JOB = _record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
 PATCH_JOB = _record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),
@@ -65,7 +65,6 @@ class Tiles(NamedTuple):
         table = np.zeros(len(pieces), _PIECE)
         table["offset"] = [piece.offset for piece in pieces]
         table["elements"] = [piece.elements for piece in pieces]
-        table["divisor"] = [piece.divisor for piece in pieces]
         table["factor"] = 1.0 if factors is None else factors
         table["number"] = np.arange(len(pieces))
         counts = np.array([tile_count(piece.elements) for piece in pieces], np.int64)
@@ -79,8 +78,8 @@ class Tiles(NamedTuple):
 
     @property
     def results(self) -> int:
-        """How many 8-byte values are found: a sum for each tile, and some facts for each piece."""
-        return self.total + _FACTS * len(self.table)
+        """How many 8-byte values there are: the sums of all tiles, their exponents, and some facts for each piece."""
+        return 2 * self.total + _FACTS * len(self.table)
 
     def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
         """For each storage type its part of the table, and how many thread blocks that takes: one a tile."""
@@ -93,10 +92,13 @@ class Tiles(NamedTuple):
 
     def found(self, results: NDArray[np.int64]) -> BlockSums:
         """What the kernels found."""
-        facts = results[self.total :].reshape(-1, _FACTS)
+        sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
+        facts = facts.reshape(-1, _FACTS)
         max_abs, nan, inf, zeros, left = (facts[:, column].copy() for column in range(_FACTS))
         first = np.where(left > 0, _NEVER - left, -1)
-        return BlockSums(results[: self.total].view(np.float64), max_abs.view(np.float64), nan, inf, zeros, first)
+        return BlockSums(
+            sums.view(np.float64), exponents.astype(np.int32), max_abs.view(np.float64), nan, inf, zeros, first
+        )
 
 
 class Additions(NamedTuple):

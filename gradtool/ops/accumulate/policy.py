@@ -1,4 +1,4 @@
-"""What accumulating does: the arguments that decide it."""
+"""What accumulating does: the options that decide it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import Terms
-from gradtool.backends.storage import STORAGE
+from gradtool.backends import NormSpec
 from gradtool.errors import BadInputError, UsageError
-from gradtool.ops import arguments
 from gradtool.ops.clip_policy import clip_coef
 from gradtool.reduction import total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NONFINITE_POLICIES = ("error", "propagate", "skip")
-MISSING_POLICIES = ("error", "skip")
+    from gradtool.ops.measurement import Measurement
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The arguments that decide what becomes of the buffer."""
+    """The options that decide what becomes of the buffer."""
 
     overwrite: bool
     weights: Sequence[float] | None
@@ -38,9 +35,9 @@ class Policy:
     nonfinite: str
 
     @property
-    def terms(self) -> Terms:
-        """What sums are taken over."""
-        return Terms(self.norm_type)
+    def spec(self) -> NormSpec:
+        """The norm that is measured."""
+        return NormSpec(self.norm_type)
 
     @property
     def keeps(self) -> bool:
@@ -48,8 +45,13 @@ class Policy:
         return not (self.overwrite or self.create)
 
     @property
+    def skips_missing(self) -> bool:
+        """Whether tensors may be missing on either side."""
+        return self.missing == "skip"
+
+    @property
     def screens(self) -> bool:
-        """Whether the gradients must be looked at before they are added."""
+        """Whether each gradient is measured by itself before it is added."""
         return self.clip_each is not None or self.nonfinite == "skip"
 
     def coef(self, limit: float | None, norm: float) -> float:
@@ -57,28 +59,24 @@ class Policy:
         coef = clip_coef(limit, norm, self.eps)
         return 1.0 if coef >= 1 else coef
 
+    def sum_coef(self, sums: Measurement, norm: float) -> float:
+        """What clips the float64 sums, of the given norm; raises `BadInputError` where they cannot be clipped."""
+        if sums.is_finite and math.isinf(norm) and self.max_norm != math.inf:
+            raise BadInputError("the norm of the sum overflows float64 and cannot be clipped; nothing written")
+        return self.coef(self.max_norm, norm)
+
     def weight_sum(self, weights: Sequence[float]) -> float:
         """What the weights add up to; raises `BadInputError` where nothing can be divided by it that must be."""
         sum_ = total(weights)
         if math.isinf(sum_):
-            raise BadInputError("the weights add up to more than float64 can hold", code="weight")
+            raise BadInputError("the sum of the weights overflows float64", code="weight")
         if self.mean and sum_ == 0:
-            raise BadInputError("the weights add up to 0, so there is no mean", code="weight")
+            raise BadInputError("the weights add up to 0; there is no mean", code="weight")
         return sum_
 
     def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
+        """Raise `UsageError` where options contradict each other."""
         if self.weights is not None and self.weight_key is not None:
             raise UsageError("--weight and --weight-key exclude each other")
-        if not all(map(math.isfinite, self.weights or ())):
-            raise UsageError(f"--weight must be finite, not {self.weights!r}")
         if self.dtype is not None and not self.create:
             raise UsageError("--dtype is the type of a buffer that --create makes")
-        arguments.one_of("--dtype", "F32" if self.dtype is None else self.dtype, STORAGE)
-        for option, limit in (("--max-norm", self.max_norm), ("--clip-each", self.clip_each)):
-            if limit is not None and not limit >= 0:
-                raise UsageError(f"{option} must be 0 or more, not {limit!r}")
-        if not 0 <= self.eps < math.inf:
-            raise UsageError(f"--eps must be 0 or more and finite, not {self.eps!r}")
-        arguments.one_of("--nonfinite", self.nonfinite, NONFINITE_POLICIES)
-        arguments.one_of("--missing", self.missing, MISSING_POLICIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool import tuning
 from gradtool.backends import Addend
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.accumulate.broadcast import spread
@@ -20,21 +19,21 @@ if TYPE_CHECKING:
 
 
 def read(
-    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel, bulk: int
+    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel, nbytes: int
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """What the contributions have for the spans of a block, in order, a few of them (times `bulk`) at a time."""
+    """What the contributions add to a block, in order, in batches of about `nbytes`."""
     batch: list[_Part] = []
-    nbytes = 0
+    filled = 0
     for one in contributions:
         parts = _parts(one, block)
         size = sum(part.nbytes for part in parts)
-        if batch and nbytes + size > tuning.BATCH_BYTES * bulk:
-            yield _read_batch(batch, nbytes, targets, channel)
-            batch, nbytes = [], 0
+        if batch and filled + size > nbytes:
+            yield _read_batch(batch, filled, targets, channel)
+            batch, filled = [], 0
         batch += parts
-        nbytes += size
+        filled += size
     if batch:
-        yield _read_batch(batch, nbytes, targets, channel)
+        yield _read_batch(batch, filled, targets, channel)
 
 
 class _Part(NamedTuple):

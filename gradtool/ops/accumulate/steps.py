@@ -1,49 +1,37 @@
-"""The steps of accumulating: look at the gradients, add those that are taken, clip the sum, round it, write it."""
+"""The steps of accumulating: screen the gradients, add them, clip the sum, write it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gradtool.backends import Rule
-from gradtool.errors import BadInputError, NonFiniteError, Problem
-from gradtool.ops.accumulate.add import NONFINITE_REMEDY, Accumulation
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.output import NewFile
-from gradtool.ops.passes import measure_norms
-from gradtool.ops.results import nonfinite_problems
-from gradtool.store.format.gradset import Selected
-from gradtool.store.format.layout import Layout, lay_out
-from gradtool.store.io.workers import copying
+from gradtool.errors import NonFiniteError
+from gradtool.ops.accumulate.add import Add
+from gradtool.ops.accumulate.buffer import numbers_of
+from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
+from gradtool.ops.passes import Measure, Nothing
+from gradtool.ops.results import nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from gradtool.errors import Problem
+    from gradtool.ops.accumulate.add import BeforeAndAfter
+    from gradtool.ops.accumulate.buffer import OpenBuffer
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
-    from gradtool.ops.output import Output
-    from gradtool.ops.passes import Session
-    from gradtool.store.format.header import Shard
-    from gradtool.store.fs import File
+    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.session import Session
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.output import Output
 
 
 @dataclass(frozen=True)
-class GradientRow:
-    """What became of one gradient set; what was found in it is known where it was looked at before it was added."""
+class Done:
+    """What was done, for the result; `found` is what the targets, the tensors of the buffer, hold now."""
 
-    weight: float
-    taken: bool
-    norm: float | None
-    coef: float | None
-    nan: int | None
-    inf: int | None
-    file: str
-
-
-class Done(NamedTuple):
-    """What was done, for the result; `found` is what the buffer holds now."""
-
+    targets: Sequence[Selected]
     found: Measurement
     norm_before: float | None
     norm_after: float
@@ -55,128 +43,86 @@ class Done(NamedTuple):
     warnings: Sequence[Problem] = ()
 
 
-def tensors_of(layout: Layout) -> list[Selected]:
-    """The tensors of a file that is to be made."""
-    return [Selected(layout.shard, tensor) for tensor in layout.shard.tensors]
-
-
 def leave(
-    session: Session,
-    policy: Policy,
-    targets: Sequence[Selected],
-    contributions: Sequence[Contribution],
-    *,
-    output: Output,
-    created: Layout | None,
+    session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
-    """Add nothing; say what the buffer holds, and copy it where its output is wanted elsewhere."""
+    """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
     policy.weight_sum([one.weight for one in contributions])
-    found, norms = measure_norms(session, targets, policy.terms)
-    files = output.arriving(())
-
-    def fill(destinations: Mapping[Shard, File]) -> None:
-        tasks = (task for shard, file in destinations.items() for task in copying(shard, [(0, shard.size, 0)], file))
-        session.stream(tasks, sum(shard.size for shard in destinations))
-
-    count = output.write(session, files, fill) if files else 0
-    rows = [_row(one, taken=False) for one in contributions]
-    return Done(found, None if created else norms.whole, norms.whole, 0.0, rows, files_written=count)
+    targets = () if policy.create else buffer.targets
+    found = session.run(Measure(targets, policy.spec))
+    norm = found.norms().whole
+    files = [] if policy.create else buffer.files(output, ())
+    with session.writing(output, files) as destination:
+        session.run(Nothing(), destination)
+    rows = [GradientRow.unseen(one, taken=False) for one in contributions]
+    before = None if policy.create else norm
+    return Done(targets, found, before, norm, 0.0, rows, files_written=destination.count)
 
 
 def add(
-    session: Session,
-    policy: Policy,
-    targets: Sequence[Selected],
-    contributions: Sequence[Contribution],
-    *,
-    output: Output,
-    created: Layout | None,
+    session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
-    """Add the contributions to the targets, or put them into the file that is `created`."""
-    rows, taken, warnings = _screen(session, policy, contributions)
-    weight_sum = policy.weight_sum([one.weight for one in taken])
+    """Add the contributions, and clip the sum where there is a limit."""
+    screened = screen(session, policy, contributions)
+    weight_sum = policy.weight_sum([one.weight for one in screened.taken])
+    if policy.weight_key is not None:
+        text = str(int(weight_sum) if weight_sum.is_integer() else weight_sum)
+        buffer = buffer.with_metadata({policy.weight_key: text})
     rule = Rule(policy.keeps, weight_sum if policy.mean else None)
-    if created is not None and policy.weight_key is not None:
-        metadata = {policy.weight_key: str(int(weight_sum) if weight_sum.is_integer() else weight_sum)}
-        created = lay_out(created.shard.path, created.shard.tensors, created.shard.metadata | metadata)
-        targets = tensors_of(created)
-    may_be_nonfinite = policy.nonfinite == "propagate"
-    work = Accumulation(session, policy.terms, targets, taken, created=created, may_be_nonfinite=may_be_nonfinite)
+    numbers = numbers_of(screened.taken)
+    adding = _adding(policy, buffer, screened.taken, rule)
     before = sum_norm = coef = None
     if policy.max_norm is not None:
-        before, sum_norm, found = work.measure_sums(rule)
-        if found.is_finite and math.isinf(sum_norm) and policy.max_norm < math.inf:
-            raise BadInputError("the norm of the sum is beyond float64, so it cannot be clipped")
-        coef = policy.coef(policy.max_norm, sum_norm)
-        rule = rule._replace(factor=coef)
-    was = None
-    if output.in_place and coef is None and rule.keeps and _may_be_measured_twice(policy, targets):
-        # In place, what was there before cannot be looked at again.
-        was, norms = measure_norms(session, targets, policy.terms)
-        before = norms.whole
-    looks_back = coef is None and was is None
-    after, found = math.nan, Measurement((), policy.terms)
-
-    def fill(destinations: Mapping[Shard, File]) -> None:
-        nonlocal before, after, found
-        then, after, found = work.run(rule, destinations, looks_back=looks_back, was=was)
-        before = before if then is None else then
-
-    files = [NewFile(created.shard, created.shard.size, replaces=False)] if created else output.arriving(work.touched)
-    count = output.write(session, files, fill)
-    return Done(found, before, after, weight_sum, rows, sum_norm, coef, count, warnings)
-
-
-def _may_be_measured_twice(policy: Policy, targets: Sequence[Selected]) -> bool:
-    """Whether a sum over finite values may overflow, or lose its terms to underflow."""
-    return policy.norm_type not in (1, 2, math.inf) or any(one.tensor.dtype == "F64" for one in targets)
-
-
-def _screen(
-    session: Session, policy: Policy, contributions: Sequence[Contribution]
-) -> tuple[list[GradientRow], list[Contribution], list[Problem]]:
-    """Each gradient by itself, where that is asked for: its norm is limited, or it is left out."""
-    if not policy.screens:
-        return [_row(one, taken=True) for one in contributions], list(contributions), []
-    rows, taken, warnings, problems = [], [], [], []
-    for one in contributions:
-        selected = list(one.tensors.values())
-        found, norms = measure_norms(session, selected, policy.terms)
-        norm = norms.whole
-        bad = nonfinite_problems(selected, found)
-        if policy.clip_each is not None and policy.clip_each < math.inf and not bad and math.isinf(norm):
-            raise BadInputError("its norm is beyond float64, so it cannot be clipped", file=one.path)
-        limited = one._replace(coef=policy.coef(policy.clip_each, norm))
-        is_taken = not bad or policy.nonfinite != "skip"
-        coef = None if policy.clip_each is None else limited.coef
-        rows.append(_row(limited, taken=is_taken, norm=norm, coef=coef, found=found))
-        problems += bad
-        if is_taken:
-            taken.append(limited)
-        else:
-            warnings.append(
-                Problem("skipped", f"the whole gradient is left out: {bad[0].message}", str(one.path), bad[0].tensor)
-            )
-    if problems and (policy.nonfinite == "error" or not taken):
-        why = "every gradient holds" if policy.nonfinite == "skip" else "there are"
-        raise NonFiniteError(f"nothing was written, for {why} NaN or Inf values; {NONFINITE_REMEDY}", problems)
-    return rows, taken, warnings
-
-
-def _row(
-    one: Contribution,
-    *,
-    taken: bool,
-    norm: float | None = None,
-    coef: float | None = None,
-    found: Measurement | None = None,
-) -> GradientRow:
-    return GradientRow(
-        weight=one.weight,
-        taken=taken,
-        norm=norm,
+        sums = session.run(replace(adding, rule=rule._replace(rounds=False)))
+        _refuse_nonfinite(session, policy, adding, sums)
+        before, sum_norm = sums.before, sums.after.norms().whole
+        coef = policy.sum_coef(sums.after, sum_norm)
+        adding = replace(adding, rule=rule._replace(factor=coef), measures_before=False)
+    with session.writing(output, buffer.files(output, adding.targets)) as destination:
+        found = session.run(adding, destination)
+        _refuse_nonfinite(session, policy, adding, found)
+        rest = buffer.measure_without(session, numbers, policy.spec)
+    before = before or found.before
+    after = rest.updated(numbers, found.after)
+    return Done(
+        targets=buffer.targets,
+        found=after,
+        norm_before=None if before is None else rest.updated(numbers, before).norms().whole,
+        norm_after=after.norms().whole,
+        weight_sum=weight_sum,
+        rows=screened.rows,
+        sum_norm=sum_norm,
         coef=coef,
-        nan=None if found is None else int(found.nan.sum()),
-        inf=None if found is None else int(found.inf.sum()),
-        file=str(one.path),
+        files_written=destination.count,
+        warnings=screened.warnings,
+    )
+
+
+def _adding(policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], rule: Rule) -> Add:
+    """The pass over the targets that something is added to."""
+    numbers = numbers_of(contributions)
+    place = {number: position for position, number in enumerate(numbers)}
+    moved = [one._replace(tensors={place[n]: tensor for n, tensor in one.tensors.items()}) for one in contributions]
+    targets = [buffer.targets[number] for number in numbers]
+    return Add(targets, moved, rule, policy.spec, is_new=policy.create, measures_before=rule.keeps)
+
+
+def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: BeforeAndAfter) -> None:
+    """Raise `NonFiniteError` for a NaN or Inf in a sum, naming the inputs that it comes from."""
+    bad = [number for number in range(len(adding.targets)) if found.after.nan[number] or found.after.inf[number]]
+    if policy.nonfinite == "propagate" or not bad:
+        return
+    problems, numbers = [], set(bad)
+    for one in adding.contributions:
+        suspects = [tensor for number, tensor in one.tensors.items() if number in numbers]
+        problems += nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
+    targets = [adding.targets[number] for number in bad]
+    if found.before is not None:
+        problems += nonfinite_problems(targets, found.before.part(targets, bad))
+    if problems:
+        raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
+    raise NonFiniteError(
+        "sums overflow their type; nothing written. Use --mean, --max-norm or smaller weights, or --nonfinite "
+        "propagate to store Inf",
+        overflow_problems(targets, found.after.part(targets, bad)),
     )

@@ -83,7 +83,7 @@ def find_layers(
         if prefix not in found:
             raise BadInputError(f"--prefix {prefix!r} has no tensor {suffix}", file=where, code="no-match")
     if not layers:
-        message = f"no tensor is called {suffix}, after any prefix; --y-grad names it"
+        message = f"no tensor name ends in {suffix}; use --y-grad to give its name"
         raise BadInputError(message, file=where, code="no-match")
     return layers
 
@@ -110,9 +110,7 @@ def _layer(owner: GradientSet, home: Mapping[str, Selected], prefix: str, form: 
         found = find(role)
         if found is None:
             missing = prefix + form.suffixes[role]
-            message = (
-                f"is needed beside {y_grad.tensor.name!r}{why}, and not there; --{role.replace('_', '-')} names it"
-            )
+            message = f"is missing, but needed with {y_grad.tensor.name!r}{why}; --{role.replace('_', '-')} names it"
             raise BadInputError(message, file=owner.path, tensor=missing, code="missing-tensor")
         return found
 
@@ -123,7 +121,7 @@ def _layer(owner: GradientSet, home: Mapping[str, Selected], prefix: str, form: 
     _check_size(scale, x.tensor.shape[form.axis :])
     bias = need("bias", ", to invert the layer") if form.invertible and not form.rms else None
     mean = None if form.rms or form.invertible else find("mean")
-    why = ", for it cannot be computed without X" if form.invertible else ""
+    why = " because it cannot be computed without X" if form.invertible else ""
     inv_std_dev = need("inv_std_dev", why) if form.invertible else find("inv_std_dev")
     if bias is not None:
         _check_size(bias, x.tensor.shape[form.axis :])
@@ -148,7 +146,7 @@ def _refuse_overwritten(layer: Layer) -> None:
     for one in layer.inputs:
         new = news.get(one.tensor.name)
         if new is not None and (new.dtype, new.shape) != (one.tensor.dtype, one.tensor.shape):
-            message = f"is read, and would be lost to a result of the same name, of {new.dtype} {list(new.shape)}"
+            message = f"is an input, and a result of {new.dtype} {list(new.shape)} would take its name"
             raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name)
 
 
@@ -156,7 +154,7 @@ def _split(x: Selected, axis: int) -> tuple[int, int]:
     shape = x.tensor.shape
     if not -len(shape) <= axis < len(shape):
         raise BadInputError(
-            f"has shape {list(shape)}, which has no axis {axis}", file=x.shard.path, tensor=x.tensor.name, code="axis"
+            f"shape {list(shape)} has no axis {axis}", file=x.shard.path, tensor=x.tensor.name, code="axis"
         )
     return math.prod(shape[:axis]), math.prod(shape[axis:])
 
@@ -169,7 +167,7 @@ def _check_size(one: Selected, shape: tuple[int, ...], *, exact: bool = False) -
     if not exact and (_squeezed(own) == _squeezed(shape) or own == (math.prod(shape),)):
         return
     raise BadInputError(
-        f"has shape {list(own)}, where {list(shape)} is needed",
+        f"has shape {list(own)}, needs {list(shape)}",
         file=one.shard.path,
         tensor=one.tensor.name,
         code="shape",

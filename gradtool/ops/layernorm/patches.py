@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends import Patch
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,18 +22,16 @@ if TYPE_CHECKING:
 
 
 class Options(NamedTuple):
-    """What the arguments say of every layer."""
+    """What the options say of every layer."""
 
     form: Form
     norm_eps: float
     scale_offset: float
 
-    def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
-        if not 0 <= self.norm_eps < math.inf:
-            raise UsageError(f"--norm-eps must be 0 or more and finite, not {self.norm_eps!r}")
-        if not math.isfinite(self.scale_offset):
-            raise UsageError(f"--scale-offset must be finite, not {self.scale_offset!r}")
+    def computes_statistics(self, layer: Layer) -> bool:
+        """Whether a layer lacks statistics that it needs."""
+        needs_mean = not self.form.rms and not self.form.invertible
+        return layer.inv_std_dev is None or (layer.mean is None and needs_mean)
 
 
 class Patches:
@@ -54,6 +51,11 @@ class Patches:
     def is_wide(self) -> bool:
         """Whether a row is more than one patch; a group then is a single row."""
         return len(self.stretches) > 1
+
+    def groups_at_once(self, block_bytes: int) -> int:
+        """How many groups of rows a patch should have for a backend that likes blocks of that size."""
+        # Wide rows lie apart in the file.
+        return 1 if self.is_wide else max(1, block_bytes // tuning.BLOCK_BYTES)
 
     def start(self, stretch: tuple[int, int], group: int) -> int:
         """The element that a patch begins with."""
@@ -92,7 +94,7 @@ class Patches:
         )
 
     def forget(self) -> None:
-        """Give back what is kept between patches."""
+        """Free what is cached between patches."""
         self._scales = None
 
     def _scale_and_bias(self, stretch: tuple[int, int], channel: Channel) -> tuple[Floats, Floats | None]:
@@ -115,6 +117,22 @@ class Patches:
                 )
         self._scales = stretch, scale, bias
         return scale, bias
+
+
+def too_large(layer: Layer) -> BadInputError:
+    """The error for finite values whose squares are beyond float64."""
+    message = "variance overflows float64; store mean and inv_std_dev too"
+    return BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
+
+
+def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
+    """The inverse standard deviation of rows, from the sums of squared distances from their means."""
+    with np.errstate(all="ignore"):
+        found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
+    if np.isinf(found).any():
+        message = "has a row of variance 0; --norm-eps must be above 0"
+        raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
+    return found
 
 
 def _stored(one: Selected, start: int, count: int, use: str, channel: Channel) -> memoryview:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.tensors import BITS
+from gradtool.store.transaction.destination import NewFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.layernorm.layers import Layer
-    from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
 
@@ -30,12 +29,35 @@ class NewShard(NamedTuple):
         """Whether the header is copied like everything else."""
         return bool(self.copies) and self.copies[0][0] == 0
 
+    @property
+    def header(self) -> bytes:
+        """The new header, if it is not copied."""
+        return b"" if self.keeps_header else self.layout.header
+
+
+class Place(NamedTuple):
+    """Where an output goes: a tensor of the new file that takes a shard's place."""
+
+    shard: Shard
+    selected: Selected
+
 
 class Files(NamedTuple):
     """The new files by the shard that they come from, and by layer where its outputs are in them."""
 
     shards: dict[Shard, NewShard]
-    places: list[list[tuple[Shard, Selected]]]
+    places: list[list[Place]]
+
+    @property
+    def new_files(self) -> list[NewFile]:
+        """The files as they are written: headers that are new, and copies of what stays."""
+        changes = dict.fromkeys(self.shards, 0)
+        for shard, selected in (place for places in self.places for place in places):
+            changes[shard] += selected.tensor.nbytes
+        return [
+            NewFile(shard, new.layout.shard.size, new.header, new.copies, changes=changes[shard])
+            for shard, new in self.shards.items()
+        ]
 
 
 def apart(layers: Sequence[Layer]) -> Files:
@@ -72,7 +94,7 @@ def _check_alike(layer: Layer, x_grad: Tensor) -> None:
     own = layer.y_grad.tensor
     if (own.dtype, own.shape) != (x_grad.dtype, x_grad.shape):
         raise BadInputError(
-            f"has type {own.dtype}, and X_grad will have {x_grad.dtype}, so it cannot take its place",
+            f"has type {own.dtype}, so X_grad of {x_grad.dtype} cannot replace it in place",
             file=layer.y_grad.shard.path,
             tensor=own.name,
             code="dtype",
@@ -92,7 +114,7 @@ def _files(
     shards = {shard: _new_shard(shard, kept.get(shard, []), new, instead) for shard, new in changed.items()}
     named = {(shard, one.name): one for shard, new in shards.items() for one in new.layout.shard.tensors}
     places = [
-        [(shard, Selected(shards[shard].layout.shard, named[shard, one.name])) for shard, one in h] for h in homes
+        [Place(shard, Selected(shards[shard].layout.shard, named[shard, one.name])) for shard, one in h] for h in homes
     ]
     return Files(shards, places)
 
@@ -140,28 +162,3 @@ def _joined(copies: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]
         elif end > begin:
             joined.append((begin, end, to))
     return joined
-
-
-def reindexed(files: Files, owner: GradientSet, content: bytes, *, alone: bool) -> bytes:
-    """An index for the new files of a set; `alone` where those hold the gradients and nothing else."""
-    document: dict[str, Any] = json.loads(content)
-    news = {shard: files.shards[shard].layout.shard for shard in owner.shards if shard in files.shards}
-    if not alone:
-        news = {shard: news.get(shard, shard) for shard in owner.shards}
-    names = {tensor.name: shard.path.name for shard, new in news.items() for tensor in new.tensors}
-    changed = names != document["weight_map"]
-    known = {name: names[name] for name in document["weight_map"] if name in names}
-    document["weight_map"] = known | names
-    metadata = document.get("metadata")
-    tensors = [tensor for new in news.values() for tensor in new.tensors]
-    totals = {
-        "total_size": sum(one.nbytes for one in tensors),
-        "total_parameters": sum(one.elements for one in tensors),
-    }
-    for key, total in totals.items():
-        if isinstance(metadata, dict) and key in metadata:
-            changed = changed or metadata[key] != total
-            metadata[key] = total
-    if not changed:
-        return content
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtool.backends.storage import STORAGE
+from gradtool.ops.passes import pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import Block, Span
 
@@ -18,31 +19,30 @@ if TYPE_CHECKING:
 
 
 class Stitch:
-    """Measures tensor `number` of a measurement: whole tiles at once, cut ones when their last part has come."""
+    """Measures tensor `number` of a measurement: whole tiles at once, cut ones when their last part arrives."""
 
-    def __init__(self, measurement: Measurement, number: int, selected: Selected, backend: Backend) -> None:
+    def __init__(self, measurement: Measurement, number: int, selected: Selected) -> None:
         self._measurement = measurement
         self._number = number
         self._selected = selected
-        self._backend = backend
         self._itemsize = STORAGE[selected.tensor.dtype].itemsize
         self._lock = threading.Lock()
-        # By tile: what is there of it, and how many elements are still to come.
+        # By tile: its parts so far, and how many elements are missing.
         self._cut: dict[int, tuple[memoryview, int]] = {}
 
-    def add(self, start: int, view: memoryview, held: Data) -> None:
-        """Take in the stored values from element `start` on, which the backend holds too."""
+    def add(self, start: int, view: memoryview, data: Data, backend: Backend) -> None:
+        """Measure the stored values from element `start` on; `data` is the same memory where the backend works."""
         elements = len(view) // self._itemsize
         stop = start + elements
         first = min(-(-start // TILE) * TILE, stop)
         last = stop if stop == self._selected.tensor.elements else max(stop // TILE * TILE, first)
         if first < last:
-            self._measure(first, last - first, held, (first - start) * self._itemsize)
+            self._measure(first, last - first, data, (first - start) * self._itemsize, backend)
         for begin, end in ((start, first), (last, stop)):
             if begin < end:
-                self._patch(begin, view[(begin - start) * self._itemsize : (end - start) * self._itemsize])
+                self._patch(begin, view[(begin - start) * self._itemsize : (end - start) * self._itemsize], backend)
 
-    def _patch(self, start: int, view: memoryview) -> None:
+    def _patch(self, start: int, view: memoryview, backend: Backend) -> None:
         tile = start // TILE
         size = min(TILE, self._selected.tensor.elements - tile * TILE)
         with self._lock:
@@ -55,12 +55,12 @@ class Stitch:
             if missing:
                 self._cut[tile] = (buffer, missing)
                 return
-        self._measure(tile * TILE, size, buffer, 0)
+        self._measure(tile * TILE, size, buffer, 0, backend)
 
-    def _measure(self, start: int, elements: int, held: Data, offset: int) -> None:
+    def _measure(self, start: int, elements: int, data: Data, offset: int, backend: Backend) -> None:
         span = Span(self._number, self._selected.tensor.dtype, start, elements, offset)
         block = Block(self._selected.shard, 0, offset + elements * self._itemsize, [span])
-        found = self._backend.tile_sums(held, self._measurement.pieces(block), self._measurement.terms)
+        found = backend.tile_sums(data, pieces_of(block), self._measurement.spec)
         self._measurement.add(block, found)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool import memory
-from gradtool.errors import BadInputError, SystemRefusedError, from_os_error, shortened
+from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store.format.limits import MAX_TEXT, memory_to_judge, refuse_large_header, refuse_long, refuse_long_names
 from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_lies, tensor_of
 
@@ -80,11 +80,6 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
     )
 
 
-def changed_meanwhile(path: Path) -> SystemRefusedError:
-    """The error for a file that is not what it was when its header was read."""
-    return SystemRefusedError("was changed by another program in the meantime; run again", file=path, code="changed")
-
-
 def read_regular(path: Path) -> tuple[os.stat_result, bytes]:
     """The status and the content of a small regular file; all else is refused, and a FIFO does not keep us waiting.
 
@@ -102,23 +97,18 @@ def read_regular(path: Path) -> tuple[os.stat_result, bytes]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file, open to be read; all else is refused, and what the system says becomes an error of gradtool's."""
-    fd = None
-    try:
-        # Without O_NONBLOCK a FIFO would keep us waiting for a writer.
+    """A regular file, opened for reading, and its status; anything else is refused."""
+    with os_errors_about(path):
+        # O_NONBLOCK, or a FIFO would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(fd)
-        if stat.S_ISDIR(status.st_mode):
-            raise BadInputError("is a folder, where a file is expected", file=path)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadInputError("is not a regular file", file=path)
-        yield fd, status
-    except OSError as error:
-        if isinstance(error, SystemRefusedError):
-            raise
-        raise from_os_error(error, path) from error
-    finally:
-        if fd is not None:
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISDIR(status.st_mode):
+                raise BadInputError("is a folder, not a file", file=path)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadInputError("is not a regular file", file=path)
+            yield fd, status
+        finally:
             os.close(fd)
 
 

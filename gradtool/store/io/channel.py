@@ -1,4 +1,4 @@
-"""One worker thread's way to the files: reused memory, few open files, every byte and second counted."""
+"""How one worker thread reads and writes files: reused memory, few open files, every byte and second counted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs
-from gradtool.store.format.header import Shard, changed_meanwhile, is_unchanged
+from gradtool.store.format.header import Shard, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,8 +34,14 @@ class Clock:
     # The threads that got any work.
     workers: int = 0
 
+    def each(self) -> Clock:
+        """The seconds of one thread, on average; the threads themselves do not count."""
+        count = max(1, self.workers)
+        seconds = self.read / count, self.compute / count, self.write / count
+        return Clock(*seconds, self.read_bytes, self.written_bytes)
+
     def add(self, other: Clock) -> None:
-        """Add another thread's, or another pass's, figures."""
+        """Add the figures of another thread, or of another pass."""
         self.read += other.read
         self.compute += other.compute
         self.write += other.write
@@ -45,22 +51,22 @@ class Clock:
 
 
 class Channel:
-    """Reads shards and writes files, for one thread. At most `max_files` are open at a time, however many take part.
+    """Reads shards and writes files, for one thread, with at most `max_files` open at a time.
 
-    Memory is taken from `allocate`. What is written to a file that the `journal` knows is saved there first.
+    Memory comes from `allocate`. `in_place` is the transaction whose files are overwritten, if there is one.
     """
 
     def __init__(
         self,
         max_files: int,
         allocate: Callable[[int], memoryview],
-        journal: InPlace | None = None,
+        in_place: InPlace | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self.clock = Clock()
         self._max_files = max_files
         self._allocate = allocate
-        self._journal = journal
+        self._in_place = in_place
         self._on_bytes = on_bytes
         self._undo_log: UndoLog | None = None
         self._memory: dict[str, memoryview] = {}
@@ -68,7 +74,7 @@ class Channel:
         self._open: OrderedDict[Shard | File, int] = OrderedDict()
 
     def memory(self, use: str, nbytes: int) -> memoryview:
-        """`nbytes` of memory, the same for the same use until more is asked for; what is in it is left from before."""
+        """`nbytes` of memory, the same for the same use until more is needed; it is not cleared."""
         kept = self._memory.get(use)
         if kept is None or len(kept) < nbytes:
             try:
@@ -91,7 +97,7 @@ class Channel:
         self.count(len(view))
 
     def touch(self, shard: Shard) -> None:
-        """See to it that `check` looks at a shard of which nothing need be read.
+        """Have `check` look at a shard, though nothing of it is read.
 
         Raises:
             SystemRefusedError: the file changed since its header was read.
@@ -99,33 +105,41 @@ class Channel:
         self._descriptor(shard)
 
     def count(self, nbytes: int) -> None:
-        """Tell of bytes that are done with, because they were read, or need not be."""
+        """Count bytes as processed."""
         if self._on_bytes is not None:
             self._on_bytes(nbytes)
 
-    def write(self, file: File, begin: int, view: memoryview, parts: Sequence[tuple[int, int]] | None = None) -> None:
-        """Write `view` into a file that is there, from byte `begin` on; of it only `parts`, where they are given.
+    def write(self, file: File, begin: int, view: memoryview) -> None:
+        """Write `view` into a new file, from byte `begin` on.
 
         Raises:
-            SystemRefusedError: writing failed, or what is overwritten in place could not be saved.
+            SystemRefusedError: writing failed.
         """
         began = perf_counter()
-        fd = self._descriptor(file)
-        number = None if self._journal is None else self._journal.number_of(file)
-        if self._journal is not None and number is not None:
-            old = self.memory("undo", len(view))
-            self._fill(file.path, fd, begin, old)
-            self._undo_log = self._undo_log or self._journal.undo_log()
-            self._undo_log.save(number, begin, old, view)
-        for start, stop in [(0, len(view))] if parts is None else parts:
-            try:
+        with os_errors_about(file.path):
+            self.clock.written_bytes += fs.write_all(self._descriptor(file), [view], begin)
+        self.clock.write += perf_counter() - began
+
+    def overwrite(
+        self, file: File, begin: int, view: memoryview, parts: Sequence[tuple[int, int]], in_place: InPlace
+    ) -> None:
+        """Overwrite the given parts of `view`, which lies at byte `begin` of the file; the old content is saved first.
+
+        Raises:
+            SystemRefusedError: the old content could not be saved, or writing failed.
+        """
+        began = perf_counter()
+        fd, old = self._descriptor(file), self.memory("undo", len(view))
+        self._fill(file.path, fd, begin, old)
+        self._undo_log = self._undo_log or in_place.undo_log()
+        self._undo_log.save(in_place.number_of(file), begin, old, view)
+        with os_errors_about(file.path):
+            for start, stop in parts:
                 self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
-            except OSError as error:
-                raise from_os_error(error, file.path) from error
         self.clock.write += perf_counter() - began
 
     def check(self) -> None:
-        """Raise `SystemRefusedError` unless what was read was one state of each file."""
+        """Raise `SystemRefusedError` if a file that is open changed while it was read."""
         for file, fd in self._open.items():
             self._check(file, fd)
 
@@ -180,8 +194,8 @@ class Channel:
     def _check(self, file: Shard | File, fd: int) -> None:
         if not isinstance(file, Shard) or is_unchanged(fd, file.stat):
             return
-        # What we change ourselves looks changed.
-        if self._journal is None or not self._journal.is_ours(fd):
+        # A file that this run overwrites has changed, of course.
+        if self._in_place is None or not self._in_place.is_ours(fd):
             raise changed_meanwhile(file.path)
 
     def _open_source(self, shard: Shard) -> int:
@@ -196,10 +210,10 @@ class Channel:
         return fd
 
     def _open_destination(self, file: File) -> int:
-        if self._journal is None or self._journal.number_of(file) is None:
+        if self._in_place is None:
             return file.open(os.O_WRONLY)
         fd = file.open(os.O_RDWR)
-        if not self._journal.is_ours(fd):
+        if not self._in_place.is_ours(fd):
             os.close(fd)
             raise changed_meanwhile(file.path)
         return fd

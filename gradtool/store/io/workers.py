@@ -1,7 +1,6 @@
-"""Blocks in and out: tasks that read and write stretches of files, done by worker threads.
+"""Worker threads: they do tasks, each with a `Channel` of its own.
 
-A pass reads contiguous ranges that span tensors, with large `preadv` and `pwrite` calls. Those calls and the arithmetic
-release the interpreter lock, so that threads really run side by side.
+The system calls that move data, and the arithmetic, release the interpreter lock, so that threads run side by side.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool import tuning
 from gradtool.store import signals
 from gradtool.store.io.channel import Channel, Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from gradtool.store.format.header import Shard
-    from gradtool.store.fs import File
     from gradtool.store.transaction.inplace import InPlace
 
-    # One stretch of work, done with the files and the memory of the thread that it falls to.
+    # A stretch of work, done with the files and the memory of one thread.
     Task = Callable[[Channel], None]
 
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
@@ -40,72 +36,41 @@ def default_threads() -> int:
     return min(cores, MAX_DEFAULT_THREADS)
 
 
-def copying(shard: Shard, ranges: Iterable[tuple[int, int, int]], destination: File) -> Iterator[Task]:
-    """Tasks that copy bytes of a shard; each range is where it begins and ends there, and where it goes."""
-
-    def do(begin: int, end: int, to: int, channel: Channel) -> None:
-        view = channel.memory("block", end - begin)
-        channel.read(shard, begin, view)
-        channel.write(destination, to, view)
-
-    for begin, end, to in ranges:
-        for at in range(begin, end, tuning.BLOCK_BYTES):
-            yield partial(do, at, min(at + tuning.BLOCK_BYTES, end), to + at - begin)
-
-
-def zeroing(shard: Shard, ranges: Iterable[tuple[int, int]], destination: File) -> Iterator[Task]:
-    """Tasks that write zeros over ranges of a file."""
-
-    def do(begin: int, end: int, channel: Channel) -> None:
-        channel.touch(shard)
-        channel.write(destination, begin, memoryview(bytes(end - begin)))
-        channel.count(end - begin)
-
-    for begin, end in ranges:
-        for at in range(begin, end, tuning.BLOCK_BYTES):
-            yield partial(do, at, min(at + tuning.BLOCK_BYTES, end))
-
-
-def writing(file: File, content: bytes) -> Task:
-    """A task that writes the beginning of a file."""
-    return lambda channel: channel.write(file, 0, memoryview(content))
-
-
 def run(
     tasks: Iterable[Task],
     *,
     threads: int,
     allocate: Callable[[int], memoryview],
-    journal: InPlace | None = None,
+    in_place: InPlace | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Clock:
-    """Do every task, in worker threads. The first exception stops all threads and is raised again here.
+    """Do every task, in worker threads. The first exception stops all threads and is raised here.
 
-    `allocate` gives the threads their memory. With a `journal`, files are changed in place. `on_bytes` is told how many
-    bytes were read, from one thread at a time.
+    `allocate` gives the threads their memory. `in_place` is the transaction whose files are overwritten, if there is
+    one. `on_bytes` is called with the number of bytes that were read, from one thread at a time.
 
     Raises:
         SystemRefusedError: reading or writing failed, or a file changed since its header was read.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
-    if journal is not None:
-        # An undo file for each thread, and a file with its folder while it is made.
+    if in_place is not None:
+        # An undo log for each thread, and a file with its folder while it is made.
         threads = max(1, min(threads, budget // 4))
         budget -= 2 * threads
     threads = max(1, min(threads, budget))
-    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate, journal), on_bytes)
+    queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate, in_place), on_bytes)
     try:
-        # This thread works itself, unless it must be free to hear of Ctrl-C while others do.
+        # This thread works itself, unless it must be free to handle Ctrl-C while others work.
         started = _start(threads, queue) if threads > 1 else 0
         if not started:
-            _drain_quietly(queue)
+            _drain(queue)
         for _ in range(started):
-            # Python hears of a signal that came just before it began to wait only when it next wakes up.
+            # Python does not handle a signal that arrived just before a wait until the wait ends.
             while not queue.left.acquire(timeout=_HEARTBEAT_SECONDS):
                 signals.heed()
     except BaseException:
-        # A thread that only starts now finds nothing to do. Not Thread.join, which does not survive being interrupted.
-        # Nor may a second Ctrl-C make anybody undo what a thread is still doing.
+        # Not Thread.join, which does not survive an interrupt. A thread that only starts now finds nothing to do, and a
+        # second Ctrl-C must not roll back what a thread is still writing.
         with signals.deferred():
             queue.stop()
             queue.idle.wait()
@@ -140,7 +105,7 @@ def _start(count: int, queue: _Queue) -> int:
 def _drain_and_leave(queue: _Queue) -> None:
     queue.enter()
     try:
-        _drain_quietly(queue)
+        _drain(queue)
     finally:
         queue.leave()
 
@@ -199,25 +164,22 @@ class _Queue:
             self.clock.add(clock)
 
 
-def _drain_quietly(queue: _Queue) -> None:
-    try:
-        _drain(queue)
-    except BaseException as error:  # noqa: BLE001 - raised again by run(), in the thread that called it
-        queue.stop(error)
-
-
 def _drain(queue: _Queue) -> None:
-    channel = queue.channel()
-    clock = channel.clock
+    """Do tasks until there are no more; an error stops the queue, and `run` raises it in the thread that called it."""
     try:
-        while (task := queue.next()) is not None:
-            began, moved = perf_counter(), clock.read + clock.write
-            task(channel)
-            # In the only thread there is.
-            signals.heed()
-            clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
-            clock.workers = 1
-        channel.check()
-    finally:
-        channel.close()
-        queue.finish(clock)
+        channel = queue.channel()
+        clock = channel.clock
+        try:
+            while (task := queue.next()) is not None:
+                began, moved = perf_counter(), clock.read + clock.write
+                task(channel)
+                # Where there is no other thread, this one handles signals.
+                signals.heed()
+                clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
+                clock.workers = 1
+            channel.check()
+        finally:
+            channel.close()
+            queue.finish(clock)
+    except BaseException as error:  # noqa: BLE001
+        queue.stop(error)

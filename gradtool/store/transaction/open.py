@@ -1,91 +1,175 @@
-"""One writer at a time for each file.
-
-A run leaves its log first and looks for those of others then, so that of two at least one sees the other. Of two that
-have not yet said that they are ready, the one whose name sorts later withdraws.
-"""
+"""Opening the files of a call: to read them, or to write them with all other writers kept out."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
 
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError
 from gradtool.store import signals
-from gradtool.store.transaction.guard import could_change
+from gradtool.store.format.gradset import open_sets, refuse_dtypes, select
+from gradtool.store.format.header import is_unchanged
+from gradtool.store.transaction.acquire import acquire
+from gradtool.store.transaction.guard import Place, refuse_unfinished, refuse_unfinished_at
 from gradtool.store.transaction.locks import InUse
-from gradtool.store.transaction.log import logs_in
-from gradtool.store.transaction.recovery import settle
+from gradtool.store.transaction.output import Output, explained
+from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.transaction.output import OutputOptions
     from gradtool.store.transaction.run import Run
 
-_POLL_SECONDS = 0.02
-# More than it takes to look at a folder: a run that has not decided by then is stopped.
-_PATIENCE_SECONDS = 1.0
+_NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+# A file is replaced while its header is read only if run after run gets to that very point.
+_TRIES = 100
+_PAUSE_SECONDS = 0.01
 
 
-class _Rival(NamedTuple):
-    """Another run that is alive and is to write a target too."""
+@dataclass(frozen=True)
+class OpenSets:
+    """The gradient sets of a call, headers read and checked, and the tensors that are selected in them."""
 
-    found: InUse
-    target: Path
+    sets: list[GradientSet]
+    selected: list[Selected]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Every file of the call."""
+        return [shard for one in self.sets for shard in one.shards]
+
+    def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
+        """The selected tensors of the given files."""
+        return [one for shard in shards for one in self._by_shard.get(shard, ())]
+
+    @cached_property
+    def _by_shard(self) -> dict[Shard, list[Selected]]:
+        return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
 
 
-def acquire(run: Run, *, timeout: float = 0.0) -> None:
-    """Have the run's targets to itself until it is closed, waiting up to `timeout` seconds for others that have one.
+@dataclass(frozen=True)
+class Inputs:
+    """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None."""
 
-    Crashed runs that left one of them unfinished are recovered first.
+    paths: Sequence[str]
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    dtypes: Sequence[str] | None = None
+
+    def open(self) -> OpenSets:
+        """Read the headers, and check all that can be checked before a byte of data is read."""
+        sets = open_sets(self.paths)
+        selected = select(sets, self.include, self.exclude)
+        if self.dtypes is not None:
+            refuse_dtypes(selected, self.dtypes)
+        return OpenSets(sets, selected)
+
+    def places(self, error: GradtoolError | None = None) -> list[Place]:
+        """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
+        files = [problem.file for problem in error.problems if problem.file] if error else []
+        places: dict[Place, None] = {}
+        for path in files or self.paths:
+            # Where the current folder is gone, a relative path leads nowhere.
+            with contextlib.suppress(OSError):
+                places |= dict.fromkeys(Place.of(path))
+        return list(places)
+
+
+def open_to_read(inputs: Inputs) -> OpenSets:
+    """Open inputs that are only read; refused while a run is changing them, or after one crashed half-way.
 
     Raises:
-        SystemRefusedError: another run writes one of them, or a crashed one cannot be recovered.
-        BadInputError: there are too many targets for a log.
+        SystemRefusedError: a file may be half changed.
+        BadInputError: as `Inputs.open`.
     """
-    deadline = time.monotonic() + timeout
+    try:
+        opened = inputs.open()
+    except BadInputError as error:
+        # A half-changed file may be what is wrong.
+        for place in inputs.places(error):
+            refuse_unfinished_at(place)
+        raise
+    refuse_unfinished(shard.path for shard in opened.shards)
+    return opened
+
+
+@contextlib.contextmanager
+def open_to_write(
+    inputs: Inputs, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
+) -> Iterator[tuple[OpenSets, Output]]:
+    """Open inputs and lock the files that will be written, until the end of the block.
+
+    Crashed runs that left one of them unfinished are recovered first. Of the sets, the first `writes` are written, or
+    all; or else the file to be `created`.
+
+    Raises:
+        UsageError: the options do not fit the inputs.
+        SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.
+    """
+    if options.only_reads:
+        opened = open_to_read(inputs)
+        yield opened, Output.of(options, opened.sets, writes, created)
+        return
+    opened = _open_to_write(inputs, time.monotonic() + options.lock_timeout)
+    output = Output.of(options, opened.sets, writes, created)
+    with signals.deferred(), output.new_run() as run, explained(run):
+        is_held = _try_to_acquire(run, options.lock_timeout)
+        if run.met_others or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
+            opened = inputs.open()
+            output = Output.of(options, opened.sets, writes, created)
+        for target in output.targets:
+            run.place(target)
+        refuse_unfinished((shard.path for shard in opened.shards), own=run.id)
+        yield opened, output.held_by(run) if is_held else output
+
+
+def _open_to_write(inputs: Inputs, deadline: float) -> OpenSets:
+    """Open inputs that another run may be replacing right now, or that a crashed run may have left half changed."""
+    tries = 0
     while True:
-        signals.heed()
-        run.register()
-        rival = _decided(run, deadline)
-        if rival is None:
-            run.be_ready()
-            return
+        tries += 1
+        try:
+            return inputs.open()
+        except SystemRefusedError as error:
+            if error.problems[0].code != "changed" or (tries > _TRIES and time.monotonic() > deadline):
+                raise
+        except BadInputError as error:
+            found = [one for place in inputs.places(error) for one in _recovered_at(place)]
+            alive = [one for one in found if isinstance(one, InUse) and one.log.is_unfinished]
+            if alive and time.monotonic() > deadline:
+                raise alive[0].error(alive[0].log.home.parent) from None
+            if not alive and not any(isinstance(one, Recovered) for one in found):
+                raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _recovered_at(place: Place) -> Sequence[Recovered | InUse]:
+    """The runs at a place, crashed ones recovered."""
+    found = recover_at(place)[0] if os.path.isdir(place.folder) else []  # noqa: PTH112 - Path's own may raise
+    for one in found:
+        if isinstance(one, GradtoolError):
+            raise one
+    return [one for one in found if not isinstance(one, GradtoolError)]
+
+
+def _try_to_acquire(run: Run, timeout: float) -> bool:
+    """Lock the files; False where nothing can be written: a run that has nothing to write may still succeed."""
+    try:
+        acquire(run, timeout=timeout)
+    except SystemRefusedError as error:
+        if error.errno not in _NOTHING_CAN_BE_WRITTEN:
+            raise
+        # Its logs in some of the folders must not block the next run.
         run.withdraw()
-        run.met_others = True
-        _wait(rival, deadline)
-
-
-def _decided(run: Run, deadline: float) -> _Rival | None:
-    """The rival to wait for, or None. A rival whose name sorts later withdraws, so it is only waited for a moment."""
-    patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
-    while (rival := _rival(run)) is not None:
-        other = rival.found.log
-        if other.ready or other.run < run.id or time.monotonic() > patience:
-            return rival
-        run.met_others = True
-        time.sleep(_POLL_SECONDS)
-        signals.heed()
-    return None
-
-
-def _rival(run: Run) -> _Rival | None:
-    """A run that is alive and has one of our targets; crashed ones are recovered."""
-    for folder, names in run.names:
-        for log in logs_in(folder):
-            shared = log.names & names
-            if log.run == run.id or not any(could_change(log, folder, name) for name in shared):
-                continue
-            found = settle(log)
-            # One that only clears away writes to no target any more.
-            if isinstance(found, InUse) and not (found.log.done or found.log.undone):
-                return _Rival(found, folder.path / min(shared))
-            run.met_others = True
-    return None
-
-
-def _wait(rival: _Rival, deadline: float) -> None:
-    """Wait until a rival has ended; if it crashes, it is recovered."""
-    if time.monotonic() >= deadline:
-        raise rival.found.error(rival.target)
-    while time.monotonic() < deadline and isinstance(settle(rival.found.log), InUse):
-        time.sleep(_POLL_SECONDS)
-        signals.heed()
+        return False
+    return True

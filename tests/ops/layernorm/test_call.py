@@ -72,7 +72,7 @@ def test_bad_input_and_nan_on_the_command_line_have_their_exit_codes(tmp_path):
     path = two_layers(tmp_path)
     done = gradtool("layernorm-backward", path, "--axis", 5)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == f"gradtool: error: {path}: tensor 'a.0.X': has shape [6, 9], which has no axis 5\n"
+    assert done.stderr == f"gradtool: error: {path}: tensor 'a.0.X': shape [6, 9] has no axis 5\n"
     write(tmp_path / "x", layer((6, 9)) | {"scale": np.full(9, math.nan)})
     done = gradtool("layernorm-backward", path)
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, encode, gaussian, write
 
 from gradtool import norm
-from gradtool.backends import Terms
+from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.layernorm.stitch import Stitch, encoded
 from gradtool.ops.measurement import Measurement
@@ -24,25 +24,26 @@ FACTS = ("max_abs", "nan", "inf", "zeros")
 class Pieces:
     """The only tensor of a file, to be measured from stretches of it."""
 
-    def __init__(self, path, backend, divisors=None):
+    def __init__(self, path, backend):
         shard = read_shard(path)
         tensor = shard.tensors[0]
         self._itemsize = STORAGE[tensor.dtype].bits.itemsize
         self._data = path.read_bytes()[tensor.begin : tensor.end]
-        self.measurement = Measurement([Selected(shard, tensor)], Terms(), divisors)
-        self._stitch = Stitch(self.measurement, 0, Selected(shard, tensor), backend)
+        self.measurement = Measurement([Selected(shard, tensor)], NormSpec())
+        self._stitch = Stitch(self.measurement, 0, Selected(shard, tensor))
+        self._backend = backend
 
     def add(self, begin, end):
         view = memoryview(bytearray(self._data[begin * self._itemsize : end * self._itemsize]))
-        self._stitch.add(begin, view, view)
+        self._stitch.add(begin, view, view, self._backend)
         # A caller uses its memory again.
         view[:] = b"\xa5" * len(view)
 
 
-def found(measurement, divisor=1.0):
+def found(measurement):
     """What was found, with bits told apart."""
     facts = [getattr(measurement, fact)[0].item() for fact in FACTS]
-    return repr([measurement.tensor_norm(0, divisor, 1.0), *facts])
+    return repr([measurement.norms().whole, *facts])
 
 
 def told(path):
@@ -98,15 +99,12 @@ def test_nan_inf_and_zeros_are_counted_once_and_the_first_is_found(tmp_path, bac
     assert found(measurement) == told(path)
 
 
-def test_huge_values_are_rescued_as_norm_does(tmp_path, backend):
+def test_huge_values_are_measured_as_norm_does(tmp_path, backend):
     path = write(tmp_path / "x", {"a": gaussian(100_000, "F64") * 1e200})
-    plain = Pieces(path, backend)
-    plain.add(0, 100_000)
-    divisor = plain.measurement.tensor_divisor(0)
-    rescued = Pieces(path, backend, [divisor])
+    pieces = Pieces(path, backend)
     for begin, end in ((50_000, 100_000), (0, 50_000)):
-        rescued.add(begin, end)
-    assert rescued.measurement.tensor_norm(0, divisor, 1.0) == norm(path).norm < math.inf
+        pieces.add(begin, end)
+    assert pieces.measurement.norms().whole == norm(path).norm < math.inf
 
 
 def test_threads_may_add_at_the_same_time(tmp_path, backend):

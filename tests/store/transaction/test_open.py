@@ -166,7 +166,7 @@ def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changi
         lambda: clip(changing, max_norm=1, dry_run=True),
         lambda: norm([buffer, changing]),
     ):
-        with pytest.raises(SystemRefusedError, match="is being changed by a run"):
+        with pytest.raises(SystemRefusedError, match="may be half changed by a run"):
             read_it()
     assert not any(read(buffer)["x.safetensors"])
 
@@ -176,7 +176,7 @@ def test_a_set_that_cannot_be_opened_because_it_is_half_changed_says_so(tmp_path
     run = registered([tmp_path / "a.safetensors"])
     with in_place(run, [tmp_path / "a.safetensors"], 12) as journal:
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"new": "a.safetensors"}}')
-        with pytest.raises(SystemRefusedError, match="is being changed by a run"):
+        with pytest.raises(SystemRefusedError, match="may be half changed by a run"):
             norm(tmp_path)
         with pytest.raises(BadInputError):
             norm(tmp_path, ignore_journal=True)
@@ -261,7 +261,7 @@ def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, mon
         link.symlink_to(other)
         run.close()
 
-    monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", lead_elsewhere)
+    monkeypatch.setattr("gradtool.store.transaction.acquire.time.sleep", lead_elsewhere)
     before = first.read_bytes(), other.read_bytes()
     with pytest.raises(SystemRefusedError, match="changed by another program"):
         zero(link, write=mode, lock_timeout=60)
@@ -301,7 +301,7 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
             journal.__exit__(None, None, None)
             run.close()
 
-        monkeypatch.setattr("gradtool.ops.output.time.sleep", finish)
+        monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", finish)
         if seconds:
             assert zero(tmp_path, lock_timeout=seconds).files_written == 1
         else:

@@ -1,0 +1,109 @@
+"""Canonical tile sums in numpy, of what is in a block or of what is written there on the way."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradtool.backends import BlockSums, NormSpec, Piece
+from gradtool.backends.storage import STORAGE, Storage
+from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range, tile_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+
+def sum_pieces(
+    block: memoryview,
+    pieces: Sequence[Piece],
+    spec: NormSpec,
+    factors: Sequence[float] | None = None,
+    limit: float = math.inf,
+) -> BlockSums:
+    """The sums of the pieces of a block; with factors, they are multiplied and limited in place first."""
+    found = _empty(pieces)
+    tile = 0
+    with np.errstate(all="ignore"):
+        for k, piece in enumerate(pieces):
+            storage = STORAGE[piece.dtype]
+            for start in range(0, piece.elements, TILE):
+                at, elements = piece.offset + start * storage.itemsize, min(TILE, piece.elements - start)
+                raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
+                if factors is not None:
+                    _scale(raw, storage, factors[k], limit, drop_nonfinite=spec.drop_nonfinite)
+                values = _widened(raw, storage)
+                finite = np.isfinite(values)
+                is_finite = bool(finite.all())
+                if not is_finite:
+                    found.nan[k] += np.count_nonzero(np.isnan(values))
+                    found.inf[k] += np.count_nonzero(np.isinf(values))
+                    if found.first_nonfinite[k] < 0:
+                        found.first_nonfinite[k] = start + int(np.argmin(finite))
+                    if spec.drop_nonfinite:
+                        values[~finite] = 0
+                magnitudes = np.abs(values)
+                found.zeros[k] += np.count_nonzero(magnitudes == 0)
+                # Not over NaN, whose comparisons depend on the version of numpy.
+                numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
+                found.max_abs[k] = max(found.max_abs[k], float(numbers.max(initial=0)))
+                if spec.order != math.inf:
+                    found.sums[tile], found.exponents[tile] = _tile_sum(magnitudes.astype(np.float64), spec.order)
+                tile += 1
+    return found
+
+
+def _empty(pieces: Sequence[Piece]) -> BlockSums:
+    tiles = sum(tile_count(piece.elements) for piece in pieces)
+    nan, inf, zeros = (np.zeros(len(pieces), np.int64) for _ in range(3))
+    first = np.full(len(pieces), -1, np.int64)
+    return BlockSums(np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces)), nan, inf, zeros, first)
+
+
+def _scale(raw: NDArray[np.uint8], storage: Storage, factor: float, limit: float, *, drop_nonfinite: bool) -> None:
+    values = _widened(raw, storage)
+    if drop_nonfinite:
+        values[~np.isfinite(values)] = 0
+    bound = values.dtype.type(limit)
+    values *= values.dtype.type(factor)
+    # Not numpy's clip: which zero it gives for a limit of 0 differs between its versions.
+    values[values < -bound] = -bound
+    values[values > bound] = bound
+    raw[:] = storage.narrow(values).view(np.uint8)
+
+
+def _widened(raw: NDArray[np.uint8], storage: Storage) -> NDArray[Any]:
+    # A tensor may lie at any address; the copy does not.
+    return storage.widen(raw.copy().view(storage.bits))
+
+
+def _tile_sum(magnitudes: NDArray[np.float64], order: float) -> tuple[float, int]:
+    """The sum of a tile, or its norm where the order is above `MAX_SUM_ORDER`; and the tile's exponent."""
+    found = _lane_sum(magnitudes, order)
+    if order <= MAX_SUM_ORDER and is_in_range(found):
+        return found, 0
+    largest = float(magnitudes.max())
+    if not 0 < largest < math.inf:
+        return found, 0
+    if order > MAX_SUM_ORDER:
+        return largest * _lane_sum(magnitudes / largest, order) ** (1 / order), 0
+    exponent = exponent_of(largest)
+    return _lane_sum(magnitudes / math.ldexp(1.0, exponent), order), exponent
+
+
+def _lane_sum(magnitudes: NDArray[np.float64], order: float) -> float:
+    if order == 2:  # noqa: PLR2004 - this order and the next are those whose bits are promised
+        powers = magnitudes * magnitudes
+    elif order == 1:
+        powers = magnitudes
+    else:
+        powers = magnitudes**order
+    # Row after row, each addition rounded; written out because numpy promises no order of its reductions.
+    lanes = np.zeros(LANES)
+    for start in range(0, powers.size, LANES):
+        row = powers[start : start + LANES]
+        lanes[: row.size] += row
+    return float(fold(lanes[None, :])[0])

@@ -1,0 +1,96 @@
+"""Each gradient by itself, before it is added: its norm is limited, or it is left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradtool.errors import BadInputError, NonFiniteError, Problem
+from gradtool.ops.passes import Measure
+from gradtool.ops.results import nonfinite_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.accumulate.match import Contribution
+    from gradtool.ops.accumulate.policy import Policy
+    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.session import Session
+
+NONFINITE_REMEDY = "Use --nonfinite skip to leave out such gradients, or --overwrite to drop such a buffer"
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """One gradient set: its weight, and whether it was added; what was found in it, if it was looked at before."""
+
+    weight: float
+    taken: bool
+    norm: float | None
+    coef: float | None
+    nan: int | None
+    inf: int | None
+    file: str
+
+    @classmethod
+    def unseen(cls, one: Contribution, *, taken: bool) -> GradientRow:
+        """A gradient that was not looked at by itself."""
+        return cls(one.weight, taken, None, None, None, None, str(one.path))
+
+
+@dataclass(frozen=True)
+class Screened:
+    """The gradients that are added, a row for each that was given, and warnings of those that are left out."""
+
+    taken: Sequence[Contribution]
+    rows: Sequence[GradientRow]
+    warnings: Sequence[Problem] = ()
+
+
+def screen(session: Session, policy: Policy, contributions: Sequence[Contribution]) -> Screened:
+    """Look at each gradient, where the policy asks for that.
+
+    Raises:
+        NonFiniteError: a gradient holds NaN or Inf and may not be left out, or every one does.
+        BadInputError: a norm is beyond float64.
+    """
+    if not policy.screens:
+        return Screened(contributions, [GradientRow.unseen(one, taken=True) for one in contributions])
+    taken, rows, warnings, problems = [], [], [], []
+    for one in contributions:
+        selected = list(one.tensors.values())
+        found = session.run(Measure(selected, policy.spec))
+        bad = nonfinite_problems(selected, found)
+        limited, row = _limited(policy, one, found, is_taken=not bad or policy.nonfinite != "skip")
+        rows.append(row)
+        problems += bad
+        if row.taken:
+            taken.append(limited)
+        else:
+            why = f"whole gradient skipped: {bad[0].message}"
+            warnings.append(Problem("skipped", why, str(one.path), bad[0].tensor))
+    if problems and (policy.nonfinite == "error" or not taken):
+        if policy.nonfinite == "skip":
+            raise NonFiniteError("every gradient contains NaN or Inf; nothing written", problems)
+        raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
+    return Screened(taken, rows, warnings)
+
+
+def _limited(
+    policy: Policy, one: Contribution, found: Measurement, *, is_taken: bool
+) -> tuple[Contribution, GradientRow]:
+    """A gradient with the coefficient that limits its norm, and its row."""
+    norm = found.norms().whole
+    if policy.clip_each is not None and policy.clip_each < math.inf and found.is_finite and math.isinf(norm):
+        raise BadInputError("norm overflows float64 and cannot be clipped; nothing written", file=one.path)
+    limited = one._replace(coef=policy.coef(policy.clip_each, norm))
+    return limited, GradientRow(
+        weight=one.weight,
+        taken=is_taken,
+        norm=norm,
+        coef=None if policy.clip_each is None else limited.coef,
+        nan=int(found.nan.sum()),
+        inf=int(found.inf.sum()),
+        file=str(one.path),
+    )

@@ -1,0 +1,158 @@
+"""Rows that are longer than a patch: what each row needs is summed before its gradients are computed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+
+import numpy as np
+
+from gradtool.backends import NormSpec
+from gradtool.ops.layernorm.patches import inverted, too_large
+from gradtool.ops.passes import Measure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gradtool.backends import Backend
+    from gradtool.engines import Worker
+    from gradtool.ops.layernorm.layers import Layer
+    from gradtool.ops.layernorm.patches import Floats, Options, Patches
+    from gradtool.ops.session import Session
+    from gradtool.store.transaction.destination import Destination
+
+
+class Rows(NamedTuple):
+    """What each row needs: its statistics, and the two means over its gradient; and when summing them began."""
+
+    mean: Floats
+    inv_std_dev: Floats
+    weighted: Floats
+    projected: Floats
+    began: float
+
+
+class Parts(dict[tuple[int, int], "tuple[Floats, ...]"]):
+    """Sums of stretches of rows, by (number of the stretch, row)."""
+
+    def merge(self, other: Self) -> None:
+        """Add the sums of other stretches."""
+        self.update(other)
+
+    def totals(self, stretches: int, rows: int) -> list[Floats]:
+        """The sums of whole rows; stretches are added in their order."""
+        totals = [np.zeros(rows) for _ in self[0, 0]]
+        for number in range(stretches):
+            for row in range(rows):
+                for total, part in zip(totals, self[number, row], strict=True):
+                    total[row] += part[0]
+        return totals
+
+
+@dataclass(frozen=True)
+class SumRows:
+    """Sums wide rows: of X, of its squared distances from the mean, or of what the means over the gradient take."""
+
+    layer: Layer
+    patches: Patches
+    what: Literal["values", "squares", "gradients"]
+    mean: Floats
+    inv_std_dev: Floats
+
+    def empty(self) -> Parts:
+        """No stretch."""
+        return Parts()
+
+    def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
+        """Bytes of X, and of Y_grad for the gradients."""
+        return self.layer.x.tensor.nbytes + (self.layer.y_grad.tensor.nbytes if self.what == "gradients" else 0)
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Parts], None]]:  # noqa: ARG002
+        """One for each stretch of each row."""
+        for number in range(len(self.patches.stretches)):
+            for row in range(self.layer.rows):
+                yield partial(self._sum, number, row)
+
+    def _sum(self, number: int, row: int, worker: Worker, found: Parts) -> None:
+        stretch, backend = self.patches.stretches[number], worker.backend
+        patch = self.patches.read(stretch, row, worker.channel, x_only=self.what != "gradients")
+        own = slice(row, row + 1)
+        patch = patch._replace(mean=self.mean[own], inv_std_dev=self.inv_std_dev[own])
+        if self.what == "gradients":
+            found[number, row] = backend.layer_norm_sums(patch)
+        else:
+            center = patch.mean if self.what == "squares" else None
+            found[number, row] = (backend.row_sums(patch.x, patch.x_dtype, 1, patch.columns, center),)
+
+
+@dataclass(frozen=True)
+class ReadStatistics:
+    """Reads the mean and the inverse standard deviation of every row, where the files have them."""
+
+    layer: Layer
+    patches: Patches
+
+    def empty(self) -> Statistics:
+        """None."""
+        return Statistics()
+
+    def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
+        """Next to nothing."""
+        return 0
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Statistics], None]]:  # noqa: ARG002
+        """One for all rows."""
+        yield self._read
+
+    def _read(self, worker: Worker, found: Statistics) -> None:
+        found.mean, found.inv_std_dev = self.patches.statistics(0, self.layer.rows, worker.channel)
+
+
+@dataclass
+class Statistics:
+    """The statistics of all rows, as far as the files have them."""
+
+    mean: Floats | None = None
+    inv_std_dev: Floats | None = None
+
+    def merge(self, other: Self) -> None:
+        """Take those that another part has read."""
+        self.mean = self.mean if other.mean is None else other.mean
+        self.inv_std_dev = self.inv_std_dev if other.inv_std_dev is None else other.inv_std_dev
+
+
+def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Patches) -> Rows | None:
+    """Read wide rows for what their gradients need; None if a layer has none."""
+    if not patches.is_wide or not layer.rows:
+        return None
+    began = perf_counter()
+    mean = inv_std_dev = np.zeros(layer.rows)
+
+    def sums(what: Literal["values", "squares", "gradients"]) -> list[Floats]:
+        parts = session.run(SumRows(layer, patches, what, mean, inv_std_dev))
+        return parts.totals(len(patches.stretches), layer.rows)
+
+    if options.computes_statistics(layer):
+        if not options.form.rms:
+            mean = sums("values")[0] / layer.columns
+        squares = sums("squares")[0]
+        if np.isinf(squares).any() and not session.run(Measure([layer.x], NormSpec(math.inf))).inf.any():
+            raise too_large(layer)
+        inv_std_dev = inverted(options, layer, squares)
+    stored = session.run(ReadStatistics(layer, patches))
+    mean = mean if stored.mean is None else stored.mean
+    inv_std_dev = inv_std_dev if stored.inv_std_dev is None else stored.inv_std_dev
+    weighted, projected = sums("gradients")
+    weighted = np.zeros_like(weighted) if options.form.rms else weighted / layer.columns
+    return Rows(mean, inv_std_dev, weighted, projected / layer.columns, began)
+
+
+def nbytes_of_sums(options: Options, layer: Layer, patches: Patches) -> int:
+    """What `sum_wide_rows` reads, about."""
+    if not patches.is_wide:
+        return 0
+    statistics = (1 if options.form.rms else 2) if options.computes_statistics(layer) else 0
+    return layer.y_grad.tensor.nbytes + layer.x.tensor.nbytes * (1 + statistics)

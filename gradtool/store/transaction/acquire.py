@@ -1,0 +1,87 @@
+"""One writer at a time for each file.
+
+A run first writes its log and then looks for those of others, so that of two runs at least one sees the other. Of two
+that are not ready yet, the one whose ID sorts later withdraws.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from gradtool.store import signals
+from gradtool.store.transaction.guard import could_change
+from gradtool.store.transaction.locks import InUse
+from gradtool.store.transaction.logfiles import logs_in
+from gradtool.store.transaction.recovery import settle
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gradtool.store.transaction.run import Run
+
+_POLL_SECONDS = 0.02
+# Longer than looking at a folder takes: a run that has not decided by then is stopped.
+_PATIENCE_SECONDS = 1.0
+
+
+def acquire(run: Run, *, timeout: float = 0.0) -> None:
+    """Lock the run's targets until it is closed, waiting up to `timeout` seconds for other runs.
+
+    Crashed runs that left a target unfinished are recovered first.
+
+    Raises:
+        SystemRefusedError: another run writes a target, or a crashed one cannot be recovered.
+        BadInputError: there are too many targets for a log.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        signals.heed()
+        run.register()
+        rival = _rival(run, deadline)
+        if rival is None:
+            run.be_ready()
+            return
+        run.withdraw()
+        run.met_others = True
+        _wait(*rival, deadline)
+
+
+def _rival(run: Run, deadline: float) -> tuple[InUse, Path] | None:
+    """The rival to wait for, and its target; one whose ID sorts later gets a moment to withdraw."""
+    patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
+    while (rival := _find_rival(run)) is not None:
+        other = rival[0].log
+        if other.ready or other.run < run.id or time.monotonic() > patience:
+            return rival
+        run.met_others = True
+        _pause()
+    return None
+
+
+def _find_rival(run: Run) -> tuple[InUse, Path] | None:
+    """Another live run with one of our targets, and that target; crashed runs are recovered."""
+    for folder, names in run.targets.names.items():
+        for log in logs_in(folder):
+            shared = log.names & names
+            if log.run == run.id or not any(could_change(log, folder, name) for name in shared):
+                continue
+            found = settle(log)
+            # One that only cleans up writes no target any more.
+            if isinstance(found, InUse) and not (found.log.done or found.log.undone):
+                return found, folder.path / min(shared)
+            run.met_others = True
+    return None
+
+
+def _wait(rival: InUse, target: Path, deadline: float) -> None:
+    """Wait for a rival to end; if it crashes, it is recovered."""
+    if time.monotonic() >= deadline:
+        raise rival.error(target)
+    while time.monotonic() < deadline and isinstance(settle(rival.log), InUse):
+        _pause()
+
+
+def _pause() -> None:
+    time.sleep(_POLL_SECONDS)
+    signals.heed()

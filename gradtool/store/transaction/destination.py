@@ -1,0 +1,209 @@
+"""Where results go: nowhere, into new files, or over the old content.
+
+A pass writes to a `Destination` and never asks which one it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+
+from gradtool import tuning
+from gradtool.store.io.blocks import covered, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.fs import File
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.io.channel import Channel
+    from gradtool.store.io.workers import Task
+    from gradtool.store.transaction.inplace import InPlace
+
+    # The tensors of each file that a pass works on, with their numbers, in the order of their bytes.
+    Wanted = Mapping[Shard, Sequence[tuple[int, Tensor]]]
+
+
+class NewFile(NamedTuple):
+    """A file to be written: the shard that it replaces, or that it will be, and where its bytes come from.
+
+    `header` is a new header. `copies` are copied from the shard, as (begin, end, where they go); None if a pass
+    writes every block of the file. `zeros` are ranges to be zeroed. In place, `changes` bytes are overwritten.
+    """
+
+    shard: Shard
+    size: int
+    header: bytes = b""
+    copies: Sequence[tuple[int, int, int]] | None = None
+    zeros: Sequence[tuple[int, int]] = ()
+    changes: int = 0
+    replaces: bool = True
+
+    @property
+    def ranges(self) -> list[tuple[int, int]] | None:
+        """The ranges that get written: all, unless there are zeros, which a new file has as holes."""
+        return [(to, to + end - begin) for begin, end, to in self.copies or ()] if self.zeros else None
+
+
+class Destination(Protocol):
+    """What a pass writes to."""
+
+    @property
+    def in_place(self) -> InPlace | None:
+        """The transaction whose files are overwritten, if there is one."""
+
+    @property
+    def count(self) -> int:
+        """How many files are written."""
+
+    def nbytes(self, selected: Iterable[Selected]) -> int:
+        """Bytes that are read in all by a pass over the selected tensors, about."""
+
+    def tasks(self) -> Iterator[Task]:
+        """What is written whatever the pass does: headers, copies and zeros."""
+
+    def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
+        """The blocks that a pass over the wanted tensors must visit, as `plan` cuts them."""
+
+    def write(self, channel: Channel, block: Block, view: memoryview) -> None:
+        """Write a block that a pass has changed."""
+
+    def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
+        """Write bytes of a shard, from byte `begin` on."""
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
+
+    in_place: InPlace | None = None
+    count = 0
+
+    def nbytes(self, selected: Iterable[Selected]) -> int:
+        """Only those tensors are read."""
+        return sum(one.tensor.nbytes for one in selected)
+
+    def tasks(self) -> Iterator[Task]:
+        """None."""
+        return iter(())
+
+    def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
+        """Only those of the wanted tensors."""
+        for shard, tensors in wanted.items():
+            yield from plan(shard, tensors, unit, nbytes=nbytes)
+
+    def write(self, channel: Channel, block: Block, view: memoryview) -> None:
+        """Write nothing."""
+
+    def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
+        """Write nothing."""
+
+
+DISCARD = Discard()
+
+
+@dataclass(frozen=True)
+class NewFiles:
+    """New files, which take the place of the old ones later, or are written elsewhere."""
+
+    files: Mapping[Shard, tuple[NewFile, File]]
+    in_place: InPlace | None = None
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return len(self.files)
+
+    def only(self, shards: Collection[Shard]) -> Self:
+        """The same for some of the files."""
+        return replace(self, files={shard: self.files[shard] for shard in shards})
+
+    def nbytes(self, selected: Iterable[Selected]) -> int:
+        """All that is copied, and the tensors of files that are not copied whole."""
+        whole = {shard for shard, (new, _) in self.files.items() if new.copies is None}
+        copied = sum(end - begin for new, _ in self.files.values() for begin, end, _ in new.copies or ())
+        read = sum(one.tensor.nbytes for one in selected if one.shard not in whole)
+        return sum(shard.size for shard in whole) + copied + read
+
+    def tasks(self) -> Iterator[Task]:
+        """Headers and copies; zeros are holes."""
+        for shard, (new, _) in self.files.items():
+            if new.header:
+                yield partial(self._put_header, shard)
+            for begin, end, to in new.copies or ():
+                for at, stop in _cut(begin, end):
+                    yield partial(self._copy, shard, at, stop, to + at - begin)
+
+    def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
+        """All of each file that a pass writes whole, and of others the wanted tensors."""
+        for shard, (new, _) in self.files.items():
+            if new.copies is None or shard in wanted:
+                yield from plan(shard, wanted.get(shard, ()), unit, whole=new.copies is None, nbytes=nbytes)
+
+    def write(self, channel: Channel, block: Block, view: memoryview) -> None:
+        """Write all of the block."""
+        channel.write(self.files[block.shard][1], block.begin, view)
+
+    def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
+        """Write the bytes."""
+        channel.write(self.files[shard][1], begin, view)
+
+    def _put_header(self, shard: Shard, channel: Channel) -> None:
+        new, file = self.files[shard]
+        channel.write(file, 0, memoryview(new.header))
+
+    def _copy(self, shard: Shard, begin: int, end: int, to: int, channel: Channel) -> None:
+        view = channel.memory("block", end - begin)
+        channel.read(shard, begin, view)
+        self.put(channel, shard, to, view)
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """The files themselves, whose old content is saved before it is overwritten."""
+
+    files: Mapping[Shard, tuple[NewFile, File]]
+    in_place: InPlace
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return len(self.files)
+
+    def nbytes(self, selected: Iterable[Selected]) -> int:
+        """Only those tensors, and zeros that are written."""
+        zeros = sum(end - begin for new, _ in self.files.values() for begin, end in new.zeros)
+        return DISCARD.nbytes(selected) + zeros
+
+    def tasks(self) -> Iterator[Task]:
+        """Zeros; all else stays where it is."""
+        for shard, (new, _) in self.files.items():
+            for begin, end in new.zeros:
+                for at, stop in _cut(begin, end):
+                    yield partial(self._zero, shard, at, stop)
+
+    def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
+        """Only those of the wanted tensors."""
+        return DISCARD.blocks(wanted, unit, nbytes)
+
+    def write(self, channel: Channel, block: Block, view: memoryview) -> None:
+        """Overwrite the tensors in the block."""
+        channel.overwrite(self.files[block.shard][1], block.begin, view, covered(block), self.in_place)
+
+    def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
+        """Overwrite the bytes."""
+        channel.overwrite(self.files[shard][1], begin, view, [(0, len(view))], self.in_place)
+
+    def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:
+        channel.touch(shard)
+        self.put(channel, shard, begin, memoryview(bytes(end - begin)))
+        channel.count(end - begin)
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    size = tuning.BLOCK_BYTES
+    return ((at, min(at + size, end)) for at in range(begin, end, size))

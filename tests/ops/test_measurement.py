@@ -1,0 +1,130 @@
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import encode, gaussian, write
+
+from gradtool.backends import NormSpec
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.ops.measurement import Measurement
+from gradtool.ops.passes import by_shard, pieces_of
+from gradtool.reduction import TILE
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.header import read_shard
+from gradtool.store.io.blocks import plan
+
+FIELDS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
+
+
+def tensors():
+    odd = gaussian(200_000, "F32")
+    odd[[70_000, 70_001, 199_999]] = np.nan, np.inf, -np.inf
+    odd[:3] = 0
+    return {
+        "usual": gaussian(3, "F32"),
+        "odd": odd,
+        "huge": gaussian(140_000, "F64") * 1e250,
+        "none": encode([], "BF16"),
+        "tiny": gaussian(70_000, "F64") * 1e-250,
+    }
+
+
+@pytest.fixture(scope="module")
+def selected(tmp_path_factory):
+    shard = read_shard(write(tmp_path_factory.mktemp("measured") / "x", tensors()))
+    return [Selected(shard, tensor) for tensor in shard.tensors]
+
+
+def blocks_of(selected):
+    for shard, wanted in by_shard(selected).items():
+        for block in plan(shard, wanted, TILE, nbytes=600_000):
+            yield block, memoryview(bytearray(shard.path.read_bytes()[block.begin : block.end]))
+
+
+def measured(selected, spec, blocks):
+    measurement = Measurement(selected, spec)
+    for block, data in blocks:
+        measurement.add(block, NumpyBackend().tile_sums(data, pieces_of(block), spec))
+    return measurement
+
+
+def fields(measurement):
+    return [getattr(measurement, name).tobytes() for name in FIELDS]
+
+
+SPECS = [NormSpec(), NormSpec(drop_nonfinite=True), NormSpec(1.0), NormSpec(3.0), NormSpec(float("inf"))]
+
+
+@settings(max_examples=25)
+@given(
+    spec=st.sampled_from(SPECS),
+    shares=st.lists(st.integers(0, 3), min_size=40, max_size=40),
+    order=st.permutations(range(4)),
+)
+def test_measurements_of_some_blocks_each_merge_to_that_of_all(selected, spec, shares, order):
+    blocks = list(blocks_of(selected))
+    assert 4 < len(blocks) <= len(shares)
+    parts = [
+        measured(selected, spec, [b for b, own in zip(blocks, shares, strict=False) if own == k]) for k in range(4)
+    ]
+    merged = Measurement(selected, spec)
+    for number in order:
+        # As they come from other processes.
+        merged.merge(pickle.loads(pickle.dumps(parts[number])))  # noqa: S301 - our own
+    whole = measured(selected, spec, blocks)
+    assert fields(merged) == fields(whole)
+    assert repr(merged.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
+    assert merged.exponents.any() == (1 < spec.order <= 3)
+
+
+def test_a_measurement_that_was_pickled_can_be_filled_on(selected):
+    blocks = list(blocks_of(selected))
+    half = pickle.loads(pickle.dumps(measured(selected, NormSpec(), blocks[:3])))  # noqa: S301 - our own
+    for block, data in blocks[3:]:
+        half.add(block, NumpyBackend().tile_sums(data, pieces_of(block), NormSpec()))
+    assert fields(half) == fields(measured(selected, NormSpec(), blocks))
+
+
+def test_threads_may_add_and_merge_at_the_same_time(selected):
+    blocks, merged = list(blocks_of(selected)), Measurement(selected, NormSpec())
+
+    def work(number):
+        if number % 2:
+            merged.merge(measured(selected, NormSpec(), blocks[number::8]))
+        else:
+            for block, data in blocks[number::8]:
+                merged.add(block, NumpyBackend().tile_sums(data, pieces_of(block), NormSpec()))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fields(merged) == fields(measured(selected, NormSpec(), blocks))
+
+
+def test_a_part_has_the_norms_of_its_tensors_and_updates_them(selected):
+    whole = measured(selected, NormSpec(), blocks_of(selected))
+    norms, before = whole.norms(per_tensor=True).tensors, fields(whole)
+
+    def part_of(numbers):
+        return whole.part([selected[number] for number in numbers], numbers)
+
+    for numbers in ([1], [2, 4], [0, 3]):
+        others = [number for number in range(5) if number not in numbers]
+        assert repr(part_of(numbers).norms(per_tensor=True).tensors) == repr([norms[number] for number in numbers])
+        again = Measurement(selected, NormSpec()).updated(numbers, part_of(numbers)).updated(others, part_of(others))
+        assert fields(again) == before
+    assert fields(whole) == before
+
+
+def test_each_tensor_has_its_own_norm_and_the_loss_scale_divides_all(selected):
+    whole = measured(selected, NormSpec(drop_nonfinite=True), blocks_of(selected))
+    usual, scaled = whole.norms(per_tensor=True), whole.norms(per_tensor=True, unscale=2.0**40)
+    assert [one * 2.0**40 for one in scaled.tensors] == usual.tensors
+    assert scaled.whole * 2.0**40 == usual.whole == usual.tensors[2]
+    assert usual.tensors[3] == 0 < usual.tensors[4] < 1e-240
+    assert whole.norms() == (usual.whole, [])

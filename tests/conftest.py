@@ -13,7 +13,7 @@ settings.load_profile("gradtool")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, metavar="N", help="Kill so many runs at random instants.")
+    parser.addoption("--kills", type=int, default=24, metavar="N", help="Kill so many runs at random instants.")
 
 
 def _parameter(name):

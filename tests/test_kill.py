@@ -12,7 +12,7 @@ import time
 import pytest
 from crashes import CASES, KILLED, Scene, shards
 from runner import run
-from tiers import PARTS, in_parts, is_sampled, numbers
+from tiers import EXHAUSTIVE, PARTS, in_parts, is_sampled, numbers
 
 MODES = {
     "replace": ["--write", "replace"],
@@ -158,10 +158,9 @@ def check_story(scene, done, where):
     assert len(done.err.splitlines()) == 1, (where, done)
 
 
-def at_any_instant(pytestconfig, part):
+def at_any_instant(pytestconfig):
     """Every case in turn, as often as was asked for: a scene, its seconds, its name, and a source of instants."""
     count, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
-    count = count or {"sample": 8, "rest": 16}[part]
     print(f"seed {seed}")  # noqa: T201 - shown where the test fails
     rng = random.Random(seed)  # noqa: S311 - no secret
     for number, (case, mode) in enumerate(itertools.product(CASES, ["replace", "inplace"])):
@@ -175,10 +174,10 @@ def at_any_instant(pytestconfig, part):
                 yield scene, seconds, (case, mode), rng
 
 
-@PARTS
-def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(pytestconfig, part):
+@EXHAUSTIVE
+def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(pytestconfig):
     seen = collections.Counter()
-    for scene, seconds, where, rng in at_any_instant(pytestconfig, part):
+    for scene, seconds, where, rng in at_any_instant(pytestconfig):
         done = scene.run("--json", strike_after=rng.uniform(0, 1.2 * seconds), number=signal.SIGTERM)
         if done.code == -signal.SIGTERM:
             # Before it took care of signals; it had not begun.
@@ -189,10 +188,10 @@ def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(
     print(dict(seen))  # noqa: T201 - for those who ask for many
 
 
-@PARTS
-def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(pytestconfig, part):
+@EXHAUSTIVE
+def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(pytestconfig):
     seen = collections.Counter()
-    for scene, seconds, where, rng in at_any_instant(pytestconfig, part):
+    for scene, seconds, where, rng in at_any_instant(pytestconfig):
         code = scene.run(strike_after=rng.uniform(0, 1.2 * seconds)).code
         assert code in (0, KILLED)
         looked = scene.norm()

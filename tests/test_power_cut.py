@@ -76,6 +76,19 @@ CASES = {
 EVERY = [
     f"{case}-{mode}" for case in CASES for mode in ("replace", "inplace") if "output" not in case or mode == "replace"
 ]
+SAMPLED = [
+    *("clip-file-inplace", "clip-set-replace", "clip-two-folders-replace", "clip-two-folders-inplace"),
+    *("zero-set-inplace", "layernorm-set-replace", "new-output-folder-replace"),
+]
+CRASHED = [
+    *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),
+    *("clip-two-folders-replace", "clip-two-folders-inplace"),
+]
+
+
+def scenes(names):
+    parts = in_parts({name: name for name in names}, sampled=SAMPLED)
+    return pytest.mark.parametrize(("scene", "part"), parts, indirect=["scene"])
 
 
 class Scene:
@@ -162,8 +175,7 @@ def check(scene, cut, *, backwards=False, before=""):
     return state
 
 
-@PARTS
-@pytest.mark.parametrize("scene", EVERY, indirect=True)
+@scenes(EVERY)
 def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene, part):
     states = set()
     for cut in cuts(scene.disk, scene.calls, 16, at=scene.each_call(part)):
@@ -174,17 +186,7 @@ def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene, part):
     assert states == {"old", "new"}
 
 
-CRASHED = [
-    *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),
-    *("clip-two-folders-replace", "clip-two-folders-inplace"),
-]
-
-
-@pytest.mark.parametrize(
-    ("scene", "part"),
-    in_parts({name: name for name in CRASHED}, sampled=["clip-file-inplace", "clip-set-replace"]),
-    indirect=["scene"],
-)
+@scenes(CRASHED)
 @pytest.mark.parametrize("end", ["kill", "cut"])
 def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, end, part):
     disk, seen, struck = scene.disk.copy(), defaultdict(set), scene.each_call(part)

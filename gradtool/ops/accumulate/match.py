@@ -50,12 +50,16 @@ def match(
         home = {one.tensor.name: one for one in selected}
         if not skip:
             problems += [
-                Problem("missing-tensor", "is only in the buffer; use --missing skip to continue", str(gradient.path), name)
+                Problem(
+                    "missing-tensor", "is only in the buffer; use --missing skip to continue", str(gradient.path), name
+                )
                 for name in numbers
                 if name not in home
             ]
             problems += [
-                Problem("extra-tensor", "is not in the buffer; use --missing skip to continue", str(one.shard.path), name)
+                Problem(
+                    "extra-tensor", "is not in the buffer; use --missing skip to continue", str(one.shard.path), name
+                )
                 for name, one in home.items()
                 if name not in numbers
             ]

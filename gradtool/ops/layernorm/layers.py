@@ -110,9 +110,7 @@ def _layer(owner: GradientSet, home: Mapping[str, Selected], prefix: str, form: 
         found = find(role)
         if found is None:
             missing = prefix + form.suffixes[role]
-            message = (
-                f"is missing, but needed with {y_grad.tensor.name!r}{why}; --{role.replace('_', '-')} names it"
-            )
+            message = f"is missing, but needed with {y_grad.tensor.name!r}{why}; --{role.replace('_', '-')} names it"
             raise BadInputError(message, file=owner.path, tensor=missing, code="missing-tensor")
         return found
 

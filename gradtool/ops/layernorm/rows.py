@@ -68,7 +68,9 @@ def refuse_new_headers(files: Files, layers: Sequence[Layer]) -> None:
     for layer, places in zip(layers, files.places, strict=True):
         for shard, selected in places:
             if not files.shards[shard].keeps_header:
-                message = "is not in the file yet, and cannot be added in place; leave out --write inplace the first time"
+                message = (
+                    "is not in the file yet, and cannot be added in place; leave out --write inplace the first time"
+                )
                 raise BadInputError(message, file=shard.path, tensor=selected.tensor.name, code="header")
             if (shard, selected.tensor.name) in inputs:
                 message = f"is an input of {layer.name!r} and would be overwritten; leave out --write inplace"

@@ -332,8 +332,11 @@ class CudaBackend:
                 order=spec.order,
                 drops=spec.drop_nonfinite,
             )
-            kernel = f"{'measure' if factors is None else 'scale'}_{term}"
-            self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)
+            kernels = [f"{'measure' if factors is None else 'scale'}_{term}"]
+            if term == "power" or (term != "maximum" and dtype == "F64"):
+                kernels.append(f"again_{term}")
+            for kernel in kernels:
+                self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)
         found = np.empty(tiles.results, np.int64)
         self.device.download(results.address, found)
         self.device.wait()

@@ -59,23 +59,8 @@ class Measure:
             worker.leave(block, data)
 
 
-class Nothing:
-    """A pass of no work of its own, for what a destination does by itself; it finds nothing."""
-
-    def empty(self) -> Nothing:
-        """Nothing."""
-        return self
-
-    def merge(self, other: Self) -> None:
-        """Nothing and nothing is nothing."""
-
-    def nbytes(self, destination: Destination) -> int:
-        """What the destination reads."""
-        return destination.nbytes(())
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:  # noqa: ARG002
-        """None."""
-        return iter(())
+# No work of its own, for what a destination writes by itself.
+NOTHING = Measure((), NormSpec())
 
 
 @dataclass(frozen=True)

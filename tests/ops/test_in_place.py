@@ -238,7 +238,10 @@ def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, mon
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
     gradient = write(tmp_path / "gradient", {"a": np.ones(3_000_000, np.float32)})
     check_undone(
-        path.parent, lambda: accumulate(path, gradient, write="inplace"), SystemRefusedError, "undo logs and filled holes need"
+        path.parent,
+        lambda: accumulate(path, gradient, write="inplace"),
+        SystemRefusedError,
+        "undo logs and filled holes need",
     )
 
 

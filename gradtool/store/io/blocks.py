@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # A hole between two wanted tensors that is cheaper to read than to seek over.
 _BRIDGE_BYTES = 128 << 10
-# Bounds what one block's bookkeeping takes when tensors are tiny.
-_MAX_SPANS = 4096
 
 
 class Span(NamedTuple):
@@ -64,7 +62,7 @@ def plan(
         while start < elements:
             at = tensor.begin + start * itemsize
             fitting = _fitting(elements - start, (begin + nbytes - at) // itemsize, unit)
-            if fitting and len(spans) < _MAX_SPANS:
+            if fitting and len(spans) < tuning.BLOCK_SPANS:
                 spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
                 start += fitting
                 continue

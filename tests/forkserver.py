@@ -80,12 +80,12 @@ def _serve():
             time.sleep(request["strike_after"])
             # If it is done already, what is left of it does not mind.
             os.kill(child, request["signal"])
-        _, status = os.waitpid(child, 0)
+        _, status, usage = os.wait4(child, 0)
         texts = []
         for fd in (out, err):
             texts.append(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
             os.close(fd)
-        answer = [os.waitstatus_to_exitcode(status), *texts, steps.taken()]
+        answer = [os.waitstatus_to_exitcode(status), *texts, steps.taken(), usage.ru_maxrss]
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

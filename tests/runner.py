@@ -14,12 +14,17 @@ _SERVER = Path(__file__).with_name("forkserver.py")
 
 
 class Answer(NamedTuple):
-    """How a command ended; `steps` are the calls that it made to change the disk, counted where a fault is given."""
+    """How a command ended.
+
+    `steps` are the calls that it made to change the disk, counted where a fault is given; `peak` is its memory in KiB,
+    on macOS in bytes.
+    """
 
     code: int
     out: str
     err: str
     steps: int
+    peak: int
 
 
 def run(*argv, fault="", strike_after=None, number=signal.SIGKILL, env=None, cwd=None):

@@ -23,6 +23,7 @@ from support import (
     write,
     write_index,
 )
+from tiers import EXHAUSTIVE
 
 from gradtool import norm
 from gradtool.backends import choose
@@ -471,7 +472,7 @@ WRITERS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "exit_code", "word"), SIGNALS)
+@pytest.mark.parametrize(("number", "exit_code", "word"), [SIGNALS[0], pytest.param(*SIGNALS[1], marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("arguments", WRITERS, ids=" ".join)
 def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, number, exit_code, word, arguments):
     matrix = np.ones((500, 2000), np.float32)

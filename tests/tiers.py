@@ -3,9 +3,15 @@
 import itertools
 
 import pytest
+from hypothesis import settings
 
 EXHAUSTIVE = pytest.mark.exhaustive
 PARTS = pytest.mark.parametrize("part", ["sample", pytest.param("rest", marks=EXHAUSTIVE)])
+
+
+def examples(count, part):
+    """How many examples hypothesis tries: for a sample, a tenth of them, but ten at least."""
+    return settings(max_examples=max(10, count // 10) if part == "sample" else count)
 
 
 def in_parts(values, sampled):

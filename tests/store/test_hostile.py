@@ -1,12 +1,12 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from support import COMMAND, snapshot, with_header, write, write_index
+from runner import run
+from support import snapshot, with_header, write, write_index
 
 import gradtool
 from gradtool import BadInputError
@@ -369,13 +369,6 @@ LARGE = {
     "a list of paths without end": (lambda: list_of_paths, 3, "has over 50,000,000 bytes, the limit for a list"),
 }
 
-# Runs a command in a process of its own, whose peak is not ours; the processor time is a net, not a measurement.
-MEASURED = """
-import resource, subprocess, sys
-resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-code = subprocess.run(sys.argv[1:]).returncode
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, code, file=sys.stderr)
-"""
 MIB = 1 << 20
 
 
@@ -383,20 +376,18 @@ MIB = 1 << 20
 def test_what_is_large_takes_little_memory(tmp_path, name):
     make, code, why = LARGE[name]
     path = make()(tmp_path)
-    command = [sys.executable, "-S", "-c", MEASURED, *COMMAND, "norm", "--threads", "1", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = run("norm", "--threads", "1", path)
     for file in tmp_path.iterdir():
         # pytest keeps what tests leave.
         file.unlink()
-    *said, last = done.stderr.splitlines()
-    peak, returned = map(int, last.split())
-    assert returned == code, said
+    said = done.err.splitlines()
+    assert done.code == code, said
     if code:
         assert len(said) == 1
         assert said[0].startswith("gradtool: error: ")
         assert why in said[0]
         assert len(said[0]) < 2000
-    assert peak * (1 if sys.platform == "darwin" else 1024) < 300 * MIB
+    assert done.peak * (1 if sys.platform == "darwin" else 1024) < 300 * MIB
 
 
 def test_the_limits_leave_room_for_what_is_real():

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # A gap between two wanted tensors that is cheaper to read than to skip.
 _BRIDGE_BYTES = 128 << 10
-# Limits the memory for one block's spans when tensors are tiny.
-_MAX_SPANS = 4096
 
 
 class Span(NamedTuple):
@@ -64,7 +62,7 @@ def plan(
             at = tensor.begin + start * itemsize
             left, room = elements - start, (begin + nbytes - at) // itemsize
             fitting = left if left <= room else max(room, 0) // unit * unit
-            if fitting and len(spans) < _MAX_SPANS:
+            if fitting and len(spans) < tuning.BLOCK_SPANS:
                 spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
                 start += fitting
                 continue

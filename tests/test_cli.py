@@ -307,7 +307,7 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "accumulate x.safetensors truncated": (3, "truncated: the header says"),
     "accumulate truncated x.safetensors": (3, "truncated: the header says"),
     "accumulate x.safetensors x.safetensors": (3, "same file"),
-    "accumulate x.safetensors larger": (3, "[2, 2], which does not broadcast to the buffer's [2]"),
+    "accumulate x.safetensors larger": (3, "[2, 2] does not broadcast to the buffer's [2]"),
     "accumulate x.safetensors fewer": (3, "is only in the buffer"),
     "accumulate fewer x.safetensors": (3, "is not in the buffer"),
     "accumulate fewer integers --missing skip": (3, "has type I32"),

@@ -35,9 +35,9 @@ def test_weights_come_from_the_metadata_of_the_gradients(tmp_path):
 
 
 BAD_WEIGHTS = {
-    "none there": ([{"n": "1"}, {}], "has no 'n' in its metadata"),
-    "no metadata": ([{"n": "1"}, None], "has no 'n' in its metadata"),
-    "a word": ([{"n": "1"}, {"n": "many"}], "'n' = 'many' in its metadata, which is no number"),
+    "none there": ([{"n": "1"}, {}], "no 'n' in its metadata"),
+    "no metadata": ([{"n": "1"}, None], "no 'n' in its metadata"),
+    "a word": ([{"n": "1"}, {"n": "many"}], "'n' = 'many' in its metadata is not a number"),
     "nan": ([{"n": "1"}, {"n": "nan"}], "which is no number"),
     "inf": ([{"n": "1"}, {"n": "1e999"}], "which is no number"),
     "empty": ([{"n": "1"}, {"n": ""}], "which is no number"),

@@ -1,18 +1,19 @@
-"""Everything that can go wrong, each with its exit code and a code that a machine can read.
+"""Everything that can go wrong, each with an exit code and a machine-readable code.
 
-The message says what is wrong and what to do about it; `file` and `tensor` say where, and are printed in front of it.
-Each class also inherits the standard exception that a caller of the Python API would think of first.
+A message says what is wrong and what to do about it; `file` and `tensor` say where, and are printed in front of it.
+Each class also inherits the standard exception that callers of the Python API would expect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 EXIT_OK = 0
 EXIT_FOUND = 1
@@ -24,7 +25,7 @@ EXIT_SYSTEM = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: a line on stderr, an entry of `errors` in JSON."""
+    """One thing that is wrong: a line on stderr and an entry of `errors` in JSON."""
 
     code: str
     message: str
@@ -33,7 +34,7 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """What it is about, and what is wrong."""
+        """The message, after the file and the tensor."""
         tensor = None if self.tensor is None else f"tensor {self.tensor!r}"
         return ": ".join(part for part in (self.file, tensor, self.message) if part)
 
@@ -43,7 +44,7 @@ class GradtoolError(Exception):
 
     exit_code: ClassVar[int]
     code: ClassVar[str]
-    # Said once after all the problems.
+    # Printed once, after all problems.
     summary: str | None = None
 
     def __init__(
@@ -55,7 +56,7 @@ class GradtoolError(Exception):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> Self:
-        """One error for several problems, of which there is at least one."""
+        """One error for one or more problems."""
         error = cls(problems[0].message)
         error.problems = tuple(problems)
         return error
@@ -65,12 +66,12 @@ class GradtoolError(Exception):
         return f"{self.problems[0].line}{more}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # So that a worker process can hand it to its parent.
+        # Lets a worker process pass it to its parent.
         return _restored, (type(self), self.args, self.__dict__)
 
 
 class NonFiniteError(GradtoolError, ArithmeticError):
-    """Values that are NaN or infinite, in what was read or in what would be written; `problems` names every tensor."""
+    """NaN or Inf in the input or in the result; `problems` names every tensor."""
 
     exit_code = EXIT_FOUND
     code = "nonfinite"
@@ -85,41 +86,41 @@ class NonFiniteError(GradtoolError, ArithmeticError):
 
 
 class UsageError(GradtoolError, ValueError):
-    """Arguments that make no sense, whatever the files hold."""
+    """Arguments that are wrong for any files."""
 
     exit_code = EXIT_USAGE
     code = "usage"
 
 
 class BadInputError(GradtoolError, ValueError):
-    """A file, an index, a shape, a type or a name that gradtool cannot work with."""
+    """A file, an index, a shape, a dtype or a name that gradtool cannot work with."""
 
     exit_code = EXIT_INPUT
     code = "input"
 
 
 class BackendUnavailableError(GradtoolError, RuntimeError):
-    """A backend that was asked for by name and is not there."""
+    """A backend that was requested by name and is not available."""
 
     exit_code = EXIT_BACKEND
     code = "backend"
 
 
 class SystemRefusedError(GradtoolError, OSError):
-    """The operating system said no: permission, disk full, a file that changed under our hands."""
+    """The operating system refused: no permission, disk full, a file that changed meanwhile."""
 
     exit_code = EXIT_SYSTEM
     code = "system"
 
 
 class DeviceMemoryError(SystemRefusedError):
-    """The memory of the GPU is full."""
+    """The GPU is out of memory."""
 
     code = "device-memory"
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The beginning and the end of a text that is too long to be read."""
+    """The text, with its middle left out if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
@@ -130,38 +131,54 @@ def _restored(kind: type[GradtoolError], arguments: tuple[Any, ...], state: dict
     return error
 
 
+# The message and the error code of each.
+_BAD_INPUT = {
+    errno.ENOENT: ("no such file", "missing-file"),
+    errno.ENOTDIR: ("no such file", "missing-file"),
+    errno.ENAMETOOLONG: ("the name is too long", "missing-file"),
+    errno.ELOOP: ("symbolic links form a loop", "missing-file"),
+    errno.EISDIR: ("is a folder, not a file", ""),
+    # From opening a socket, or a device that does not exist.
+    errno.ENXIO: ("is not a regular file", ""),
+    errno.ENODEV: ("is not a regular file", ""),
+}
 _REMEDIES = {
     errno.EACCES: "check the permissions of the file and its folder",
     errno.EPERM: "check the owner of the file and its folder",
     errno.EROFS: "use --output-dir to write somewhere else",
     errno.ENOSPC: "free some space, or use --output-dir on another disk",
-    errno.EDQUOT: "the quota is used up; use --output-dir on another disk",
+    errno.EDQUOT: "use --output-dir on another disk",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOMEM: "raise the limit on memory (ulimit -v or -d)",
 }
 
 
-def told(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
-    """The gradtool error for what went wrong with a file: that which it is already, or made of it."""
-    return error if isinstance(error, GradtoolError) else from_os_error(error, file)
+@contextlib.contextmanager
+def os_errors_about(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn every `OSError` of the block into a gradtool error that names the file."""
+    try:
+        yield
+    except GradtoolError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, file) from error
 
 
 def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
-    """The gradtool error for what the operating system said about a file."""
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return BadInputError("no such file", file=file, code="missing-file")
-    if error.errno == errno.EISDIR:
-        return BadInputError("is a folder, where a file is expected", file=file)
-    if error.errno in (errno.ENXIO, errno.ENODEV):
-        # What the system says when a socket is opened, or a device that is not there.
-        return BadInputError("is not a regular file", file=file)
-    if error.errno == errno.ENAMETOOLONG:
-        return BadInputError("the name is too long", file=file, code="missing-file")
-    if error.errno == errno.ELOOP:
-        return BadInputError("symbolic links go round in a circle", file=file, code="missing-file")
+    """The gradtool error for what the operating system reports about a file; a gradtool error stays as it is."""
+    if isinstance(error, GradtoolError):
+        return error
+    if error.errno in _BAD_INPUT:
+        message, code = _BAD_INPUT[error.errno]
+        return BadInputError(message, file=file, code=code)
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0)
     refused = SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)
     refused.errno = error.errno
     return refused
+
+
+def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
+    """The error for a file that is no longer the one whose header was read."""
+    return SystemRefusedError("was changed by another program in the meantime; run again", file=file, code="changed")

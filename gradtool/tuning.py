@@ -2,6 +2,8 @@
 
 # Of a block: large enough that a system call costs nothing beside the bytes it moves, small enough for the cache.
 BLOCK_BYTES = 2 << 20
+# Tensors in a block at most, whatever their size: each takes some bookkeeping.
+BLOCK_SPANS = 4096
 
 # Tiles of a buffer that are added to at once: their float64 sums, and the gradients, should stay in a core's cache.
 SUM_TILES = 6

@@ -1,51 +1,19 @@
-"""What the tests of dying runs share: data sets, the real command in a forked process, and a look from outside."""
+"""What the tests of crashed runs share: data sets, a command on one of them, and which of its steps to strike at."""
 
-import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from runner import run
 from support import write, write_index
+from tiers import numbers
 
-_SERVER = Path(__file__).with_name("forkserver.py")
 KILLED = -9
 # In memory where that can be had: a kill is no power cut, so what is on the disk does not matter.
 FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 - a fast place, and nothing predictable in it
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-    peak_kib: int
-
-
-class Runner:
-    """Runs commands in forked processes."""
-
-    def __init__(self):
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-P", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        )
-
-    def __call__(self, *argv, fault="", strike_after=None, number=signal.SIGKILL):
-        request = {"argv": list(map(str, argv)), "env": {"GRADTOOL_FAULT": fault}}
-        request |= {"strike_after": strike_after, "signal": number}
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return Answer(*json.loads(self._server.stdout.readline()))
-
-    def close(self):
-        self._server.stdin.close()
-        self._server.stdout.close()
-        self._server.wait()
 
 
 def tensors(seed, size):
@@ -93,10 +61,13 @@ CASES = {
 
 
 class Scene:
-    """A data set that can be put back as it was, and what it holds before and after a command."""
+    """A data set that can be put back as it was, and what it holds before and after a command of so many `steps`.
 
-    def __init__(self, runner, case, count, *options, size=700):
-        self._runner, self._case, self._options = runner, CASES[case], options
+    Of these, a test strikes at those of a `part`.
+    """
+
+    def __init__(self, case, count, *options, size=700, part="all"):
+        self._case, self._options, self.part = CASES[case], options, part
         self.root = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
         home = self.root / "fresh"
         self._case.make(home / "set", count, size)
@@ -108,18 +79,25 @@ class Scene:
             self.path /= "model.safetensors"
         self.put_back()
         self.old = self.files()
-        assert self.run().code == 0
+        # No step has this number: it is only counted.
+        done = self.run(fault="kill@0")
+        assert done.code == 0
+        self.steps = done.steps
         self.new = self.files()
         assert self.new.keys() == self.old.keys()
         assert self.new != self.old
         self.put_back()
+
+    def each_step(self):
+        """The steps to strike at: a sample with the last, or the others for as long as there are any."""
+        return numbers(self.part, self.steps)
 
     def put_back(self):
         shutil.rmtree(self.root / "now", ignore_errors=True)
         shutil.copytree(self.root / "fresh", self.root / "now")
 
     def run(self, *options, **death):
-        return self._runner(*self._arguments(), *self._options, *options, **death)
+        return run(*self._arguments(), *self._options, *options, **death)
 
     def _arguments(self):
         arguments = self._case.arguments(self.path)
@@ -127,10 +105,10 @@ class Scene:
         return [self.root / "now" / "other" if str(one).endswith("other") else one for one in arguments]
 
     def recover(self, **death):
-        return self._runner("recover", self.path, **death)
+        return run("recover", self.path, **death)
 
     def norm(self):
-        return self._runner("norm", self.path)
+        return run("norm", self.path)
 
     def files(self):
         folder = self.root / "now" / "set"

@@ -4,17 +4,49 @@ A program of its own: it reads requests, one JSON object a line, on stdin, and a
 """
 
 import gc
+import itertools
 import json
+import mmap
 import os
+import signal
 import sys
 import time
 
+# More than any test lets a command run.
+_TIMEOUT_SECONDS = 120
+
+
+class Steps:
+    """Numbers the calls that change the disk, and shows the parent how many there were."""
+
+    def __init__(self):
+        self._numbers = itertools.count(1)
+        self._made = mmap.mmap(-1, 1 << 16)
+
+    def __next__(self):
+        number = next(self._numbers)
+        # A byte each: threads and signals may come in between.
+        self._made[number] = 1
+        return number
+
+    def taken(self):
+        """The number of the last call, and none for the next process."""
+        last = self._made.rfind(b"\1")
+        self._made[: last + 1] = bytes(last + 1)
+        return max(last, 0)
+
 
 def _child(request, out, err):
+    signal.alarm(_TIMEOUT_SECONDS)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    for name, value in request["env"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     sys.argv = ["gradtool", *request["argv"]]
     from gradtool.__main__ import main
 
@@ -27,9 +59,11 @@ def _serve():
     import safetensors  # noqa: F401
 
     import gradtool.backends.compiled
-    import gradtool.cli  # noqa: F401
+    import gradtool.cli
+    import gradtool.store.faults
     from gradtool import accumulate, clip, layernorm_backward, norm, recover, zero  # noqa: F401
 
+    steps = gradtool.store.faults.steps = Steps()
     # Nothing of this is looked at again, and so copied, in every child.
     gc.disable()
     gc.freeze()
@@ -51,7 +85,7 @@ def _serve():
         for fd in (out, err):
             texts.append(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
             os.close(fd)
-        answer = [os.waitstatus_to_exitcode(status), *texts, usage.ru_maxrss]
+        answer = [os.waitstatus_to_exitcode(status), *texts, steps.taken(), usage.ru_maxrss]
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -171,12 +171,17 @@ class Cut(NamedTuple):
         return "\n  ".join(lines)
 
 
-def cuts(disk, calls, count, seen=None):
-    """Every disk that a cut may leave, after each of the calls; not those that were `seen`, but for the last."""
+def cuts(disk, calls, count, seen=None, at=None):
+    """Every disk that a cut may leave after each of the calls, or after those with the numbers that are given.
+
+    Not those that were `seen`, but for the last.
+    """
     disk, seen = disk.copy(), set() if seen is None else seen
     for number, call in enumerate(calls, 1):
         disk.do(call)
         is_last = number == len(calls)
+        if at is not None and number not in at:
+            continue
         for survivors in disk.cuts(number, count):
             after = disk.after(survivors)
             fingerprint = is_last, after.fingerprint()

@@ -11,6 +11,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+from runner import run
 
 from gradtool import BackendUnavailableError, memory
 from gradtool.backends import Piece, choose
@@ -222,17 +223,21 @@ def snapshot(folder):
     }
 
 
-def gradtool(*arguments, **options):
-    """Run the real command; its output and exit code."""
-    # Python's usual buffers, whatever this run was started with: unbuffered streams hide what fails at the end.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    environment |= options.pop("env", {})
+def gradtool(*arguments, cwd=None, env=None, **streams):
+    """Run the real command, in a process of its own where it is given streams or settings of Python, else in a fork."""
+    env = env or {}
+    if not streams and not any(name.startswith("PYTHON") for name in env):
+        done = run(*arguments, cwd=cwd, env=env)
+        return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
+    # Python's usual buffers, whatever the tests were started with: unbuffered streams hide what fails at the end.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | env
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],
         check=False,
+        cwd=cwd,
         env=environment,
         timeout=120,
-        **{"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+        **{"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,
     )
 
 

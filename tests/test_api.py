@@ -1,32 +1,54 @@
 import inspect
 import pickle
+import re
 
 import pytest
+from support import gradtool as command
 
 import gradtool
-from gradtool import cli
+from gradtool.cli import app
 from gradtool.errors import Problem
 
-# What only one of the twins has: the command prints, the function reports progress.
-OPERATIONS = ["norm", "clip", "accumulate", "zero", "layernorm_backward"]
-COMMAND_ONLY = {"json", "quiet"}
-FUNCTION_ONLY = {"progress"}
+OPERATIONS = ["norm", "clip", "accumulate", "zero", "layernorm_backward", "recover"]
+
+
+def options_of(name):
+    """The options of a function, with their defaults."""
+    parameters = inspect.signature(getattr(gradtool, name)).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_command_and_function_have_the_same_arguments_and_defaults(name):
-    def defaults(function, leave_out):
-        parameters = inspect.signature(function).parameters.values()
-        return {one.name: one.default or None for one in parameters if one.name not in leave_out}
+def test_command_and_function_have_the_same_options(name):
+    shown = command(name.replace("_", "-"), "--help").stdout
+    flags = {flag.removeprefix("no-").replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z-]+)", shown)}
+    # The command prints, the function reports progress.
+    assert flags - {"json", "quiet", "help"} == options_of(name).keys() - {"progress"}
 
-    assert defaults(getattr(cli, name), COMMAND_ONLY) == defaults(getattr(gradtool, name), FUNCTION_ONLY)
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_command_and_function_have_the_same_arguments_and_defaults(monkeypatch, name):
+    defaults, calls = options_of(name), []
+    monkeypatch.setattr(gradtool, name, lambda *paths, **options: calls.append((paths, options)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        app([name.replace("_", "-"), *(["buffer"] if name == "accumulate" else []), "path", "--quiet"])
+    [(paths, options)] = calls
+    assert paths == (("buffer", ["path"]) if name == "accumulate" else (["path"],))
+    assert options.pop("progress", None) is None
+    assert {key: defaults[key] for key in options} == options
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_argument_is_documented(name):
     function = getattr(gradtool, name)
     for argument in inspect.signature(function).parameters:
-        assert f"    {argument}: " in inspect.getdoc(function)
+        assert f"\n    {argument}: " in inspect.getdoc(function)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_misspelled_keyword_is_a_type_error(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'thread'$"):
+        getattr(gradtool, name)("path", thread=1)
 
 
 def test_everything_public_can_be_imported_and_is_listed():

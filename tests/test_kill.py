@@ -10,7 +10,9 @@ import signal
 import time
 
 import pytest
-from crashes import CASES, KILLED, Runner, Scene, shards
+from crashes import CASES, KILLED, Scene, shards
+from runner import run
+from tiers import EXHAUSTIVE, PARTS, in_parts, is_sampled, numbers
 
 MODES = {
     "replace": ["--write", "replace"],
@@ -20,70 +22,80 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def runner():
-    runner = Runner()
-    yield runner
-    runner.close()
-
-
 @pytest.fixture
-def scene(request, runner):
-    scene = Scene(runner, *request.param)
+def scene(request, part):
+    scene = Scene(*request.param, part=part)
     yield scene
     scene.close()
 
 
-def scenes(counts, cases=tuple(CASES), modes=tuple(MODES)):
-    every = list(itertools.product(cases, modes, counts))
-    names = [f"{case}-{mode}-{count}" for case, mode, count in every]
-    return pytest.mark.parametrize(
-        "scene", [(case, count, *MODES[mode]) for case, mode, count in every], indirect=True, ids=names
-    )
+def scenes(counts, cases=tuple(CASES), modes=tuple(MODES), sampled=None):
+    """Every case in every mode, of so many files; a sample of its steps is always tried if `sampled` says so of it."""
+    every = {"-".join(map(str, one)): one for one in itertools.product(cases, modes, counts)}
+    chosen = [name for name, one in every.items() if sampled is None or sampled(*one)]
+    values = {name: (case, count, *MODES[mode]) for name, (case, mode, count) in every.items()}
+    return pytest.mark.parametrize(("scene", "part"), in_parts(values, chosen), indirect=["scene"])
 
 
-@scenes([1, 8], modes=["replace", "inplace"])
+def several_files_with_syncs(_case, mode, count):
+    return count > 1 and "no-fsync" not in mode
+
+
+@scenes([1, 8], modes=["replace", "inplace"], sampled=lambda case, _mode, count: count == 1 or case == "clip")
 def test_a_run_that_is_killed_at_any_step_leaves_all_old_or_all_new(scene):
     check_kills(scene)
 
 
-@scenes([2], modes=["replace-no-fsync", "inplace-no-fsync"])
+@scenes([2], modes=["replace-no-fsync", "inplace-no-fsync"], sampled=lambda case, *_: case == "clip")
 def test_a_run_without_syncs_that_is_killed_does_so_too(scene):
     check_kills(scene)
 
 
 def check_kills(scene):
-    seen = set()
-    for step in itertools.count(1):
-        kind = "kill" if step % 3 else "tear"
-        done = scene.run(fault=f"{kind}@{step}")
-        # A step that writes nothing cannot be torn.
-        if done.code == 0 and kind == "tear":
-            scene.put_back()
-            done = scene.run(fault=f"kill@{step}")
-        if done.code == 0:
+    states = {}
+    for step in scene.each_step():
+        states[step] = check_kill(scene, step)
+        if states[step] is None:
+            assert scene.state() == "new"
             break
-        assert done.code == KILLED, done
-        before, looked = scene.state(), None
-        if step % 2:
-            looked = scene.norm()
-            assert looked.code in (0, 5), looked
-            assert (looked.code == 5) == ("gradtool recover" in looked.err)
-        else:
-            # Recovering is killed too, somewhere, and then goes on.
-            assert scene.recover(fault=f"tear@{1 + step // 2 % 6}").code in (0, KILLED)
-        recovered = scene.recover()
-        assert recovered.code == 0
-        state = scene.state()
-        assert state in ("old", "new"), (step, before, state)
-        check_recovered(recovered, state)
-        if looked is not None and looked.code == 0:
-            assert before == state or isinstance(before, dict)
-        seen.add(state)
+    if scene.part == "sample":
+        # Those between, one of which commits.
+        last_old = max(step for step in states if states[step] == "old")
+        for step in range(last_old + 1, min(step for step in states if states[step] == "new")):
+            check_kill(scene, step)
+    assert set(states.values()) >= {"old", "new"}
+    assert len(states) > 3
+
+
+def check_kill(scene, step):
+    """Kill a run at a step: what the files hold when that is recovered; None if there is no such step."""
+    scene.put_back()
+    kind = "kill" if step % 3 else "tear"
+    done = scene.run(fault=f"{kind}@{step}")
+    if done.steps < step:
+        assert done.code == 0
+        return None
+    # A step that writes nothing cannot be torn.
+    if done.code == 0 and kind == "tear":
         scene.put_back()
-    assert step > 5
-    assert seen == {"old", "new"}
-    assert scene.state() == "new"
+        done = scene.run(fault=f"kill@{step}")
+    assert done.code == KILLED, done
+    before, looked = scene.state(), None
+    if step % 2:
+        looked = scene.norm()
+        assert looked.code in (0, 5), looked
+        assert (looked.code == 5) == ("gradtool recover" in looked.err)
+    else:
+        # Recovering is killed too, somewhere, and then goes on.
+        assert scene.recover(fault=f"tear@{1 + step // 2 % 6}").code in (0, KILLED)
+    recovered = scene.recover()
+    assert recovered.code == 0
+    state = scene.state()
+    assert state in ("old", "new"), (step, before, state)
+    check_recovered(recovered, state)
+    if looked is not None and looked.code == 0:
+        assert before == state or isinstance(before, dict)
+    return state
 
 
 def check_recovered(recovered, state):
@@ -94,47 +106,42 @@ def check_recovered(recovered, state):
     assert outcomes in ([], ["finished"] if state == "new" else ["undone"], [] if state == "new" else ["untouched"])
 
 
-def test_a_new_output_folder_is_there_as_a_whole_or_not_at_all(runner, tmp_path):
+@PARTS
+@pytest.mark.parametrize("kind", ["kill", "SIGTERM", "ENOSPC"])
+def test_a_new_output_folder_is_there_as_a_whole_or_not_at_all(tmp_path, kind, part):
     shards(tmp_path / "in", 2, 300)
     shutil.copytree(tmp_path / "in", tmp_path / "expected")
-    assert runner("clip", tmp_path / "expected", "--max-norm", "1").code == 0
+    assert run("clip", tmp_path / "expected", "--max-norm", "1").code == 0
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
     new = tmp_path / "new"
-    for kind in ("kill", "SIGTERM", "ENOSPC"):
-        for step in itertools.count(1):
-            command = ["clip", tmp_path / "in", "--max-norm", "1", "--output-dir", new / "a" / "b"]
-            done = runner(*command, fault=f"{kind}@{step}")
-            assert done.code in {"kill": (0, KILLED), "SIGTERM": (0, 143), "ENOSPC": (0, 5)}[kind]
-            if kind == "kill" or "gradtool recover tries again" in done.err:
-                assert runner("recover", tmp_path).code == 0
-            there = {path.name: path.read_bytes() for path in new.rglob("*") if path.is_file()}
-            wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
-            assert there == (wanted if new.exists() else {}), (kind, step, done, list(tmp_path.rglob("*")))
-            assert sorted(path.name for path in tmp_path.iterdir() if path != new) == ["expected", "in"], (
-                kind,
-                step,
-                done,
-            )
-            is_last = new.exists() and done.code == 0 and not done.err
-            shutil.rmtree(new, ignore_errors=True)
-            if is_last and runner(*command, fault=f"kill@{step}").code == 0:
-                shutil.rmtree(new)
-                break
-            runner("recover", tmp_path)
-            shutil.rmtree(new, ignore_errors=True)
+    command = ["clip", tmp_path / "in", "--max-norm", "1", "--output-dir", new / "a" / "b"]
+    last = run(*command, fault="kill@0").steps
+    for step in numbers(part, last):
+        shutil.rmtree(new, ignore_errors=True)
+        done = run(*command, fault=f"{kind}@{step}")
+        assert done.code in {"kill": (0, KILLED), "SIGTERM": (0, 143), "ENOSPC": (0, 5)}[kind]
+        if kind == "kill" or "run gradtool recover to try again" in done.err:
+            assert run("recover", tmp_path).code == 0
+        there = {path.name: path.read_bytes() for path in new.rglob("*") if path.is_file()}
+        assert there == (wanted if new.exists() else {}), (step, done, list(tmp_path.rglob("*")))
+        assert sorted(path.name for path in tmp_path.iterdir() if path != new) == ["expected", "in"], (step, done)
+        if done.steps < step:
+            break
+        run("recover", tmp_path)
+    assert new.exists()
 
 
-@scenes([1, 3], modes=["replace", "inplace", "replace-no-fsync"])
+@scenes([1, 3], modes=["replace", "inplace", "replace-no-fsync"], sampled=several_files_with_syncs)
 def test_a_signal_at_any_step_ends_a_run_that_tells_what_became_of_the_files(scene):
     codes = set()
-    for step in itertools.count(1):
+    for step in scene.each_step():
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[step % 3]
         done = scene.run("--json", fault=f"{number.name}@{step}")
         check_story(scene, done, step)
         codes.add(done.code)
         scene.put_back()
-        if done.code == 0 and scene.run(fault=f"kill@{step}").code == 0:
+        if done.steps < step:
             break
-        scene.put_back()
     assert codes == {0, 129, 130, 143}
 
 
@@ -151,14 +158,14 @@ def check_story(scene, done, where):
     assert len(done.err.splitlines()) == 1, (where, done)
 
 
-def at_any_instant(runner, pytestconfig):
+def at_any_instant(pytestconfig):
     """Every case in turn, as often as was asked for: a scene, its seconds, its name, and a source of instants."""
     count, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
     print(f"seed {seed}")  # noqa: T201 - shown where the test fails
     rng = random.Random(seed)  # noqa: S311 - no secret
     for number, (case, mode) in enumerate(itertools.product(CASES, ["replace", "inplace"])):
         # Large enough for two threads, and for more than a block each.
-        with contextlib.closing(Scene(runner, case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
+        with contextlib.closing(Scene(case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
             began = time.perf_counter()
             scene.run()
             seconds = time.perf_counter() - began
@@ -167,9 +174,10 @@ def at_any_instant(runner, pytestconfig):
                 yield scene, seconds, (case, mode), rng
 
 
-def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(runner, pytestconfig):
+@EXHAUSTIVE
+def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(pytestconfig):
     seen = collections.Counter()
-    for scene, seconds, where, rng in at_any_instant(runner, pytestconfig):
+    for scene, seconds, where, rng in at_any_instant(pytestconfig):
         done = scene.run("--json", strike_after=rng.uniform(0, 1.2 * seconds), number=signal.SIGTERM)
         if done.code == -signal.SIGTERM:
             # Before it took care of signals; it had not begun.
@@ -180,9 +188,10 @@ def test_a_run_that_is_terminated_at_any_instant_tells_what_became_of_the_files(
     print(dict(seen))  # noqa: T201 - for those who ask for many
 
 
-def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, pytestconfig):
+@EXHAUSTIVE
+def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(pytestconfig):
     seen = collections.Counter()
-    for scene, seconds, where, rng in at_any_instant(runner, pytestconfig):
+    for scene, seconds, where, rng in at_any_instant(pytestconfig):
         code = scene.run(strike_after=rng.uniform(0, 1.2 * seconds)).code
         assert code in (0, KILLED)
         looked = scene.norm()
@@ -198,10 +207,12 @@ def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(runner, p
 
 @scenes([2], cases=["clip"], modes=["replace", "inplace"])
 def test_recovering_can_be_killed_at_any_step_too(scene):
-    for step in itertools.count(1):
+    # The rest is whatever a recovery does after a step of the rest, and its own rest after one of the sample.
+    for step in scene.each_step() if scene.part == "sample" else numbers("all"):
+        scene.put_back()
         if scene.run(fault=f"kill@{step}").code == 0:
             break
-        for inner in itertools.count(1):
+        for inner in numbers(scene.part if is_sampled(step) else "all"):
             if scene.recover(fault=f"kill@{inner}").code == 0:
                 break
             assert scene.recover().code == 0
@@ -209,12 +220,11 @@ def test_recovering_can_be_killed_at_any_step_too(scene):
             scene.put_back()
             assert scene.run(fault=f"kill@{step}").code == KILLED
         assert scene.state() in ("old", "new"), (step, scene.state())
-        scene.put_back()
 
 
-@scenes([1, 3], modes=["replace", "inplace"])
+@scenes([1, 3], modes=["replace", "inplace"], sampled=lambda case, _mode, count: (case, count) == ("clip", 3))
 def test_the_next_run_finishes_what_a_killed_one_left(scene):
-    for step in itertools.count(1):
+    for step in scene.each_step():
         if scene.run(fault=f"kill@{step}").code == 0:
             break
         done = scene.run()
@@ -227,12 +237,12 @@ def test_the_next_run_finishes_what_a_killed_one_left(scene):
         scene.put_back()
 
 
-@scenes([1, 3])
+@scenes([1, 3], sampled=several_files_with_syncs)
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_a_call_that_fails_leaves_all_old_and_nothing_behind(scene, error):
-    for step in itertools.count(1):
+    for step in scene.each_step():
         done = scene.run(fault=f"{error}@{step}")
-        if "gradtool recover tries again" in done.err:
+        if "run gradtool recover to try again" in done.err:
             assert "all files were written" in done.err
             assert (scene.recover().code, scene.state()) == (0, "new")
         elif "all files were written" in done.err:
@@ -242,14 +252,13 @@ def test_a_call_that_fails_leaves_all_old_and_nothing_behind(scene, error):
             assert (done.code, scene.state()) in ((5, "old"), (0, "new")), (step, done, scene.state())
         assert len(done.err.splitlines()) == (done.code != 0)
         scene.put_back()
-        if done.code == 0 and scene.run(fault=f"kill@{step}").code == 0:
+        if done.steps < step:
             break
-        scene.put_back()
 
 
-@scenes([1, 3], cases=["clip"])
+@scenes([1, 3], cases=["clip"], sampled=several_files_with_syncs)
 def test_a_disk_that_fails_from_some_call_on_loses_nothing(scene):
-    for step in itertools.count(1):
+    for step in scene.each_step():
         done = scene.run(fault=f"EIO@{step}+")
         if done.code == 0:
             break
@@ -263,12 +272,11 @@ def test_a_disk_that_fails_from_some_call_on_loses_nothing(scene):
     assert step > 5
 
 
-@scenes([2], modes=["replace", "inplace"])
+@scenes([2], modes=["replace", "inplace"], sampled=lambda case, *_: case in ("clip", "accumulate"))
 def test_a_call_that_writes_less_than_it_was_given_is_made_again(scene):
-    for step in itertools.count(1):
+    for step in scene.each_step():
         done = scene.run(fault=f"short@{step}")
         assert (done.code, scene.state()) == (0, "new"), (step, done)
         scene.put_back()
-        if scene.run(fault=f"kill@{step}").code == 0:
+        if done.steps < step:
             break
-        scene.put_back()

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from support import COMMAND, gradtool_json, with_header, write
+from tiers import PARTS, up_to
 
 from gradtool import memory
 from gradtool.store.format.header import read_shard
@@ -35,17 +36,22 @@ def bare(tmp_path_factory):
     return dict(zip(("-v", "-d"), map(int, done.stdout.split()), strict=True))
 
 
+# MiB that a command may have beyond those: from too few for its imports to enough.
+LIMITS = (2, 8, 32, 64, 88, 94, *range(97, 130, 4), 256)
+
+
+@PARTS
 @pytest.mark.parametrize("option", ["-v", "-d"])
 @pytest.mark.parametrize("tensors", [1, 20_000])
-def test_memory_refused_at_any_point_is_exit_5_and_names_the_remedy(tmp_path, bare, option, tensors):
+def test_memory_refused_at_any_point_is_exit_5_and_names_the_remedy(tmp_path, bare, option, tensors, part):
     path = tmp_path / "x.safetensors"
     entries = {
         f"layers.{i}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i in range(tensors)
     }
     path.write_bytes(with_header(entries, bytes(4 * tensors)))
     codes = []
-    for more in (2, 8, 32, 64, 88, 94, *range(97, 130, 4), 256):
-        done = limited(option, bare[option] + more * 1024, "norm", path, "--json", "--threads", "4")
+    for number in up_to(len(LIMITS), part):
+        done = limited(option, bare[option] + LIMITS[number - 1] * 1024, "norm", path, "--json", "--threads", "4")
         answer = json.loads(done.stdout)
         codes.append(done.returncode)
         assert answer["exit_code"] == done.returncode
@@ -53,7 +59,9 @@ def test_memory_refused_at_any_point_is_exit_5_and_names_the_remedy(tmp_path, ba
         if done.returncode:
             assert f"ulimit {option}" in done.stderr.replace("-v or -d", f"{option}")
             assert done.stderr == f"gradtool: error: {answer['errors'][0]['message']}\n"
-    assert (codes[0], codes[-1], set(codes)) == (5, 0, {0, 5})
+    assert set(codes) <= {0, 5}
+    if part == "sample":
+        assert (codes[0], codes[-1]) == (5, 0)
 
 
 def test_what_is_said_without_memory_is_what_any_failure_says(bare, tmp_path):

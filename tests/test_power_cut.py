@@ -13,6 +13,7 @@ import pytest
 from crashes import FAST, layers, tensors
 from power import File, Op, Place, cuts
 from support import write, write_index
+from tiers import PARTS, in_parts, up_to
 
 import gradtool
 from gradtool import BadInputError, SystemRefusedError
@@ -75,6 +76,19 @@ CASES = {
 EVERY = [
     f"{case}-{mode}" for case in CASES for mode in ("replace", "inplace") if "output" not in case or mode == "replace"
 ]
+SAMPLED = [
+    *("clip-file-inplace", "clip-set-replace", "clip-two-folders-replace", "clip-two-folders-inplace"),
+    *("zero-set-inplace", "layernorm-set-replace", "new-output-folder-replace"),
+]
+CRASHED = [
+    *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),
+    *("clip-two-folders-replace", "clip-two-folders-inplace"),
+]
+
+
+def scenes(names):
+    parts = in_parts({name: name for name in names}, sampled=SAMPLED)
+    return pytest.mark.parametrize(("scene", "part"), parts, indirect=["scene"])
 
 
 class Scene:
@@ -130,6 +144,10 @@ class Scene:
             for path, data in now.items()
         }
 
+    def each_call(self, part):
+        """The calls of a part, by number from 1."""
+        return set(up_to(len(self.calls), part))
+
     def norm_of(self, state):
         return self._states[state][1]
 
@@ -157,10 +175,10 @@ def check(scene, cut, *, backwards=False, before=""):
     return state
 
 
-@pytest.mark.parametrize("scene", EVERY, indirect=True)
-def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene):
+@scenes(EVERY)
+def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene, part):
     states = set()
-    for cut in cuts(scene.disk, scene.calls, 16):
+    for cut in cuts(scene.disk, scene.calls, 16, at=scene.each_call(part)):
         state = check(scene, cut, backwards=cut.calls % 2 == 1)
         # What a run that has returned has done, stays done.
         assert state == "new" or not cut.is_last, str(cut)
@@ -168,17 +186,10 @@ def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene):
     assert states == {"old", "new"}
 
 
-@pytest.mark.parametrize(
-    "scene",
-    [
-        *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),
-        *("clip-two-folders-replace", "clip-two-folders-inplace"),
-    ],
-    indirect=True,
-)
+@scenes(CRASHED)
 @pytest.mark.parametrize("end", ["kill", "cut"])
-def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, end):
-    disk, seen = scene.disk.copy(), defaultdict(set)
+def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, end, part):
+    disk, seen, struck = scene.disk.copy(), defaultdict(set), scene.each_call(part)
     rng = random.Random(0)  # noqa: S311 - the same every time
     for number, call in enumerate(scene.calls, 1):
         disk.do(call)
@@ -188,6 +199,8 @@ def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, en
             # Who looks after a kill finds all that was done, though little of it is safe.
             left = disk.copy()
             left.hour += 1
+        if number not in struck:
+            continue
         scene.place.show(left.after(left.pending))
         said = []
         calls = scene.place.record(lambda said=said: said.append(scene.recover()))
@@ -220,11 +233,14 @@ class RolledBack(Scene):
             gradtool.clip(self.folders[0], max_norm=1, write="inplace", threads=1)
 
 
-def test_what_is_rolled_back_stays_so_though_a_killed_rollback_was_recovered_before():
+@PARTS
+def test_what_is_rolled_back_stays_so_though_a_killed_rollback_was_recovered_before(part):
     with contextlib.closing(RolledBack()) as scene:
-        disk = scene.disk.copy()
+        disk, struck = scene.disk.copy(), scene.each_call(part)
         for number, call in enumerate(scene.calls, 1):
             disk.do(call)
+            if number not in struck:
+                continue
             left = disk.copy()
             left.hour += 1
             scene.place.show(left.after(left.pending))

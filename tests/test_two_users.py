@@ -19,10 +19,12 @@ from users import ALICE, MALLORY, At, as_user, run_as
 from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import recovery, replace, undolog
+from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.inplace import InPlace
-from gradtool.store.transaction.log import HOST, line_of, marker_of
-from gradtool.store.transaction.replace import Replacement, _Staged
+from gradtool.store.transaction.log import HOST, line_of
+from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.run import Run
+from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.undolog import UndoLog
 
@@ -118,8 +120,8 @@ def swap(path, by):
 
 INSTANTS = {
     "before it is filled": (Replacement, "stage", True),
-    "before it is finished": (_Staged, "finish", False),
-    "before it is renamed": (_Staged, "take_place", False),
+    "before it is finished": (Staged, "finish", False),
+    "before it is renamed": (Staged, "take_place", False),
     "while it is renamed": (Folder, "rename", False),
 }
 
@@ -424,7 +426,7 @@ def test_files_of_another_user_beside_a_run_that_rolled_back_do_not_keep_it_from
     folder = sticky(root)
     paths = several(ALICE, folder)
     old = [path.read_bytes() for path in paths]
-    at = At(_Staged, "take_place", lambda: only(folder, "*-1.tmp").unlink(), 0, nth=2)
+    at = At(Staged, "take_place", lambda: only(folder, "*-1.tmp").unlink(), 0, nth=2)
     dies_at = (replace, "move_back", 1) if end == "rolling back" else (Run, "end", 1)
     run_as(ALICE, "clip", folder, "--max-norm", "1", meanwhile=at, dies_at=dies_at)
     run = only(folder, "*.run").stem

@@ -12,15 +12,12 @@ import numpy as np
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
-from gradtool.ops import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.store.format.gradset import Selected
-
-NONFINITE_POLICIES = ("error", "propagate", "zero")
 
 
 def clip_coef(limit: float | None, norm: float, eps: float) -> float:
@@ -33,7 +30,7 @@ def clip_coef(limit: float | None, norm: float, eps: float) -> float:
 
 @dataclass(frozen=True)
 class Policy:
-    """The arguments that decide what becomes of a value."""
+    """The options that decide what becomes of a value."""
 
     max_norm: float | None
     max_value: float | None
@@ -68,22 +65,13 @@ class Policy:
         return math.inf if self.max_value is None else abs(self.max_value)
 
     def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
+        """Raise `UsageError` where options contradict each other."""
         if (self.max_norm is None) == (self.max_value is None):
             raise UsageError("give either --max-norm or --max-value")
         if self.max_value is not None and (self.per_tensor or self.total_norm is not None):
             raise UsageError("--max-value takes neither --per-tensor nor --total-norm: it knows no norm")
         if self.per_tensor and self.total_norm is not None:
             raise UsageError("--per-tensor and --total-norm exclude each other")
-        for option, limit in (("--max-norm", self.max_norm), ("--max-value", self.max_value)):
-            if limit is not None and not limit >= 0:
-                raise UsageError(f"{option} must be 0 or more, not {limit!r}")
-        for option, number in (("--eps", self.eps), ("--total-norm", self.total_norm)):
-            if number is not None and not 0 <= number < math.inf:
-                raise UsageError(f"{option} must be 0 or more and finite, not {number!r}")
-        if not 0 < self.unscale < math.inf:
-            raise UsageError(f"--unscale must be above 0 and finite, not {self.unscale!r}")
-        arguments.one_of("--nonfinite", self.nonfinite, NONFINITE_POLICIES)
 
 
 class Decision(NamedTuple):
@@ -111,7 +99,8 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
         rounded = _rounded(dtype, factor)
         if factor and (rounded == 0 or math.isinf(rounded)):
             raise BadInputError(
-                f"factor {factor!r} is out of range for {STORAGE[dtype].work}, which {dtype} computes in; nothing written",
+                f"factor {factor!r} is out of range for {STORAGE[dtype].work}, in which {dtype} computes; "
+                "nothing written",
                 file=one.shard.path,
                 tensor=one.tensor.name,
             )

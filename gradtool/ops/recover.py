@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
+from gradtool import checks
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
-from gradtool.ops import arguments
+from gradtool.options import RecoverOptions, Sets
+from gradtool.signatures import complete, documented
 from gradtool.store import signals
 from gradtool.store.transaction.guard import Place
 from gradtool.store.transaction.locks import InUse
@@ -41,24 +43,21 @@ class RecoverResult:
     per_run: tuple[RunRow, ...]
 
 
-def recover(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (), *, force: bool = False
-) -> RecoverResult:
+@documented
+def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResult:
     """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
-    Of each such run, all files are new afterwards or all are old: renames that had begun are finished, changes in place
-    are undone. A run that is alive is left alone. It may itself be killed, and called again.
-
-    Args:
-        paths: files, folders or index files; of a file and an index, the folder that it is in is looked at, too.
-        force: go on also where another program has written to a file since.
+    Afterwards, the files of each such run are all new or all old: renames that had begun are finished, changes in place
+    are undone. A run that is alive is not touched. For a file or an index, its folder is searched, too. If `recover`
+    itself is killed, call it again.
 
     Raises:
         UsageError: no path is given.
         BadInputError: there is no such folder.
         SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
     """
-    named = arguments.paths(paths)
+    force = complete("recover", RecoverOptions, options)["force"]
+    named = checks.paths(paths)
     if not named:
         raise UsageError("no path is given; name a file, a folder or an index")
     rows: list[RunRow] = []

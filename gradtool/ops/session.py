@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import os
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from gradtool import backends
+from gradtool import backends, checks
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
-from gradtool.errors import UsageError
-from gradtool.ops import arguments
-from gradtool.store.format.gradset import read_path_list
+from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.open import Inputs, open_to_read, open_to_write
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.engines import Found, Pass
-    from gradtool.engines.threads import Progress
+    from gradtool.options import Paths, Reading, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.open import OpenSets
@@ -56,29 +54,15 @@ class Call:
     began: float
 
     @classmethod
-    def of(
-        cls,
-        paths: Any,
-        *,
-        include: Any,
-        exclude: Any,
-        files_from: Any,
-        backend: Any,
-        device: Any,
-        threads: Any,
-        progress: Progress | None,
-        dtypes: Sequence[str] | None = tuple(STORAGE),
-    ) -> Self:
-        """Of the selected tensors, only those of the given `dtypes` are accepted; any, with None."""
+    def of(cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE)) -> Self:
+        """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any."""
         began = perf_counter()
-        workers = arguments.optional_count("--threads", threads) or default_threads()
-        wanted, unwanted = arguments.patterns("--include", include), arguments.patterns("--exclude", exclude)
-        named = arguments.paths(paths)
-        if files_from is not None:
-            named += read_path_list(arguments.optional_path("--files-from", files_from) or "")
-        choice = backends.choose(backend, arguments.optional_index("--device", device))
-        engine = Threads(choice.backend, workers, progress)
-        return cls(Inputs(named, wanted, unwanted, dtypes), engine, choice.why, began)
+        named = checks.paths(paths)
+        if chosen["files_from"] is not None:
+            named += read_path_list(os.fspath(chosen["files_from"]))
+        choice = backends.choose(chosen["backend"], chosen["device"])
+        engine = Threads(choice.backend, chosen["threads"] or default_threads(), chosen["progress"])
+        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice.why, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""
@@ -97,21 +81,16 @@ class Call:
                 self.engine.close()
 
 
-def output_options(
-    output: Any, output_dir: Any, dry_run: bool, write: Any, fsync: bool, lock_timeout: Any
-) -> OutputOptions:
-    """The options of every writing operation, checked."""
-    arguments.one_of("--write", write, ("replace", "inplace"))
-    timeout = arguments.number("--lock-timeout", lock_timeout)
-    if not 0 <= timeout < math.inf:
-        raise UsageError(f"--lock-timeout must be 0 or more and finite, not {lock_timeout!r}")
+def output_options_of(chosen: Writing) -> OutputOptions:
+    """The options of a call that say where it writes."""
+    output, output_dir = chosen["output"], chosen["output_dir"]
     return OutputOptions(
-        arguments.optional_path("--output", output),
-        arguments.optional_path("--output-dir", output_dir),
-        dry_run,
-        write == "inplace",
-        fsync,
-        timeout,
+        file=None if output is None else os.fspath(output),
+        folder=None if output_dir is None else os.fspath(output_dir),
+        dry_run=chosen["dry_run"],
+        in_place=chosen["write"] == "inplace",
+        fsync=chosen["fsync"],
+        lock_timeout=chosen["lock_timeout"],
     )
 
 

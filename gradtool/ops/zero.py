@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from gradtool.ops.passes import Nothing, by_shard
+from gradtool.ops.passes import NOTHING, by_shard
 from gradtool.ops.results import CallFacts, call_facts
-from gradtool.ops.session import Call, output_options
+from gradtool.ops.session import Call, output_options_of
+from gradtool.options import Sets, ZeroOptions
+from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from gradtool.engines.threads import Progress
     from gradtool.ops.session import Session
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.destination import NewFile
@@ -33,70 +33,29 @@ class ZeroResult(CallFacts):
     bytes_written: int
 
 
-def zero(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    files_from: str | os.PathLike[str] | None = None,
-    output: str | os.PathLike[str] | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-    dry_run: bool = False,
-    write: str = "replace",
-    fsync: bool = True,
-    lock_timeout: float = 0.0,
-    backend: str | None = None,
-    device: int | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> ZeroResult:
-    """Make every element of all selected tensors +0, whatever its type and whatever was there; in place.
+@documented
+def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
+    """Set every element of all selected tensors to +0, whatever its type and value, in place.
 
-    Only what is not zeroed is copied into the new files; the zeros are holes where the file system has such, so that it
-    takes no longer to zero gigabytes than kilobytes. As ONNX Runtime's ZeroGradient, over files.
-
-    Args:
-        paths: files, folders or index files.
-        include: regular expressions; only tensors whose name one of them finds.
-        exclude: regular expressions; no tensor whose name one of them finds.
-        files_from: a file of further paths, separated by newline or NUL; "-" is standard input.
-        output: write the one input file here, and leave it alone.
-        output_dir: write all files, changed or not, into this folder, and leave the inputs alone.
-        dry_run: do everything but write.
-        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
-            files that are there, and saves it to a journal first.
-        fsync: have what is written on the disk before what was there goes.
-        lock_timeout: seconds to wait for other runs that are about to write the same files.
-        backend: "auto", "cpu" or "cuda", which must be there; but there is nothing to compute.
-        device: the number of the GPU, from 0; only with "cuda".
-        threads: worker threads; by default one for each core, at most 16.
-        progress: called with the bytes done and the bytes in all.
+    Only what is not zeroed is copied into the new files; the zeros are holes if the file system has them, so that
+    gigabytes take no longer than kilobytes. As ONNX Runtime's ZeroGradient, over files. There is nothing to compute,
+    but a backend that is asked for must be available.
 
     Raises:
-        UsageError: an argument makes no sense.
-        BadInputError: a file, an index or a tensor that cannot be worked with.
-        BackendUnavailableError: the backend is not there.
-        SystemRefusedError: reading or writing failed; nothing was written.
+        UsageError: an option is invalid, or contradicts another one.
+        BadInputError: a file, index or tensor is invalid.
+        BackendUnavailableError: the backend is not available.
+        SystemRefusedError: reading or writing failed; nothing is written.
     """
-    call = Call.of(
-        paths,
-        include=include,
-        exclude=exclude,
-        files_from=files_from,
-        backend=backend,
-        device=device,
-        threads=threads,
-        progress=progress,
-        dtypes=None,
-    )
-    options = output_options(output, output_dir, dry_run, write, fsync, lock_timeout)
-    with call.open_to_write(options) as (session, output_):
-        files = _files(session, output_)
-        with session.writing(output_, files) as destination:
-            session.run(Nothing(), destination)
+    chosen = complete("zero", ZeroOptions, options)
+    output_options = output_options_of(chosen)
+    with Call.of(paths, chosen, dtypes=None).open_to_write(output_options) as (session, output):
+        files = _files(session, output)
+        with session.writing(output, files) as destination:
+            session.run(NOTHING, destination)
     return ZeroResult(
         **call_facts(session, session.selected, why="nothing to compute"),
-        dry_run=dry_run,
+        dry_run=output_options.dry_run,
         files_written=destination.count,
         bytes_written=session.timings.write_bytes,
     )

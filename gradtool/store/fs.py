@@ -1,45 +1,49 @@
-"""Folders that are held open, and every call that changes what is on the disk.
+"""Open folders, and every call that changes the disk.
 
-A path may lead elsewhere from one instant to the next. So a folder is opened once, and all names are looked up in it;
-a file that was made or checked is told by its inode when it is opened again.
-
-`GRADTOOL_FAULT=KIND@N`, for tests alone, strikes at the Nth call that changes the disk: `kill` ends the process before
-it, `tear` does the same with half of what it writes written, `short` writes half, the name of a signal, such as
-`SIGTERM`, is sent before it, and the name of an error, such as `ENOSPC`, is what the call fails with; with `@N+`, every
-later call too.
+A path may lead elsewhere from one instant to the next. So a folder is opened once, and all names are looked up in it. A
+file that was made or checked is recognized by its inode when it is opened again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
-import signal
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gradtool.store.format.header import changed_meanwhile
+from gradtool.errors import changed_meanwhile
+from gradtool.store.faults import step, write_half
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     Buffer = bytes | bytearray | memoryview
 
-# What the system says where it cannot do a thing at all, here or ever.
-UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-# What is said of a name that leads to no file any more, but to a link, a folder, a socket or nothing.
-_OF_OTHERS = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
 # A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
 SECTOR = 512
-# Enough to pass through a folder; reading what is in it may not be allowed.
-_TO_PASS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_steps = itertools.count(1)
+# The file system does not support the call.
+UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+# The name now leads to a link, a folder, a socket or nothing.
+_REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
+_TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Needs permission to pass through the folder, not to list it.
+_TO_SEARCH = _TO_LIST | getattr(os, "O_PATH", 0)
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class File(NamedTuple):
-    """A file in a folder that is held open, and the inode that it must be."""
+    """A file in an open folder, and the inode that it must have."""
 
     folder: Folder
     name: str
@@ -48,39 +52,39 @@ class File(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where it lies, for messages."""
+        """Its path, for messages."""
         return self.folder.path / self.name
 
     def open(self, flags: int) -> int:
-        """Open the file itself, and no other that has its name by now.
-
-        Raises:
-            SystemRefusedError: the name leads to another file.
-        """
+        """Open the file; raises `SystemRefusedError` if its name leads to another one."""
         try:
             fd = self.folder.open(self.name, flags)
         except OSError as error:
-            if error.errno not in _OF_OTHERS:
+            if error.errno not in _REPLACED:
                 raise
             raise changed_meanwhile(self.path) from error
-        if not self.is_at(os.fstat(fd)):
+        if not self.matches(os.fstat(fd)):
             os.close(fd)
             raise changed_meanwhile(self.path)
         return fd
+
+    def opened(self, flags: int) -> AbstractContextManager[int]:
+        """As `open`, for a `with` block that closes it."""
+        return closing(self.open(flags))
 
     @property
     def is_there(self) -> bool:
         """Whether the name still leads to the file."""
         status = self.folder.status(self.name)
-        return status is not None and self.is_at(status)
+        return status is not None and self.matches(status)
 
-    def is_at(self, status: os.stat_result) -> bool:
+    def matches(self, status: os.stat_result) -> bool:
         """Whether a status is that of the file."""
         return (status.st_dev, status.st_ino) == (self.device, self.inode) and stat.S_ISREG(status.st_mode)
 
 
 class Folder:
-    """A folder that is held open; `path` is where it was then, without links."""
+    """An open folder; `path` is where it was when it was opened, without links."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
@@ -90,15 +94,15 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """Open a folder whose path has no link at its end; one that cannot be listed can still be passed through."""
-        return cls(path, open_to_list(path))
+        """Open a folder; the last part of its path must not be a link."""
+        return cls(path, open_folder(path))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the folder by its path; a file in it is still recognized by its inode.
         return Folder.at, (self.path,)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
         os.close(self.fd)
 
     def __enter__(self) -> Self:
@@ -114,32 +118,32 @@ class Folder:
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise
-            # Open to be passed through and no more.
+            # It could be opened with O_PATH only.
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
 
     def status(self, name: str) -> os.stat_result | None:
-        """The status of what has a name, a link not followed; None if there is nothing."""
+        """The status of a name, links not followed; None if it does not exist."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def file(self, name: str) -> File | None:
-        """What has a name; None if there is nothing."""
+        """The file of that name; None if it does not exist."""
         status = self.status(name)
         return None if status is None else File(self, name, status.st_dev, status.st_ino)
 
     def open(self, name: str, flags: int) -> int:
-        """Open what has a name; neither a link nor a FIFO leads astray."""
+        """Open a file; links are not followed, and a FIFO does not block."""
         return os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self.fd)
 
     def create(self, name: str, mode: int = 0o600) -> int:
-        """Make a file that was not there; its descriptor."""
-        _step()
+        """Make a file that did not exist; its descriptor."""
+        step()
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.fd)
 
     def create_file(self, name: str) -> tuple[int, File]:
-        """As `create`, with the file that it is; none is left where that fails."""
+        """As `create`, with the file; removed again if that fails."""
         fd = self.create(name)
         try:
             status = os.fstat(fd)
@@ -150,34 +154,34 @@ class Folder:
         return fd, File(self, name, status.st_dev, status.st_ino)
 
     def make(self, name: str) -> Folder:
-        """Make a folder in it; none is left where that fails."""
-        _step()
+        """Make a folder in it; removed again if it cannot be opened."""
+        step()
         os.mkdir(name, dir_fd=self.fd)
         try:
-            return Folder(self.path / name, open_to_list(name, within=self.fd))
+            return Folder(self.path / name, open_folder(name, within=self.fd))
         except BaseException:
             self.unmake(name)
             raise
 
     def link(self, name: str, new: str) -> None:
-        """Give a file a second name, which must be new."""
-        _step()
+        """Give a file a second name, which must not exist."""
+        step()
         os.link(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
 
     def rename(self, name: str, new: str) -> None:
-        """Put a file in the place of another."""
-        _step()
+        """Rename a file, over another one if there is one."""
+        step()
         os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        _step()
+        """Remove a file, if it exists."""
+        step()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def unmake(self, name: str) -> None:
-        """Remove a folder that is empty; one that is not, or not there, is left."""
-        _step()
+        """Remove a folder, if it exists and is empty."""
+        step()
         try:
             os.rmdir(name, dir_fd=self.fd)
         except OSError as error:
@@ -185,7 +189,7 @@ class Folder:
                 raise
 
     def sync(self) -> None:
-        """Bring its names to the disk; a file system on which folders cannot be synced need not have it done."""
+        """Sync its entries, on file systems that can sync a folder."""
         try:
             sync(self.fd)
         except OSError as error:
@@ -193,25 +197,25 @@ class Folder:
                 raise
 
 
-def open_to_list(path: Path | str, within: int | None = None) -> int:
-    """Open a folder, to be listed if that is allowed, and else to be passed through; no link at the path's end."""
+def open_folder(path: Path | str, within: int | None = None) -> int:
+    """Open a folder to list it or, without permission for that, to look up names in it; its last part is no link."""
     try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, dir_fd=within)
+        return os.open(path, _TO_LIST, dir_fd=within)
     except PermissionError:
-        return os.open(path, _TO_PASS, dir_fd=within)
+        return open_to_search(path, within)
 
 
-def open_to_pass(path: str, within: int | None = None) -> int:
-    """Open a folder to look up a name in it; no link at the path's end."""
-    return os.open(path, _TO_PASS, dir_fd=within)
+def open_to_search(path: Path | str, within: int | None = None) -> int:
+    """Open a folder only to look up names in it; the last part of the path must not be a link."""
+    return os.open(path, _TO_SEARCH, dir_fd=within)
 
 
 def write_all(fd: int, parts: Sequence[Buffer], begin: int) -> int:
-    """Write the parts, one after another, from byte `begin` on, however many calls it takes; the bytes written."""
+    """Write the parts one after another from byte `begin` on, in as many calls as that takes; the bytes written."""
     views, done = [memoryview(part) for part in parts], 0
     while views:
-        count = _written(fd, views, begin + done)
+        fault = step()
+        count = os.pwritev(fd, views, begin + done) if fault is None else write_half(fault, fd, views, begin + done)
         done += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
@@ -220,31 +224,17 @@ def write_all(fd: int, parts: Sequence[Buffer], begin: int) -> int:
     return done
 
 
-def _written(fd: int, views: Sequence[memoryview], begin: int) -> int:
-    fault = _step()
-    if fault is None:
-        return os.pwritev(fd, views, begin)
-    whole = b"".join(views)
-    if fault == "short":
-        return os.pwrite(fd, whole[: -(-len(whole) // 2)], begin)
-    # Half of the sectors; of what lies in one, nothing.
-    middle = begin + len(whole) // 2
-    os.pwrite(fd, whole[: max(0, middle - middle % SECTOR - begin)], begin)
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-
 def resize(fd: int, size: int) -> None:
-    """Cut a file off at `size`, or make it that long."""
-    _step()
+    """Truncate or extend a file to `size` bytes."""
+    step()
     os.ftruncate(fd, size)
 
 
 def reserve(fd: int, begin: int, end: int) -> None:
-    """Have the disk keep room for a range of a file, where the file system can promise that."""
+    """Reserve disk space for a range of a file, on file systems that can."""
     if begin == end or not hasattr(os, "posix_fallocate"):
         return
-    _step()
+    step()
     try:
         os.posix_fallocate(fd, begin, end - begin)
     except OSError as error:
@@ -254,30 +244,11 @@ def reserve(fd: int, begin: int, end: int) -> None:
 
 def change_mode(fd: int, mode: int) -> None:
     """Set the permissions of a file."""
-    _step()
+    step()
     os.fchmod(fd, mode)
 
 
 def sync(fd: int) -> None:
-    """Bring a file's content, or a folder's entries, to the disk."""
-    _step()
+    """Sync a file or the entries of a folder."""
+    step()
     os.fsync(fd)
-
-
-def _step() -> str | None:
-    """Count a call; what is to befall what it writes, if anything."""
-    fault = os.environ.get("GRADTOOL_FAULT")
-    if not fault:
-        return None
-    kind, _, number = fault.partition("@")
-    step, first = next(_steps), int(number.removesuffix("+"))
-    if step != first and not (step > first and number.endswith("+")):
-        return None
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind.startswith("SIG"):
-        os.kill(os.getpid(), signal.Signals[kind])
-        return None
-    if kind in ("short", "tear"):
-        return kind
-    raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))

@@ -1,4 +1,4 @@
-"""Signals that wait: while files are being changed, Ctrl-C and its like act only where that is safe."""
+"""Deferred signals: while files are being changed, Ctrl-C and its like act only where that is safe."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# What would have been called, by signal, while signals are held back; and those that came meanwhile.
-_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    Handlers = dict[int, Callable[[int, FrameType | None], Any]]
+
+# The signals that ask a process to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The original handlers while signals are deferred, and the signals that have arrived since.
+_handlers: Handlers = {}
 pending: list[int] = []
-# The files are all new: there is nothing left that a signal could stop, only a result to be told.
+# All files are new: nothing is left for a signal to stop, only the result to print.
 _is_past_return = False
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and its like, until `heed` is called or the block ends.
+    """Defer Ctrl-C and its like until `heed` is called or the block ends.
 
-    A signal without a Python handler is left alone: it ends the process at once, as SIGKILL does, and a later run
-    recovers. Only the main thread hears of signals, so in others there is nothing to hold back.
+    A signal without a Python handler is left alone: it kills the process at once, as SIGKILL does, and a later run
+    recovers. Python handles signals in the main thread only, so in other threads there is nothing to defer.
     """
-    global _is_past_return  # noqa: PLW0603 - so are signals
+    global _is_past_return  # noqa: PLW0603 - signals are global too
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
     _is_past_return = False
     pending.clear()
-    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
     try:
-        for number in map(int, _ENDING):
+        for number in map(int, ENDING):
             handler = signal.getsignal(number)
             if callable(handler):
-                before[number] = _handlers[number] = handler
-                signal.signal(number, _remember)
+                _handlers[number] = handler
+                signal.signal(number, lambda number, _: pending.append(number))
         yield
     finally:
+        before = dict(_handlers)
         _handlers.clear()
         came, pending[:] = pending[:1], []
         _restore(dict(before))
         for number in came:
-            # One is enough: another that came with it would tear into what the first one sets off.
+            # Only the first: a second one would interrupt the clean-up that the first sets off.
             before[number](number, None)
 
 
-def _restore(handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
-    """Give every signal its handler back, though one that comes meanwhile may raise."""
+def _restore(handlers: Handlers) -> None:
+    """Restore every handler, even if a signal arrives meanwhile and its handler raises."""
     if handlers:
         number, handler = handlers.popitem()
         try:
@@ -60,14 +63,14 @@ def _restore(handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> Non
 
 
 def heed() -> None:
-    """Let a signal that was held back act now: files can be left as they are, or put back."""
+    """Let a deferred signal act now; called where files can be left as they are or put back."""
     if pending and threading.current_thread() is threading.main_thread():
         number = pending.pop(0)
         _handlers[number](number, None)
 
 
 def pass_return() -> None:
-    """Say that the files are all new, so that the call ends as done."""
+    """Note that all files are new, so that the call ends as done."""
     global _is_past_return  # noqa: PLW0603
     if threading.current_thread() is threading.main_thread():
         _is_past_return = True
@@ -76,7 +79,3 @@ def pass_return() -> None:
 def is_past_return() -> bool:
     """Whether the last call that changed files has changed them all."""
     return _is_past_return
-
-
-def _remember(number: int, _frame: FrameType | None) -> None:
-    pending.append(number)

@@ -249,7 +249,7 @@ def test_an_input_that_changes_during_the_run_makes_no_output(tmp_path):
 
 def test_f8_e4m3_results_beyond_its_range_are_an_error_though_they_are_no_infinity(tmp_path):
     path = one_file(tmp_path, a=encode([400, 1], "F8_E4M3"))
-    with pytest.raises(NonFiniteError, match="beyond F8_E4M3"):
+    with pytest.raises(NonFiniteError, match="overflow F8_E4M3"):
         clip(path, max_norm=1e6, unscale=0.5)
 
 
@@ -389,7 +389,7 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
 def test_a_factor_that_rounds_to_zero_or_infinity_is_refused(tmp_path, array, options):
     path = one_file(tmp_path, a=array)
     before = snapshot(tmp_path)
-    with pytest.raises(BadInputError, match="out of range for float"):
+    with pytest.raises(BadInputError, match="out of range for float|overflows float64"):
         clip(path, **({"max_norm": 1} | options))
     assert snapshot(tmp_path) == before
 
@@ -495,7 +495,7 @@ def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
     with pytest.raises(UsageError, match="is a folder"):
         clip(one, max_norm=1, output=tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         clip(one, max_norm=1, output=tmp_path / "fifo")
     index = write_index(tmp_path / "3", {"1.safetensors": {"a": encode([3], "F32")}})
     with pytest.raises(UsageError, match="single input"):

@@ -3,10 +3,11 @@
 import json
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from support import build, encode, with_header, without_room, write
+from tiers import PARTS, examples
 
 from gradtool import GradtoolError
 from gradtool.store.format.gradset import open_sets
@@ -105,17 +106,25 @@ def agree(folder, content):
         assert ours(path) == library(path)
 
 
-@settings(max_examples=600)
-@given(content=st.sampled_from(SAMPLES), mutations=st.lists(MUTATIONS, min_size=1, max_size=4))
-def test_mutated_files_get_the_librarys_verdict(tmp_path_factory, content, mutations):
-    agree(tmp_path_factory, mutated(content, mutations))
+@PARTS
+def test_mutated_files_get_the_librarys_verdict(tmp_path_factory, part):
+    @examples(600, part)
+    @given(content=st.sampled_from(SAMPLES), mutations=st.lists(MUTATIONS, min_size=1, max_size=4))
+    def check(content, mutations):
+        agree(tmp_path_factory, mutated(content, mutations))
+
+    check()
 
 
-@settings(max_examples=600)
-@given(content=st.sampled_from(SAMPLES), mutations=st.lists(MUTATIONS, min_size=1, max_size=3))
-def test_mutated_headers_of_the_right_length_get_the_librarys_verdict(tmp_path_factory, content, mutations):
-    length = int.from_bytes(content[:8], "little")
-    agree(tmp_path_factory, with_header(mutated(content[8 : 8 + length], mutations), content[8 + length :]))
+@PARTS
+def test_mutated_headers_of_the_right_length_get_the_librarys_verdict(tmp_path_factory, part):
+    @examples(600, part)
+    @given(content=st.sampled_from(SAMPLES), mutations=st.lists(MUTATIONS, min_size=1, max_size=3))
+    def check(content, mutations):
+        length = int.from_bytes(content[:8], "little")
+        agree(tmp_path_factory, with_header(mutated(content[8 : 8 + length], mutations), content[8 + length :]))
+
+    check()
 
 
 @given(content=st.sampled_from(SAMPLES), length=st.integers(0, 400) | st.integers(0, 2**64 - 1))
@@ -163,18 +172,26 @@ def open_index(folder, text):
     return True
 
 
-@settings(max_examples=400)
-@given(document=MAPS.map(lambda one: {"weight_map": one}) | ANYTHING, escaped=st.booleans())
-def test_made_up_indexes_raise_nothing_but_our_own_errors(tmp_path_factory, document, escaped):
-    open_index(tmp_path_factory, json.dumps(document, ensure_ascii=escaped).encode(errors="surrogatepass"))
+@PARTS
+def test_made_up_indexes_raise_nothing_but_our_own_errors(tmp_path_factory, part):
+    @examples(400, part)
+    @given(document=MAPS.map(lambda one: {"weight_map": one}) | ANYTHING, escaped=st.booleans())
+    def check(document, escaped):
+        open_index(tmp_path_factory, json.dumps(document, ensure_ascii=escaped).encode(errors="surrogatepass"))
+
+    check()
 
 
-@settings(max_examples=600)
-@given(mutations=st.lists(MUTATIONS, max_size=4))
-@example(mutations=[])
-def test_mutated_indexes_raise_nothing_but_our_own_errors(tmp_path_factory, mutations):
-    opened = open_index(tmp_path_factory, mutated(INDEX, mutations))
-    assert opened or mutations
+@PARTS
+def test_mutated_indexes_raise_nothing_but_our_own_errors(tmp_path_factory, part):
+    @examples(600, part)
+    @given(mutations=st.lists(MUTATIONS, max_size=4))
+    @example(mutations=[])
+    def check(mutations):
+        opened = open_index(tmp_path_factory, mutated(INDEX, mutations))
+        assert opened or mutations
+
+    check()
 
 
 @given(pairs=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("12")), min_size=1, max_size=4))

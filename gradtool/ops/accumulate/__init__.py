@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
+from gradtool import checks
 from gradtool.errors import Problem, UsageError
-from gradtool.ops import arguments
-from gradtool.ops.accumulate.buffer import Buffer, checked_buffer
+from gradtool.ops.accumulate.buffer import OpenBuffer, checked_buffer
 from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import Facts, facts
-from gradtool.ops.session import Call, output_options
+from gradtool.ops.session import Call, output_options_of
+from gradtool.options import AccumulateOptions, Buffer, Gradients
+from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Sequence
-
-    from gradtool.engines.threads import Progress
     from gradtool.ops.accumulate.screen import GradientRow
 
 
@@ -48,124 +46,55 @@ class AccumulateResult(Facts):
     warnings: tuple[Problem, ...]
 
 
-def accumulate(
-    buffer: str | os.PathLike[str],
-    gradients: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
-    *,
-    overwrite: bool = False,
-    update: bool = True,
-    weight: Sequence[float] = (),
-    weight_key: str | None = None,
-    mean: bool = False,
-    missing: str = "error",
-    create: bool = False,
-    dtype: str | None = None,
-    max_norm: float | None = None,
-    clip_each: float | None = None,
-    norm_type: float = 2.0,
-    eps: float = 1e-6,
-    nonfinite: str = "error",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    files_from: str | os.PathLike[str] | None = None,
-    output: str | os.PathLike[str] | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-    dry_run: bool = False,
-    write: str = "replace",
-    fsync: bool = True,
-    lock_timeout: float = 0.0,
-    backend: str | None = None,
-    device: int | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> AccumulateResult:
-    """Add gradients to a buffer, tensor by tensor of the same name: buffer ← round(buffer + Σ w · g); in place.
+@documented
+def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> AccumulateResult:
+    """Add gradients to a buffer, tensor by tensor of the same name: buffer ← round(buffer + Σ w · g), in place.
 
-    Sums are float64, in the order given, and rounded once to the type of the buffer. A gradient may be of any type that
-    carries values, and of any shape that broadcasts to the buffer's. These are ONNX Runtime's InPlaceAccumulator (with
+    Sums are float64, in the order given, and rounded once to the type of the buffer. A gradient may have any type that
+    carries values, and any shape that broadcasts to the buffer's. This is ONNX Runtime's InPlaceAccumulator (with
     `overwrite` and `update` as in V2) over files.
 
-    Args:
-        buffer: the gradient set that is added to.
-        gradients: files, folders or index files; each is a gradient set of its own.
-        overwrite: drop the buffer's old content, even NaN: buffer ← round(Σ w · g).
-        update: without it nothing is added and nothing written; all that the headers show is still checked.
-        weight: one weight for each gradient, in order; each is 1 if none is given.
-        weight_key: take the weights from the `__metadata__` of the gradients' files, under this key.
-        mean: divide the sum of the gradients by the sum of the weights.
-        missing: "error" refuses a tensor that is missing on either side; "skip" adds what there is.
-        create: make the buffer, a single new file, from the names and shapes of the first gradient.
-        dtype: the type of a buffer that is created, F32 unless given.
-        max_norm: clip the sum to this norm, before it is rounded.
-        clip_each: limit each gradient's own norm to this before it is added.
-        norm_type: the order p of all norms, above 0; `math.inf` for the largest magnitude.
-        eps: added to a norm before dividing by it.
-        nonfinite: "error" writes nothing when there is a NaN or Inf, or a sum beyond its type; "propagate" goes on;
-            "skip" leaves out every gradient that holds one.
-        include: regular expressions; only tensors whose name one of them finds.
-        exclude: regular expressions; no tensor whose name one of them finds.
-        files_from: a file of further gradients, separated by newline or NUL; "-" is standard input.
-        output: write the buffer, a single file, here, and leave it alone.
-        output_dir: write all files of the buffer into this folder, and leave them alone.
-        dry_run: do everything but write.
-        write: "replace" builds new files that take the place of the old ones; "inplace" overwrites what changes in the
-            files that are there, and saves it to a journal first.
-        fsync: have what is written on the disk before what was there goes.
-        lock_timeout: seconds to wait for other runs that are about to write the same files.
-        backend: "auto", "cpu" or "cuda"; by default what GRADTOOL_BACKEND says, or else "auto".
-        device: the number of the GPU, from 0; only with "cuda".
-        threads: worker threads; by default one for each core, at most 16.
-        progress: called with the bytes done and the bytes in all.
-
     Raises:
-        NonFiniteError: there are NaN or Inf values, or sums that their type cannot hold; nothing was written.
-        UsageError: an argument makes no sense.
-        BadInputError: a file, an index, a tensor or a weight that cannot be worked with.
-        BackendUnavailableError: the backend is not there.
-        SystemRefusedError: reading or writing failed; nothing was written.
+        NonFiniteError: a value is NaN or Inf, or a sum overflows its type; nothing is written.
+        UsageError: an option is invalid, or contradicts another one.
+        BadInputError: a file, index, tensor or weight is invalid.
+        BackendUnavailableError: the backend is not available.
+        SystemRefusedError: reading or writing failed; nothing is written.
     """
+    chosen = complete("accumulate", AccumulateOptions, options)
     policy = Policy(
-        overwrite=overwrite,
-        weights=arguments.numbers("--weight", weight) or None,
-        weight_key=arguments.optional_word("--weight-key", weight_key),
-        mean=mean,
-        missing=missing,
-        create=create,
-        dtype=dtype,
-        max_norm=arguments.optional_number("--max-norm", max_norm),
-        clip_each=arguments.optional_number("--clip-each", clip_each),
-        norm_type=arguments.norm_order(norm_type),
-        eps=arguments.number("--eps", eps),
-        nonfinite=nonfinite,
+        overwrite=chosen["overwrite"],
+        weights=chosen["weight"] or None,
+        weight_key=chosen["weight_key"],
+        mean=chosen["mean"],
+        missing=chosen["missing"],
+        create=chosen["create"],
+        dtype=chosen["dtype"],
+        max_norm=chosen["max_norm"],
+        clip_each=chosen["clip_each"],
+        norm_type=chosen["norm_type"],
+        eps=chosen["eps"],
+        nonfinite=chosen["nonfinite"],
     )
     policy.check()
-    if policy.create and (output is not None or output_dir is not None):
+    output_options = output_options_of(chosen)
+    if policy.create and output_options.is_elsewhere:
         raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")
     path = checked_buffer(buffer, create=policy.create)
-    call = Call.of(
-        [*([] if policy.create else [path]), *arguments.paths(gradients)],
-        include=include,
-        exclude=exclude,
-        files_from=files_from,
-        backend=backend,
-        device=device,
-        threads=threads,
-        progress=progress,
-    )
-    options = output_options(output, output_dir, dry_run, write, fsync, lock_timeout)
+    call = Call.of([*([] if policy.create else [path]), *checks.paths(gradients)], chosen)
     owned, created = (0, Path(path)) if policy.create else (1, None)
-    with call.open_to_write(options, writes=owned, created=created) as (session, output_):
+    with call.open_to_write(output_options, writes=owned, created=created) as (session, output):
         offered = session.opened.sets[owned:]
         if not offered:
             raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
         selected = [session.opened.selected_in(one.shards) for one in offered]
         if created is None:
-            buffer_ = Buffer(session.opened.selected_in(output_.shards))
+            into = OpenBuffer(session.opened.selected_in(output.shards))
         else:
-            buffer_ = Buffer.create(created, offered[0], selected[0], policy.dtype or "F32")
+            into = OpenBuffer.create(created, offered[0], selected[0], policy.dtype or "F32")
         weights = weights_of(offered, policy.weights, policy.weight_key)
-        matched = match(buffer_.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
-        done = (add if update else leave)(session, policy, buffer_, matched, output_)
+        matched = match(into.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
+        done = (add if chosen["update"] else leave)(session, policy, into, matched, output)
     return AccumulateResult(
         **facts(session, done.targets, done.found, done.norm_after),
         norm_before=done.norm_before,
@@ -177,8 +106,8 @@ def accumulate(
         taken=sum(row.taken for row in done.rows),
         skipped=sum(not row.taken for row in done.rows),
         weight_sum=done.weight_sum,
-        updated=update,
-        dry_run=dry_run,
+        updated=chosen["update"],
+        dry_run=output_options.dry_run,
         files_written=done.files_written,
         bytes_written=session.timings.write_bytes,
         per_gradient=tuple(done.rows),

@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from gradtool import checks
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
-from gradtool.store.format.gradset import INDEX_SUFFIX, Selected, checked_path
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out, new_tensor
 from gradtool.store.transaction.destination import NewFile
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 def checked_buffer(buffer: Any, *, create: bool) -> str:
     """The path of the buffer, which must exist, or must not if it is to be created."""
-    path = checked_path("BUFFER", buffer)
+    path = checks.path("BUFFER", buffer)
     there = os.path.lexists(path)
     if create and there:
         raise BadInputError("already exists; leave out --create to add to it", file=path, code="exists")
@@ -38,7 +40,7 @@ def checked_buffer(buffer: Any, *, create: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class OpenBuffer:
     """The tensors of a buffer; `layout` is that of a file that is being created."""
 
     targets: Sequence[Selected]

@@ -1,4 +1,4 @@
-"""What accumulating does: the arguments that decide it."""
+"""What accumulating does: the options that decide it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool.backends import NormSpec
-from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
-from gradtool.ops import arguments
 from gradtool.ops.clip_policy import clip_coef
 from gradtool.reduction import total
 
@@ -18,13 +16,10 @@ if TYPE_CHECKING:
 
     from gradtool.ops.measurement import Measurement
 
-NONFINITE_POLICIES = ("error", "propagate", "skip")
-MISSING_POLICIES = ("error", "skip")
-
 
 @dataclass(frozen=True)
 class Policy:
-    """The arguments that decide what becomes of the buffer."""
+    """The options that decide what becomes of the buffer."""
 
     overwrite: bool
     weights: Sequence[float] | None
@@ -80,18 +75,8 @@ class Policy:
         return sum_
 
     def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
+        """Raise `UsageError` where options contradict each other."""
         if self.weights is not None and self.weight_key is not None:
             raise UsageError("--weight and --weight-key exclude each other")
-        if not all(map(math.isfinite, self.weights or ())):
-            raise UsageError(f"--weight must be finite, not {self.weights!r}")
         if self.dtype is not None and not self.create:
             raise UsageError("--dtype is the type of a buffer that --create makes")
-        arguments.one_of("--dtype", "F32" if self.dtype is None else self.dtype, STORAGE)
-        for option, limit in (("--max-norm", self.max_norm), ("--clip-each", self.clip_each)):
-            if limit is not None and not limit >= 0:
-                raise UsageError(f"{option} must be 0 or more, not {limit!r}")
-        if not 0 <= self.eps < math.inf:
-            raise UsageError(f"--eps must be 0 or more and finite, not {self.eps!r}")
-        arguments.one_of("--nonfinite", self.nonfinite, NONFINITE_POLICIES)
-        arguments.one_of("--missing", self.missing, MISSING_POLICIES)

@@ -10,7 +10,7 @@ from gradtool.errors import NonFiniteError
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
-from gradtool.ops.passes import Measure, Nothing
+from gradtool.ops.passes import NOTHING, Measure
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gradtool.errors import Problem
     from gradtool.ops.accumulate.add import BeforeAndAfter
-    from gradtool.ops.accumulate.buffer import Buffer
+    from gradtool.ops.accumulate.buffer import OpenBuffer
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.measurement import Measurement
@@ -44,7 +44,7 @@ class Done:
 
 
 def leave(
-    session: Session, policy: Policy, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
     """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
     policy.weight_sum([one.weight for one in contributions])
@@ -53,14 +53,14 @@ def leave(
     norm = found.norms().whole
     files = [] if policy.create else buffer.files(output, ())
     with session.writing(output, files) as destination:
-        session.run(Nothing(), destination)
+        session.run(NOTHING, destination)
     rows = [GradientRow.unseen(one, taken=False) for one in contributions]
     before = None if policy.create else norm
     return Done(targets, found, before, norm, 0.0, rows, files_written=destination.count)
 
 
 def add(
-    session: Session, policy: Policy, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
     """Add the contributions, and clip the sum where there is a limit."""
     screened = screen(session, policy, contributions)
@@ -98,7 +98,7 @@ def add(
     )
 
 
-def _adding(policy: Policy, buffer: Buffer, contributions: Sequence[Contribution], rule: Rule) -> Add:
+def _adding(policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], rule: Rule) -> Add:
     """The pass over the targets that something is added to."""
     numbers = numbers_of(contributions)
     place = {number: position for position, number in enumerate(numbers)}

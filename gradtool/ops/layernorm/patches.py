@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends import Patch
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,18 +22,11 @@ if TYPE_CHECKING:
 
 
 class Options(NamedTuple):
-    """What the arguments say of every layer."""
+    """What the options say of every layer."""
 
     form: Form
     norm_eps: float
     scale_offset: float
-
-    def check(self) -> None:
-        """Raise `UsageError` where the arguments make no sense."""
-        if not 0 <= self.norm_eps < math.inf:
-            raise UsageError(f"--norm-eps must be 0 or more and finite, not {self.norm_eps!r}")
-        if not math.isfinite(self.scale_offset):
-            raise UsageError(f"--scale-offset must be finite, not {self.scale_offset!r}")
 
     def computes_statistics(self, layer: Layer) -> bool:
         """Whether a layer lacks statistics that it needs."""
@@ -92,14 +84,14 @@ class Patches:
             rms=self._options.form.rms,
         )
 
-    def statistics(self, group: int, rows: int, channel: Channel) -> tuple[Floats | None, Floats | None]:
-        """The mean and the inverse standard deviation of each row of a group, where the files have them."""
-        first = group * self._height
+    def with_stored_statistics(self, patch: Patch, group: int, channel: Channel) -> Patch:
+        """A patch with the mean and the inverse standard deviation of its rows, where the files have them."""
         mean, inv_std_dev = self._layer.mean, self._layer.inv_std_dev
-        return (
-            None if mean is None else _values(mean, first, rows, channel),
-            None if inv_std_dev is None else _values(inv_std_dev, first, rows, channel),
-        )
+        if mean is not None:
+            patch = patch._replace(mean=_values(mean, group * self._height, patch.rows, channel))
+        if inv_std_dev is not None:
+            patch = patch._replace(inv_std_dev=_values(inv_std_dev, group * self._height, patch.rows, channel))
+        return patch
 
     def forget(self) -> None:
         """Free what is cached between patches."""

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import shlex
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from select import POLLIN, poll
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, SystemRefusedError, UsageError, from_os_error, shortened
-from gradtool.store.format.header import Shard, read_regular, read_shard
-from gradtool.store.format.limits import MAX_PATH_LIST, refuse_large_index, refuse_long_names
+from gradtool.errors import BadInputError, UsageError, os_errors_about, shortened
+from gradtool.store.format.header import Shard, read_shard
+from gradtool.store.format.index import INDEX_SUFFIX, index_of, read_weight_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.store.format.tensors import Tensor
-
-INDEX_SUFFIX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -42,78 +36,8 @@ class Selected(NamedTuple):
     tensor: Tensor
 
 
-def checked_path(what: str, value: Any) -> str:
-    """A path that the system can take; raises `UsageError` for any other, and for an empty one.
-
-    An empty path would be the current folder, and is nearly always a shell variable that nobody set.
-    """
-    try:
-        path = os.fsdecode(value)
-        os.fsencode(path)
-    except (TypeError, UnicodeError) as error:
-        raise UsageError(f"{what} must be a path, not {value!r}") from error
-    if not path:
-        raise UsageError(f"{what} is empty; is a shell variable unset?")
-    if "\0" in path:
-        raise UsageError(f"{what} must not hold a NUL: {path!r}")
-    return path
-
-
-def read_path_list(source: str) -> list[str]:
-    """The paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
-
-    Raises:
-        BadInputError: the file is missing, or names nothing.
-        SystemRefusedError: it cannot be read.
-    """
-    where = "standard input" if source == "-" else source
-    try:
-        text = _read_stdin() if source == "-" else _read_list(source)
-    except OSError as error:
-        raise from_os_error(error, where) from error
-    if len(text) > MAX_PATH_LIST:
-        raise BadInputError(
-            f"has over {MAX_PATH_LIST:,} bytes, the limit for a list of paths", file=where, code="limit"
-        )
-    separator = b"\0" if b"\0" in text else b"\n"
-    # Not by splitting, for what lies between a million separators would be a million paths.
-    paths = [os.fsdecode(line) for line in re.findall(b"[^%b]+" % separator, text)]
-    if not paths:
-        raise BadInputError("names no file", file=where)
-    return paths
-
-
-def _read_list(source: str) -> bytes:
-    with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
-        return file.read(MAX_PATH_LIST + 1)
-
-
-def _read_stdin() -> bytes:
-    if sys.stdin is None:
-        return b""
-    # In a notebook it is text and nothing else.
-    stream = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else sys.stdin
-    text = b""
-    while True:
-        part = stream.read(MAX_PATH_LIST + 1 - len(text))
-        text += os.fsencode(part) if isinstance(part, str) else part or b""
-        if part == b"" or len(text) > MAX_PATH_LIST or _blocks(stream):
-            return text
-        # A pipe that does not block gave what there was; only an answer that is empty, and not None, is its end.
-        waiting = poll()
-        waiting.register(stream, POLLIN)
-        waiting.poll()
-
-
-def _blocks(stream: Any) -> bool:
-    try:
-        return os.get_blocking(stream.fileno())
-    except OSError:  # It is no file.
-        return True
-
-
 def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
-    """Open every set of one call: read and check all headers, touch no data.
+    """Open every set of one call: read and check all headers, but no data.
 
     Raises:
         UsageError: no path is given.
@@ -124,7 +48,7 @@ def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
     if not paths:
         raise UsageError("no path is given; name a file, a folder, an index, or use --files-from")
     for path in paths:
-        # Path takes the slash away, and with it that a folder is meant.
+        # A Path drops the slash, and with it that a folder is meant.
         if str(path).endswith(os.sep) and not os.path.isdir(path):  # noqa: PTH112
             raise BadInputError("no such folder", file=path, code="missing-file")
     sets = [_open_set(Path(path)) for path in paths]
@@ -133,40 +57,41 @@ def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
 
 
 def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Selected]:
-    """The tensors whose name any `include` finds (all, without one) and no `exclude` does, in file order.
+    """The tensors whose name matches any `include` (all, without one) and no `exclude`, in file order.
 
     Raises:
-        UsageError: a pattern is no regular expression.
-        BadInputError: a pattern finds no tensor, or nothing is left.
+        UsageError: a pattern is not a regular expression.
+        BadInputError: a pattern matches no tensor, or nothing is left.
     """
     wanted, unwanted = _compile(include, "--include"), _compile(exclude, "--exclude")
     everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
     if not wanted and not unwanted:
         return everything
-    found: set[re.Pattern[str]] = set()
+    unused = dict.fromkeys([*wanted, *unwanted])
 
-    def hits(patterns: list[re.Pattern[str]], name: str) -> bool:
-        # Every pattern is tried, so that one which never finds anything is known.
+    def matches(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+        # Every pattern is tried, so that one without any match is noticed.
         matching = [pattern for pattern in patterns if pattern.search(name)]
-        found.update(matching)
+        for pattern in matching:
+            unused.pop(pattern, None)
         return bool(matching)
 
     selected = []
     for one in everything:
-        included, excluded = hits(wanted, one.tensor.name), hits(unwanted, one.tensor.name)
+        included, excluded = matches(wanted, one.tensor.name), matches(unwanted, one.tensor.name)
         if (included or not wanted) and not excluded:
             selected.append(one)
-    for option, patterns in (("--include", wanted), ("--exclude", unwanted)):
-        for pattern in patterns:
-            if pattern not in found:
-                raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
+    if unused:
+        pattern = next(iter(unused))
+        option = "--include" if pattern in wanted else "--exclude"
+        raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
     if not selected:
         raise BadInputError("--include and --exclude leave no tensor", code="no-match")
     return selected
 
 
 def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
-    """Raise `BadInputError` for the first tensor whose type the operation cannot work with."""
+    """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
     for one in selected:
         if one.tensor.dtype not in supported:
             remedy = f"; leave it out with --exclude {shlex.quote(f'^{re.escape(one.tensor.name)}$')}"
@@ -180,19 +105,8 @@ def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can
 
 
 def foreign_index(one: GradientSet) -> Path | None:
-    """The index that maps a file which was named without it, if there is one: it would not know of added tensors."""
-    if one.index is not None or len(one.shards) != 1:
-        return None
-    path = one.shards[0].path
-    try:
-        indexes = [entry for entry in path.parent.iterdir() if entry.name.endswith(INDEX_SUFFIX)]
-    except OSError:
-        return None
-    for index in indexes:
-        with contextlib.suppress(BadInputError, SystemRefusedError):
-            if path.name in _read_weight_map(index).values():
-                return index
-    return None
+    """The index that maps a file which was named alone, if there is one: it would not know of added tensors."""
+    return index_of(one.shards[0].path) if one.index is None and len(one.shards) == 1 else None
 
 
 def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
@@ -202,12 +116,12 @@ def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
             with warnings.catch_warnings(action="ignore"):
                 compiled.append(re.compile(pattern))
         except (re.error, OverflowError, RecursionError) as error:
-            raise UsageError(f"{option} {pattern!r} is no regular expression: {error}") from error
+            raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
     return compiled
 
 
 def _open_set(path: Path) -> GradientSet:
-    if os.path.isdir(path):  # noqa: PTH112 - Path's own raises where there is no permission
+    if os.path.isdir(path):  # noqa: PTH112 - Path's own raises without permission
         return _open_folder(path)
     if path.name.endswith(INDEX_SUFFIX):
         return _open_index(path, path)
@@ -215,10 +129,8 @@ def _open_set(path: Path) -> GradientSet:
 
 
 def _open_folder(folder: Path) -> GradientSet:
-    try:
+    with os_errors_about(folder):
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    except OSError as error:
-        raise from_os_error(error, folder) from error
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         raise BadInputError(f"has {len(indexes)} indexes ({', '.join(indexes)}); name the one to use", file=folder)
@@ -227,17 +139,17 @@ def _open_folder(folder: Path) -> GradientSet:
     files = [folder / name for name in names if name.endswith(".safetensors")]
     if not files:
         raise BadInputError("has no .safetensors file", file=folder, code="missing-file")
-    shards = tuple(read_shard(file) for file in files)
-    _refuse_same_name(shards)
+    shards = tuple(map(read_shard, files))
+    _shards_by_tensor(shards)
     return GradientSet(folder, shards)
 
 
 def _open_index(path: Path, index: Path) -> GradientSet:
     """An index and its shards, checked against each other in both directions."""
-    weight_map = _read_weight_map(index)
+    weight_map = read_weight_map(index)
     shards = tuple(_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))
     _refuse_same_file(shards)
-    home = _refuse_same_name(shards)
+    home = _shards_by_tensor(shards)
     names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
         if name not in home or names[home[name]] != file:
@@ -248,85 +160,29 @@ def _open_index(path: Path, index: Path) -> GradientSet:
     return GradientSet(path, shards, index)
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    _, text = read_regular(index)
-    refuse_large_index(index, text)
-    try:
-        document = json.loads(text, object_pairs_hook=_without_duplicates)
-        weight_map: dict[str, Any] = document["weight_map"]
-        refuse_long_names(index, weight_map)
-        files = list(weight_map.values())
-        refuse_long_names(index, (file for file in files if isinstance(file, str)))
-    except _DuplicateKeyError as error:
-        raise BadInputError(f"the index has the key {shortened(str(error))!r} twice", file=index) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, BadInputError):
-            raise
-        raise BadInputError(f"is not a valid index: {shortened(repr(error))}", file=index) from error
-    for name, file in zip(weight_map, files, strict=True):
-        if not _is_plain_name(file):
-            raise BadInputError(
-                f"the index maps it to {shortened(repr(file))}; a shard must lie beside its index",
-                file=index,
-                tensor=name,
-            )
-    if not weight_map:
-        raise BadInputError("the index maps no tensor", file=index)
-    return weight_map
-
-
-def _is_plain_name(file: Any) -> bool:
-    """Whether it names a file in the same folder, and nothing else."""
-    # Not by a Path, for there may be a hundred thousand of them.
-    if not isinstance(file, str) or file in {"", ".", ".."} or os.sep in file or "\0" in file:
-        return False
-    try:
-        os.fsencode(file)
-    except UnicodeError:
-        return False
-    return True
-
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _DuplicateKeyError(name)
-            seen.add(name)
-    return document
-
-
 def _read_mapped(index: Path, file: str) -> Shard:
     try:
         return read_shard(index.parent / file)
     except BadInputError as error:
         if error.problems[0].code != "missing-file":
             raise
-        raise BadInputError(
-            f"the index names the shard {shortened(file)}, which is not there", file=index, code="missing-file"
-        ) from error
+        message = f"the index names the shard {shortened(file)}, which does not exist"
+        raise BadInputError(message, file=index, code="missing-file") from error
 
 
-def _refuse_same_name(shards: Sequence[Shard]) -> dict[str, Shard]:
-    """The shard that each tensor is in, by its name."""
+def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
+    """The shard of each tensor, by its name; raises `BadInputError` if two have one of the same name."""
     home: dict[str, Shard] = {}
     for shard in shards:
         for tensor in shard.tensors:
-            if tensor.name in home:
+            other = home.setdefault(tensor.name, shard)
+            if other is not shard:
                 raise BadInputError(
-                    f"is in {home[tensor.name].path.name} too; files that are no shards of one set "
-                    f"must be named one by one",
+                    f"is in {other.path.name} too; name the files one by one if they are not shards of one set",
                     file=shard.path,
                     tensor=tensor.name,
                     code="duplicate-name",
                 )
-            home[tensor.name] = shard
     return home
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.errors import SystemRefusedError, from_os_error, told
+from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs
-from gradtool.store.format.header import Shard, changed_meanwhile, is_unchanged
+from gradtool.store.format.header import Shard, is_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,10 +116,8 @@ class Channel:
             SystemRefusedError: writing failed.
         """
         began = perf_counter()
-        try:
+        with os_errors_about(file.path):
             self.clock.written_bytes += fs.write_all(self._descriptor(file), [view], begin)
-        except OSError as error:
-            raise told(error, file.path) from error
         self.clock.write += perf_counter() - began
 
     def overwrite(
@@ -135,11 +133,9 @@ class Channel:
         self._fill(file.path, fd, begin, old)
         self._undo_log = self._undo_log or in_place.undo_log()
         self._undo_log.save(in_place.number_of(file), begin, old, view)
-        try:
+        with os_errors_about(file.path):
             for start, stop in parts:
                 self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
-        except OSError as error:
-            raise told(error, file.path) from error
         self.clock.write += perf_counter() - began
 
     def check(self) -> None:

@@ -1,18 +1,19 @@
 """One writer at a time for each file.
 
-A run leaves its log first and looks for those of others then, so that of two at least one sees the other. Of two that
-have not yet said that they are ready, the one whose name sorts later withdraws.
+A run first writes its log and then looks for those of others, so that of two runs at least one sees the other. Of two
+that are not ready yet, the one whose ID sorts later withdraws.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from gradtool.errors import os_errors_about
 from gradtool.store import signals
 from gradtool.store.transaction.guard import could_change
 from gradtool.store.transaction.locks import InUse
-from gradtool.store.transaction.log import logs_in
+from gradtool.store.transaction.logfiles import logs_in
 from gradtool.store.transaction.recovery import settle
 
 if TYPE_CHECKING:
@@ -21,71 +22,68 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.run import Run
 
 _POLL_SECONDS = 0.02
-# More than it takes to look at a folder: a run that has not decided by then is stopped.
+# Longer than looking at a folder takes: a run that has not decided by then is stopped.
 _PATIENCE_SECONDS = 1.0
 
 
-class _Rival(NamedTuple):
-    """Another run that is alive and is to write a target too."""
-
-    found: InUse
-    target: Path
-
-
 def acquire(run: Run, *, timeout: float = 0.0) -> None:
-    """Have the run's targets to itself until it is closed, waiting up to `timeout` seconds for others that have one.
+    """Lock the run's targets until it is closed, waiting up to `timeout` seconds for other runs.
 
-    Crashed runs that left one of them unfinished are recovered first.
+    Crashed runs that left a target unfinished are recovered first.
 
     Raises:
-        SystemRefusedError: another run writes one of them, or a crashed one cannot be recovered.
+        SystemRefusedError: another run writes a target, or a crashed one cannot be recovered.
         BadInputError: there are too many targets for a log.
     """
     deadline = time.monotonic() + timeout
     while True:
         signals.heed()
         run.register()
-        rival = _decided(run, deadline)
+        rival = _rival(run, deadline)
         if rival is None:
-            run.be_ready()
+            with os_errors_about(run.home.path):
+                run.append(ready=True, fsync=False)
             return
         run.withdraw()
         run.met_others = True
-        _wait(rival, deadline)
+        _wait(*rival, deadline)
 
 
-def _decided(run: Run, deadline: float) -> _Rival | None:
-    """The rival to wait for, or None. A rival whose name sorts later withdraws, so it is only waited for a moment."""
+def _rival(run: Run, deadline: float) -> tuple[InUse, Path] | None:
+    """The rival to wait for, and its target; one whose ID sorts later gets a moment to withdraw."""
     patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
-    while (rival := _rival(run)) is not None:
-        other = rival.found.log
+    while (rival := _find_rival(run)) is not None:
+        other = rival[0].log
         if other.ready or other.run < run.id or time.monotonic() > patience:
             return rival
         run.met_others = True
-        time.sleep(_POLL_SECONDS)
-        signals.heed()
+        _pause()
     return None
 
 
-def _rival(run: Run) -> _Rival | None:
-    """A run that is alive and has one of our targets; crashed ones are recovered."""
-    for folder, names in run.names:
+def _find_rival(run: Run) -> tuple[InUse, Path] | None:
+    """Another live run with one of our targets, and that target; crashed runs are recovered."""
+    for folder, names in run.targets.names.items():
         for log in logs_in(folder):
             shared = log.names & names
             if log.run == run.id or not any(could_change(log, folder, name) for name in shared):
                 continue
             found = settle(log)
-            # One that only clears away writes to no target any more.
+            # One that only cleans up writes no target any more.
             if isinstance(found, InUse) and not (found.log.done or found.log.undone):
-                return _Rival(found, folder.path / min(shared))
+                return found, folder.path / min(shared)
             run.met_others = True
     return None
 
 
-def _wait(rival: _Rival, deadline: float) -> None:
-    """Wait until a rival has ended; if it crashes, it is recovered."""
+def _wait(rival: InUse, target: Path, deadline: float) -> None:
+    """Wait for a rival to end; if it crashes, it is recovered."""
     if time.monotonic() >= deadline:
-        raise rival.found.error(rival.target)
-    while time.monotonic() < deadline and isinstance(settle(rival.found.log), InUse):
-        time.sleep(_POLL_SECONDS)
-        signals.heed()
+        raise rival.error(target)
+    while time.monotonic() < deadline and isinstance(settle(rival.log), InUse):
+        _pause()
+
+
+def _pause() -> None:
+    time.sleep(_POLL_SECONDS)
+    signals.heed()

@@ -1,4 +1,4 @@
-"""What keeps readers from files that are half changed, and what a path is about when it cannot be opened for that."""
+"""Keeps readers away from files that may be half changed, and finds the folders that a path is about."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.errors import SystemRefusedError, os_errors_about
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.log import is_trusted, logs_in, marker_of, read_log
+from gradtool.store.transaction.files import marker_of
+from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
 from gradtool.store.transaction.targets import refuse_trap
 
 if TYPE_CHECKING:
@@ -23,24 +24,23 @@ _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 
 
 class Place(NamedTuple):
-    """What a path is about: a file in a folder, or all that is in it."""
+    """What a path is about: one file of a folder or, without a name, all of them."""
 
     folder: Path
     name: str | None
 
     @classmethod
     def of(cls, path: str) -> list[Self]:
-        """The places of a path, which need not be there: more than one where there are links to elsewhere in a folder.
+        """The places of a path, which need not exist: its own, and those that links in a folder lead to.
 
-        An index is about all shards beside it. What is written to by way of a place is not what a link of another user
-        leads to, unless that is that one's own.
+        An index is about all shards beside it. Links of other users count only where they lead to files of theirs.
 
         Raises:
-            SystemRefusedError: the path itself is led there by such a link.
+            SystemRefusedError: such a link leads the path itself to a file that is not its maker's.
         """
         refuse_trap(path)
         real = Path(os.path.realpath(path))
-        # Not Path's own, which raises for names that cannot be and where there is no permission.
+        # Path's own methods raise for impossible names and without permission.
         if not (os.path.isdir(real) or path.endswith((os.sep, _INDEX))):  # noqa: PTH112
             return [cls(real.parent, real.name)]
         folder = Path(os.path.abspath(path)).parent if path.endswith(_INDEX) else real  # noqa: PTH100
@@ -57,16 +57,13 @@ class Place(NamedTuple):
 
 
 def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
-    """Raise `SystemRefusedError` if one of the files may be half changed, by a run that is at it or one that crashed.
-
-    The run called `own` is no hindrance.
-    """
+    """Raise `SystemRefusedError` if one of the files may be half changed, by a live run other than `own` or a crash."""
     names: dict[Path, dict[str, Path]] = {}
     for path in paths:
         real = Path(os.path.realpath(path))
         names.setdefault(real.parent, {})[real.name] = path
-    for path, files in names.items():
-        with _opened(path) as folder:
+    for parent, files in names.items():
+        with _opened(parent) as folder:
             for log in _logs_about(folder, files):
                 touched = [name for name in log.names & files.keys() if could_change(log, folder, name)]
                 if touched and log.run != own:
@@ -74,8 +71,8 @@ def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
 
 
 def refuse_unfinished_at(place: Place) -> None:
-    """As `refuse_unfinished`, for what a path may name before it could be opened."""
-    if not os.path.isdir(place.folder):  # noqa: PTH112 - Path's own raises where there is no permission
+    """As `refuse_unfinished`, for a path that could not be opened."""
+    if not os.path.isdir(place.folder):  # noqa: PTH112 - Path's own raises without permission
         return
     with _opened(place.folder) as folder:
         for log in _logs_about(folder, [] if place.name is None else [place.name]):
@@ -84,62 +81,59 @@ def refuse_unfinished_at(place: Place) -> None:
 
 
 def could_change(log: Log, folder: Folder, name: str) -> bool:
-    """Whether the user of a log may change the file that it names; if not, the log is false and ignored.
+    """Whether the user of a log may change a file that it names; if not, the log is forged and ignored.
 
-    Where nobody may remove what others made, only a file's owner may replace it, and root and the folder's owner.
+    In a sticky folder, only a file's owner, root and the folder's owner may replace it.
     """
     if is_trusted(log.owner, folder):
         return True
     status = folder.status(name)
-    others_may = stat.S_IWGRP | stat.S_IWOTH
-    return status is None or status.st_uid == log.owner or bool(status.st_mode & others_may)
+    return status is None or status.st_uid == log.owner or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def is_about(log: Log, folder: Folder, name: str | None) -> bool:
-    """Whether a log is about a file, or about anything in a folder, and its user could change that."""
+    """Whether a log is about a file, or any file of the folder, that its user may change."""
     names = log.names if name is None else log.names & {name}
     return (name is None and is_trusted(log.owner, folder)) or any(could_change(log, folder, one) for one in names)
 
 
 def home_of(log: Log) -> Log | None:
-    """The log in the run's home, which says how far the run got; None when the run has ended meanwhile.
+    """The log in the run's home, which says how far it got; None if the run has ended.
 
     Raises:
-        SystemRefusedError: it is not there, though the run has not ended.
+        SystemRefusedError: the run has not ended, but that log is missing.
     """
     if log.path == log.home:
         return log
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), Folder.at(log.home.parent) as folder:
         home = read_log(folder, log.home.name)
-        # A pointer to a pointer was not made by us, nor does another user's log speak for this one.
+        # We write no pointers to pointers, and another user's log does not speak for this one.
         if home is not None and home.path == home.home and home.owner == log.owner:
             return home
     if not log.path.exists():
         return None
     raise SystemRefusedError(
-        f"belongs to an unfinished run whose log {log.home} is missing; bring that back, or delete this file and "
-        f"{log.run}-* beside it to keep the data as they are",
+        f"belongs to an unfinished run whose log {log.home} is missing; restore that log, or delete this file and "
+        f"{log.run}-* beside it to keep the data as it is",
         file=log.path,
         code="unfinished",
     )
 
 
 def _opened(path: Path) -> Folder:
-    try:
+    with os_errors_about(path):
         return Folder.at(path)
-    except OSError as error:
-        raise from_os_error(error, path) from error
 
 
 def _logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
-    """The logs in a folder; where it cannot be listed, those with a second name for one of the files."""
+    """The logs in a folder; if it cannot be listed, those that have a marker for one of the names."""
     try:
         return logs_in(folder)
     except SystemRefusedError as error:
         if error.errno != errno.EACCES:
             raise
     marked = [log for name in names if (log := read_log(folder, marker_of(name))) is not None]
-    # A log that was deleted by hand counts no more.
+    # A user may have deleted the log itself.
     return [log for log in marked if folder.status(log.path.name) is not None]
 
 
@@ -147,8 +141,8 @@ def _refuse_if_unfinished(log: Log, file: Path) -> None:
     home = home_of(log)
     if home is not None and home.is_unfinished:
         raise SystemRefusedError(
-            f"is being changed by a run ({home.who}), or was when that run crashed: wait for it, or use gradtool "
-            f"recover; norm --ignore-journal reads it as it is",
+            f"may be half changed by a run ({home.who}) that is still writing, or crashed; wait for it, or use "
+            f"gradtool recover; norm --ignore-journal reads the file as it is",
             file=file,
             code="unfinished",
         )

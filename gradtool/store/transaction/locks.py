@@ -1,15 +1,17 @@
-"""Whether a run is alive: it holds a lock until it ends, however it does, on a file that no other user can open."""
+"""Whether a run is alive: until its process ends it locks a file that no other user can open."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import SystemRefusedError, from_os_error
+from gradtool.errors import SystemRefusedError, os_errors_about
 from gradtool.store.fs import UNSUPPORTED
+from gradtool.store.transaction.files import lock_of
 from gradtool.store.transaction.log import HOST, boot
 
 if TYPE_CHECKING:
@@ -23,26 +25,21 @@ class InUse(NamedTuple):
     """A run that is alive."""
 
     log: Log
-    # Its process has ended, and another one still holds the lock.
+    # Its process has ended, but another process inherited the lock.
     is_orphaned: bool = False
 
     def error(self, target: Path) -> SystemRefusedError:
-        """The error for a run that is to write one of its targets too."""
+        """The error for a call that would write one of its targets."""
         if self.is_orphaned:
             lock = self.log.home.with_suffix(".lock")
-            message = f"in use: {self.log.who} has ended, but another process holds its lock; fuser {lock} names it"
+            message = f"in use: {self.log.who} has ended, but another process holds its lock; find it with fuser {lock}"
         else:
             message = f"in use by {self.log.who}; --lock-timeout SECONDS waits for it"
         return SystemRefusedError(message, file=target, code="in-use")
 
 
-def lock_of(run: str) -> str:
-    """The name of the file that a run holds a lock on."""
-    return f"{run}.lock"
-
-
 def create_locked(folder: Folder, name: str) -> int | None:
-    """Make a file and lock it, before another process can take it for an orphan; None if one did."""
+    """Make a file and lock it; None if another process took it for an orphan first."""
     fd = folder.create(name)
     try:
         if lock(fd) is not False and _is_same(fd, folder, name):
@@ -56,7 +53,7 @@ def create_locked(folder: Folder, name: str) -> int | None:
 
 
 def lock(fd: int) -> bool | None:
-    """Lock a file until its descriptor is closed: whether it is locked now; None where there are no locks."""
+    """Lock a file until its descriptor is closed: whether that succeeded; None on file systems without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -69,13 +66,9 @@ def lock(fd: int) -> bool | None:
 
 
 def claim(home: Folder, log: Log) -> int | InUse | None:
-    """Take over a crashed run: a descriptor that holds its lock, or the run that is alive; None if it has ended.
-
-    Raises:
-        SystemRefusedError: the run crashed, and is another user's.
-    """
+    """Lock a crashed run: the descriptor with the lock, or the run if it is alive; None if it has ended."""
     if log.owner != os.geteuid():
-        # Its lock is not to be seen, nor is it ours to recover.
+        # We can neither see its lock nor recover it.
         if home.status(log.path.name) is None:
             return None
         if _has_process(log):
@@ -86,38 +79,34 @@ def claim(home: Folder, log: Log) -> int | InUse | None:
             code="unfinished",
         )
     name = lock_of(log.run)
-    try:
-        fd = home.open(name, os.O_RDWR)
-    except FileNotFoundError:
-        return _claim_without_lock(home, log)
-    except OSError as error:
-        raise from_os_error(error, home.path / name) from error
-    try:
+    with os_errors_about(home.path / name):
+        try:
+            fd = home.open(name, os.O_RDWR)
+        except FileNotFoundError:
+            return _claim_without_lock(home, log)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
         got = lock(fd)
-        if _is_same(fd, home, name):
-            if got or (got is None and not _has_process(log)):
-                return fd
-            os.close(fd)
-            return InUse(log, is_orphaned=not _has_process(log))
-    except BaseException:
-        os.close(fd)
-        raise
-    os.close(fd)
-    return None
+        if not _is_same(fd, home, name):
+            return None
+        is_alive = _has_process(log)
+        if not got and (got is False or is_alive):
+            return InUse(log, is_orphaned=not is_alive)
+        stack.pop_all()
+        return fd
 
 
 def _claim_without_lock(home: Folder, log: Log) -> int | InUse | None:
-    """The lock goes last when a run ends, so a log without one has lost it; it gets another."""
+    """A run removes its lock last, so a log without one has lost it; it gets a new one."""
     if home.status(log.path.name) is None:
         return None
     if log.host == HOST and _has_process(log):
         return InUse(log)
-    try:
-        return create_locked(home, lock_of(log.run))
-    except FileExistsError:
-        return None
-    except OSError as error:
-        raise from_os_error(error, home.path) from error
+    with os_errors_about(home.path):
+        try:
+            return create_locked(home, lock_of(log.run))
+        except FileExistsError:
+            return None
 
 
 def _is_same(fd: int, folder: Folder, name: str) -> bool:
@@ -126,7 +115,7 @@ def _is_same(fd: int, folder: Folder, name: str) -> bool:
 
 
 def _has_process(log: Log) -> bool:
-    """By its number; a process of another machine may be alive."""
+    """Whether its process exists; one on another machine may."""
     if log.host != HOST:
         return True
     if log.boot != boot():

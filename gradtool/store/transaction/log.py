@@ -1,51 +1,35 @@
-"""What a writing run leaves beside the data while it works: its transaction log, and the files that go with it.
+"""Transaction logs: what is in one, as it is written and as it is read back.
 
-`.gradtool-ID.run` is the log, in the run's home, the first folder that it writes to; a pointer of the same name lies in
-every other one. `.gradtool-ID.lock`, in the home, is locked while the run lives. Beside them lie the files that the run
-makes: `.gradtool-ID-N.tmp` will take a target's place, `.gradtool-ID-N.old` is a second name for a target that is being
-replaced, `.gradtool-ID-N.undo` is an undo log, which holds what was overwritten in place. In a folder that not
-everybody may list, `.gradtool-HASH.at` is a second name of the log for each target, by which readers find it.
-
-A log is a line for each step, a checksum before it; a torn line was not yet written.
+A log is one line for each step, with a checksum in front. A torn line at the end was not written yet.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
-import hashlib
+import io
 import json
 import os
-import re
-import stat
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, SystemRefusedError, from_os_error
+from gradtool.errors import BadInputError
+from gradtool.store.format.paths import is_file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from gradtool.store.fs import Folder
-
-PREFIX = ".gradtool-"
 HOST = os.uname().nodename
-# What this version writes, and the only one that it reads: none before it was released.
+# The version that is written, and the only one that is read: none was released before.
 FORMAT = 2
-MARKER = ".at"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NAME = re.compile(r"(\.gradtool-[0-9a-f]{12})(?:\.run|\.lock|-\d{1,9}\.(?:tmp|old|undo))")
-_START = re.compile(rb'[0-9a-f]{8} \{"run":\{"id":"(\.gradtool-[0-9a-f]{12})"')
-_START_BYTES = 64
-# Of one log, and of all in a folder: a hundred thousand files have 15 MB.
-_MAX_BYTES = 32_000_000
-_MAX_BYTES_IN_FOLDER = 64_000_000
+# Of one log: a hundred thousand files take 15 MB.
+MAX_BYTES = 32_000_000
 _MAX_FILES = 100_000
-# What JSON costs depends on its values: how many of a character one file may have in a step, and a step without any.
-_OF_FILE = {b"[": 1, b"{": 1, b",": 7, b'"': 4}
-_OF_STEP = 100
+# The cost of JSON depends on how many values it has: how many of each character a step may have, per file and at least.
+_PER_FILE = {b"[": 1, b"{": 1, b",": 7, b'"': 4}
+_PER_STEP = 100
 # A run writes six, and each recovery adds two.
 _MAX_STEPS = 1000
 _MAX_PID = (1 << 31) - 1
@@ -53,9 +37,9 @@ _ENCODING = "utf-8", "surrogateescape"
 
 
 class Move(NamedTuple):
-    """A temporary, and the target that it takes the place of, with that one's size, mtime and inode if it is there.
+    """A temporary and the target that it replaces; `size`, `mtime_ns` and `original` (its inode) if the target exists.
 
-    `inode` is the temporary's, by which the target can be told when it is new.
+    `inode` is the temporary's, by which the target is recognized once it is new.
     """
 
     folder: int
@@ -80,10 +64,10 @@ class Change(NamedTuple):
 class Log:
     """A transaction log as it was read; `names` are the targets in its own folder, `folders` those of the whole run.
 
-    `ready` says that the run has its targets to itself; `moves` and `changes`, what may be half done; `revoked`, that
-    moves are rolled back; `done` and `undone`, that all is new, or old, and only clearing away is left. `missing` are
-    folders that the run makes in its home, `boot` names the time that the machine was up for, `key` is what checksums
-    of its undo logs begin with. Behind the first `size` bytes it is torn, or tells who recovered it.
+    `ready`: no other run writes the targets. `moves` and `changes`: what may be half done. `revoked`: the moves are
+    rolled back. `done` and `undone`: all files are new, or old, and only the clean-up is left. `missing`: folders that
+    the run makes in its home. `boot`: the boot of the machine. `key`: what the checksums of its undo logs begin with.
+    `size`: bytes without a torn end and without the lines that recoveries add.
     """
 
     path: Path
@@ -107,7 +91,7 @@ class Log:
 
     @property
     def run(self) -> str:
-        """The run's name, which all its files begin with."""
+        """The run's ID, which the names of all its files begin with."""
         return self.path.name.removesuffix(".run")
 
     @property
@@ -117,12 +101,12 @@ class Log:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether some of its targets may have been changed, and others not; a single rename is whole at any time."""
+        """Whether some targets may be new and others old; a single rename is atomic."""
         return bool(len(self.moves) > 1 or self.changes) and not (self.done or self.undone)
 
     @property
     def outcome(self) -> str:
-        """What becomes, or became, of its targets when the run is recovered, but for a single move."""
+        """What recovery makes, or made, of the targets; a single move is not considered."""
         if self.undone or self.revoked:
             return "undone"
         if self.moves or self.done:
@@ -131,14 +115,14 @@ class Log:
 
     @property
     def who(self) -> str:
-        """The process, as a person would look for it."""
+        """The process, for messages."""
         user = "" if self.owner == os.geteuid() else f" of user {self.owner}"
         return f"PID {self.pid}{user}" + ("" if self.host == HOST else f" on {self.host}")
 
 
 @functools.cache
 def boot() -> str:
-    """A name for the time since the machine was started; nothing where there is none."""
+    """An ID of the machine's current boot; empty if it has none."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -146,154 +130,33 @@ def boot() -> str:
 
 
 def line_of(**entry: Any) -> bytes:
-    """One step, as it stands in a log.
-
-    Raises:
-        BadInputError: it is about more than could be read back.
-    """
-    # As the system has names, bytes of no encoding among them: escaped, they would take up to three times the room.
+    """One step as a line of a log; raises `BadInputError` if it is too large to be read back."""
+    # Names as the system has them, bytes of no encoding included: escaped, they would take up to three times the space.
     text = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING)
-    if len(text) > _MAX_BYTES // 2 or not _is_small(text):
+    if len(text) > MAX_BYTES // 2 or not _is_small(text):
         raise BadInputError(
             f"the names of the files to write are too many or too long for a transaction log ({len(text):,} bytes of "
-            f"{_MAX_BYTES // 2:,} allowed, {_MAX_FILES:,} files); write them in several calls",
+            f"{MAX_BYTES // 2:,} allowed, {_MAX_FILES:,} files); write them in several calls",
             code="limit",
         )
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def name_of(run: str, number: int, kind: str) -> str:
-    """The name of the file that a run makes with a number."""
-    return f"{run}-{number}.{kind}"
-
-
-def run_of(name: str) -> str | None:
-    """The run that a file belongs to, by the file's name."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else match[1]
-
-
-def marker_of(name: str) -> str:
-    """The second name that a log has for one of its targets, where not everybody may list the folder."""
-    return f"{PREFIX}{hashlib.sha256(os.fsencode(name)).hexdigest()[:24]}{MARKER}"
-
-
-def files_of_runs(folder: Folder) -> list[str]:
-    """The names of all files of runs in a folder, but for the second names of logs.
+def parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
+    """The log that a file holds; None before its first line is complete.
 
     Raises:
-        SystemRefusedError: the folder cannot be listed.
+        ValueError, TypeError, LookupError, AttributeError, RecursionError: another version wrote it.
     """
-    try:
-        names = folder.names()
-    except OSError as error:
-        raise from_os_error(error, folder.path) from error
-    return sorted(name for name in names if name.startswith(PREFIX) and run_of(name))
-
-
-def is_trusted(owner: int, folder: Folder) -> bool:
-    """Whether a user's files are to be heeded.
-
-    In a folder where all may leave what they like, and nobody else may remove it (one that is sticky), that is the
-    user, root or who owns the folder; elsewhere it is anybody who may write there at all.
-    """
-    return not folder.mode & stat.S_ISVTX or owner in (0, os.geteuid(), folder.owner)
-
-
-def logs_in(folder: Folder) -> list[Log]:
-    """Every log and pointer in a folder that can be read.
-
-    Raises:
-        SystemRefusedError: the folder cannot be listed, one is of another version, or they are too large to be read.
-    """
-    logs = []
-    # By owner: what one leaves where everybody may must not hide what another does.
-    left: dict[int, int] = {}
-    for name in files_of_runs(folder):
-        status = folder.status(name) if name.endswith(".run") else None
-        if status is None or status.st_size > _MAX_BYTES:
-            continue
-        owner = -1 if is_trusted(status.st_uid, folder) else status.st_uid
-        left[owner] = left.get(owner, _MAX_BYTES_IN_FOLDER) - status.st_size
-        if left[owner] < 0 and owner >= 0:
-            continue
-        if left[owner] < 0:
-            raise SystemRefusedError(
-                f"holds more than {_MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run); recover or "
-                f"delete those of crashed runs",
-                file=folder.path,
-                code="limit",
-            )
-        if (log := read_log(folder, name)) is not None:
-            logs.append(log)
-    return logs
-
-
-def read_log(folder: Folder, name: str) -> Log | None:
-    """A log, or None for what is none, or not yet one, or no more.
-
-    Raises:
-        SystemRefusedError: it cannot be read, or is one of another version.
-    """
-    try:
-        fd = folder.open(name, os.O_RDONLY)
-    except OSError as error:
-        # Among them what is no file at all: a link, a socket, a path that nothing could have.
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG):
-            return None
-        # Of another user, who has not come to open it to all, or never meant to, or has a lease on it.
-        if (
-            error.errno in (errno.EACCES, errno.EWOULDBLOCK)
-            and (status := folder.status(name))
-            and status.st_uid != os.geteuid()
-        ):
-            return None
-        raise from_os_error(error, folder.path / name) from error
-    try:
-        status = os.fstat(fd)
-        start = _START.match(os.pread(fd, _START_BYTES, 0)) if stat.S_ISREG(status.st_mode) else None
-        if start is None or status.st_size > _MAX_BYTES:
-            return None
-        run = start[1].decode()
-        # A second name of somebody's choosing must not pass for another run.
-        if not name.endswith(MARKER) and name != f"{run}.run":
-            return None
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            return _parsed(folder, f"{run}.run", status, file.read())
-    except OSError as error:
-        if isinstance(error, SystemRefusedError):
-            raise
-        raise from_os_error(error, folder.path / name) from error
-    finally:
-        os.close(fd)
-
-
-def _parsed(folder: Folder, name: str, status: os.stat_result, content: bytes) -> Log | None:
-    path = folder.path / name
-    try:
-        return _parse(path, status, content)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        if not is_trusted(status.st_uid, folder):
-            return None
-        # Its checksums are right, so whoever wrote it meant it. It is not ignored: that could cost what it would mend.
-        raise SystemRefusedError(
-            f"is the log of a run, and cannot be understood: was it made by another version of gradtool? Recover with "
-            f"that one, or delete {name.removesuffix('.run')}* beside it to keep the data as they are",
-            file=path,
-            code="unfinished",
-        ) from error
-
-
-def _parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
     steps, size = _steps(content)
     if not steps:
         return None
     run = steps[0]["run"]
     if run["format"] != FORMAT:
         raise ValueError
-    others, missing = run.get("folders", []), run.get("missing", [])
+    missing = run.get("missing", [])
     home = path if "home" not in run else _beside(path, run["home"])
-    if home.name != path.name or not all(map(is_plain, [*run["files"], *missing])):
+    if home.name != path.name or not all(map(is_file_name, [*run["files"], *missing])):
         raise ValueError
     log = Log(
         path=path,
@@ -301,7 +164,7 @@ def _parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
         owner=status.st_uid,
         names=frozenset(run["files"]),
         home=home,
-        folders=(path.parent, *(_beside(path, folder) for folder in others)),
+        folders=(path.parent, *(_beside(path, folder) for folder in run.get("folders", []))),
         missing=tuple(missing),
         boot=_text(run["boot"]),
         key=_text(run["key"]),
@@ -309,13 +172,13 @@ def _parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
         **_process(run),
     )
     log = replace(log, **_progress(steps[1:]))
-    if not all(_is_sound(one, log) for one in log.steps):
+    if not all(_is_sound(step, log) for step in log.steps):
         raise ValueError
     return log
 
 
 def _progress(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """How far the run got, by the steps after its first."""
+    """How far the run got, from the steps after the first."""
     facts: dict[str, Any] = {}
     for step in steps:
         if "taken" in step:
@@ -331,19 +194,19 @@ def _progress(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return facts
 
 
-def _is_sound(one: Move | Change, log: Log) -> bool:
-    """Whether it is about a file in a folder of the run, and all its numbers are such."""
-    numbers = one._asdict()
-    name = numbers.pop("name")
-    if isinstance(one, Move):
-        was = numbers.pop("size"), numbers.pop("mtime_ns"), numbers.pop("original")
-        if was != (None, None, None):
-            # A time may lie before 1970.
-            numbers |= {"size": was[0], "original": was[2]}
-            if type(was[1]) is not int:
-                return False
-    whole = all(type(number) is int and number >= 0 for number in numbers.values())
-    return is_plain(name) and whole and one.folder < len(log.folders)
+def _is_sound(step: Move | Change, log: Log) -> bool:
+    """Whether the fields of a step have the right types, and its file is in a folder of the run."""
+    fields = step._asdict()
+    name = fields.pop("name")
+    if isinstance(step, Move):
+        # Negative before 1970.
+        has_mtime = type(fields.pop("mtime_ns")) is int
+        if (step.size, step.mtime_ns, step.original) == (None, None, None):
+            del fields["size"], fields["original"]
+        elif not has_mtime:
+            return False
+    are_counts = all(type(value) is int and value >= 0 for value in fields.values())
+    return is_file_name(name) and are_counts and step.folder < len(log.folders)
 
 
 def _process(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,10 +217,10 @@ def _process(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The steps that are whole, and how many bytes they take, without those at the end that tell who recovers it."""
+    """The complete steps, and their bytes up to the last that is not a recovery's."""
     steps: list[dict[str, Any]] = []
     size = end = 0
-    for line in _lines(content):
+    for line in io.BytesIO(content):
         checksum, _, text = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             break
@@ -370,21 +233,13 @@ def _steps(content: bytes) -> tuple[list[dict[str, Any]], int]:
     return steps, size
 
 
-def _lines(content: bytes) -> Iterator[bytes]:
-    begin = 0
-    while begin < len(content):
-        end = content.find(b"\n", begin) + 1 or len(content)
-        yield content[begin:end]
-        begin = end
-
-
 def _is_small(text: bytes) -> bool:
-    """Whether a step holds no more values than one about as many files as a run may have; asked before it is parsed."""
-    return all(text.count(character) <= most * _MAX_FILES + _OF_STEP for character, most in _OF_FILE.items())
+    """Whether a step has no more values than the largest that is written; checked before it is parsed."""
+    return all(text.count(character) <= most * _MAX_FILES + _PER_STEP for character, most in _PER_FILE.items())
 
 
 def _beside(path: Path, relative: Any) -> Path:
-    """What a log calls by its way from there. No link is followed: the paths of runs have none."""
+    """A path relative to the folder of a log, links not followed: the paths of runs have none."""
     return Path(os.path.normpath(path.parent / _text(relative)))
 
 
@@ -392,12 +247,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or b"\0" in os.fsencode(value):
         raise TypeError
     return value
-
-
-def is_plain(name: Any) -> bool:
-    """Whether it names a file in a folder, and nothing elsewhere."""
-    try:
-        raw = os.fsencode(name) if isinstance(name, str) else b""
-    except UnicodeError:
-        return False
-    return raw not in {b"", b".", b".."} and b"/" not in raw and b"\0" not in raw

@@ -13,12 +13,12 @@ from gradtool.store import fs, signals
 from gradtool.store.format.header import read_regular
 from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.attributes import new_mode
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
-from gradtool.store.transaction.replace import Replacement, refuse_collisions
+from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.run import Run
-from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.staging import new_mode
+from gradtool.store.transaction.targets import Targets, refuse_collisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

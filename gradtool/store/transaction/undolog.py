@@ -1,12 +1,13 @@
-"""Undo logs: how what is overwritten in place is saved, told from what others wrote, and put back.
+"""Undo logs: the old content of what is overwritten in place, and how it is put back.
 
-An undo log is one entry after another, each a header, a checksum for every sector that will be written, and the bytes
-that a target held before. So each sector of a target is known to be old, or new, or another program's. Every byte is
-overwritten once in a run, so the order of entries does not matter.
+An undo log is a sequence of entries: a header, a checksum for every sector that will be written, and the bytes that the
+target had before. So each sector of a target is known to be old, new, or written by another program. A run overwrites
+every byte at most once, so the order of the entries does not matter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -14,7 +15,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, told
+from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, os_errors_about
 from gradtool.store import fs
 from gradtool.store.fs import SECTOR, File
 
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
 
     Sums = npt.NDArray[np.uint64]
 
-# Magic, number of the target, begin and length of what is saved; and then the checksum of the whole entry.
+# Magic, number of the target, begin and length of the content; the checksum of the header, and of the whole entry.
 _HEADER = struct.Struct("<4sIQQ")
 _CHECKSUM = struct.Struct("<II")
 _MAGIC = b"und2"
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-# More than any block that is written at once.
+# Larger than any block that is written at once.
 _MAX_ENTRY_BYTES = 1 << 28
 _WORD, _PAGE = 8, 4096
 
 
 class Entry(NamedTuple):
-    """What a target held from byte `begin` on, and the checksums of the sectors that were to be written there."""
+    """What a target had from byte `begin` on, and the checksums of the sectors that were to be written there."""
 
     number: int
     begin: int
@@ -47,17 +48,17 @@ class Entry(NamedTuple):
 
 
 class UndoLog:
-    """One undo log, as it is written; `key` is that of the run, so that no other run's is taken for it."""
+    """An undo log that is being written; `key` is its run's, so that it cannot pass for another's."""
 
     def __init__(self, file: File, fd: int, key: str, *, fsync: bool, ahead: int) -> None:
         self._file, self._fd, self._key, self._fsync, self._ahead = file, fd, key.encode(), fsync, ahead
         self._end = self._reserved = 0
 
     def save(self, number: int, begin: int, content: memoryview, new: memoryview) -> None:
-        """Save what a target holds from byte `begin` on, before it is overwritten with what is new."""
+        """Save the content of a target from byte `begin` on, before it is overwritten with `new`."""
         sums = _sector_sums(new, begin).tobytes()
         header = _sealed(self._key, _HEADER.pack(_MAGIC, number, begin, len(content)), sums, content)
-        try:
+        with os_errors_about(self._file.path):
             end = self._end + len(header) + len(sums) + len(content)
             if end > self._reserved:
                 fs.reserve(self._fd, self._reserved, end + self._ahead)
@@ -65,27 +66,21 @@ class UndoLog:
             self._end += fs.write_all(self._fd, [header, sums, content], self._end)
             if self._fsync:
                 fs.sync(self._fd)
-        except OSError as error:
-            raise from_os_error(error, self._file.path) from error
 
     def close(self) -> None:
-        """Close the file; what is in it stays."""
+        """Close the file; its content stays."""
         os.close(self._fd)
 
 
 class Undo(NamedTuple):
-    """Everything that a run saved: its targets by number, with the size that each has, and its undo logs."""
+    """Everything that a run saved: its targets by number, each with its size, and its undo logs."""
 
     targets: Mapping[int, tuple[File, int]]
     files: Sequence[File]
     key: str
 
     def foreign(self) -> File | None:
-        """A target that another program wrote to after the run did: a sector is neither old nor new.
-
-        Raises:
-            SystemRefusedError: reading failed.
-        """
+        """A target that another program wrote to, if there is one: a sector is neither old nor new."""
         for entry in self._entries():
             file, _ = self.targets[entry.number]
             if file.is_there and _is_foreign(_read(file, entry), entry):
@@ -93,36 +88,29 @@ class Undo(NamedTuple):
         return None
 
     def put_back(self, *, fsync: bool, force: bool = False) -> None:
-        """Give the targets what the undo logs saved of them, as far as they do not have it.
+        """Give the targets their old content; may be interrupted and repeated.
 
-        It may be done twice, or half and then again. An entry that is torn was saved of something that was not
-        overwritten. Nothing is written to another file that has taken a target's place, nor, without `force`, over what
-        another program wrote. A failure does not keep the other targets from being put back.
+        A torn entry is ignored: what it saved was not overwritten. Nothing is written to a file that has taken a
+        target's name, nor, without `force`, over what another program wrote. If one target fails, the others are still
+        put back.
 
         Raises:
             SystemRefusedError: another program wrote to a target, or reading or writing failed.
         """
-        # Not only what is written now: what an earlier rollback wrote may not be on the disk yet.
-        saved: dict[int, File] = {}
-        errors: list[GradtoolError] = []
-        failed: set[int] = set()
+        # All are synced: an earlier rollback may have written what is right already, and not synced it.
+        saved: dict[File, None] = {}
+        errors: dict[File, GradtoolError] = {}
         for entry in self._entries():
             file, _ = self.targets[entry.number]
-            try:
+            with _collected(errors, file):
                 if file.is_there:
-                    saved[entry.number] = file
+                    saved[file] = None
                     _put_back(file, entry, force=force)
-            except OSError as error:
-                if entry.number not in failed:
-                    errors.append(told(error, file.path))
-                failed.add(entry.number)
-        for file in saved.values() if fsync else ():
-            try:
-                _sync(file)
-            except OSError as error:
-                errors.append(told(error, file.path))
+        for file in saved if fsync else ():
+            with _collected(errors, file), file.opened(os.O_RDONLY) as fd:
+                fs.sync(fd)
         if errors:
-            raise errors[0]
+            raise next(iter(errors.values()))
 
     def _entries(self) -> Iterator[Entry]:
         for file in self.files:
@@ -132,66 +120,58 @@ class Undo(NamedTuple):
                     yield entry
 
 
-def _read(file: File, entry: Entry) -> bytes:
-    # To look is enough at first: to open it to write may be refused, and may not be needed.
-    fd = file.open(os.O_RDONLY)
+@contextlib.contextmanager
+def _collected(errors: dict[File, GradtoolError], file: File) -> Iterator[None]:
     try:
+        with os_errors_about(file.path):
+            yield
+    except GradtoolError as error:
+        errors.setdefault(file, error)
+
+
+def _read(file: File, entry: Entry) -> bytes:
+    with file.opened(os.O_RDONLY) as fd:
         return os.pread(fd, len(entry.content), entry.begin)
-    finally:
-        os.close(fd)
 
 
 def _put_back(file: File, entry: Entry, *, force: bool) -> None:
+    # Opened for writing only if that is needed: it may not be allowed.
     current = _read(file, entry)
     if current == entry.content:
         return
     if not force and _is_foreign(current, entry):
         raise changed_since(file.path)
-    fd = file.open(os.O_WRONLY)
-    try:
+    with file.opened(os.O_WRONLY) as fd:
         fs.write_all(fd, [entry.content], entry.begin)
-    finally:
-        os.close(fd)
 
 
 def changed_since(target: Path) -> SystemRefusedError:
-    """The error for a target that another program wrote to after the run did."""
+    """The error for a target that another program wrote to after a run crashed or failed."""
     return SystemRefusedError(
-        "another program wrote to it after a run that crashed or failed; to keep it as it is, delete the .gradtool-* "
-        "files beside it, and to roll that run back or forward all the same, use gradtool recover --force",
+        "another program wrote to it after a run crashed or failed; to keep the file as it is, delete the .gradtool-* "
+        "files beside it; to roll the run back or forward all the same, use gradtool recover --force",
         file=target,
         code="unfinished",
     )
-
-
-def _sync(file: File) -> None:
-    fd = file.open(os.O_RDONLY)
-    try:
-        fs.sync(fd)
-    finally:
-        os.close(fd)
 
 
 def _is_foreign(current: bytes, entry: Entry) -> bool:
     """Whether a sector is neither what was saved nor what was to be written."""
     if current == entry.content:
         return False
-    import numpy as np  # kept off the start-up path
-
-    expected = np.frombuffer(entry.sums, "<u8")
     if len(current) != len(entry.content):
         return True
-    now = _sector_sums(memoryview(current), entry.begin)
-    old = _sector_sums(memoryview(entry.content), entry.begin)
-    return bool(((now != old) & (now != expected)).any())
+    import numpy as np  # kept off the start-up path
+
+    new = np.frombuffer(entry.sums, "<u8")
+    now, old = (_sector_sums(memoryview(content), entry.begin) for content in (current, entry.content))
+    return bool(((now != old) & (now != new)).any())
 
 
 def _entries(file: File, key: bytes) -> Iterator[Entry]:
-    """What an undo log holds, up to the first entry that is torn."""
+    """The entries of an undo log, up to the first that is torn."""
     try:
-        # It may be anything that somebody gave such a name.
-        fd = file.open(os.O_RDONLY)
-        with os.fdopen(fd, "rb") as log:
+        with os.fdopen(file.open(os.O_RDONLY), "rb") as log:
             while len(header := log.read(_HEADER_BYTES)) == _HEADER_BYTES:
                 magic, number, begin, length = _HEADER.unpack_from(header)
                 if magic != _MAGIC or length > _MAX_ENTRY_BYTES:
@@ -203,11 +183,11 @@ def _entries(file: File, key: bytes) -> Iterator[Entry]:
                 yield Entry(number, begin, content, sums)
     except OSError as error:
         if error.errno != errno.ELOOP:
-            raise told(error, file.path) from error
+            raise from_os_error(error, file.path) from error
 
 
 def undo_logs(folder: fs.Folder, names: Sequence[str], owner: int) -> list[File]:
-    """Those of a run's files that are undo logs of a user; what others put beside them is not believed."""
+    """The undo logs among a run's files; those of other users are not trusted."""
     found = []
     for name in names:
         status = folder.status(name)
@@ -217,13 +197,13 @@ def undo_logs(folder: fs.Folder, names: Sequence[str], owner: int) -> list[File]
 
 
 def _sealed(key: bytes, fields: bytes, sums: bytes, content: memoryview) -> bytes:
-    """A header with its checksums: of the fields and the key, and of all that follows."""
+    """A header with its two checksums: of key, fields and sector checksums; and of the content too."""
     begin = zlib.crc32(sums, zlib.crc32(fields, zlib.crc32(key)))
-    return fields + _CHECKSUM.pack(begin, _checksum(content, begin))
+    return fields + _CHECKSUM.pack(begin, _content_sum(content, begin))
 
 
-def _checksum(content: memoryview, begin: int) -> int:
-    """The CRC-32 of the sum of all pages, as 64-bit words, and of what is left over: as fast as memory."""
+def _content_sum(content: memoryview, begin: int) -> int:
+    """The CRC-32, continued from `begin`, of the sum of all pages as 64-bit words, and of the rest: very fast."""
     import numpy as np  # kept off the start-up path
 
     pages = len(content) // _PAGE
@@ -233,30 +213,24 @@ def _checksum(content: memoryview, begin: int) -> int:
 
 
 def _sectors(begin: int, length: int) -> int:
-    """How many sectors a range of a file lies in."""
+    """The number of sectors that a range of a file touches."""
     return (begin + length - 1) // SECTOR - begin // SECTOR + 1 if length else 0
 
 
 def _sector_sums(content: memoryview, begin: int) -> Sums:
-    """A checksum for each sector of what lies in a file from byte `begin` on."""
+    """A checksum for each sector of a range of a file that begins at byte `begin`."""
     import numpy as np  # kept off the start-up path
 
     sums = np.empty(_sectors(begin, len(content)), "<u8")
     first = min(len(content), -begin % SECTOR)
     whole = (len(content) - first) // SECTOR
     words = np.frombuffer(content, "<u8", whole * SECTOR // _WORD, first).reshape(whole, SECTOR // _WORD)
+    # An odd factor for each word, so that neither a changed word nor two exchanged ones go unnoticed.
+    weights = np.arange(1, 2 * SECTOR // _WORD, 2, dtype="<u8") * np.uint64(0x9E3779B97F4A7C15)
     at = 1 if first else 0
-    np.einsum("ij,j->i", words, _weights(), out=sums[at : at + whole])
+    np.einsum("ij,j->i", words, weights, out=sums[at : at + whole])
     if first:
         sums[0] = zlib.crc32(content[:first])
     if at + whole < len(sums):
         sums[-1] = zlib.crc32(content[first + whole * SECTOR :])
     return sums
-
-
-def _weights() -> Sums:
-    """An odd factor for each word of a sector, so that neither a change nor an exchange of words goes unseen."""
-    import numpy as np  # kept off the start-up path
-
-    numbers = np.arange(1, 2 * SECTOR // _WORD, 2, dtype="<u8")
-    return numbers * np.uint64(0x9E3779B97F4A7C15)

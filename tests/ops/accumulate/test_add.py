@@ -3,9 +3,10 @@ import math
 import numpy as np
 import pytest
 from buffers import f32, lay_out, refused
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, encode, read, write_index
+from tiers import PARTS, examples
 
 from gradtool import BadInputError, NonFiniteError, accumulate, norm, tuning
 
@@ -222,11 +223,19 @@ def wide_sum(old, grads, weights, *, overwrite, mean):
 LAYOUTS = ((1, 1, 4, 2 << 20, 1 << 18), (2, 2, 1, 1, 1000), (3, 8, 3, 100_000, 1))
 
 
-@settings(max_examples=30)
-@given(case=cases(), seed=st.integers(0, 9), overwrite=st.booleans(), mean=st.booleans())
-def test_the_same_bits_for_any_threads_blocks_and_shards(tmp_path_factory, case, seed, overwrite, mean):
+@PARTS
+def test_the_same_bits_for_any_threads_blocks_and_shards(tmp_path_factory, part):
+    @examples(30, part)
+    @given(case=cases(), seed=st.integers(0, 9), overwrite=st.booleans(), mean=st.booleans())
+    def check(case, seed, overwrite, mean):
+        check_bits(tmp_path_factory.mktemp("bits"), case, seed, overwrite=overwrite, mean=mean)
+
+    check()
+
+
+def check_bits(folder, case, seed, *, overwrite, mean):
     shapes, ours, theirs = case
-    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("bits")
+    rng = np.random.default_rng(seed)
     old = {f"t{i}": encode(rng.standard_normal(shape), ours[i]) for i, shape in enumerate(shapes)}
     grads = [{f"t{i}": encode(rng.standard_normal(s) * 4, t) for i, (s, t) in enumerate(one)} for one in theirs]
     weights = [0.3, -1.7, 2.0][: len(grads)]

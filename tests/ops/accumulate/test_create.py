@@ -91,7 +91,7 @@ def test_what_nothing_is_added_to_is_zero_in_a_new_buffer(tmp_path):
 
 def test_a_buffer_that_appears_while_it_is_made_is_not_overwritten(tmp_path):
     _, grads = lay_out(tmp_path, f32(), f32(1))
-    with pytest.raises(SystemRefusedError, match="another program made it"):
+    with pytest.raises(SystemRefusedError, match="another program created it"):
         accumulate(tmp_path / "new", grads, create=True, progress=lambda *_: (tmp_path / "new").write_text("theirs"))
     assert (tmp_path / "new").read_text() == "theirs"
 

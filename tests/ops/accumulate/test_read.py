@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from buffers import f32, lay_out
 from support import build, encode, read
+from tiers import EXHAUSTIVE
 
 from gradtool import SystemRefusedError, accumulate
 
@@ -53,7 +54,7 @@ def test_more_gradients_than_files_may_be_open(tmp_path):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 16])
-@pytest.mark.parametrize("limit", [20, 12])
+@pytest.mark.parametrize("limit", [12, pytest.param(20, marks=EXHAUSTIVE)])
 def test_a_low_limit_of_open_files_is_enough_for_any_number_of_threads(tmp_path, threads, limit):
     old = {"a": np.zeros(70_000, np.float32), "b": np.zeros(200_000, np.float32)}
     path, grads = lay_out(tmp_path, old, *[{name: array + 1 for name, array in old.items()}] * 30)

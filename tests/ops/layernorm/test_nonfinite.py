@@ -65,7 +65,7 @@ def test_a_gradient_beyond_its_type_is_an_error_that_names_it(tmp_path, dtype):
     for dry_run in (False, True):
         (problem,) = refused(tmp_path, NonFiniteError, dry_run=dry_run)
         assert (problem.code, problem.file, problem.tensor) == ("overflow", str(path), "X_grad")
-        assert f"beyond {dtype}, the first at index" in problem.message
+        assert f"overflow {dtype}, the first at index" in problem.message
     layernorm_backward(path, nonfinite="propagate")
     assert not np.isfinite(gradients(path)["X_grad"].astype(np.float64)).all()
 

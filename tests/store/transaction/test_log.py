@@ -9,7 +9,10 @@ from support import registered, snapshot, write
 from gradtool import BadInputError, SystemRefusedError, clip, norm, recover
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import log as log_module
-from gradtool.store.transaction.log import Move, line_of, marker_of, name_of, read_log, run_of
+from gradtool.store.transaction import logfiles
+from gradtool.store.transaction.files import marker_of, name_of, run_of
+from gradtool.store.transaction.log import Move, line_of
+from gradtool.store.transaction.logfiles import read_log
 
 ID = ".gradtool-0123456789ab"
 RUN = {"id": ID, "format": 2, "pid": 1, "host": "h", "boot": "b", "key": "k", "files": ["x"], "folders": []}
@@ -73,7 +76,7 @@ def test_a_log_that_is_not_understood_is_neither_ignored_nor_deleted(tmp_path, n
     (tmp_path / f"{ID}-0.undo").write_bytes(b"precious")
     before = snapshot(tmp_path)
     for command in (norm, recover, lambda path: clip(path, max_norm=1)):
-        with pytest.raises(SystemRefusedError, match="cannot be understood: was it made by another version") as caught:
+        with pytest.raises(SystemRefusedError, match="cannot read; recover with the version that wrote it") as caught:
             command(tmp_path)
         assert caught.value.problems[0].code == "unfinished"
     assert snapshot(tmp_path) == before
@@ -85,7 +88,7 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
         name = f".gradtool-{number:012x}"
         (tmp_path / f"{name}.run").write_bytes(line_of(run=RUN | {"id": name}))
     assert norm(tmp_path).norm > 0
-    monkeypatch.setattr(log_module, "_MAX_BYTES_IN_FOLDER", 300)
+    monkeypatch.setattr(logfiles, "_MAX_BYTES_IN_FOLDER", 300)
     with pytest.raises(SystemRefusedError, match="more than 300 bytes of transaction logs") as caught:
         norm(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path)
@@ -105,9 +108,9 @@ def test_what_could_not_be_read_back_is_refused_before_the_run_begins(tmp_path, 
     paths = [write(tmp_path / f"{i}.safetensors", {f"t{i}": np.ones(3, np.float32)}) for i in range(120)]
     if what == "files":
         monkeypatch.setattr(log_module, "_MAX_FILES", 10)
-        monkeypatch.setattr(log_module, "_OF_STEP", 10)
+        monkeypatch.setattr(log_module, "_PER_STEP", 10)
     else:
-        monkeypatch.setattr(log_module, "_MAX_BYTES", 4_000)
+        monkeypatch.setattr(log_module, "MAX_BYTES", 4_000)
     before = snapshot(tmp_path)
     for mode in ("replace", "inplace"):
         with pytest.raises(BadInputError, match="too many or too long for a transaction log") as caught:

@@ -16,7 +16,8 @@ from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, 
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import run as run_module
 from gradtool.store.transaction.inplace import InPlace
-from gradtool.store.transaction.log import line_of, logs_in
+from gradtool.store.transaction.log import line_of
+from gradtool.store.transaction.logfiles import logs_in
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.undolog import Undo
 
@@ -263,7 +264,7 @@ def test_a_pointer_whose_record_is_gone_says_what_to_do(tmp_path):
     half_replaced(paths)
     next((tmp_path / "a").glob("*.run")).unlink()
     for command in (norm, zero, recover):
-        with pytest.raises(SystemRefusedError, match="whose log .* is missing; bring that back, or delete"):
+        with pytest.raises(SystemRefusedError, match="whose log .* is missing; restore that log, or delete"):
             command(paths[1])
 
 
@@ -312,7 +313,7 @@ def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
         for folders in (["../theirs"], [str(theirs)]):
             record(ours, *entries, folders=folders)
             if len(entries) == 1 or "revoked" in entries[1]:
-                with pytest.raises(SystemRefusedError, match="where its log is missing; bring that folder back"):
+                with pytest.raises(SystemRefusedError, match="where its log is missing; restore that folder"):
                     recover(ours, force=True)
             else:
                 recover(ours)
@@ -326,7 +327,7 @@ def test_a_record_names_nothing_but_files_beside_it(tmp_path, name):
     # It is one, by its checksums, so what it may tell of is not thrown away.
     before = snapshot(tmp_path)
     for command in (norm, zero, recover):
-        with pytest.raises(SystemRefusedError, match="cannot be understood"):
+        with pytest.raises(SystemRefusedError, match="this version of gradtool cannot read"):
             command(tmp_path)
     assert snapshot(tmp_path) == before
 
@@ -337,7 +338,7 @@ def test_a_record_moves_only_what_it_said_it_would(tmp_path):
     before = content_of(paths)
     moves = [[0, 0, "0.safetensors", 1, None, None, None], [0, 1, "1.safetensors", 1, None, None, None]]
     record(tmp_path, {"moves": moves})
-    with pytest.raises(SystemRefusedError, match="about files that it does not name; delete"):
+    with pytest.raises(SystemRefusedError, match="changes files that it does not list; delete"):
         recover(tmp_path, force=True)
     assert content_of(paths) == before
 
@@ -407,7 +408,7 @@ def test_a_lying_pointer_leads_nowhere(tmp_path):
     record(tmp_path / "b", home=f"../a/{ID}.run")
     before = snapshot(tmp_path)
     for command in (norm, zero, recover):
-        with pytest.raises(SystemRefusedError, match="is missing; bring that back"):
+        with pytest.raises(SystemRefusedError, match="is missing; restore that log"):
             command(tmp_path / "a")
     assert snapshot(tmp_path) == before
 
@@ -521,7 +522,7 @@ def test_a_record_with_an_odd_number_is_none(tmp_path, field, value):
     move = [0, 0, "0.safetensors", 1, 20, 20, 7]
     move[field] = value
     record(tmp_path, {"moves": [move]})
-    with pytest.raises(SystemRefusedError, match="cannot be understood"):
+    with pytest.raises(SystemRefusedError, match="this version of gradtool cannot read"):
         recover(tmp_path)
 
 
@@ -556,7 +557,7 @@ def test_more_folders_than_a_run_can_have_are_not_looked_for(tmp_path):
     facts = {"id": ID, "format": 2, "files": [], "folders": ["../x"] * 100_101}
     text = json.dumps({"run": facts}, separators=(",", ":")).encode()
     (tmp_path / f"{ID}.run").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
-    with pytest.raises(SystemRefusedError, match="cannot be understood"):
+    with pytest.raises(SystemRefusedError, match="this version of gradtool cannot read"):
         recover(tmp_path)
 
 
@@ -593,7 +594,7 @@ def test_a_name_that_no_file_can_have_is_in_no_record(tmp_path, where):
     else:
         record(tmp_path, **{where: bad if where == "home" else [bad]})
     for command in (zero, recover):
-        with pytest.raises(SystemRefusedError, match="cannot be understood"):
+        with pytest.raises(SystemRefusedError, match="this version of gradtool cannot read"):
             command(tmp_path)
 
 

@@ -13,8 +13,9 @@ from gradtool import SystemRefusedError, UsageError, norm, recover
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.attributes import new_mode
-from gradtool.store.transaction.replace import Replacement, refuse_collisions
+from gradtool.store.transaction.replace import Replacement
+from gradtool.store.transaction.staging import new_mode
+from gradtool.store.transaction.targets import refuse_collisions
 
 
 def shards_of(folder, count=2):
@@ -251,7 +252,7 @@ def test_a_rename_that_fails_half_way_takes_back_those_before_it(tmp_path, monke
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("where", ["replace.move_back", "replace._Staged.take_place"])
+@pytest.mark.parametrize("where", ["replace.move_back", "staging.Staged.take_place"])
 def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monkeypatch, where):
     shards = shards_of(tmp_path, 3)
     old = [shard.path.read_bytes() for shard in shards]
@@ -266,7 +267,7 @@ def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monke
             for shard in shards:
                 fill(replacement.stage(shard.path, shard.size, shard.stat))
             replacement.commit()
-    with pytest.raises(SystemRefusedError, match="or use gradtool recover"):
+    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool recover"):
         norm(tmp_path)
     result = recover(tmp_path)
     new = [b"n" * shard.size for shard in shards]
@@ -287,7 +288,7 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert (caught.value.problems[0].code, caught.value.exit_code) == ("unfinished", 5)
-    with pytest.raises(SystemRefusedError, match="or use gradtool recover"):
+    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool recover"):
         norm(tmp_path)
     monkeypatch.undo()
     assert recover(tmp_path).finished == 1
@@ -398,5 +399,5 @@ def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
 def test_only_regular_files_are_written_over(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for target in (tmp_path / "fifo", Path("/dev/null"), tmp_path):
-        with pytest.raises(UsageError, match="no regular file|is a folder"):
+        with pytest.raises(UsageError, match="not a regular file|is a folder"):
             refuse_collisions([target], [])

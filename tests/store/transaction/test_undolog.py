@@ -82,7 +82,8 @@ def test_the_undo_log_of_another_run_is_not_believed(tmp_path, path):
 def test_one_target_that_fails_does_not_keep_the_others_from_being_put_back(tmp_path, monkeypatch):
     paths = [tmp_path / name for name in "abc"]
     home = Folder.at(tmp_path)
-    undo_log = UndoLog(None, home.create("log.undo"), KEY, fsync=False, ahead=0)
+    fd, file = home.create_file("log.undo")
+    undo_log = UndoLog(file, fd, KEY, fsync=False, ahead=0)
     for number, path in enumerate(paths):
         path.write_bytes(b"old" * 300)
         undo_log.save(number, 0, memoryview(b"old" * 300), memoryview(b"new" * 300))

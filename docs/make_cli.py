@@ -1,0 +1,82 @@
+"""Prints docs/cli.md, made from the commands and the options they declare: python docs/make_cli.py > docs/cli.md."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+
+import gradtool.cli  # noqa: F401 - its functions are the commands
+from gradtool.command import COMMANDS, declared_of
+from gradtool.signatures import ARGUMENTS, GROUPS, OPTIONS, PYTHON, Declared, options_of, usage_of
+
+PAGE = """\
+# Commands and options
+
+<!-- Made by `python docs/make_cli.py > docs/cli.md` from gradtool/cli.py and gradtool/options.py. Change those. -->
+
+{commands}
+
+`gradtool COMMAND --help` shows the same. Every command is a Python function, too, with the same names, defaults and
+results: `gradtool norm grads/ --per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. Functions do
+not have the options under [General](#general); they have `progress`, which is called with the bytes done and the total
+bytes.
+
+{sections}
+
+{shared}"""
+
+COMMAND = """\
+## gradtool {name}
+
+{text}
+
+```
+{usage}
+```
+
+{options}
+
+And those under {shared}. Examples:
+
+```
+{examples}
+```"""
+SHARED = {title: group for title, group in GROUPS.items() if title != PYTHON}
+
+
+def page() -> str:
+    """The whole page."""
+    rows = [(f"[{name}](#gradtool-{name})", summary) for name, (_, summary) in COMMANDS.items()]
+    return PAGE.format(
+        commands=table(("command", "what it does"), rows),
+        sections="\n\n".join(section(name, function) for name, (function, _) in COMMANDS.items()),
+        shared="\n\n".join(f"## {title}\n\n{options(options_of(group).values())}" for title, group in SHARED.items()),
+    )
+
+
+def section(name: str, function: Callable[..., object]) -> str:
+    """What there is to say of one command."""
+    text, examples = (inspect.getdoc(function) or "").split("\n\n\b\nExamples:\n")
+    declared = declared_of(name)
+    groups = {one.group for one in declared}
+    return COMMAND.format(
+        name=name,
+        text=text,
+        usage=" ".join(["gradtool", name, *usage_of(declared)]),
+        options=options(one for one in declared if one.group in {ARGUMENTS, OPTIONS}),
+        shared=", ".join(f"[{title}](#{title.lower()})" for title in SHARED if title in groups),
+        examples=inspect.cleandoc(examples),
+    )
+
+
+def options(declared: Iterable[Declared]) -> str:
+    """A table of arguments and options."""
+    return table(("option", "meaning", "default"), [(f"`{one.spelled}`", one.text, one.default) for one in declared])
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(page())

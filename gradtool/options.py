@@ -1,0 +1,212 @@
+"""Every option, declared once: type, default, range, help. Functions, commands and docs/cli.md are made from these.
+
+The classes type keywords: `**options: Unpack[ClipOptions]`. Python evaluates their annotations, which hold the rest.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args
+
+from gradtool.checks import (
+    ALL_FINITE,
+    AT_LEAST_ONE,
+    FINITE,
+    NOT_NAN,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_FINITE,
+    POSITIVE,
+    POSITIVE_FINITE,
+    Range,
+)
+
+
+class Option(NamedTuple):
+    """What is declared of an option besides its name and type; `unset` says what None stands for."""
+
+    help: str
+    metavar: str = ""
+    default: Any = None
+    range: Range | None = None
+    unset: str = ""
+    short: str = ""
+
+
+# The first type of a union decides how a value is checked.
+StrPath = os.PathLike[str] | str
+Paths = StrPath | Iterable[StrPath]
+# Called with the bytes done and the total bytes; one call at a time, from any thread.
+Progress = Callable[[int, int], None]
+Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
+
+Vector = Annotated[Paths, Option("Files, folders or index files; together they form one gradient vector.", "PATH...")]
+Sets = Annotated[Paths, Option("Files, folders or index files.", "PATH...")]
+Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
+Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
+
+_NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", 2.0, POSITIVE)]
+
+
+class Selection(TypedDict, total=False):
+    """What is read."""
+
+    include: Annotated[Sequence[str], Option("Only tensors whose name matches REGEX; repeatable.", "REGEX", ())]
+    exclude: Annotated[Sequence[str], Option("No tensors whose name matches REGEX; repeatable.", "REGEX", ())]
+    files_from: Annotated[
+        StrPath | None,
+        Option("Read more paths from FILE, or from standard input if -; newline or NUL between them.", "FILE"),
+    ]
+
+
+class Writing(TypedDict, total=False):
+    """Where results go, and how they get there."""
+
+    output: Annotated[StrPath | None, Option("Write to FILE; leave the input unchanged.", "FILE")]
+    output_dir: Annotated[StrPath | None, Option("Write all files to DIR; leave the inputs unchanged.", "DIR")]
+    dry_run: Annotated[bool, Option("Do everything except write.", default=False)]
+    write: Annotated[
+        Literal["replace", "inplace"],
+        Option(
+            "Build new files and rename them into place, or overwrite changed bytes under an undo log.",
+            default="replace",
+        ),
+    ]
+    fsync: Annotated[bool, Option("Sync to disk, to survive a power cut.", default=True)]
+    lock_timeout: Annotated[float, Option("Seconds to wait for a lock.", "SECONDS", 0.0, NOT_NEGATIVE_FINITE)]
+
+
+class Compute(TypedDict, total=False):
+    """What does the arithmetic."""
+
+    backend: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, Option("Compute backend.", unset="$GRADTOOL_BACKEND, or auto")
+    ]
+    device: Annotated[int | None, Option("GPU number, from 0; only for the cuda backend.", "N", range=NOT_NEGATIVE)]
+    threads: Annotated[
+        int | None, Option("Number of worker threads.", "N", range=AT_LEAST_ONE, unset="one per core, at most 16")
+    ]
+
+
+class Display(TypedDict, total=False):
+    """What a command prints; functions return it."""
+
+    json: Annotated[bool, Option("Print one JSON object.", default=False)]
+    quiet: Annotated[bool, Option("Print errors only.", default=False, short="-q")]
+
+
+class Callback(TypedDict, total=False):
+    """What functions alone have; commands show progress themselves."""
+
+    progress: Annotated[Progress | None, Option("Called with the bytes done and the total bytes.")]
+
+
+class Reading(Selection, Compute, Callback, total=False):
+    """The options of every operation."""
+
+
+class Rewriting(Reading, Writing, total=False):
+    """The options of every operation that writes."""
+
+
+class NormOptions(Reading, total=False):
+    """The options of `norm`."""
+
+    norm_type: _NormType
+    per_tensor: Annotated[bool, Option("Report the norm of each tensor, too.", default=False)]
+    top: Annotated[
+        int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
+    ]
+    fail_above: Annotated[
+        float | None, Option("Report a norm above X as a problem, with exit code 1.", "X", range=NOT_NAN)
+    ]
+    ignore_journal: Annotated[bool, Option("Read files even if a run is changing them or crashed.", default=False)]
+
+
+class ClipOptions(Rewriting, total=False):
+    """The options of `clip`."""
+
+    max_norm: Annotated[float | None, Option("Maximum norm after clipping.", "C", range=NOT_NEGATIVE)]
+    max_value: Annotated[float | None, Option("Clamp each element to [-V, V] instead.", "V", range=NOT_NEGATIVE)]
+    norm_type: _NormType
+    eps: Annotated[
+        float,
+        Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
+    ]
+    per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    total_norm: Annotated[
+        float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)
+    ]
+    unscale: Annotated[float, Option("Divide by this loss scale first.", "S", 1.0, POSITIVE_FINITE)]
+    nonfinite: Annotated[
+        Literal["error", "propagate", "zero"],
+        Option("NaN and Inf: write nothing, continue as torch does, or set them to 0.", default="error"),
+    ]
+
+
+class AccumulateOptions(Rewriting, total=False):
+    """The options of `accumulate`."""
+
+    overwrite: Annotated[bool, Option("Drop the buffer's old content, even NaN.", default=False)]
+    update: Annotated[bool, Option("Add the gradients, or only check their headers and write nothing.", default=True)]
+    weight: Annotated[
+        Sequence[float], Option("Weight of a gradient; once for each, in order.", "W", (), ALL_FINITE, unset="1")
+    ]
+    weight_key: Annotated[
+        str | None, Option("Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY")
+    ]
+    mean: Annotated[bool, Option("Divide the sum by the sum of the weights.", default=False)]
+    missing: Annotated[
+        Literal["error", "skip"],
+        Option("Tensors missing on either side: write nothing, or add the others.", default="error"),
+    ]
+    create: Annotated[
+        bool, Option("Create the buffer, one file with the names and shapes of the first gradient.", default=False)
+    ]
+    dtype: Annotated[
+        Dtype | None, Option(f"Storage type of the created buffer: {', '.join(get_args(Dtype))}.", "TYPE", unset="F32")
+    ]
+    max_norm: Annotated[
+        float | None, Option("Maximum norm of the sum; clip it before rounding.", "C", range=NOT_NEGATIVE)
+    ]
+    clip_each: Annotated[
+        float | None, Option("Maximum norm of each gradient; clip it before adding.", "C", range=NOT_NEGATIVE)
+    ]
+    norm_type: _NormType
+    eps: Annotated[float, Option("Added to a norm before dividing by it.", "E", 1e-6, NOT_NEGATIVE_FINITE)]
+    nonfinite: Annotated[
+        Literal["error", "propagate", "skip"],
+        Option("NaN and Inf: write nothing, continue, or skip the gradients that have any.", default="error"),
+    ]
+
+
+class ZeroOptions(Rewriting, total=False):
+    """The options of `zero`."""
+
+
+class LayerNormOptions(Rewriting, total=False):
+    """The options of `layernorm_backward`."""
+
+    kind: Annotated[Literal["layernorm", "rmsnorm"], Option("Kind of layer.", default="layernorm")]
+    invertible: Annotated[bool, Option("Read Y (and bias) instead of X (and mean).", default=False)]
+    axis: Annotated[int, Option("First axis normalized over; negative ones count from the end.", "N", -1)]
+    norm_eps: Annotated[
+        float, Option("Added to the variance, for statistics that are computed.", "E", 1e-5, NOT_NEGATIVE_FINITE)
+    ]
+    scale_offset: Annotated[float, Option("Added to scale: 1 if weights are stored as gamma - 1.", "S", 0.0, FINITE)]
+    nonfinite: Annotated[
+        Literal["error", "propagate"], Option("NaN and Inf in a result: write nothing, or continue.", default="error")
+    ]
+    prefix: Annotated[Sequence[str], Option("Only the layer with this prefix; repeatable.", "PREFIX", ())]
+    y_grad: Annotated[str, Option("Name of the output gradient, after the prefix.", "NAME", "Y_grad")]
+    x: Annotated[str, Option("Name of the input.", "NAME", "X")]
+    y: Annotated[str, Option("Name of the output, read in the invertible form.", "NAME", "Y")]
+    scale: Annotated[str, Option("Name of the weight.", "NAME", "scale")]
+    bias: Annotated[str, Option("Name of the bias, read in the invertible form.", "NAME", "bias")]
+    mean: Annotated[str, Option("Name of the mean of each row.", "NAME", "mean")]
+    inv_std_dev: Annotated[str, Option("Name of 1 / sqrt(variance + eps) of each row.", "NAME", "inv_std_dev")]
+    x_grad_in_place: Annotated[bool, Option("Write X_grad in place of Y_grad, which is dropped.", default=False)]
+
+
+class RecoverOptions(TypedDict, total=False):
+    """The options of `recover`."""
+
+    force: Annotated[bool, Option("Continue even if another program has written to a file since.", default=False)]

@@ -1,0 +1,98 @@
+"""What is declared of options; that commands, functions and docs agree with it is tested in test_api and test_docs."""
+
+import math
+from types import NoneType
+
+import pytest
+
+from gradtool import UsageError, options
+from gradtool.backends.storage import STORAGE
+from gradtool.signatures import complete, options_of
+
+CLASSES = [
+    options.NormOptions,
+    options.ClipOptions,
+    options.AccumulateOptions,
+    options.ZeroOptions,
+    options.LayerNormOptions,
+    options.RecoverOptions,
+    options.Display,
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_default_is_a_value_that_the_option_takes(kind):
+    for one in options_of(kind).values():
+        taken = one.taken(one.option.default)
+        assert taken == (list(one.option.default) if one.option.default == () else one.option.default)
+        assert type(taken) in {bool, int, float, str, list, NoneType}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_help_is_a_sentence_and_every_value_has_a_name(kind):
+    for one in options_of(kind).values():
+        assert one.option.help[0].isupper() or one.name == "nonfinite"
+        assert one.option.help.endswith(".")
+        assert bool(one.metavar) == (one.types[0] is not bool and one.name != "progress"), one.name
+
+
+def test_the_types_of_a_buffer_are_those_that_carry_values():
+    assert options_of(options.AccumulateOptions)["dtype"].choices == tuple(STORAGE)
+
+
+def test_options_come_in_the_order_of_their_groups():
+    groups = [one.group for one in options_of(options.ClipOptions).values()]
+    assert list(dict.fromkeys(groups)) == ["Options", "Selection", "Output", "Compute", "Python"]
+    assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)
+
+
+def test_what_is_given_is_converted_and_the_rest_has_its_default():
+    chosen = complete("clip", options.ClipOptions, {"max_norm": 1, "include": "a", "output": b"x"})
+    assert chosen.keys() == options_of(options.ClipOptions).keys()
+    assert (type(chosen["max_norm"]), chosen["include"], chosen["output"]) == (float, ["a"], "x")
+    assert (chosen["eps"], chosen["exclude"], chosen["threads"]) == (1e-6, [], None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_norm": "much"}, "--max-norm must be a number, not 'much'"),
+        ({"max_norm": -1}, "--max-norm must be 0 or more, not -1.0"),
+        ({"max_norm": math.nan}, "--max-norm must be 0 or more, not nan"),
+        ({"eps": math.inf}, "--eps must be 0 or more and finite, not inf"),
+        ({"norm_type": 0}, "--norm-type must be above 0, not 0.0"),
+        ({"norm_type": None}, "--norm-type must be a number, not None"),
+        ({"unscale": 0}, "--unscale must be above 0 and finite, not 0.0"),
+        ({"nonfinite": "skip"}, "--nonfinite must be one of error, propagate, zero, not 'skip'"),
+        ({"write": ["inplace"]}, r"--write must be one of replace, inplace, not \['inplace'\]"),
+        ({"backend": "tpu"}, "--backend must be one of auto, cpu, cuda, not 'tpu'"),
+        ({"threads": "2"}, "--threads must be a whole number, not '2'"),
+        ({"threads": 0}, "--threads must be at least 1, not 0"),
+        ({"device": -1}, "--device must be 0 or more, not -1"),
+        ({"include": 5}, "--include must be regular expressions, not 5"),
+        ({"output": 5}, "--output must be a path, not 5"),
+        ({"lock_timeout": -1}, "--lock-timeout must be 0 or more and finite, not -1.0"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_out_of_range_is_a_usage_error(given, message):
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        complete("clip", options.ClipOptions, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weight": "2"}, "--weight must be numbers, not '2'"),
+        ({"weight": [1, math.inf]}, r"--weight must be finite, not \[1.0, inf\]"),
+        ({"weight_key": ""}, "--weight-key must be a word, not ''"),
+        ({"dtype": "I32"}, "--dtype must be one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2, not 'I32'"),
+    ],
+)
+def test_so_are_those_of_accumulate(given, message):
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        complete("accumulate", options.AccumulateOptions, given)
+
+
+def test_a_limit_that_is_no_number_is_a_usage_error():
+    with pytest.raises(UsageError, match="^--fail-above must be a number, not nan$"):
+        complete("norm", options.NormOptions, {"fail_above": math.nan})

@@ -314,7 +314,7 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "accumulate x.safetensors larger --weight 1 --weight 2": (2, "--weight is given 2 times"),
     "accumulate x.safetensors larger --weight nan": (2, "finite"),
     "accumulate x.safetensors fewer --missing skip --weight-key num_tokens": (3, "'many'"),
-    "accumulate x.safetensors fewer --missing skip --weight-key steps": (3, "has no 'steps'"),
+    "accumulate x.safetensors fewer --missing skip --weight-key steps": (3, "no 'steps' in its metadata"),
     "accumulate x.safetensors fewer --missing skip --mean --weight 0": (3, "add up to 0"),
     "accumulate x.safetensors fewer --dtype F32": (2, "--create"),
     "accumulate x.safetensors fewer --clip-each -1": (2, "0 or more"),

@@ -1,11 +1,11 @@
 """Where the command starts and ends: `gradtool` and `python -m gradtool`."""
 
-# Little is imported before it is known that there is memory for it.
+# Little is imported before it is known that there is enough memory.
 import gc
 import os
 import sys
 
-# As typing has it, which would be a good part of that.
+# Not from typing, which would be a large part of that.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def main() -> "NoReturn":
     """Run the command line."""
-    # Collecting what the imports leave, and taking the interpreter apart, would be a good part of a small run.
+    # Garbage collection during the imports and the interpreter's shutdown would take a large part of a small run.
     gc.disable()
     os._exit(_run() if _can_start() else _refuse())
 
@@ -23,7 +23,7 @@ def _can_start() -> bool:
     try:
         import signal
 
-        # Until it is ready to clean up after itself, Ctrl-C may simply end it, without a traceback out of an import.
+        # Until there is something to clean up, Ctrl-C just ends the process, without a traceback from an import.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         from gradtool import memory
@@ -33,7 +33,7 @@ def _can_start() -> bool:
 
 
 def _run() -> int:
-    # numpy's BLAS, which we do not use, would start a thread for each core, and end us where it may not.
+    # numpy's BLAS, which is not used, would start a thread for each core, and end the process if that failed.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     from gradtool.cli import main as command_line
 
@@ -41,12 +41,12 @@ def _run() -> int:
         command_line()
     except SystemExit as done:
         return int(done.code or 0)
-    except MemoryError:  # Not even enough to say what is wrong.
+    except MemoryError:  # There was not even enough to print the error.
         return _refuse()
 
 
 def _refuse() -> int:
-    """Say that there is no memory; written out by hand, because what would print it takes memory too."""
+    """Print that there is not enough memory; by hand, because the usual code needs memory too."""
     from gradtool._version import __version__
 
     message = "not enough memory; raise the limit (ulimit -v or -d)"
@@ -63,10 +63,10 @@ def _refuse() -> int:
 
 
 def _print(fd: int, text: str) -> None:
-    try:  # noqa: SIM105 - contextlib is not there yet
+    try:  # noqa: SIM105 - contextlib is not imported yet
         os.write(fd, text.encode())
     except OSError:
-        pass  # The exit code says it too.
+        pass  # The exit code remains.
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How much memory the limits of this process leave: asked before a library would end us for want of it.
+"""The memory that the limits of this process leave.
 
-What Python cannot get is a `MemoryError`. numpy's BLAS and the safetensors library end the process instead.
+Python raises `MemoryError` if there is none; numpy's BLAS and the safetensors library end the process instead.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import math
 import os
 import resource
 
-# What the command takes from its first line until it reads a file; most of it is numpy, with its BLAS.
+# What the command needs before it reads a file; most of it is numpy with its BLAS.
 TO_START = 96 << 20
 REMEDY = "raise the limit (ulimit -v or -d)"
-# Which limits there are, and the field of Linux's statm that counts what is taken.
+# Each limit, and the field of Linux's statm with the memory that counts against it.
 _LIMITS = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
 
 
 def left() -> float:
-    """Bytes that this process may still take; infinite where there is no limit, or where the system does not say."""
+    """Bytes that this process may still allocate; infinite without a limit, or if the system does not say."""
     limits = [(resource.getrlimit(kind)[0], field) for kind, field in _LIMITS]
     limits = [(limit, field) for limit, field in limits if limit != resource.RLIM_INFINITY]
     if not limits:
@@ -31,11 +31,11 @@ def left() -> float:
 
 
 def is_limited() -> bool:
-    """Whether there is such a limit."""
+    """Whether there is a limit."""
     return left() < math.inf
 
 
 def require(nbytes: int) -> None:
-    """Raise `MemoryError` if so much is not to be had."""
+    """Raise `MemoryError` if that much is not left."""
     if left() < nbytes:
         raise MemoryError

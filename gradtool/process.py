@@ -1,4 +1,4 @@
-"""How a run meets the system: signals, limits, and the exit code with what is said about it."""
+"""The command as a process: signals, limits, exit codes, and the messages that explain them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemR
 from gradtool.store import signals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import FrameType
 
-# More files than any run has open.
+# More files than any run opens.
 _OPEN_FILES = 65_536
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A signal that has come and has not been told of: Typer makes a bare exit code of those that it meets.
+# A signal that has arrived and is not reported yet: Typer would turn it into a bare exit code.
 pending: Ended | None = None
-# What is left is to say how it ended, in a moment. One signal does not stop that; a second one does, for it may be that
-# nobody reads what we say.
+# Only the result is left to print. One signal does not stop that; a second one does, because the output may never be
+# read.
 _is_ending = False
 was_spared = False
-# A signal has had its effect, and no other shall tear into the clean-up that it has set off.
+# A signal has taken effect, and no other may interrupt the clean-up that it set off.
 _has_ended = False
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks us to end, taken as Ctrl-C is, so that temporaries are removed on the way out."""
+    """A signal that asks the process to end, raised like Ctrl-C so that temporaries are removed on the way out."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -39,27 +37,22 @@ class Ended(KeyboardInterrupt):
 
 
 def finish(command: str, result: Any, *, json: bool, quiet: bool) -> int:
-    """Show a result and what was found; the exit code."""
+    """Print a result and the problems found; the exit code."""
     say_last_words()
     problems = getattr(result, "problems", ())
     if json or not quiet:
-        _show(command, result, problems, json=json)
+        try:
+            report.show(command, result, problems, as_json=json)
+        except (SystemRefusedError, MemoryError) as error:
+            raise SystemRefusedError(f"{refused(error)}; the work itself is done") from error
     report.complain(problems)
     if not quiet:
         report.complain(getattr(result, "warnings", ()), level="warning")
     return EXIT_FOUND if problems else EXIT_OK
 
 
-def _show(command: str, result: Any, problems: Sequence[Problem], *, json: bool) -> None:
-    try:
-        report.show(command, result, problems, as_json=json)
-    except (SystemRefusedError, MemoryError) as error:
-        reason = str(refused(error))
-        raise SystemRefusedError(f"{reason}; the work itself is done") from error
-
-
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
-    """Say what is wrong wherever it can still be said; the exit code, which does not depend on that."""
+    """Print what is wrong, as far as that is still possible; the exit code."""
     say_last_words()
     report.complain(problems, summary)
     if "--json" in sys.argv[1:] and sys.stdout is not None:
@@ -70,11 +63,11 @@ def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
 
 
 def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
-    """The error for what the system refused where that was not foreseen."""
-    # What the failed call still holds is the memory that it takes to say so.
+    """The gradtool error for what the system refused unexpectedly."""
+    # Free the memory of the failed call: printing the error needs it.
     error.__traceback__ = None
     if isinstance(error, ImportError):
-        # Under a limit, a module may be too large to load.
+        # A module may be too large to load under a memory limit.
         why = f"not enough memory, perhaps: {memory.REMEDY}" if memory.is_limited() else "install gradtool again"
         return SystemRefusedError(f"cannot load {error.name or 'a module'}; {why}")
     if isinstance(error, MemoryError):
@@ -91,7 +84,7 @@ def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
 
 
 def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
-    """Say what the run was ended by, and what became of the files; the exit code."""
+    """Print which signal ended the run, and what became of the files; the exit code."""
     global pending  # noqa: PLW0603
     pending = None
     number = error.number if isinstance(error, Ended) else signal.SIGINT
@@ -100,13 +93,13 @@ def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
     problem, exit_code = Problem("interrupted", "; ".join([word, *notes])), 128 + number
     if not work_done:
         return fail(problem, exit_code=exit_code)
-    # Its result may be half printed; another object after it would not mend that.
+    # The result may be half printed; another JSON object after it would not help.
     report.complain([problem])
     return exit_code
 
 
 def show_traceback() -> None:
-    """Print where the current exception comes from, for those who asked to see it."""
+    """Print the traceback of the current exception if GRADTOOL_DEBUG is set."""
     if os.environ.get("GRADTOOL_DEBUG"):
         import traceback
 
@@ -114,21 +107,21 @@ def show_traceback() -> None:
 
 
 def take_signals() -> None:
-    """Have every signal that asks us to end end us cleanly."""
-    for number in _ENDING:
-        # One that was ignored when we were started, as under nohup, stays ignored.
+    """Let every signal that asks the process to end do so cleanly."""
+    for number in signals.ENDING:
+        # One that was ignored at the start, as under nohup, stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
 
 
 def say_last_words() -> None:
-    """Only what is printed is left: a signal has nothing to stop, nor had one that was lost in foreign code."""
+    """Note that only printing is left: a signal has nothing to stop, nor had one that foreign code swallowed."""
     global _is_ending, pending
     _is_ending, pending = True, None
 
 
 def leave_signals() -> None:
-    """Let no signal tear into what is left: to say the exit code."""
+    """Ignore signals from now on: only the exit code is left to return."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
 
@@ -146,10 +139,10 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit on open files as far as it may, for a run holds several for each folder."""
+    """Raise the limit on open files as far as allowed: a run opens several for each folder."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # Some systems have another limit, below the one that they tell of.
+        # Some systems have a lower limit than they report.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,4 +1,4 @@
-"""A result to text or JSON, and the progress bar; alone in importing rich, and only for a terminal."""
+"""Results as tables, lines or JSON, errors, and the progress bar; alone in importing rich, and only for a terminal."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
+    from rich.progress import Progress
 
     from gradtool.ops.results import CallFacts
     from gradtool.ops.session import Timings
 
 SCHEMA = 1
-# Less work than this needs no progress bar.
+# Shorter work gets no progress bar.
 _PATIENCE_SECONDS = 0.5
 _REFRESH_SECONDS = 0.1
-# On stderr; JSON names all of them.
+# On stderr; JSON lists all.
 _MAX_PROBLEM_LINES = 20
-# Characters of one; a path and a tensor's name may have 4,096 each.
+# Characters; a path and a tensor's name may have 4,096 each.
 _MAX_PROBLEM_LINE = 20_000
 _STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
-# What every result says of its call, in the order that it is shown.
+# The facts about the call that every result has, in the order of the output.
 _CALL = ("files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings")
 # Facts that share one line of a table.
 _FOUND = ("nan", "inf", "zeros")
 
 
 def show(command: str, result: CallFacts, problems: Sequence[Problem], *, as_json: bool) -> None:
-    """Print a result on stdout: JSON, tables on a terminal, or else lines of tab-separated fields."""
+    """Print a result on stdout as JSON, as tables on a terminal, or else as lines of tab-separated fields."""
     if as_json:
         print_json(command, EXIT_FOUND if problems else EXIT_OK, _data(result), problems)
     elif sys.stdout.isatty():
         _show_tables(result)
     else:
-        # In one piece, so that `| head -1` finds it all there and closes no pipe under us.
+        # In one write, so that `| head -1` does not close the pipe in the middle.
         sys.stdout.write("".join("\t".join(fields) + "\n" for fields in _lines(result)))
 
 
@@ -63,22 +64,22 @@ def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Seq
 
 
 def complain(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
-    """Print one line for each problem on stderr, what it is about first."""
+    """Print one line for each problem on stderr."""
     lines = [one.line for one in problems[:_MAX_PROBLEM_LINES]]
     if len(problems) > _MAX_PROBLEM_LINES:
         lines.append(f"and {len(problems) - _MAX_PROBLEM_LINES} more; --json names them all")
     lines += [summary] if summary else []
-    # In one piece, which other processes' lines do not tear apart.
+    # In one write, so that lines of other processes do not get in between.
     sys.stderr.write("".join(f"gradtool: {level}: {printable(shortened(line, _MAX_PROBLEM_LINE))}\n" for line in lines))
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal might act upon spelled out."""
-    return text if text.isprintable() else text.translate(_SPELLED_OUT)
+    """The text with all control characters, which a terminal might act on, escaped."""
+    return text if text.isprintable() else text.translate(_ESCAPES)
 
 
-class _SpelledOut(dict[int, str]):
-    """What is printed for a character, worked out when it is first met."""
+class _Escapes(dict[int, str]):
+    """What is printed for each character, computed on first use."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -86,58 +87,45 @@ class _SpelledOut(dict[int, str]):
         return self[code]
 
 
-_SPELLED_OUT = _SpelledOut()
+_ESCAPES = _Escapes()
 
 
 @contextlib.contextmanager
 def progress(label: str, *, wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar with GB/s on stderr, if that is a terminal and the work takes long enough to ask for one."""
+    """A progress bar with GB/s on stderr, if that is a terminal; it appears only if the work takes long enough."""
     if not wanted or not sys.stderr.isatty():
         yield None
         return
-    began = time.perf_counter()
+    bar: Progress | None = None
+    due = time.perf_counter() + _PATIENCE_SECONDS
     with contextlib.ExitStack() as stack:
-        move: Callable[[int, int], None] | None = None
 
         def advance(done: int, whole: int) -> None:
-            nonlocal move
-            if move is None and time.perf_counter() - began > _PATIENCE_SECONDS:
-                move = stack.enter_context(_bar(label))
-            if move is not None:
-                move(done, whole)
+            nonlocal bar, due
+            now = time.perf_counter()
+            is_due = now > due
+            if is_due:
+                bar, due = bar or stack.enter_context(_bar(label)), now + _REFRESH_SECONDS
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=done, total=whole, refresh=is_due)
 
         yield advance
 
 
-@contextlib.contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(label: str) -> Progress:
     from rich import progress as bars  # slow to import
     from rich.console import Console
 
-    columns = (
-        bars.TextColumn(label),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    shown = -math.inf
-
-    def move(done: int, whole: int) -> None:
-        nonlocal shown
-        now = time.perf_counter()
-        is_due = now - shown > _REFRESH_SECONDS
-        shown = now if is_due else shown
-        bar.update(task, completed=done, total=whole, refresh=is_due)
-
-    # Not refreshed by a thread of its own, which the system may refuse.
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(label)
-        yield move
+    columns = bars.TextColumn(label), bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn()
+    left, console = bars.TimeRemainingColumn(), Console(stderr=True)
+    # Without a refreshing thread of its own, which the system may refuse.
+    bar = bars.Progress(*columns, left, console=console, transient=True, auto_refresh=False)
+    bar.add_task(label)
+    return bar
 
 
 def _data(result: CallFacts) -> dict[str, Any]:
-    """The fields of a result as JSON has them: its own facts, those of the call, its rows."""
+    """The fields of a result for JSON: its own facts, those of the call, its rows."""
     data = asdict(result)
     data.pop("problems", None)
     call = [key for key in _CALL if key in data]
@@ -150,7 +138,7 @@ def _data(result: CallFacts) -> dict[str, Any]:
 
 
 def _is_rows(key: str) -> bool:
-    """Whether a field holds rows, one for each tensor, or layer, or whatever comes after `per_`."""
+    """Whether a field has one row for each tensor, layer, or whatever follows `per_`."""
     return key.startswith("per_")
 
 
@@ -172,7 +160,7 @@ def _timings(timings: Timings, total: float) -> list[tuple[str, float]]:
 
 
 def _exact(value: Any) -> Any:
-    """JSON has no NaN and no infinity; as strings they at least arrive."""
+    """The value with NaN and Inf, which JSON does not have, as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -183,7 +171,7 @@ def _exact(value: Any) -> Any:
 
 
 def _lines(result: CallFacts) -> Iterator[list[str]]:
-    """One line a fact, name first; one line a row, what it is about first and the names last."""
+    """One line for each fact, name first, and one for each row, kind first and names last."""
     data = _data(result)
     timings = data.pop("timings", {})
     data.pop("warnings", None)
@@ -238,7 +226,7 @@ def _show_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def _summary(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a person wants to know: the operation's own facts, and the call in a few lines."""
+    """The facts for a terminal: the operation's own, and the call in a few lines."""
     for key, value in data.items():
         if key not in (*_CALL, *_FOUND, "warnings") and not _is_rows(key) and value is not None:
             yield key.replace("_", " "), f"{value:,}" if type(value) is int else _field(value)

@@ -1,4 +1,4 @@
-"""The standard streams: safe to have, and what is printed arrives whole, or is an error."""
+"""The standard streams: always open, and what is printed arrives complete or is an error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class _Stream(io.TextIOBase):
-    """A standard stream without a buffer: all that is written has arrived, or `OSError` says why not.
+    """An unbuffered standard stream that writes all or raises `OSError`.
 
-    Python's own drops the rest of a short write where it has no buffer either (PYTHONUNBUFFERED), and gives up on a
-    full pipe that does not block.
+    Python's own drops the rest of a short write if it is unbuffered (PYTHONUNBUFFERED), and gives up on a full
+    non-blocking pipe.
     """
 
     encoding = "utf-8"
-    # Never let a name that the terminal's encoding lacks end a run whose files are written.
+    # A name that the terminal's encoding lacks must not fail a call whose files are written.
     errors = "backslashreplace"
 
     def __init__(self, fd: int, before: TextIO | None) -> None:
@@ -41,11 +41,11 @@ class _Stream(io.TextIOBase):
         return os.isatty(self._fd)
 
     def writable(self) -> bool:
-        """Whether it may be written to, as `io` wants to know."""
+        """Always."""
         return True
 
     def write(self, text: str) -> int:
-        """Write all of a text, waiting as long as that takes."""
+        """Write the whole text, however long that takes."""
         rest = memoryview(text.encode(self.encoding, self.errors))
         while rest:
             try:
@@ -58,7 +58,7 @@ class _Stream(io.TextIOBase):
 
 
 class _Stdout(_Stream):
-    """The standard output, without which there is no result."""
+    """The standard output: a failure is an error."""
 
     def write(self, text: str) -> int:
         try:
@@ -68,7 +68,7 @@ class _Stdout(_Stream):
 
 
 class _Stderr(_Stream):
-    """The standard error: what cannot be said on it does not change what is done."""
+    """The standard error: a failure is ignored."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -77,20 +77,20 @@ class _Stderr(_Stream):
 
 
 def take_streams() -> None:
-    """Make the standard streams safe to have."""
+    """Open missing standard streams, and replace Python's."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            # Never let a data file be opened as this descriptor, where a stray message would be written into it. What
-            # takes its place can be neither read nor written, and unlike /dev/null is there in every chroot.
+            # A data file must not get this descriptor, or a stray message could end up in it. The root folder can be
+            # neither read nor written, and unlike /dev/null it exists in every chroot.
             os.open(os.sep, getattr(os, "O_PATH", os.O_RDONLY))
     sys.stdout = cast("TextIO", _Stdout(1, sys.stdout))
     sys.stderr = cast("TextIO", _Stderr(2, sys.stderr))
 
 
 def require_stdout() -> None:
-    """Refuse to work when nobody can read the result; asked before a byte is changed."""
+    """Raise `SystemRefusedError` if the result could not be read; called before a byte is changed."""
     if fcntl.fcntl(sys.stdout, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         raise lost_stdout("it is closed")
     poll = select.poll()
@@ -100,7 +100,6 @@ def require_stdout() -> None:
 
 
 def lost_stdout(reason: str) -> SystemRefusedError:
-    """The error for a result that cannot be printed; nothing is tried on stdout from here on."""
-    # Another object, after what has arrived of this one, would not mend it.
+    """The error for a result that cannot be printed; disables stdout, because more output would not help."""
     sys.stdout = cast("TextIO", None)
     return SystemRefusedError(f"cannot print the result on stdout: {reason}")

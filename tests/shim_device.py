@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradtool.backends.cuda import device as cuda_device
+from gradtool.backends.cuda import compiler
 from gradtool.errors import DeviceMemoryError
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
@@ -20,7 +20,7 @@ _GUARD = b"\xa5" * 64
 
 
 class ShimDevice:
-    """As `gradtool.backends.cuda.backend.Device` says. At most `limit` bytes may be allocated at a time.
+    """As `gradtool.backends.cuda.memory.Device` says. At most `limit` bytes may be allocated at a time.
 
     What a thread asks for is only done when it waits, in order: who changes or frees memory too early is found out.
     """
@@ -122,8 +122,8 @@ def _compile(module):
     folder = Path(tempfile.mkdtemp(prefix="gradtool-shim-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     text, library = folder / f"{module}.cpp", folder / f"{module}.so"
-    text.write_text(f'#include "{_HEADER}"\n{cuda_device.source()}')
-    defines = [option for option in cuda_device.options(module) if option.startswith("-D")]
+    text.write_text(f'#include "{_HEADER}"\n{compiler.source()}')
+    defines = [option for option in compiler.options(module) if option.startswith("-D")]
     # As NVRTC is told: no contraction, subnormals as they are.
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
     subprocess.run([COMPILER, *flags, *defines, "-o", library, text], check=True)

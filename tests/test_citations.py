@@ -28,9 +28,9 @@ def is_path(word):
 
 
 def exists(path):
-    """Whether there is such a path in the repository or the package; NAME stands for any."""
+    """Whether there is such a path in the repository, the package or its operations; NAME stands for any."""
     pattern = path.replace("NAME", "*").strip("/")
-    return any(any(base.glob(pattern)) for base in (ROOT, ROOT / "gradtool"))
+    return any(any(base.glob(pattern)) for base in (ROOT, ROOT / "gradtool", ROOT / "gradtool" / "ops"))
 
 
 def modules():

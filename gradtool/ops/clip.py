@@ -92,7 +92,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         decision = decide(policy, session.selected, before, norms)
         changed = [number for number, changes in enumerate(decision.changed) if changes]
         selected = [session.selected[number] for number in changed]
-        rewrite = Rewrite(selected, [decision.factors[number] for number in changed], policy.limit, policy.spec)
+        rewrite = Rewrite(selected, policy.spec, [decision.factors[number] for number in changed], policy.limit)
         with session.writing(output, output.files(selected)) as destination:
             written = session.run(rewrite, destination)
             if policy.nonfinite != "propagate":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Self
 
@@ -24,16 +24,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measure:
-    """Sums tensors, and counts what is not finite. With `leaves`, blocks stay on the device for the next pass.
-
-    `shards` limits the pass to those files.
-    """
+class TensorPass:
+    """A pass over the blocks of tensors, which it measures with `spec`; `shards` limits it to those files."""
 
     selected: Sequence[Selected]
     spec: NormSpec
-    leaves: bool = False
-    shards: Collection[Shard] | None = None
+    shards: Collection[Shard] | None = field(default=None, kw_only=True)
 
     def over(self, shards: Collection[Shard]) -> Self:
         """The part of the pass that is about those files; what the parts find is merged."""
@@ -44,72 +40,50 @@ class Measure:
         return Measurement(self.selected, self.spec)
 
     def nbytes(self, destination: Destination) -> int:
-        """Bytes of the tensors."""
+        """Bytes of the tensors, or of whole files that are written anew."""
         return destination.nbytes(self.selected)
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
         """One for each block."""
         wanted = by_shard(self.selected, self.shards)
-        return (OnBlock(self._measure, one) for one in destination.blocks(wanted, TILE, backend.block_bytes))
+        return (OnBlock(self.work, one) for one in destination.blocks(wanted, TILE, backend.block_bytes))
 
-    def _measure(self, block: Block, worker: Worker, found: Measurement) -> None:
+    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
+        """What a pass does with a block."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Measure(TensorPass):
+    """Sums tensors, and counts what is not finite. With `leaves`, blocks stay on the device for the next pass."""
+
+    leaves: bool = False
+
+    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
+        """Sum a block."""
         data = worker.load(block)
         found.add(block, worker.backend.tile_sums(data, pieces_of(block), self.spec))
         if self.leaves:
             worker.leave(block, data)
 
 
-class Nothing:
-    """A pass of no work of its own, for what a destination does by itself; it finds nothing."""
-
-    def empty(self) -> Nothing:
-        """Nothing."""
-        return self
-
-    def merge(self, other: Self) -> None:
-        """Nothing and nothing is nothing."""
-
-    def nbytes(self, destination: Destination) -> int:
-        """What the destination reads."""
-        return destination.nbytes(())
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:  # noqa: ARG002
-        """None."""
-        return iter(())
+# No work of its own, for what a destination writes by itself.
+NOTHING = Measure((), NormSpec())
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class Rewrite(TensorPass):
     """Multiplies tensors by their factors, limits them to [-limit, limit], and measures what is written."""
 
-    selected: Sequence[Selected]
     factors: Sequence[float]
     limit: float
-    spec: NormSpec
-    shards: Collection[Shard] | None = None
 
-    def over(self, shards: Collection[Shard]) -> Self:
-        """The part of the pass that is about those files; what the parts find is merged."""
-        return replace(self, shards=shards)
-
-    def empty(self) -> Measurement:
-        """Of all tensors, whatever the files."""
-        return Measurement(self.selected, self.spec)
-
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of the tensors, or of the files where these are written anew."""
-        return destination.nbytes(self.selected)
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block."""
-        wanted = by_shard(self.selected, self.shards)
-        return (OnBlock(self._rewrite, one) for one in destination.blocks(wanted, TILE, backend.block_bytes))
-
-    def _rewrite(self, block: Block, worker: Worker, written: Measurement) -> None:
+    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
+        """Rewrite a block."""
         data = worker.load(block)
         if block.spans:
             factors = [self.factors[span.tensor] for span in block.spans]
-            written.add(block, worker.backend.scale(data, pieces_of(block), factors, self.limit, self.spec))
+            found.add(block, worker.backend.scale(data, pieces_of(block), factors, self.limit, self.spec))
         worker.store(block, data)
 
 

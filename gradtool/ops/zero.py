@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Unpack
 
-from gradtool.ops.passes import Nothing, by_shard
+from gradtool.ops.passes import NOTHING, by_shard
 from gradtool.ops.results import CallFacts, call_facts
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import Sets, ZeroOptions
@@ -52,7 +52,7 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
     with Call.of(paths, chosen, dtypes=None).open_to_write(output_options) as (session, output):
         files = _files(session, output)
         with session.writing(output, files) as destination:
-            session.run(Nothing(), destination)
+            session.run(NOTHING, destination)
     return ZeroResult(
         **call_facts(session, session.selected, why="nothing to compute"),
         dry_run=output_options.dry_run,

@@ -7,7 +7,7 @@ from support import block_of, canonical_tile_sums, gaussian
 
 from gradtool.backends import Addend, NormSpec, Patch, Piece, Rule
 from gradtool.backends.cuda import jobs as cuda_jobs
-from gradtool.backends.cuda.backend import DeviceBlock
+from gradtool.backends.cuda.memory import DeviceBlock
 
 
 @pytest.fixture

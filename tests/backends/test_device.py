@@ -15,7 +15,7 @@ from support import block_of, gaussian
 
 from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.cuda import device
+from gradtool.backends.cuda import compiler, device
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
 
@@ -146,7 +146,9 @@ class FakeNvrtc(SimpleNamespace):
 
     def compile(self, program, options):
         self.compiled += 1
-        (program["image"],) = (module.encode() for module in device.MODULES if options[1:] == device.options(module))
+        (program["image"],) = (
+            module.encode() for module in compiler.MODULES if options[1:] == compiler.options(module)
+        )
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def test_without_a_home_there_is_no_cache(cupy, monkeypatch, tmp_path):  # noqa:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(device.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(compiler.os.path, "expanduser", lambda path: path)
     norm_facts(CudaBackend(device.open_device(0)))
     assert list(tmp_path.iterdir()) == []
 
@@ -262,7 +264,7 @@ def test_a_gpu_that_is_full_or_taken_is_not_available(cupy):
 def test_a_gpu_that_nvrtc_has_forgotten_is_not_available(nvrtc):
     nvrtc.getSupportedArchs = lambda: (75, 90)
     with pytest.raises(BackendUnavailableError, match=r"NVRTC 12.9 knows no GPU as old as sm_70; .*cuda12"):
-        device.compile_module("F32", 70)
+        compiler.compile_module("F32", 70)
 
 
 def test_full_memory_is_an_error_that_says_how_much(cupy):  # noqa: ARG001

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gradtool.backends.cuda import device
+from gradtool.backends.cuda import compiler
 
 nvrtc = pytest.importorskip(
     "cupy_backends.cuda.libs.nvrtc",
@@ -21,7 +21,7 @@ try:
 except RuntimeError as error:
     pytest.skip(f"NVRTC cannot be loaded: {error}", allow_module_level=True)
 
-TYPED = [module for module in device.MODULES if module != "mixed"]
+TYPED = [module for module in compiler.MODULES if module != "mixed"]
 # Volta, Ampere, Hopper and Blackwell.
 CAPABILITIES = [70, 80, 90, 100]
 TILE_KERNELS = [
@@ -37,7 +37,7 @@ _USAGE = re.compile(
 
 def usage(module, capability):
     """What each kernel of a module takes: its registers, and its bytes of local memory and of spills."""
-    _, log = device.compile_module(module, capability, "--ptxas-options=-v")
+    _, log = compiler.compile_module(module, capability, "--ptxas-options=-v")
     return {
         found["kernel"]: (int(found["registers"]), int(found["stack"]), int(found["stores"]) + int(found["loads"]))
         for found in _USAGE.finditer(log)
@@ -48,7 +48,7 @@ def usage(module, capability):
 def usages():
     """The futures of all usages, for compiling uses every core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {(module, one): pool.submit(usage, module, one) for one in CAPABILITIES for module in device.MODULES}
+        yield {(module, one): pool.submit(usage, module, one) for one in CAPABILITIES for module in compiler.MODULES}
         pool.shutdown(cancel_futures=True)
 
 
@@ -62,7 +62,7 @@ def report(request):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("module", device.MODULES)
+@pytest.mark.parametrize("module", compiler.MODULES)
 def test_every_kernel_compiles_for_every_gpu_and_keeps_to_its_registers(module, capability, usages, report):
     found = usages[module, capability].result()
     again = [f"again_{term}" for term in ("power", "absolute", "square")[: 3 if module == "F64" else 1]]
@@ -86,9 +86,9 @@ def test_every_kernel_compiles_for_every_gpu_and_keeps_to_its_registers(module, 
 @functools.cache
 def ptx_of(module):
     """The intermediate code of a module, by kernel, and that of the functions out of line under their own names."""
-    program = nvrtc.createProgram(device.source(), "gradtool.cu", [], [])
+    program = nvrtc.createProgram(compiler.source(), "gradtool.cu", [], [])
     try:
-        nvrtc.compileProgram(program, ("-arch=compute_90", *device.options(module)))
+        nvrtc.compileProgram(program, ("-arch=compute_90", *compiler.options(module)))
         text = nvrtc.getPTX(program)
     finally:
         nvrtc.destroyProgram(program)
@@ -116,7 +116,7 @@ def test_memory_is_accessed_16_bytes_at_a_time(module):
 
 
 def test_no_kernel_adds_floats_atomically():
-    for module in device.MODULES:
+    for module in compiler.MODULES:
         for name, code in ptx_of(module).items():
             assert not re.search(r"(atom|red)\.[\w.]*\.f(32|64)", code), (module, name)
 
@@ -124,7 +124,7 @@ def test_no_kernel_adds_floats_atomically():
 @pytest.mark.parametrize("module", ["F32", "mixed"])
 def test_machine_code_is_whole(module):
     """An ELF file: its tables of sections and of segments end where the file does, or before."""
-    image, _ = device.compile_module(module, 90)
+    image, _ = compiler.compile_module(module, 90)
     segments, sections = struct.unpack_from("<QQ", image, 32)
     segment_bytes, segment_count, section_bytes, section_count = struct.unpack_from("<HHHH", image, 54)
     assert image.startswith(b"\x7fELF")
@@ -132,6 +132,6 @@ def test_machine_code_is_whole(module):
 
 
 def test_a_gpu_that_nvrtc_does_not_know_yet_gets_code_for_its_driver_to_finish():
-    image, _ = device.compile_module("mixed", 999)
+    image, _ = compiler.compile_module("mixed", 999)
     assert b".target sm_" in image
     assert b".entry layer_norm_grads" in image

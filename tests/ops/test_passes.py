@@ -64,7 +64,7 @@ def test_the_passes_of_clip_in_other_processes(tmp_path, pool):
     with open_to_write(Inputs([str(paths[1])]), OutputOptions()) as (opened, output):
         before = run_in(pool, Measure(opened.selected, SPEC))
         assert before.norms().whole == result.norm_before
-        rewrite = Rewrite(opened.selected, [result.coef] * len(opened.selected), np.inf, SPEC)
+        rewrite = Rewrite(opened.selected, SPEC, [result.coef] * len(opened.selected), np.inf)
         expected = Threads(backends.choose("cpu").backend).run(rewrite)
         with output.writing(output.files(opened.selected)) as destination:
             written = run_in(pool, rewrite, destination)

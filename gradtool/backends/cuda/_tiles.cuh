@@ -5,8 +5,6 @@ enum { THREADS = LANES / WIDTH, WARPS = THREADS / 32 };
 static_assert(WIDTH == 8 && WARPS == 8, "fold_eight folds both");
 // Any order of norm.
 enum { POWER = SQUARE + 1 };
-// As MAX_SUM_ORDER of reduction.py: of larger orders, a tile's norm takes the place of its sum.
-#define MAX_SUM_ORDER 512
 
 struct Piece {
     long long offset, elements, first_block, first_sum, number;
@@ -180,79 +178,6 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
     if (most >= Special<Work>::INFINITE) count_nonfinite<DTYPE>(job, piece, data, start, elements);
 }
 
-// ---- tiles that are out of range ------------------------------------------------------------------------------------
-
-// The largest magnitude of a tile, known to all threads; NaN and Inf count too, unless they are dropped.
-template <int DTYPE, class Bits> DEVICE Bits largest_of(const TilesJob &job, const char *data, int elements)
-{
-    typedef Storage<DTYPE> S;
-    const Bits infinite = Special<typename S::Work>::INFINITE;
-    Bits largest = 0;
-    for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
-        typename S::Code codes[WIDTH];
-        load(data + i * (long long)sizeof codes[0], elements - i < WIDTH ? elements - i : WIDTH, codes);
-        for (int j = 0; j < WIDTH; j++) {
-            const Bits magnitude = magnitude_bits(S::widen(codes[j]));
-            if (magnitude > largest && !(job.drops && magnitude >= infinite)) largest = magnitude;
-        }
-    }
-    for (int step = 16; step; step /= 2) {
-        const Bits other = __shfl_down_sync(0xffffffffu, largest, step);
-        largest = other > largest ? other : largest;
-    }
-    __shared__ Bits shared[WARPS];
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
-    __syncthreads();
-    for (int i = 0; i < WARPS; i++) largest = shared[i] > largest ? shared[i] : largest;
-    return largest;
-}
-
-// The sum of a tile whose values are divided first, known to all threads.
-template <int DTYPE, int TERM>
-DEVICE double divided_sum(const TilesJob &job, const char *data, int elements, double divisor)
-{
-    typedef Storage<DTYPE> S;
-    double lanes[WIDTH] = {};
-    for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
-        typename S::Code codes[WIDTH];
-        load(data + i * (long long)sizeof codes[0], elements - i < WIDTH ? elements - i : WIDTH, codes);
-        for (int j = 0; j < WIDTH; j++) {
-            typename S::Work value = S::widen(codes[j]);
-            // It is dropped: otherwise the tile would not be summed again.
-            if (magnitude_bits(value) >= Special<typename S::Work>::INFINITE) value = 0;
-            lanes[j] += term_of<TERM>((double)value / divisor, job.order);
-        }
-    }
-    __shared__ double sums[WARPS];
-    const double sum = fold_warp(fold_eight(lanes));
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    return fold_eight(sums);
-}
-
-// Sums a tile again, divided, if its sum is out of range. A kernel of its own, so that the others need no registers for
-// it; after them it finds what they wrote.
-template <int DTYPE, int TERM> DEVICE void sum_again(const TilesJob &job)
-{
-    typedef typename Special<typename Storage<DTYPE>::Work>::Bits Bits;
-    const Piece piece = piece_of(job.piece, job.pieces, blockIdx.x);
-    const long long tile = blockIdx.x - piece.first_block, start = tile * TILE, number = piece.first_sum + tile;
-    const bool is_norm = TERM == POWER && job.order > MAX_SUM_ORDER;
-    if (!is_norm && is_in_range(job.sums[number])) return;
-
-    const int elements = (int)(piece.elements - start < TILE ? piece.elements - start : TILE);
-    const char *data = job.block + piece.offset + start * (long long)sizeof(typename Storage<DTYPE>::Code);
-    const Bits bits = largest_of<DTYPE, Bits>(job, data, elements);
-    if (bits == 0 || bits >= Special<typename Storage<DTYPE>::Work>::INFINITE) return;
-
-    const double largest = magnitude_of(bits);
-    const int exponent = is_norm ? 0 : exponent_of(largest);
-    const double sum = divided_sum<DTYPE, TERM>(job, data, elements, is_norm ? largest : power_of_two(exponent));
-    if (threadIdx.x != 0) return;
-    job.sums[number] = is_norm ? largest * pow(sum, 1 / job.order) : sum;
-    job.exponents[number] = exponent;
-}
-
 #ifdef GRADTOOL_STORAGE
 
 #define TILES(NAME, TERM)                                                                                              \
@@ -263,12 +188,5 @@ TILES(maximum, MAXIMUM)
 TILES(absolute, ABSOLUTE)
 TILES(square, SQUARE)
 TILES(power, POWER)
-
-KERNEL(THREADS, again_power, TilesJob) { sum_again<GRADTOOL_STORAGE, POWER>(job); }
-// The squares of all types but F64 are far inside the range.
-#if GRADTOOL_STORAGE == 0
-KERNEL(THREADS, again_absolute, TilesJob) { sum_again<F64, ABSOLUTE>(job); }
-KERNEL(THREADS, again_square, TilesJob) { sum_again<F64, SQUARE>(job); }
-#endif
 
 #endif

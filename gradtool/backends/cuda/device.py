@@ -1,19 +1,14 @@
-"""The GPU itself, through CuPy; the only module that touches it."""
+"""The GPU, through CuPy, which no other module uses."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 import threading
-from contextlib import contextmanager, suppress
-from importlib import resources
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends.storage import STORAGE
+from gradtool.backends.cuda.compiler import cached_module
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
 
 if TYPE_CHECKING:
@@ -21,58 +16,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.cuda.backend import Buffer
+    from gradtool.backends.cuda.memory import Buffer
 
-_FILES = ("_device.cuh", "_codes.h", "_storage.cuh", "_tiles.cuh", "_sums.cuh", "_layer_norm.cuh")
-# CuPy's own way to compile flushes subnormals to zero, whatever it is asked; so NVRTC is asked here.
-_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _REMEDY = (
     "; install gradtool[cuda12] or gradtool[cuda13], by the CUDA version that nvidia-smi shows, or use --backend cpu"
 )
-# As the runtime and the driver both number it.
+# The number of this error in the runtime and in the driver.
 _OUT_OF_MEMORY = 2
-MODULES = (*STORAGE, "mixed")
-
-
-def source() -> str:
-    """The text of all kernels."""
-    backends = resources.files("gradtool.backends")
-    # Of these, one is shared with the C kernels.
-    homes = {name: backends if name.endswith(".h") else backends / "cuda" for name in _FILES}
-    return "".join((home / name).read_text(encoding="utf-8") for name, home in homes.items())
-
-
-def options(module: str) -> tuple[str, ...]:
-    """What the kernels of a module are compiled with: a storage type, or "mixed"."""
-    return _OPTIONS if module == "mixed" else (*_OPTIONS, f"-DGRADTOOL_STORAGE={STORAGE[module].code}")
-
-
-def compile_module(module: str, capability: int, *extra: str) -> tuple[bytes, str]:
-    """A module for a compute capability (90 for sm_90), and the compiler's log. Needs neither a GPU nor a driver.
-
-    The module is machine code, or where NVRTC is older than the GPU, PTX.
-
-    Raises:
-        BackendUnavailableError: the GPU is too old for NVRTC.
-    """
-    from cupy_backends.cuda.libs import nvrtc
-
-    known = [arch for arch in nvrtc.getSupportedArchs() if arch <= capability]
-    if not known:
-        version = ".".join(map(str, nvrtc.getVersion()))
-        raise BackendUnavailableError(
-            f"NVRTC {version} knows no GPU as old as sm_{capability}; install gradtool[cuda12], or use --backend cpu"
-        )
-    is_known = capability in known
-    arch = f"-arch=sm_{capability}" if is_known else f"-arch=compute_{max(known)}"
-    program = nvrtc.createProgram(source(), "gradtool.cu", [], [])
-    try:
-        nvrtc.compileProgram(program, (arch, *options(module), *extra))
-        # CuPy takes the last byte off, which of a text is its NUL; machine code is not whole without it.
-        image = nvrtc.getCUBIN(program) + b"\0" if is_known else nvrtc.getPTX(program)
-        return image.encode() if isinstance(image, str) else image, nvrtc.getProgramLog(program)
-    finally:
-        nvrtc.destroyProgram(program)
 
 
 def open_device(number: int) -> CupyDevice:
@@ -100,13 +50,13 @@ def open_device(number: int) -> CupyDevice:
     try:
         return CupyDevice(cupy, number)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        # Its memory is full, or another process has it to itself.
+        # Its memory is full, or another process uses it exclusively.
         message = f"GPU number {number} cannot be used ({error}); use --device for another, or --backend cpu"
         raise BackendUnavailableError(message) from error
 
 
 class _Stream:
-    """A stream that a thread has to itself, and gives back when it ends."""
+    """A thread's stream, for another thread when this one ends."""
 
     def __init__(self, stream: Any, idle: list[Any]) -> None:
         self.stream, self._idle = stream, idle
@@ -116,7 +66,7 @@ class _Stream:
 
 
 class CupyDevice:
-    """As `gradtool.backends.cuda.backend.Device` says; each thread has its own stream."""
+    """A `gradtool.backends.cuda.memory.Device`; each thread has its own stream."""
 
     def __init__(self, cupy: Any, number: int) -> None:
         self.number = number
@@ -125,11 +75,11 @@ class CupyDevice:
         name = self._runtime.getDeviceProperties(number)["name"].decode()
         self.name = f"{name}, device {number}, CuPy {cupy.__version__}"
         self._capability = int(self._device.compute_capability)
-        # Pools of our own: those of a program that uses CuPy too are left alone.
+        # Not CuPy's default pools, which a program that imports gradtool may use.
         self._pool = cupy.cuda.MemoryPool()
         self._pinned = cupy.cuda.PinnedMemoryPool()
         with self._device:
-            # Made here, so that a GPU that cannot be used is found out before any file is read.
+            # Fails on a GPU that cannot be used, before any file is read.
             self._idle = [cupy.cuda.Stream(non_blocking=True)]
         self._thread = threading.local()
         self._lock = threading.Lock()
@@ -142,7 +92,7 @@ class CupyDevice:
             with self._current():
                 return np.frombuffer(self._pinned.malloc(nbytes), np.uint8, nbytes).data
         except DeviceMemoryError as error:
-            # It is the machine's memory, not the GPU's.
+            # The host's memory is full, not the GPU's.
             raise MemoryError(f"{nbytes >> 20} MiB of page-locked memory") from error
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -154,7 +104,7 @@ class CupyDevice:
             raise self._full() from error
 
     def free_bytes(self) -> int:
-        """How much memory may still be allocated."""
+        """How many bytes can still be allocated."""
         with self._current():
             return int(self._device.mem_info[0]) + int(self._pool.free_bytes())
 
@@ -184,25 +134,25 @@ class CupyDevice:
             self._kernel(module, kernel)((blocks,), (threads,), (job,))
 
     def wait(self) -> None:
-        """Until everything that this thread asked for is done."""
+        """Return when everything that this thread launched is done."""
         with self._current() as stream:
             stream.synchronize()
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """This thread's stream, for as long as it takes: a program may have CuPy work on another, or another device.
+        """Make this device and this thread's stream CuPy's current ones for a while, whatever the program uses.
 
-        What CUDA says is wrong meanwhile is raised as an error of ours.
+        CUDA's errors become gradtool's.
         """
         try:
             with self._device:
-                kept = getattr(self._thread, "kept", None)
-                if kept is None:
+                own = getattr(self._thread, "own", None)
+                if own is None:
                     with self._lock:
                         stream = self._idle.pop() if self._idle else self._cupy.cuda.Stream(non_blocking=True)
-                        kept = self._thread.kept = _Stream(stream, self._idle)
-                with kept.stream:
-                    yield kept.stream
+                        own = self._thread.own = _Stream(stream, self._idle)
+                with own.stream:
+                    yield own.stream
         except (self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as error:
             if error.status == _OUT_OF_MEMORY:
                 raise self._full() from error
@@ -225,65 +175,21 @@ class CupyDevice:
             return self._kernels[module, name]
 
     def _load(self, name: str) -> Any:
-        """A module, compiled once for all calls where there is a folder for caches."""
-        from cupy_backends.cuda.libs import nvrtc
-
-        key = repr((source(), options(name), self._capability, nvrtc.getVersion()))
-        path = _cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-        image = _cached(path)
-        if image is None:
-            image, _ = compile_module(name, self._capability)
-            # Without a place for it, it is compiled again the next time.
-            with suppress(OSError):
-                _write(path, hashlib.sha256(image).digest() + image)
         module = self._cupy.cuda.Module()
-        module.load(image)
+        module.load(cached_module(name, self._capability))
         return module
 
 
 class _Allocation:
-    """Memory of a pool, which goes back there."""
+    """Memory of a pool, given back when it is dropped."""
 
     def __init__(self, pointer: Any) -> None:
         self._pointer = pointer
         self.address = int(pointer.ptr)
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # Not Path.home(), which raises where there is none.
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "gradtool"  # noqa: PTH111, PTH117
-
-
-def _cached(path: Path) -> bytes | None:
-    """What was written there, if it is there and whole."""
-    if not path.is_absolute():
-        return None
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, image = content[:32], content[32:]
-    return image if hashlib.sha256(image).digest() == digest else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A file that is whole or not there, whoever writes it at the same time."""
-    if not path.is_absolute():
-        raise FileNotFoundError(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def _host(content: Any) -> tuple[int, int]:
-    """The address and the size of a buffer of the host."""
+    """The address and the size of a host buffer."""
     if not memoryview(content).nbytes:
         return 0, 0
     array = np.frombuffer(content, np.uint8)

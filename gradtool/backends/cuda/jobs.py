@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,7 @@ THREADS, TEAM, GROUPS_TEAM = 256, 512, 256
 _CHUNK, _MAX_CHUNKS = 1024, 256
 _SLICE = TEAM * 16
 _FIRST, _LAST, _KEEPS, _DIVIDES, _MULTIPLIES, _ROUNDS = (1 << bit for bit in range(6))
+_TERMS = {math.inf: "maximum", 1.0: "absolute", 2.0: "square"}
 _NEVER = 1 << 62
 _FACTS = 5
 
@@ -101,6 +103,16 @@ class Tiles(NamedTuple):
         )
 
 
+def tile_kernels(dtype: str, order: float, *, writes: bool) -> list[str]:
+    """The kernel that sums tiles, and the one after it that sums again those that are out of range."""
+    term = _TERMS.get(order, "power")
+    kernels = [f"{'scale' if writes else 'measure'}_{term}"]
+    # The magnitudes of all types but F64, and their squares, are in range.
+    if term == "power" or (term != "maximum" and dtype == "F64"):
+        kernels.append(f"again_{term}")
+    return kernels
+
+
 class Additions(NamedTuple):
     """A batch of addends, and for each storage type what they are added to, and how many thread blocks that takes."""
 
@@ -147,6 +159,22 @@ def add_flags(rule: Rule, *, is_first: bool, is_last: bool) -> int:
     if rule.keeps and (is_first if rule.divisor is None else is_last):
         flags |= _KEEPS
     return flags
+
+
+def patch_job(patch: Patch, x: int, y_grad: int, vectors: Sequence[int]) -> NDArray[Any]:
+    """The job of a layer norm's kernel. `vectors` are the addresses of mean, inv_std_dev, scale and bias."""
+    return job(
+        PATCH_JOB,
+        **dict(zip(("mean", "inv_std_dev", "scale", "bias"), vectors, strict=True)),
+        x=x,
+        x_dtype=STORAGE[patch.x_dtype].code,
+        y_grad=y_grad,
+        y_grad_dtype=STORAGE[patch.y_grad_dtype].code,
+        rows=patch.rows,
+        columns=patch.columns,
+        height=patch.height,
+        rms=patch.rms,
+    )
 
 
 def layer_module(*dtypes: str) -> str:

@@ -10,7 +10,7 @@ from gradtool.errors import NonFiniteError
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
-from gradtool.ops.passes import Measure, Nothing
+from gradtool.ops.passes import NOTHING, Measure
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def leave(
     norm = found.norms().whole
     files = [] if policy.create else buffer.files(output, ())
     with session.writing(output, files) as destination:
-        session.run(Nothing(), destination)
+        session.run(NOTHING, destination)
     rows = [GradientRow.unseen(one, taken=False) for one in contributions]
     before = None if policy.create else norm
     return Done(targets, found, before, norm, 0.0, rows, files_written=destination.count)

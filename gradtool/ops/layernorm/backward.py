@@ -119,25 +119,20 @@ class LayerTasks:
         begin = selected.tensor.begin + values.start * STORAGE[selected.tensor.dtype].itemsize
         worker.destination.put(worker.channel, shard, begin, values.view)
 
-    def with_statistics(self, patch: Patch, group: int, worker: Worker) -> Patch:
-        """A patch with the mean and the inverse standard deviation of its rows, which are whole."""
-        plan, backend = self.plan, worker.backend
-        mean = inv_std_dev = patch.mean
-        if self.options.computes_statistics(plan.layer):
-            if not self.options.form.rms:
-                mean = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, None) / patch.columns
-            squares = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean)
-            if math.inf in squares:
-                piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
-                # An Inf in X is found and reported like any other.
-                if not backend.tile_sums(patch.x, [piece], NormSpec(math.inf)).inf.any():
-                    raise too_large(plan.layer)
-            inv_std_dev = inverted(self.options, plan.layer, squares)
-        own_mean, own_inv_std_dev = plan.patches.statistics(group, patch.rows, worker.channel)
-        return patch._replace(
-            mean=mean if own_mean is None else own_mean,
-            inv_std_dev=inv_std_dev if own_inv_std_dev is None else own_inv_std_dev,
-        )
+    def with_statistics(self, patch: Patch, backend: Backend) -> Patch:
+        """A patch with the statistics of its rows, which are whole, computed where some are not in the files."""
+        layer, mean = self.plan.layer, patch.mean
+        if not self.options.computes_statistics(layer):
+            return patch
+        if not self.options.form.rms:
+            mean = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, None) / patch.columns
+        squares = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean)
+        if math.inf in squares:
+            piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
+            # An Inf in X is found and reported like any other.
+            if not backend.tile_sums(patch.x, [piece], NormSpec(math.inf)).inf.any():
+                raise too_large(layer)
+        return patch._replace(mean=mean, inv_std_dev=inverted(self.options, layer, squares))
 
 
 @dataclass(frozen=True)
@@ -183,11 +178,12 @@ class OnPatch:
         patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
         means: tuple[np.ndarray, np.ndarray] | None = None
         if rows is None:
-            patch = self.of.with_statistics(patch, self.group, worker)
+            patch = self.of.with_statistics(patch, backend)
         else:
             own = slice(self.group, self.group + 1)
             patch = patch._replace(mean=rows.mean[own], inv_std_dev=rows.inv_std_dev[own])
             means = rows.weighted[own], rows.projected[own]
+        patch = patches.with_stored_statistics(patch, self.group, worker.channel)
         dtype = layer.x.tensor.dtype
         out = worker.channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].itemsize)
         data = backend.to_device(out, copies=False)

@@ -84,14 +84,14 @@ class Patches:
             rms=self._options.form.rms,
         )
 
-    def statistics(self, group: int, rows: int, channel: Channel) -> tuple[Floats | None, Floats | None]:
-        """The mean and the inverse standard deviation of each row of a group, where the files have them."""
-        first = group * self._height
+    def with_stored_statistics(self, patch: Patch, group: int, channel: Channel) -> Patch:
+        """A patch with the mean and the inverse standard deviation of its rows, where the files have them."""
         mean, inv_std_dev = self._layer.mean, self._layer.inv_std_dev
-        return (
-            None if mean is None else _values(mean, first, rows, channel),
-            None if inv_std_dev is None else _values(inv_std_dev, first, rows, channel),
-        )
+        if mean is not None:
+            patch = patch._replace(mean=_values(mean, group * self._height, patch.rows, channel))
+        if inv_std_dev is not None:
+            patch = patch._replace(inv_std_dev=_values(inv_std_dev, group * self._height, patch.rows, channel))
+        return patch
 
     def forget(self) -> None:
         """Free what is cached between patches."""

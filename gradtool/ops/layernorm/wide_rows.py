@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """What each row needs: its statistics, and the two means over its gradient; and when summing them began."""
+    """What each row needs: the statistics that are computed, two means over its gradient; and when summing began."""
 
     mean: Floats
     inv_std_dev: Floats
@@ -82,46 +82,11 @@ class SumRows:
         own = slice(row, row + 1)
         patch = patch._replace(mean=self.mean[own], inv_std_dev=self.inv_std_dev[own])
         if self.what == "gradients":
+            patch = self.patches.with_stored_statistics(patch, row, worker.channel)
             found[number, row] = backend.layer_norm_sums(patch)
         else:
             center = patch.mean if self.what == "squares" else None
             found[number, row] = (backend.row_sums(patch.x, patch.x_dtype, 1, patch.columns, center),)
-
-
-@dataclass(frozen=True)
-class ReadStatistics:
-    """Reads the mean and the inverse standard deviation of every row, where the files have them."""
-
-    layer: Layer
-    patches: Patches
-
-    def empty(self) -> Statistics:
-        """None."""
-        return Statistics()
-
-    def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
-        """Next to nothing."""
-        return 0
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Statistics], None]]:  # noqa: ARG002
-        """One for all rows."""
-        yield self._read
-
-    def _read(self, worker: Worker, found: Statistics) -> None:
-        found.mean, found.inv_std_dev = self.patches.statistics(0, self.layer.rows, worker.channel)
-
-
-@dataclass
-class Statistics:
-    """The statistics of all rows, as far as the files have them."""
-
-    mean: Floats | None = None
-    inv_std_dev: Floats | None = None
-
-    def merge(self, other: Self) -> None:
-        """Take those that another part has read."""
-        self.mean = self.mean if other.mean is None else other.mean
-        self.inv_std_dev = self.inv_std_dev if other.inv_std_dev is None else other.inv_std_dev
 
 
 def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Patches) -> Rows | None:
@@ -142,9 +107,6 @@ def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Pat
         if np.isinf(squares).any() and not session.run(Measure([layer.x], NormSpec(math.inf))).inf.any():
             raise too_large(layer)
         inv_std_dev = inverted(options, layer, squares)
-    stored = session.run(ReadStatistics(layer, patches))
-    mean = mean if stored.mean is None else stored.mean
-    inv_std_dev = inv_std_dev if stored.inv_std_dev is None else stored.inv_std_dev
     weighted, projected = sums("gradients")
     weighted = np.zeros_like(weighted) if options.form.rms else weighted / layer.columns
     return Rows(mean, inv_std_dev, weighted, projected / layer.columns, began)

@@ -1,12 +1,12 @@
 """One safetensors file: its header, read and checked.
 
-The safetensors library judges whether a file is valid; where it refuses, this module says what is wrong and where. The
-byte offsets, which the library does not give, are then read from the same header. A header beyond the limits of
-`gradtool.store.format.limits` is refused before the library sees it. The library maps the whole file into memory; where
-there is no room for that, it checks a header whose tensors are all empty, and this module their shapes and offsets.
+The safetensors library decides whether a file is valid; if it refuses one, this module says what is wrong and where.
+The byte offsets, which the library does not return, are then read from the same header. Headers beyond the limits of
+`gradtool.store.format.limits` never reach the library. It maps the whole file into memory; without enough address space
+for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
-JSON, the tensors' bytes without a hole.
+JSON, the tensors' bytes without gaps.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def read_shard(path: Path) -> Shard:
     """Read and check the header of a safetensors file.
 
     Raises:
-        BadInputError: the file is missing, no regular file, or not what the safetensors library accepts.
+        BadInputError: the file is missing, not a regular file, or refused by the safetensors library.
         SystemRefusedError: it cannot be read.
     """
     with _opened(path) as (fd, status):
         try:
             shard = _read_shard(path, fd, status)
         except BadInputError:
-            # What is wrong with it may be no more than that somebody is writing it.
+            # It may look invalid only because it is being written.
             if is_unchanged(path, status):
                 raise
             raise changed_meanwhile(path) from None
@@ -66,26 +66,25 @@ def read_shard(path: Path) -> Shard:
         return shard
 
 
+def version_of(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
-    """Whether a file is still the one that `before` describes, and nobody has written to it since."""
+    """Whether a file was neither replaced nor written to since it had that status."""
     try:
-        now = os.stat(path_or_fd)  # noqa: PTH116 - a descriptor has no Path
+        return version_of(os.stat(path_or_fd)) == version_of(before)  # noqa: PTH116 - a descriptor has no Path
     except OSError:
         return False
-    return (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) == (
-        before.st_dev,
-        before.st_ino,
-        before.st_size,
-        before.st_mtime_ns,
-    )
 
 
 def read_regular(path: Path) -> tuple[os.stat_result, bytes]:
-    """The status and the content of a small regular file; all else is refused, and a FIFO does not keep us waiting.
+    """The status and the content of a small regular file; anything else is refused, and a FIFO does not block.
 
     Raises:
-        BadInputError: the file is missing, too large, or no regular file.
-        SystemRefusedError: it cannot be read, or was changed while it was.
+        BadInputError: the file is missing, too large, or not a regular file.
+        SystemRefusedError: it cannot be read, or changed meanwhile.
     """
     with _opened(path) as (fd, status):
         refuse_long(path, "the file", status.st_size)
@@ -121,7 +120,7 @@ def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
     data_start = 8 + len(text)
     tensors = []
     while header:
-        # One by one, so that the parsed header makes room for what it becomes.
+        # One by one, so that the parsed header frees its memory meanwhile.
         tensors.append(tensor_of(*header.popitem(), data_start))
     tensors.reverse()
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
@@ -129,7 +128,7 @@ def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
 
 
 def _read_header(path: Path, fd: int, size: int) -> bytes:
-    """The header's JSON, of a size that can be worked with."""
+    """The header's JSON, unless it is too large."""
     start = os.pread(fd, 8, 0)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > MAX_TEXT or 8 + length > size:  # noqa: PLR2004 - the length field
@@ -145,7 +144,7 @@ def _ask_library(path: Path, text: bytes, size: int) -> None:
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
     cost = memory_to_judge(text)
-    # It does not survive that there is no memory.
+    # Without memory, it ends the process.
     memory.require(cost)
     has_room = memory.left() >= cost + size
     judged = text if has_room else emptied(text)
@@ -160,10 +159,10 @@ def _ask_library(path: Path, text: bytes, size: int) -> None:
 
 @contextlib.contextmanager
 def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
-    """The name of a file with the same header and of the same size that nobody else has, with a hole for the data.
+    """A private copy of the header, in a file of the same size with a hole for the data; or else the file itself.
 
-    The library maps the file that it is given into memory; should another process make that shorter meanwhile, the
-    system would kill us. And what it judges is what we go by. Where a system has no such file, it is the file itself.
+    The library maps its file into memory; if another process truncated that file, the system would kill this one. The
+    copy is also certain to have the header that was read.
     """
     with contextlib.ExitStack() as stack:
         copy: Path | str = path
@@ -179,7 +178,7 @@ def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
 
 
 def _pread(fd: int, length: int, offset: int) -> bytes:
-    """All of a range, or as much of it as the file has."""
+    """A range of a file, or as much of it as the file has."""
     parts = []
     while length > 0 and (part := os.pread(fd, length, offset)):
         parts.append(part)
@@ -189,23 +188,17 @@ def _pread(fd: int, length: int, offset: int) -> bytes:
 
 
 def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
-    """What is wrong with a file of which not even the header can be read; `start` are its first eight bytes."""
-    other = _other_format(path, start)
-    if other is not None:
+    """What is wrong with a file whose header cannot even be read; `start` is its first eight bytes."""
+    if (other := _other_format(path, start)) is not None:
         return other
     if len(start) < 8:  # noqa: PLR2004 - the length field
         return BadInputError(f"is not a safetensors file: {size} bytes are too few", file=path)
     length = int.from_bytes(start, "little")
     if length > MAX_TEXT:
-        return BadInputError(
-            f"is not a safetensors file, or its header is over the limit: "
-            f"{length:,} bytes, where {MAX_TEXT:,} are allowed; split a file that is as large",
-            file=path,
-        )
-    return BadInputError(
-        f"truncated: the header says {length:,} bytes of header, the file has {size:,} bytes; copy it again",
-        file=path,
-    )
+        what = f"is not a safetensors file, or its header is over the limit: {length:,} bytes"
+        return BadInputError(f"{what}, where {MAX_TEXT:,} are allowed; split such a large file", file=path)
+    what = f"truncated: the header says {length:,} bytes of header, the file has {size:,} bytes"
+    return BadInputError(f"{what}; copy it again", file=path)
 
 
 def _other_format(path: Path, start: bytes) -> BadInputError | None:
@@ -216,9 +209,8 @@ def _other_format(path: Path, start: bytes) -> BadInputError | None:
 
 
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
-    """What is wrong with a file that the library refused; `verdict` are its words, where we have no better ones."""
-    other = _other_format(path, len(text).to_bytes(8, "little"))
-    if other is not None:
+    """What is wrong with a file that the library refused; its own `verdict` if we find nothing."""
+    if (other := _other_format(path, len(text).to_bytes(8, "little"))) is not None:
         return other
     try:
         refuse_lies(path, text, size)
@@ -226,5 +218,4 @@ def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         pass
-    # Or it is nothing that we look for.
     return BadInputError(f"is not a valid safetensors file: {verdict}", file=path)

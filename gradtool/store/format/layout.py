@@ -1,4 +1,4 @@
-"""Files that are yet to be written: a new header, and where each tensor will lie."""
+"""The layout of new files: their header, and the offsets of their tensors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-# What a header is padded to, with spaces, so that the tensors behind it are aligned.
+# A header is padded with spaces, so that the tensors behind it are aligned.
 _ALIGNMENT = 8
 
 
 class Layout(NamedTuple):
-    """The bytes up to the first tensor, and the file that they announce."""
+    """The bytes before the first tensor, and the file that they describe."""
 
     header: bytes
     shard: Shard
 
 
 def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> Layout:
-    """A file of these tensors, in this order; their offsets are made anew.
+    """A file of these tensors, in this order, with new offsets.
 
     Raises:
-        BadInputError: it would be one that we do not read.
+        BadInputError: it would be beyond the limits of what is read.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     placed: list[Tensor] = []
@@ -51,6 +51,6 @@ def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) 
 
 
 def new_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that has no place yet."""
+    """A tensor without a place in a file."""
     tensor = Tensor(name, dtype, shape, 0, 0)
     return tensor._replace(end=tensor.elements * BITS[dtype] // 8)

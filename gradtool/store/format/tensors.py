@@ -1,4 +1,4 @@
-"""What a header says: its tensors, and whether their shapes and offsets fit together and fill the file."""
+"""The tensors of a header, and whether their shapes and offsets are consistent and fill the file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-# More dimensions than numpy has; what is wrong with such a shape is left to the library to say.
+# More dimensions than numpy supports; the library says what is wrong with such a shape.
 _MAX_RANK = 64
-# Strings, so that what is in them is not taken for the others; empty lists; and numbers below 10**19, and so 2**64. A
-# string need not end, or else every quote in it would be tried as the start of one.
+# Strings, so that their content is not matched; empty lists; and numbers below 10**19 and so 2**64. A string need not
+# end, because otherwise every quote in it would be tried as the start of one.
 _OUTSIDE_STRINGS = re.compile(
     rb'"(?:[^"\\]++|\\.)*+"?|\[[ \t\r\n]*\]|(?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-])', re.DOTALL
 )
@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Its bytes in the file."""
         return self.end - self.begin
 
     @property
@@ -63,21 +63,21 @@ def tensor_of(name: str, entry: Any, data_start: int) -> Tensor:
 
 
 def _fields(entry: Any) -> tuple[str, list[int], list[int]]:
-    # The library reads an entry from an array of its three fields as well.
+    # The library also accepts an array of the three fields.
     if isinstance(entry, list):
         dtype, shape, offsets = entry
     else:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    # And a type from an object of which it is the only key.
+    # And a dtype as the only key of an object.
     if isinstance(dtype, dict):
         (dtype,) = dtype
     return dtype, shape, offsets
 
 
 def emptied(text: bytes) -> bytes:
-    """A header that is as valid as this one but for its numbers: each shape holds a zero, and all offsets are zeros.
+    """The header with a zero in each shape and all offsets zero; as valid as before, but for its numbers.
 
-    A number that cannot be one of those, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
+    A number that is not valid there, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
     """
     return _OUTSIDE_STRINGS.sub(_emptied_token, text)
 
@@ -88,10 +88,10 @@ def _emptied_token(token: re.Match[bytes]) -> bytes:
 
 
 def refuse_lies(path: Path, text: bytes, size: int) -> None:
-    """Raise `BadInputError` for the first tensor whose offsets lie, or for bytes that are too few or too many.
+    """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
 
     Raises:
-        ValueError: a number is such that only the library can say what is wrong with it.
+        ValueError: a number is wrong in a way that only the library can describe.
     """
     header, data_start, expected = parse(text), 8 + len(text), 0
     refuse_long_names(path, header)
@@ -101,26 +101,20 @@ def refuse_lies(path: Path, text: bytes, size: int) -> None:
     for tensor in tensors:
         needed = -(-tensor.elements * BITS[tensor.dtype] // 8)
         if tensor.begin != expected or tensor.end < tensor.begin:
-            raise BadInputError(
-                f"bad offsets: begins at {tensor.begin:,}, where {expected:,} is the end of the one before it "
-                f"(tensors may neither overlap nor leave a hole)",
-                file=path,
-                tensor=tensor.name,
-            )
+            what = f"begins at {tensor.begin:,} instead of {expected:,}"
+            message = f"bad offsets: {what} (tensors may neither overlap nor leave gaps)"
+            raise BadInputError(message, file=path, tensor=tensor.name)
         if tensor.nbytes != needed:
-            raise BadInputError(
-                f"bad offsets: {list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes, "
-                f"the offsets span {tensor.nbytes:,}",
-                file=path,
-                tensor=tensor.name,
-            )
+            what = f"{list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes"
+            message = f"bad offsets: {what}, the offsets span {tensor.nbytes:,}"
+            raise BadInputError(message, file=path, tensor=tensor.name)
         _refuse_uncountable(tensor)
         expected = tensor.end
     _refuse_other_size(path, tensors, data_start + expected, size, data_start)
 
 
 def _checked(tensor: Tensor) -> Tensor:
-    """A tensor of a header that may be wrong, if its numbers are such that they can be worked with."""
+    """A tensor of a header that may be wrong, if one can compute with its numbers."""
     numbers = (*tensor.shape, tensor.begin, tensor.end)
     if len(numbers) > _MAX_RANK or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("shape and offsets must be a few whole numbers")
@@ -128,7 +122,7 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def _refuse_uncountable(tensor: Tensor) -> None:
-    """Raise `ValueError` where the library, which counts in 64 bits, cannot; or where a tensor ends within a byte."""
+    """Raise `ValueError` if a tensor ends within a byte, or has more elements than the library can count in 64 bits."""
     if tensor.elements * BITS[tensor.dtype] % 8:
         raise ValueError(f"{tensor.name!r} ends within a byte")
     if any(count > _MAX_NUMBER for count in accumulate(tensor.shape, mul)):

@@ -1,4 +1,4 @@
-"""Blocks: how the wanted tensors of a file are cut into contiguous stretches of about the same size."""
+"""Blocks: the wanted tensors of a file, cut into contiguous ranges of about the same size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
 
-# A hole between two wanted tensors that is cheaper to read than to seek over.
+# A gap between two wanted tensors that is cheaper to read than to skip.
 _BRIDGE_BYTES = 128 << 10
 
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Bytes `begin` to `end` of a file, and the wanted tensors in them; bytes of no span are only copied."""
+    """Bytes `begin` to `end` of a file, and the wanted tensors in them; other bytes are only copied."""
 
     shard: Shard
     begin: int
@@ -41,9 +41,8 @@ def plan(
 ) -> Iterator[Block]:
     """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
-    `wanted` gives tensors with the number they shall have in the spans, in the order of their bytes. With `whole` there
-    are blocks without spans for all other bytes of the file, for a copy of it. A block has at most `nbytes`, which must
-    be room for a unit.
+    `wanted` are the tensors in file order, each with its number for the spans. With `whole`, blocks without spans cover
+    the rest of the file, for a copy of it. A block has at most `nbytes`, which must have room for a unit.
     """
     nbytes = tuning.BLOCK_BYTES if nbytes is None else nbytes
     begin = position = 0
@@ -61,12 +60,13 @@ def plan(
         start = 0
         while start < elements:
             at = tensor.begin + start * itemsize
-            fitting = _fitting(elements - start, (begin + nbytes - at) // itemsize, unit)
+            left, room = elements - start, (begin + nbytes - at) // itemsize
+            fitting = left if left <= room else max(room, 0) // unit * unit
             if fitting and len(spans) < tuning.BLOCK_SPANS:
                 spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
                 start += fitting
                 continue
-            # Full. What lies before the next element is copied, and may itself be longer than a block.
+            # The block is full. The bytes before the next element may themselves be more than a block.
             end = min(at, begin + nbytes)
             if spans or whole:
                 yield Block(shard, begin, end, spans)
@@ -78,7 +78,7 @@ def plan(
 
 
 def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int) -> Iterator[Block]:
-    """Blocks for bytes of a file; the spans are all in the first."""
+    """Blocks for a range of a file; the spans are all in the first."""
     while begin < end:
         cut = min(end, begin + nbytes)
         yield Block(shard, begin, cut, spans)
@@ -86,7 +86,7 @@ def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int)
 
 
 def covered(block: Block) -> list[tuple[int, int]]:
-    """The ranges of a block that wanted tensors lie in, as few as there can be."""
+    """The ranges of a block that its wanted tensors take, adjacent ones merged."""
     ranges: list[tuple[int, int]] = []
     for span in block.spans:
         end = span.offset + span.elements * BITS[span.dtype] // 8
@@ -98,22 +98,17 @@ def covered(block: Block) -> list[tuple[int, int]]:
 
 
 def halved(block: Block, unit: int) -> list[Block]:
-    """Two blocks that make up the one, cut between tensors or at a multiple of `unit` elements; [] if it cannot be."""
+    """A block as two, cut between tensors or at a multiple of `unit` elements; [] if it is too small."""
     count = len(block.spans)
     if count > 1:
         at, left, right = block.spans[count // 2].offset, block.spans[: count // 2], block.spans[count // 2 :]
     elif count and block.spans[0].elements > unit:
         span = block.spans[0]
-        kept = -(-span.elements // unit) // 2 * unit
-        at = span.offset + kept * BITS[span.dtype] // 8
-        left = [span._replace(elements=kept)]
-        right = [span._replace(start=span.start + kept, elements=span.elements - kept, offset=at)]
+        half = -(-span.elements // unit) // 2 * unit
+        at = span.offset + half * BITS[span.dtype] // 8
+        left = [span._replace(elements=half)]
+        right = [span._replace(start=span.start + half, elements=span.elements - half, offset=at)]
     else:
         return []
     moved = [span._replace(offset=span.offset - at) for span in right]
     return [block._replace(end=block.begin + at, spans=left), block._replace(begin=block.begin + at, spans=moved)]
-
-
-def _fitting(elements: int, room: int, unit: int) -> int:
-    """How many of the remaining elements go into the room left: all, or a multiple of `unit`."""
-    return elements if elements <= room else max(room, 0) // unit * unit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from gradtool.errors import os_errors_about
 from gradtool.store import signals
 from gradtool.store.transaction.guard import could_change
 from gradtool.store.transaction.locks import InUse
@@ -40,7 +41,8 @@ def acquire(run: Run, *, timeout: float = 0.0) -> None:
         run.register()
         rival = _rival(run, deadline)
         if rival is None:
-            run.be_ready()
+            with os_errors_about(run.home.path):
+                run.append(ready=True, fsync=False)
             return
         run.withdraw()
         run.met_others = True

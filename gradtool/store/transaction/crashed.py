@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError
+from gradtool.errors import SystemRefusedError
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.transaction.files import files_of_runs, lock_of, marker_of, name_of, run_of
@@ -19,50 +19,51 @@ from gradtool.store.transaction.undolog import Undo, changed_since, undo_logs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gradtool.store.transaction.log import Log, Move
+    from gradtool.store.transaction.log import Change, Log, Move
 
 
 class Crashed:
     """A crashed run that we have locked: its log and its folders, open."""
 
-    def __init__(self, home: Log, folders: list[Folder | None], unpointed: list[Folder], fd: int) -> None:
-        self.home = home
-        # None for one that is gone or has no pointer to the log; the latter are `unpointed`.
-        self._folders, self._unpointed = folders, unpointed
-        # Without these; of an unfinished run, none is missing.
-        self._open_folders = [folder for folder in folders if folder is not None]
-        self._fd = fd
+    def __init__(self, folder: Folder, home: Log, fd: int) -> None:
+        self._home, self._fd = home, fd
+        # By number, and the names that the log there lists.
+        self._folders, self._names = {0: folder}, {0: home.names}
+        # Folders whose pointer is missing or another run's.
+        self._unpointed: list[Folder] = []
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls, folder: Folder, home: Log) -> Iterator[Self]:
-        """Open the home's other folders, if they have a pointer to the log.
+        """Open a run by its log, with those of its folders that have a pointer to it.
 
         So a forged log reaches no folder where its run did not work.
         """
+        log = File(folder, home.path.name, folder.identity[0], home.inode)
         with contextlib.ExitStack() as stack:
-            folders: list[Folder | None] = [folder]
-            unpointed = []
-            for path in home.folders[1:]:
-                other = None
-                # Any other error does not mean that the folder is gone.
+            crashed = cls(folder, home, stack.enter_context(log.opened(os.O_RDWR)))
+            for number, path in enumerate(home.folders[1:], 1):
+                # No other error says that the folder is gone.
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    other = stack.enter_context(Folder.at(path))
-                agrees = other is not None and _has_pointer(other, home)
-                folders.append(other if agrees else None)
-                unpointed += [other] if other is not None and not agrees else []
-                if not agrees and home.is_unfinished:
+                    crashed._add(number, stack.enter_context(Folder.at(path)))
+                if number not in crashed._folders and home.is_unfinished:
                     raise _unfinished(
                         home,
                         f"belongs to an unfinished run with files in {path} too, where its log is missing; restore "
                         f"that folder, or delete {home.run}* here to keep the data as it is",
                     )
-            log = File(folder, home.path.name, folder.identity[0], home.inode)
-            yield cls(home, folders, unpointed, stack.enter_context(log.opened(os.O_RDWR)))
+            yield crashed
+
+    def _add(self, number: int, folder: Folder) -> None:
+        pointer = read_log(folder, self._home.path.name)
+        if pointer is not None and pointer.home == self._home.path and pointer.owner == self._home.owner:
+            self._folders[number], self._names[number] = folder, pointer.names
+        else:
+            self._unpointed.append(folder)
 
     def recover(self, *, force: bool) -> str:
         """Roll the run forward or back, and remove its files; the outcome."""
-        home = self.home
+        home = self._home
         outcome = self._outcome_of_one(home.moves[0]) if len(home.moves) == 1 and not home.revoked else home.outcome
         # The log must be on the disk before anything that follows from it.
         fs.sync(self._fd)
@@ -75,7 +76,7 @@ class Crashed:
 
     def _outcome_of_one(self, move: Move) -> str:
         """A single rename was done or not; there is nothing to roll."""
-        folder = self._folders[move.folder]
+        folder = self._folders.get(move.folder)
         if folder is None or not is_new(folder, move):
             return "untouched"
         # The run may have crashed before it did this.
@@ -83,10 +84,8 @@ class Crashed:
         return "finished"
 
     def _roll(self, *, force: bool) -> None:
-        home = self.home
-        targets = [(step.folder, step.name) for step in home.steps]
-        names = {number: self._names(number) for number in {number for number, _ in targets}}
-        if any(name not in names[number] for number, name in targets):
+        home = self._home
+        if any(step.name not in self._names[step.folder] for step in home.steps):
             raise _unfinished(
                 home, f"changes files that it does not list; delete {home.run}* to keep the data as it is"
             )
@@ -96,49 +95,37 @@ class Crashed:
             if not force:
                 self._refuse_foreign_moves()
             self._take()
-            move_back(self._open_folders, home.run, home.moves, fsync=True)
+            move_back(self._folders, home.run, home.moves, fsync=True)
         else:
             self._finish_moves(force=force)
-
-    def _names(self, number: int) -> frozenset[str]:
-        folder = self._open_folders[number]
-        log = self.home if number == 0 else read_log(folder, self.home.path.name)
-        return frozenset() if log is None else log.names
 
     def _append(self, **entry: Any) -> None:
         append_step(self._fd, os.fstat(self._fd).st_size, fsync=True, **entry)
 
     def _take(self) -> None:
         """Log that this process recovers the run, once that is certain."""
-        # A torn line would hide what is appended; earlier recoveries no longer matter.
-        fs.resize(self._fd, self.home.size)
-        with contextlib.suppress(OSError):
-            # The disk may be full.
+        # A torn line would hide what is appended, and earlier recoveries no longer matter.
+        fs.resize(self._fd, self._home.size)
+        with contextlib.suppress(OSError):  # The disk may be full.
             self._append(taken={"pid": os.getpid(), "host": HOST})
 
     def _refuse_foreign_moves(self) -> None:
         """Refuse to undo a rename whose result is gone."""
-        for move in self.home.moves:
-            folder = self._open_folders[move.folder]
-            temporary, backup = self._files(move)
-            old = _trusted_status(folder, backup, move.original)
-            if _trusted_status(folder, temporary, move.inode) or is_new(folder, move) or old is None:
+        for move in self._home.moves:
+            folder = self._folders[move.folder]
+            old = self._status(move, "old", move.original)
+            if self._status(move, "tmp", move.inode) or is_new(folder, move) or old is None:
                 continue
             now = folder.status(move.name)
             if now is None or not os.path.samestat(now, old):
                 raise changed_since(folder.path / move.name)
 
-    def _files(self, move: Move) -> tuple[str, str]:
-        """The temporary of a move, and the second name of what it replaces."""
-        return name_of(self.home.run, move.number, "tmp"), name_of(self.home.run, move.number, "old")
-
     def _finish_moves(self, *, force: bool) -> None:
         """Do the remaining renames."""
         left = []
-        for move in self.home.moves:
-            folder = self._open_folders[move.folder]
-            temporary, _ = self._files(move)
-            built = _trusted_status(folder, temporary, move.inode)
+        for move in self._home.moves:
+            folder, temporary = self._folders[move.folder], name_of(self._home.run, move.number, "tmp")
+            built = self._status(move, "tmp", move.inode)
             if is_new(folder, move) or (built is None and force):
                 continue  # It was renamed.
             if built is None or (built.st_ino != move.inode and not force):
@@ -154,22 +141,26 @@ class Crashed:
         for folder, temporary, name in left:
             folder.rename(temporary, name)
         # The run's own renames may not be on the disk either.
-        for folder in self._open_folders:
+        for folder in self._folders.values():
             folder.sync()
+
+    def _status(self, move: Move, kind: str, inode: int | None) -> os.stat_result | None:
+        """The status of a file that the run made, known by its inode or, in a copy of the folder, by its owner."""
+        folder = self._folders[move.folder]
+        status = folder.status(name_of(self._home.run, move.number, kind))
+        is_it = status is not None and (status.st_ino == inode or is_trusted(status.st_uid, folder))
+        return status if is_it else None
 
     def _put_back(self, *, force: bool) -> None:
         """Give every file its old content."""
-        home, folder = self.home, self._open_folders[0]
+        home, folder = self._home, self._folders[0]
         logs = undo_logs(folder, [name for name in files_of_runs(folder) if run_of(name) == home.run], home.owner)
         targets = {}
         # Without undo logs, nothing was written.
         for number, change in enumerate(home.changes if logs else ()):
-            file = self._open_folders[change.folder].file(change.name)
-            status = None if file is None else file.folder.status(change.name)
-            if file is None or status is None or not stat.S_ISREG(status.st_mode) or status.st_size != change.size:
-                file = None
+            file = _target_of(self._folders[change.folder], change)
             if not force and (file is None or file.inode != change.inode):
-                raise changed_since(self._open_folders[change.folder].path / change.name)
+                raise changed_since(self._folders[change.folder].path / change.name)
             if file is not None:
                 targets[number] = (file, change.size)
         undo = Undo(targets, logs, home.key)
@@ -180,25 +171,33 @@ class Crashed:
 
     def _clear(self, *, unmake: bool) -> None:
         """Remove the run's files, its log and its lock last."""
-        home, first = self.home, self._open_folders[0]
-        for folder in self._open_folders:
-            for name in files_of_runs(folder):
-                if run_of(name) == home.run and not name.endswith((".run", ".lock")):
-                    _remove_ours(folder, name)
-            _remove_markers(folder, home)
-        pointed = self._open_folders[1:]
+        log, first = self._home.path.name, self._folders[0]
+        for number, folder in self._folders.items():
+            self._clear_folder(folder, self._names[number])
+        pointed = list(self._folders.values())[1:]
         for folder in pointed:
-            folder.unlink(home.path.name)
+            folder.unlink(log)
         # On the disk too, a pointer must be gone before its log is, even one that the run removed itself.
         for folder in (*pointed, *self._unpointed):
             # A pointer that was made but not written.
-            if is_own(folder, home.path.name) and read_log(folder, home.path.name) is None:
-                folder.unlink(home.path.name)
+            if is_own(folder, log) and read_log(folder, log) is None:
+                folder.unlink(log)
             folder.sync()
-        for number in range(len(home.missing), 0, -1) if unmake else ():
-            _unmake(first, home.missing[:number])
-        first.unlink(home.path.name)
-        first.unlink(lock_of(home.run))
+        missing = self._home.missing
+        for number in range(len(missing), 0, -1) if unmake else ():
+            _unmake(first, missing[:number])
+        first.unlink(log)
+        first.unlink(lock_of(self._home.run))
+
+    def _clear_folder(self, folder: Folder, names: frozenset[str]) -> None:
+        for name in files_of_runs(folder):
+            if run_of(name) == self._home.run and not name.endswith((".run", ".lock")):
+                _remove_ours(folder, name)
+        log = folder.status(self._home.path.name)
+        for marker in map(marker_of, names):
+            status = folder.status(marker)
+            if status is not None and log is not None and os.path.samestat(status, log):
+                folder.unlink(marker)
 
 
 def is_own(folder: Folder, name: str) -> bool:
@@ -207,20 +206,16 @@ def is_own(folder: Folder, name: str) -> bool:
     return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
 
 
-def _has_pointer(folder: Folder, home: Log) -> bool:
-    pointer = read_log(folder, home.path.name)
-    return pointer is not None and pointer.home == home.path and pointer.owner == home.owner
-
-
 def _unfinished(home: Log, message: str) -> SystemRefusedError:
     return SystemRefusedError(message, file=home.path, code="unfinished")
 
 
-def _trusted_status(folder: Folder, name: str, inode: int | None) -> os.stat_result | None:
-    """The status of a run's file, known by its inode or, in a copy of the folder, by its owner; None for any other."""
-    status = folder.status(name)
-    is_it = status is not None and (status.st_ino == inode or is_trusted(status.st_uid, folder))
-    return status if is_it else None
+def _target_of(folder: Folder, change: Change) -> File | None:
+    """The file that was changed in place, if there is one of that size."""
+    status = folder.status(change.name)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != change.size:
+        return None
+    return File(folder, change.name, status.st_dev, status.st_ino)
 
 
 def _remove_ours(folder: Folder, name: str) -> None:
@@ -233,15 +228,6 @@ def _remove_ours(folder: Folder, name: str) -> None:
     except PermissionError:
         if status.st_uid == os.geteuid():
             raise
-
-
-def _remove_markers(folder: Folder, home: Log) -> None:
-    with contextlib.suppress(GradtoolError):
-        log = read_log(folder, home.path.name)
-        for marker in map(marker_of, () if log is None else log.names):
-            there, ours = folder.status(marker), folder.status(home.path.name)
-            if there is not None and ours is not None and os.path.samestat(there, ours):
-                folder.unlink(marker)
 
 
 def _unmake(home: Folder, names: tuple[str, ...]) -> None:

@@ -84,23 +84,20 @@ class Discard:
     count = 0
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
-        """Only those tensors are read."""
         return sum(one.tensor.nbytes for one in selected)
 
     def tasks(self) -> Iterator[Task]:
-        """None."""
         return iter(())
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
-        """Only those of the wanted tensors."""
         for shard, tensors in wanted.items():
             yield from plan(shard, tensors, unit, nbytes=nbytes)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        """Write nothing."""
+        pass
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
-        """Write nothing."""
+        pass
 
 
 DISCARD = Discard()
@@ -115,7 +112,6 @@ class NewFiles:
 
     @property
     def count(self) -> int:
-        """All of them."""
         return len(self.files)
 
     def only(self, shards: Collection[Shard]) -> Self:
@@ -123,7 +119,6 @@ class NewFiles:
         return replace(self, files={shard: self.files[shard] for shard in shards})
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
-        """All that is copied, and the tensors of files that are not copied whole."""
         whole = {shard for shard, (new, _) in self.files.items() if new.copies is None}
         copied = sum(end - begin for new, _ in self.files.values() for begin, end, _ in new.copies or ())
         read = sum(one.tensor.nbytes for one in selected if one.shard not in whole)
@@ -145,11 +140,9 @@ class NewFiles:
                 yield from plan(shard, wanted.get(shard, ()), unit, whole=new.copies is None, nbytes=nbytes)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        """Write all of the block."""
         channel.write(self.files[block.shard][1], block.begin, view)
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
-        """Write the bytes."""
         channel.write(self.files[shard][1], begin, view)
 
     def _put_header(self, shard: Shard, channel: Channel) -> None:
@@ -171,11 +164,9 @@ class Overwritten:
 
     @property
     def count(self) -> int:
-        """All of them."""
         return len(self.files)
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
-        """Only those tensors, and zeros that are written."""
         zeros = sum(end - begin for new, _ in self.files.values() for begin, end in new.zeros)
         return DISCARD.nbytes(selected) + zeros
 
@@ -187,15 +178,12 @@ class Overwritten:
                     yield partial(self._zero, shard, at, stop)
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
-        """Only those of the wanted tensors."""
         return DISCARD.blocks(wanted, unit, nbytes)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        """Overwrite the tensors in the block."""
         channel.overwrite(self.files[block.shard][1], block.begin, view, covered(block), self.in_place)
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
-        """Overwrite the bytes."""
         channel.overwrite(self.files[shard][1], begin, view, [(0, len(view))], self.in_place)
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:

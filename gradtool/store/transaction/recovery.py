@@ -9,7 +9,7 @@ import stat
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, from_os_error, os_errors_about
+from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, from_os_error
 from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.crashed import Crashed, is_own
@@ -47,29 +47,29 @@ def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
     known = home_of(log)
     if known is None:
         return None
-    with _os_errors_in(known.path), Folder.at(known.path.parent) as folder:
-        lock_fd = claim(folder, known)
-        if lock_fd is None or isinstance(lock_fd, InUse):
-            return lock_fd
-        with fs.closing(lock_fd):
-            # Read again: the run may have got further before it ended.
-            home = read_log(folder, known.path.name)
-            if home is None:
-                return None
-            with Crashed.opened(folder, home) as crashed:
-                outcome = crashed.recover(force=force)
-            return Recovered(outcome, len(home.moves or home.changes), home.pid, home.path)
+    try:
+        with Folder.at(known.path.parent) as folder:
+            return _settle(folder, known, force=force)
+    except GradtoolError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise changed_meanwhile(known.path) from error
+        raise from_os_error(error, known.path) from error
 
 
-@contextlib.contextmanager
-def _os_errors_in(path: Path) -> Iterator[None]:
-    with os_errors_about(path):
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, GradtoolError) or error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                raise
-            raise changed_meanwhile(path) from error
+def _settle(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
+    lock_fd = claim(folder, known)
+    if lock_fd is None or isinstance(lock_fd, InUse):
+        return lock_fd
+    with fs.closing(lock_fd):
+        # Read again: the run may have got further before it ended.
+        home = read_log(folder, known.path.name)
+        if home is None:
+            return None
+        with Crashed.opened(folder, home) as crashed:
+            outcome = crashed.recover(force=force)
+        return Recovered(outcome, len(home.moves or home.changes), home.pid, home.path)
 
 
 def recover_at(place: Place, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
@@ -133,11 +133,8 @@ def _orphaned(folder: Folder, run: str) -> Iterator[bool]:
                 break
             # Without locks, a process may be about to write the log.
             free = free and stat.S_ISREG(os.fstat(fd).st_mode) and lock(fd) is True
-        yield free and not _has_log(folder, run)
-
-
-def _has_log(folder: Folder, run: str) -> bool:
-    try:
-        return read_log(folder, log_of(run)) is not None
-    except GradtoolError:
-        return True
+        try:
+            has_log = read_log(folder, log_of(run)) is not None
+        except GradtoolError:
+            has_log = True
+        yield free and not has_log

@@ -18,7 +18,7 @@ from gradtool.store.transaction.log import Move
 from gradtool.store.transaction.staging import Staged, keep_attributes, mode_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gradtool.store.fs import Folder
@@ -152,7 +152,7 @@ class Replacement:
         self._run.sync()
 
     def _move(self, staged: Staged) -> Move:
-        replaced, folder = staged.folder.status(staged.name), self._run.targets.folders.index(staged.folder)
+        folder, replaced = self._run.targets.folders.index(staged.folder), staged.folder.status(staged.name)
         was = (None, None, None) if replaced is None else (replaced.st_size, replaced.st_mtime_ns, replaced.st_ino)
         return Move(folder, staged.number, staged.name, staged.temporary.inode, *was)
 
@@ -165,7 +165,7 @@ class Replacement:
                 if not can_undo and is_new(staged.folder, move):
                     raise FileNotFoundError
             run.append(revoked=True)
-            move_back(run.targets.folders, run.id, moves, fsync=run.fsync)
+            move_back(dict(enumerate(run.targets.folders)), run.id, moves, fsync=run.fsync)
             run.end(undone=True)
         except OSError:
             run.leave_to_recovery()
@@ -177,7 +177,7 @@ class Replacement:
         return staged.folder, name_of(self._run.id, staged.number, "old")
 
 
-def move_back(folders: Sequence[Folder], run: str, moves: Sequence[Move], *, fsync: bool) -> None:
+def move_back(folders: Mapping[int, Folder], run: str, moves: Sequence[Move], *, fsync: bool) -> None:
     """Undo those renames of a run that were done; may be interrupted and repeated."""
     for move in moves:
         folder = folders[move.folder]

@@ -60,7 +60,7 @@ class Run:
     @property
     def home(self) -> Folder:
         """The folder with the log."""
-        return self.targets.folders[0]
+        return next(iter(self.targets.names))
 
     def place(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
@@ -79,11 +79,6 @@ class Run:
         for folder in self.targets.folders[1:]:
             with os_errors_about(folder.path):
                 self._point_home(folder)
-
-    def be_ready(self) -> None:
-        """Log that no other run writes the targets; raises `SystemRefusedError` if that fails."""
-        with os_errors_about(self.home.path):
-            self.append(ready=True, fsync=False)
 
     def withdraw(self) -> None:
         """Undo `register`, so that others can go first."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs
+from gradtool.store.format.header import version_of
 from gradtool.store.transaction.files import remove
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Staged(NamedTuple):
     def is_unchanged(self) -> bool:
         """Whether the file that it replaces is still the one that was read."""
         now, before = self.folder.status(self.name), self.original
-        return before is None or (now is not None and _version(now) == _version(before))
+        return before is None or (now is not None and version_of(now) == version_of(before))
 
     def take_place(self) -> None:
         """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file."""
@@ -80,10 +81,6 @@ class Staged(NamedTuple):
                 raise SystemRefusedError(message, file=self.target) from error
             return False
         return True
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:

@@ -98,7 +98,10 @@ BAD = {
         with_header({"a": ONE, "b": ONE | {"data_offsets": [4, 12]}}, bytes(12)),
         "'b': bad offsets: begins at 4",
     ),
-    "hole": (with_header({"a": ONE | {"data_offsets": [8, 16]}}, bytes(16)), "'a': bad offsets: begins at 8, where 0"),
+    "hole": (
+        with_header({"a": ONE | {"data_offsets": [8, 16]}}, bytes(16)),
+        "'a': bad offsets: begins at 8 instead of",
+    ),
     "offsets and shape": (
         with_header({"a": ONE | {"shape": [3]}}, bytes(8)),
         r"\[3\] of F32 takes 12 bytes, .* span 8",

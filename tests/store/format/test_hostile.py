@@ -143,7 +143,7 @@ CORPUS = {
     "a tensor of an exabyte": (shape(2**58, data_offsets=(0, 2**60)), "truncated: the header says"),
     "a tensor within another": (
         header({"a": ONE, "b": ONE | {"shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
-        "begins at 4, where 8",
+        "begins at 4 instead of 8",
     ),
     "an offset before the data": (shape(2, data_offsets=(-8, 0)), "not a valid safetensors file"),
     "an end before its beginning": (shape(2, data_offsets=(8, 0)), "bad offsets"),
@@ -288,7 +288,7 @@ LARGE = {
     "a header of more than ASCII": (
         lambda: as_header(sized(b'{"' + WIDE, b"x", b'":' + ENTRY + b"}", MAX_ODD_TEXT + 1), 4),
         3,
-        "25,000,001 bytes and more in it than plain ASCII, where 25,000,000 are allowed",
+        "25,000,001 bytes that are not all plain ASCII, where 25,000,000 are allowed",
     ),
     "a header of one word": (
         lambda: as_header(sized(b'{"a":"', b"x", b'"}', MAX_TEXT)),

@@ -77,6 +77,7 @@ def test_measurements_of_some_blocks_each_merge_to_that_of_all(selected, spec, s
         merged.merge(pickle.loads(pickle.dumps(parts[number])))  # noqa: S301 - our own
     whole = measured(selected, spec, blocks)
     assert fields(merged) == fields(whole)
+    assert whole.first_nonfinite.tolist() == [-1, 70_000, -1, -1, -1]
     assert repr(merged.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
     assert merged.exponents.any() == (1 < spec.order <= 3)
 

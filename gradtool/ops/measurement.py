@@ -57,28 +57,31 @@ class Measurement:
         if not block.spans:
             return
         tensors = np.array([span.tensor for span in block.spans])
-        starts = np.array([span.start for span in block.spans])
-        first_nonfinite = np.where(found.first_nonfinite < 0, -1, found.first_nonfinite + starts)
         # The tiles of a block follow one another, as its spans do.
-        first = int(self._first_tile[tensors[0]]) + int(starts[0]) // TILE
+        first = int(self._first_tile[tensors[0]]) + block.spans[0].start // TILE
         tiles = slice(first, first + len(found.sums))
         with self._lock:
             self.sums[tiles], self.exponents[tiles] = found.sums, found.exponents
-            self._add_facts(tensors, found._replace(first_nonfinite=first_nonfinite))
+            self._add_facts(tensors, [span.start for span in block.spans], found)
 
     def merge(self, other: Measurement) -> None:
         """Add a measurement of the same tensors, of which each block is in one of the two only."""
         with self._lock:
             self.sums += other.sums
             self.exponents += other.exponents
-            self._add_facts(slice(None), other)
+            self._add_facts(slice(None), 0, other)
 
-    def _add_facts(self, tensors: NDArray[np.int64] | slice, found: BlockSums | Measurement) -> None:
+    def _add_facts(
+        self, tensors: NDArray[np.int64] | slice, starts: Sequence[int] | int, found: BlockSums | Measurement
+    ) -> None:
         self.max_abs[tensors] = np.maximum(self.max_abs[tensors], found.max_abs)
-        for name in ("nan", "inf", "zeros"):
-            getattr(self, name)[tensors] += getattr(found, name)
-        known, new = self.first_nonfinite[tensors], found.first_nonfinite
-        self.first_nonfinite[tensors] = np.where((new >= 0) & ((known < 0) | (new < known)), new, known)
+        self.nan[tensors] += found.nan
+        self.inf[tensors] += found.inf
+        self.zeros[tensors] += found.zeros
+        is_new = found.first_nonfinite >= 0
+        if is_new.any():
+            known, new = self.first_nonfinite[tensors], found.first_nonfinite + starts
+            self.first_nonfinite[tensors] = np.where(is_new & ((known < 0) | (new < known)), new, known)
 
     def updated(self, numbers: Sequence[int], other: Measurement) -> Measurement:
         """A copy in which the tensors of the given numbers come from another measurement, of just these."""

@@ -134,6 +134,14 @@ def test_the_exponent_is_that_of_the_largest_magnitude(backend, value):
     assert found.sums.tolist() == [(2 * mantissa) ** 2]
 
 
+def test_every_exponent_there_is_divides_to_1(backend):
+    exponents = range(-1074, 1024)
+    block, pieces = block_of(*(np.array([math.ldexp(1, k)]) for k in exponents))
+    found = backend.tile_sums(block, pieces, NormSpec())
+    for k, sum_, exponent in zip(exponents, found.sums.tolist(), found.exponents.tolist(), strict=True):
+        assert (sum_, exponent) == ((4.0**k, 0) if -450 <= k <= 500 else (1.0, k))
+
+
 def test_the_maximum_norm_has_no_exponents(backend):
     assert measured(backend, np.array([1e200]), NormSpec(math.inf)).exponents.tolist() == [0]
 

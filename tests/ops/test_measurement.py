@@ -3,7 +3,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import encode, gaussian, write
 
@@ -64,6 +64,7 @@ SPECS = [NormSpec(), NormSpec(drop_nonfinite=True), NormSpec(1.0), NormSpec(3.0)
     shares=st.lists(st.integers(0, 3), min_size=40, max_size=40),
     order=st.permutations(range(4)),
 )
+@example(spec=NormSpec(), shares=[0, 1, 2, 3] * 10, order=[3, 2, 1, 0])
 def test_measurements_of_some_blocks_each_merge_to_that_of_all(selected, spec, shares, order):
     blocks = list(blocks_of(selected))
     assert 4 < len(blocks) <= len(shares)
@@ -76,6 +77,7 @@ def test_measurements_of_some_blocks_each_merge_to_that_of_all(selected, spec, s
         merged.merge(pickle.loads(pickle.dumps(parts[number])))  # noqa: S301 - our own
     whole = measured(selected, spec, blocks)
     assert fields(merged) == fields(whole)
+    assert whole.first_nonfinite.tolist() == [-1, 70_000, -1, -1, -1]
     assert repr(merged.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
     assert merged.exponents.any() == (1 < spec.order <= 3)
 

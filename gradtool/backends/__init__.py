@@ -1,8 +1,7 @@
-"""Arithmetic on one block of memory: what a backend must do, and which one is taken.
+"""Arithmetic on one block of memory: the protocol of all backends, and the choice of one.
 
-A block is a stretch of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary.
-A backend knows no path and no policy. The numpy backend (`cpu`) defines the bits of every result; any other is used
-only because it gives the same ones.
+A block is a part of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary. A
+backend knows no path and no policy. The numpy backend (`cpu`) is the reference: all others give the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    # A block, or what a backend holds of it.
+    # A block, or the copy of it that `Backend.to_device` returns.
     Data = Any
 
 
@@ -31,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """`elements` values of one storage type, from byte `offset` of a source on, for the sums from `at` on."""
+    """`elements` values of one storage type, from byte `offset` of a source on, to add to the sums from `at` on."""
 
     dtype: str
     offset: int
@@ -41,9 +40,9 @@ class Addend(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What becomes of Σ w·g before it is rounded: (old + Σ) · factor, or with a divisor (old + Σ / divisor) · factor.
+    """The value that is rounded and written, from Σ w·g: (old + Σ) · factor, or (old + Σ / divisor) · factor.
 
-    Without `keeps`, nothing is old. Without `rounds`, it is the float64 sums that are measured, and nothing is written.
+    Without `keeps`, the old value is left out. Without `rounds`, the float64 sums are measured and nothing is written.
     """
 
     keeps: bool = True
@@ -53,12 +52,12 @@ class Rule(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Rows of a layer norm's input and of its output's gradient, (rows, columns) each, and what belongs to them.
+    """Some rows of a layer norm: its input and the gradient of its output, (rows, columns) each, and their parameters.
 
-    `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` (rows,), `scale` and `bias`
-    (columns,) float64. With a bias, `x` is the layer's output, from which the normalized input is (x - bias) / scale;
-    without one it is the input, and (x - mean) · inv_std_dev. RMS norm (`rms`) has a mean, or a bias, of 0. Sums over
-    rows are taken for each group of `height` rows by itself.
+    `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` are float64 (rows,), `scale` and
+    `bias` float64 (columns,). With a bias, `x` is the layer's output and the normalized input is (x - bias) / scale.
+    Without one, `x` is the input and the normalized input is (x - mean) · inv_std_dev. RMS norm (`rms`) has a mean, or
+    a bias, of 0. Each group of `height` rows has its own sums over rows.
     """
 
     rows: int
@@ -76,14 +75,14 @@ class Patch(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """How many groups of rows there are; the last may be short."""
+        """The number of groups of rows; the last may be short."""
         return -(-self.rows // self.height)
 
 
 class NormSpec(NamedTuple):
     """The order of the norm and the policy for NaN: sums are over |x|^order; for an infinite order nothing is summed.
 
-    With `drop_nonfinite` each NaN and Inf counts as, and is written as, zero.
+    With `drop_nonfinite`, NaN and Inf are summed and written as zero.
     """
 
     order: float = 2.0
@@ -93,7 +92,7 @@ class NormSpec(NamedTuple):
 class BlockSums(NamedTuple):
     """The result of one pass over a block: sum and exponent of every tile, and five facts of every piece.
 
-    `gradtool.reduction` defines sums and exponents. `max_abs` leaves NaN out (and Inf too, where they are dropped).
+    `gradtool.reduction` defines sums and exponents. `max_abs` ignores NaN, and Inf too if it is dropped.
     `first_nonfinite` is an index into the piece, or -1.
     """
 
@@ -107,9 +106,9 @@ class BlockSums(NamedTuple):
 
 
 class Backend(Protocol):
-    """The arithmetic that every operation is made of.
+    """The arithmetic of all operations.
 
-    A block is a writable buffer of bytes, or what `to_device` made of one; it is changed in place.
+    A block is a writable buffer of bytes, or what `to_device` returned for one; it is changed in place.
     """
 
     name: str
@@ -119,12 +118,12 @@ class Backend(Protocol):
         """The size of block that this backend is fastest with."""
 
     def memory(self, nbytes: int) -> memoryview:
-        """Memory for blocks that are read from files, of the kind that this backend is quickest to take them from."""
+        """Host memory for blocks, of the kind that the backend reads fastest."""
 
     def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
-        """Copy a block to the device, so that byte `align` of it is aligned; the CPU's device memory is the block.
+        """Copy a block to the device, with byte `align` of it aligned; or the block itself if the device is the CPU.
 
-        Without `copies`, allocate only.
+        Without `copies`, only allocate.
 
         Raises:
             DeviceMemoryError: the device has no room.
@@ -134,15 +133,15 @@ class Backend(Protocol):
         """Copy what `to_device` returned back to its block."""
 
     def stays_on_device(self, nbytes: int) -> bool:
-        """Whether the device has room to leave that much there until the next pass."""
+        """Whether the device has room to keep that much until the next pass."""
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
-        """The sums of what the block holds."""
+        """Sum the pieces."""
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
-        """Multiply each piece by its factor and limit it to [-limit, limit]; the sums of what was written.
+        """Multiply each piece by its factor, clamp it to [-limit, limit], write it, and sum what was written.
 
         Factor and limit are rounded to the type that the piece computes in. NaN stays NaN.
         """
@@ -155,10 +154,10 @@ class Backend(Protocol):
         rule: Rule,
         spec: NormSpec,
     ) -> BlockSums:
-        """Add to each piece, in float64 and in the order of `sources`, and round once; the sums of what was written.
+        """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
 
-        The elements of all pieces, one piece after another, are what `Addend.at` counts. A source is done with before
-        the next is asked for.
+        `Addend.at` counts the elements of all pieces, one piece after another. The memory of a source is no longer
+        used when the next one is taken.
         """
 
     def row_sums(
@@ -166,12 +165,12 @@ class Backend(Protocol):
     ) -> NDArray[np.float64]:
         """Per row the sum of x, or with a center (rows,) of (x - center)², in float64.
 
-        A row is cut into chunks of 1,024. Within one, element j belongs to lane j mod 32; a lane adds in order,
-        starting at +0; the lanes are folded, neighbours first; and the chunks are added in order.
+        A row is cut into chunks of 1,024. Within a chunk, element j belongs to lane j mod 32; a lane adds in order,
+        starting at +0; the lanes are folded, neighbours first. The chunks are added in order.
         """
 
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Per row the sums of y_grad·scale and of y_grad·scale·xh, xh being the normalized input; as `row_sums`."""
+        """Per row the sums of y_grad·scale and y_grad·scale·xh, as `row_sums` adds; xh is the normalized input."""
 
     def layer_norm_grads(
         self,
@@ -182,30 +181,30 @@ class Backend(Protocol):
     ) -> Data:
         """Write inv_std_dev · (y_grad·scale - means[0] - xh·means[1]), rounded once, to `x_grad`.
 
-        Without means they are `layer_norm_sums` over the columns, the first of them 0 for RMS norm. What is given back,
-        for `add_groups`, are the gradients of scale and bias: the sums of y_grad·xh and of y_grad over the rows of each
-        group, in order, in float64.
+        The means are those of `layer_norm_sums`, unless given; means[0] is 0 for RMS norm. Returns the gradients of
+        scale and bias for `add_groups`: the float64 sums of y_grad·xh and of y_grad over the rows of each group, in
+        order.
         """
 
     def add_groups(self, totals: NDArray[np.float64], grads: Data) -> None:
-        """Add to totals (2, columns), in order, what `layer_norm_grads` found in each group."""
+        """Add the gradients that `layer_norm_grads` returned to totals (2, columns), group after group."""
 
 
 class Choice(NamedTuple):
-    """A backend, and why it was taken."""
+    """A backend, and why it was chosen."""
 
     backend: Backend
     why: str
 
 
 def choose(name: str | None = None, device: int | None = None) -> Choice:
-    """The backend called `name`, or as GRADTOOL_BACKEND has it, or "auto"; the GPU is number `device`, or 0.
+    """The backend of this name, by default that of GRADTOOL_BACKEND or "auto"; on GPU number `device`, by default 0.
 
-    "auto" takes the CPU: no operation on files has been measured to be faster on a GPU.
+    "auto" is the CPU: no operation on files has been measured to be faster on a GPU.
 
     Raises:
-        UsageError: there is no backend of that name, or a device is given and the backend is not "cuda".
-        BackendUnavailableError: there is one, but not on this machine.
+        UsageError: no backend has this name, or a device is given and the backend is not "cuda".
+        BackendUnavailableError: this machine does not have the backend.
     """
     source = "" if name is not None else "GRADTOOL_BACKEND: "
     asked = (os.environ.get("GRADTOOL_BACKEND") or "auto") if name is None else name
@@ -232,5 +231,5 @@ def _cpu() -> tuple[Backend, str]:
     except ImportError as error:
         from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
 
-        return NumpyBackend(), f"numpy, for the compiled kernels are missing: {error}"
+        return NumpyBackend(), f"numpy, because the compiled kernels are missing: {error}"
     return CompiledBackend(), "compiled kernels"

@@ -1,12 +1,12 @@
 /* The storage types, one value at a time; storage.py is the plain twin.
  *
- * Shared by the C and the CUDA kernels: whoever includes this has the integer types and memcpy, and says in HELPER what a
- * small function is declared with. */
+ * Shared by the C and the CUDA kernels, which declare the integer types and memcpy first, and define HELPER as the
+ * declaration specifiers of a small function. */
 #ifndef GRADTOOL_CODES_H
 #define GRADTOOL_CODES_H
 
 enum { LANES = 2048, ROWS = 32, TILE = LANES * ROWS };
-/* Row sums: lanes, and the stretch of a row whose lanes are folded into one value. */
+/* Row sums: lanes, and the columns whose lanes are folded into one value. */
 enum { ROW_LANES = 32, CHUNK = 1024 };
 enum dtype { F64, F32, F16, BF16, F8_E4M3, F8_E5M2, DTYPES };
 enum term { MAXIMUM, ABSOLUTE, SQUARE };
@@ -33,7 +33,7 @@ HELPER double power_of_two(int exponent)
     return as_double(exponent < -1022 ? (uint64_t)1 << (exponent + 1074) : (uint64_t)(exponent + 1023) << 52);
 }
 
-/* Subnormal codes go through an integer conversion, so that no float subnormal slows the multiplier down. */
+/* Subnormal codes are converted as integers, because float subnormals make multiplication slow. */
 HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, uint32_t first_special)
 {
     int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
@@ -47,7 +47,7 @@ HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits,
     return sign | (magnitude >= first_special ? special : finite);
 }
 
-/* Nearest even. `overflow` is the code that everything beyond the largest finite value becomes. */
+/* Rounds to nearest even. `overflow` is the code of a value that overflows the type. */
 HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits, uint32_t overflow, uint32_t nan)
 {
     int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
@@ -64,7 +64,7 @@ HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits
 
 HELPER float f16_to_float(uint32_t code) { return as_float(widen_small(code, 5, 10, 0x7c00u)); }
 HELPER float bf16_to_float(uint32_t code) { return as_float(code << 16); }
-/* E4M3 has no infinity: its one special code is a NaN, and that is what an overflow becomes. */
+/* E4M3 has no infinity: a value that overflows becomes its only special code, a NaN. */
 HELPER float f8_e4m3_to_float(uint32_t code) { return as_float(widen_small(code, 4, 3, 0x7fu)); }
 HELPER float f8_e5m2_to_float(uint32_t code) { return as_float(widen_small(code, 5, 2, 0x7cu)); }
 
@@ -78,7 +78,7 @@ HELPER uint16_t float_to_bf16(float value)
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
 }
 
-/* The stored bits of a value that needs no rounding: every NaN becomes the quiet one. */
+/* The code of a value that needs no rounding; every NaN becomes the quiet one. */
 HELPER uint32_t float_to_f32(float value) { return value == value ? as_bits(value) : 0x7fc00000u; }
 HELPER uint64_t double_to_f64(double value) { return value == value ? as_bits64(value) : 0x7ff8000000000000u; }
 

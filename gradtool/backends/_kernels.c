@@ -1,11 +1,11 @@
-/* The kernels of the CPU backend, compiled, and their way into Python; the headers beside this file have the arithmetic.
+/* The Python module of the compiled kernels. The headers beside this file have the arithmetic.
  *
- * Every kernel has a plain numpy twin in cpu.py that defines the bits; it exists because the twin takes several passes
- * over memory where one will do. It must never differ from it: products and sums are separate roundings
- * (-ffp-contract=off), lanes are added in order, and a written NaN is the one quiet NaN of its type.
+ * Every kernel has a reference in numpy (cpu.py, tiles.py) that defines the bits, and needs one pass over memory where
+ * numpy needs several. Products and sums are rounded separately (-ffp-contract=off), lanes are added in order, and a
+ * written NaN is the quiet NaN of its type.
  *
- * All work is done a row at a time: the row is widened into a buffer that stays in the L1 cache, and the loops over that
- * buffer are simple enough for the compiler to turn into vector code.
+ * A row at a time is widened into a buffer in the L1 cache. The loops over that buffer are simple enough for the compiler
+ * to vectorize.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -15,7 +15,7 @@
 #include "_sums.h"
 #include "_tiles.h"
 
-/* What is wrong with one row of a table of pieces, or NULL. */
+/* Checks one row of a table of pieces. Returns what is wrong with it, or NULL; so do the next functions. */
 static const char *check_piece(const Py_buffer *block, const int64_t *piece)
 {
     if (piece[0] < 0 || piece[0] >= DTYPES) return "no such storage type";
@@ -24,7 +24,7 @@ static const char *check_piece(const Py_buffer *block, const int64_t *piece)
     return NULL;
 }
 
-/* What is wrong with the sizes of the arguments, or NULL. */
+/* Checks the sizes of the arguments of `run`. */
 static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, const Py_buffer *sums,
                          const Py_buffer *exponents, const Py_buffer *wide)
 {
@@ -49,8 +49,8 @@ static PyObject *done(const char *problem)
 /* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, max_abs, counts): pieces is int64 (k, 3) of dtype
  * code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each element,
  * to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; max_abs float64 (k,); counts
- * int64 (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. The caller is trusted for everything but the
- * bounds. */
+ * int64 (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. Only the bounds are
+ * checked. */
 static PyObject *run(PyObject *self, PyObject *args)
 {
     Py_buffer block, pieces, factors, wide, sums, exponents, max_abs, counts;
@@ -81,7 +81,7 @@ static PyObject *run(PyObject *self, PyObject *args)
 }
 
 /* add(sums, source, addends, weights, fresh): addends is int64 (k, 4) of dtype code, byte offset in the source, elements,
- * and index into the sums; weights float64 (k,). Fresh sums are set to what would have been added. */
+ * and index into the sums; weights float64 (k,). Fresh sums are set instead of added to. */
 static PyObject *add(PyObject *self, PyObject *args)
 {
     Py_buffer sums, source, addends, weights;
@@ -108,7 +108,7 @@ static PyObject *add(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-/* Fills a patch from its buffers; what is wrong with their sizes, or NULL. */
+/* Fills a patch from its buffers, and checks their sizes. */
 static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype, const Py_buffer *y_grad,
                             int y_grad_dtype, const Py_buffer *rows, const Py_buffer *columns)
 {

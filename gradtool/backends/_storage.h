@@ -1,6 +1,4 @@
-/* The storage types: how a row of codes becomes a row of numbers, and how numbers are rounded back to codes.
- *
- * The conversions of `_codes.h`, in loops that a compiler turns into vector code. */
+/* Rows of stored codes to rows of numbers and back: the conversions of _codes.h in loops that compilers vectorize. */
 #ifndef GRADTOOL_STORAGE_H
 #define GRADTOOL_STORAGE_H
 
@@ -13,14 +11,14 @@
 #error "these kernels need float and double arithmetic without excess precision"
 #endif
 
-/* One build runs on every x86-64 machine and still uses its widest vectors. */
+/* One build runs on every x86-64 machine and uses its widest vectors. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define VECTOR
 #endif
 
-/* Plain `inline` is not enough: GCC keeps a helper out of a clone that is built for another processor. */
+/* Plain `inline` is not enough: GCC does not inline it into a clone for another processor. */
 #if defined(__GNUC__)
 #define HELPER static inline __attribute__((always_inline))
 #else
@@ -59,7 +57,7 @@ VECTOR static void narrow_f64(const double *row, void *target, int n)
     for (int j = 0; j < n; j++) codes[j] = double_to_f64(row[j]);
 }
 
-/* A tensor may lie at any address; where it lies badly, it is copied to `room` first. */
+/* A tensor can have any address; it is copied to `room` if it is not aligned. */
 HELPER const void *aligned(const char *source, void *room, size_t itemsize, int n)
 {
     return (uintptr_t)source % itemsize == 0 ? source : memcpy(room, source, itemsize * (size_t)n);
@@ -77,7 +75,7 @@ static void load_row(enum dtype dtype, const char *source, float *row, int n)
     }
 }
 
-/* Rounds the row to storage, and leaves in `row` the values that were stored. */
+/* Rounds a row, stores it, and sets it to the values that were stored. */
 static void store_row(enum dtype dtype, float *row, char *target, int n)
 {
     uint32_t codes[LANES];
@@ -92,8 +90,8 @@ static void store_row(enum dtype dtype, float *row, char *target, int n)
     load_row(dtype, (const char *)codes, row, n);
 }
 
-/* Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the
- * only one. */
+/* Rounds to odd: an inexact value is truncated and its last bit set, so that the next rounding gives what a single one
+ * would; storage.py has the reference. */
 HELPER float double_to_odd(double value)
 {
     float nearest = (float)value;
@@ -112,7 +110,7 @@ VECTOR static void row_odd(const double *wide, float *row, int n)
     for (int j = 0; j < n; j++) row[j] = double_to_odd(wide[j]);
 }
 
-/* Rounds float64 values to storage once, and leaves in `row` those that were stored. Not for F64. */
+/* Rounds float64 values once, stores them, and sets `row` to the values that were stored. For all types but F64. */
 static void store_wide32(enum dtype dtype, const double *wide, float *row, char *target, int n)
 {
     if (dtype == F32) row_nearest(wide, row, n);

@@ -40,7 +40,7 @@ static void row_add(double *sums, enum dtype dtype, const char *source, double w
 
 struct addend { int64_t dtype, offset, elements, at; };
 
-/* Addends of the same sums are taken together, row by row, so that the row of sums stays in the cache. */
+/* Addends of the same sums are added together, row by row, so that the row of sums stays in the cache. */
 static void add_all(double *sums, const char *source, const struct addend *addend, const double *weight, Py_ssize_t k,
                     int fresh)
 {

@@ -1,4 +1,4 @@
-/* Canonical sums, tile by tile, of what is in a block or of what is written there on the way. */
+/* Canonical tile sums, of what is in a block or is written there first. */
 #ifndef GRADTOOL_TILES_H
 #define GRADTOOL_TILES_H
 
@@ -8,7 +8,7 @@
 
 struct stats { double max_abs; int64_t nan, inf, zeros, first; };
 
-/* The largest magnitude leaves NaN out, so that it still says something about the tensor. */
+/* The largest magnitude ignores NaN. */
 VECTOR static void row_stats32(const float *row, int n, struct stats *stats)
 {
     uint32_t largest = 0, nan = 0, inf = 0, zeros = 0;
@@ -76,10 +76,10 @@ VECTOR static void row_divide64(double *row, double divisor, int n)
 
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
 
-/* With `wide`, what is written comes from there, float64 values that run on from piece to piece. */
+/* `wide`, unless NULL, are the float64 values to write, those of one piece after another. */
 struct job { enum term term; int writes, drops; double factor, limit; const double *wide; };
 
-/* What is dropped is counted first, and then takes part as a zero. */
+/* What is dropped is counted, and then is zero. */
 #define ROW(BITS)                                                                                                      \
     do {                                                                                                               \
         if (job.drops) {                                                                                               \
@@ -131,7 +131,7 @@ static void row64(struct job job, char *data, int n, double *lanes, struct stats
     ROW(64);
 }
 
-/* Lanes that hold no element are +0 and change nothing, so a short tensor folds only the lanes it has. */
+/* Lanes without an element are +0, and are left out of a short tile. */
 static double fold(double *lanes, int64_t used)
 {
     int width = LANES;
@@ -155,7 +155,7 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
     return fold(lanes, elements);
 }
 
-/* The sum of a tile of F64, of what is stored there, divided first. */
+/* The sum of the stored values of an F64 tile, divided first. */
 static double divided_tile(struct job job, const char *data, int64_t elements, double divisor)
 {
     double lanes[LANES], row[LANES];
@@ -171,14 +171,14 @@ static double divided_tile(struct job job, const char *data, int64_t elements, d
     return fold(lanes, elements);
 }
 
-/* The sum and the exponent of a tile, and what else was seen in it. */
+/* The sum and the exponent of a tile. Returns its other facts. */
 static struct stats sum_tile(struct job job, enum dtype dtype, char *data, int64_t elements, double *sum,
                              int32_t *exponent)
 {
     struct stats stats = {0, 0, 0, 0, -1};
     *sum = tile(job, dtype, data, elements, &stats);
     *exponent = 0;
-    /* The squares of all other types are far inside the range. */
+    /* The magnitudes of all other types, and their squares, are in range. */
     if (dtype != F64 || job.term == MAXIMUM || is_in_range(*sum)) return stats;
     if (stats.max_abs > 0 && (job.drops || stats.nan + stats.inf == 0)) {
         *exponent = exponent_of(stats.max_abs);
@@ -187,7 +187,7 @@ static struct stats sum_tile(struct job job, enum dtype dtype, char *data, int64
     return stats;
 }
 
-/* Only looked for in a piece that is known to hold one, so its cost does not matter. */
+/* Slow, and called only if there is one. */
 static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t elements)
 {
     for (int64_t i = 0; i < elements; i++) {

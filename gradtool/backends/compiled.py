@@ -26,10 +26,10 @@ _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
 
 
 class CompiledBackend(NumpyBackend):
-    """Does the orders 1, 2 and infinity itself and leaves the others to numpy."""
+    """The numpy backend with compiled kernels, for norms of order 1, 2 and infinity."""
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
-        """The sums of what the block holds."""
+        """Sum the pieces."""
         if spec.order not in _TERMS:
             return super().tile_sums(block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec)
@@ -37,7 +37,7 @@ class CompiledBackend(NumpyBackend):
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
-        """Multiply and limit in place; the sums of what was written."""
+        """Multiply and clamp in place; the sums of what was written."""
         if spec.order not in _TERMS:
             return super().scale(block, pieces, factors, limit, spec)
         return _run(block, pieces, np.array(factors, np.float64), limit, spec)
@@ -63,7 +63,7 @@ class CompiledBackend(NumpyBackend):
         x_grad: memoryview,
         dtype: str,
     ) -> NDArray[np.float64]:
-        """Write the gradient of x; the sums over each group's rows of those of scale and bias."""
+        """Write the gradient of x; the gradients of scale and bias of each group of rows."""
         grads = np.zeros((2, patch.groups, patch.columns))
         code, height = STORAGE[dtype].code, patch.height
         layer_norm_kernel(*_arguments(patch), *(means or self._means(patch)), x_grad, code, height, *grads)

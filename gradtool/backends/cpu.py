@@ -23,17 +23,17 @@ _ROW_LANES, _CHUNK = 32, 1024
 
 
 class NumpyBackend:
-    """Each method does what `gradtool.backends.Backend` says, a tile at a time."""
+    """A `gradtool.backends.Backend`; sums are taken a tile at a time."""
 
     name = "cpu"
 
     @property
     def block_bytes(self) -> int:
-        """As much as fits in a core's cache."""
+        """A block that fits in a core's cache."""
         return tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
-        """Pages of memory, which are taken from the system when they are first touched."""
+        """Pages that the system allocates when they are first touched."""
         return memoryview(mmap.mmap(-1, nbytes))
 
     def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
@@ -48,13 +48,13 @@ class NumpyBackend:
         return False
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
-        """The sums of what the block holds."""
+        """Sum the pieces."""
         return sum_pieces(block, pieces, spec)
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
-        """Multiply and limit in place; the sums of what was written."""
+        """Multiply and clamp in place; the sums of what was written."""
         return sum_pieces(block, pieces, spec, factors, limit)
 
     def accumulate(
@@ -73,7 +73,7 @@ class NumpyBackend:
             if rule.keeps and rule.divisor is None:
                 self._add(sums, block, old, fresh=True)
             else:
-                # The one number that adds nothing to anything, not even to -0.
+                # -0 + x is x for every x; 0 + -0 would be 0.
                 sums.fill(-0.0)
             for source, addends in sources:
                 self._add(sums, source, addends)
@@ -112,7 +112,7 @@ class NumpyBackend:
         x_grad: memoryview,
         dtype: str,
     ) -> NDArray[np.float64]:
-        """Write the gradient of x; the sums over each group's rows of those of scale and bias."""
+        """Write the gradient of x; the gradients of scale and bias of each group of rows."""
         first, second = self._means(patch) if means is None else means
         y_grad, xh = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
         grads = np.zeros((2, patch.groups, patch.columns))
@@ -167,7 +167,7 @@ def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.
 
 
 def _normalized(patch: Patch) -> NDArray[np.float64]:
-    """The normalized input: from x and its statistics, or from the layer's output."""
+    """The normalized input, from the layer's input and its statistics, or from its output."""
     values = _wide(patch.x, patch.x_dtype, patch.rows, patch.columns)
     with np.errstate(all="ignore"):
         if patch.bias is None:
@@ -180,7 +180,7 @@ def _normalized(patch: Patch) -> NDArray[np.float64]:
 
 
 def _row_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums of rows, shape (rows, columns), in the order that `Backend.row_sums` has."""
+    """The sums of the rows of a (rows, columns) array, in the order of `Backend.row_sums`."""
     rows, columns = values.shape
     sums = np.zeros(rows)
     for begin in range(0, columns, _CHUNK):

@@ -1,9 +1,9 @@
-"""The storage types that carry values: how their bits become numbers, and how numbers are rounded back to bits.
+"""The storage types that carry values: from stored codes to numbers, and from numbers to codes.
 
 Arithmetic is float32 for types of 32 bits and fewer and float64 for F64. Widening is exact. Narrowing rounds once, to
-nearest even, and writes every NaN as the one quiet NaN of the type, so that the bits of a result never depend on how a
-processor passes NaN payloads on. What is beyond the largest finite value becomes infinite; F8_E4M3, which has no
-infinity, makes it a NaN of the same sign.
+nearest even, and writes every NaN as the type's quiet NaN, so that no result depends on how a processor passes on the
+payload of a NaN. A value that overflows the type becomes infinite, or in F8_E4M3, which has no infinity, a NaN of the
+same sign.
 
 Formats: IEEE 754 binary64/32/16, bfloat16, and FP8 as in "FP8 Formats for Deep Learning" (arXiv:2209.05433).
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Storage:
-    """One storage type. `code` numbers it for the compiled kernels; `bits` holds it; `work` is what it computes in."""
+    """One storage type: its number in the compiled kernels, the type of its codes, and the type it computes in."""
 
     name: str
     code: int
     bits: np.dtype[Any]
     work: np.dtype[Any]
     quiet_nan: int
-    # Of the types below 32 bits: the width of the two fields, and the code from which on it is infinite or NaN.
+    # Of F16 and the F8 types: the width of the two fields, and the first code that is infinite or NaN.
     exponent_bits: int = 0
     mantissa_bits: int = 0
     overflow: int = 0
@@ -39,7 +39,7 @@ class Storage:
         return self.bits.itemsize
 
     def widen(self, codes: NDArray[Any]) -> NDArray[Any]:
-        """The values of the given codes, as a new array of the type that arithmetic is done in."""
+        """The values of codes, as a new array of the type `work`."""
         values: NDArray[Any]
         if self.itemsize >= 4:  # noqa: PLR2004 - float32 and float64 are their own values
             values = codes.view(self.work).copy()
@@ -50,7 +50,7 @@ class Storage:
         return values
 
     def narrow(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The codes of the given values, each rounded once to nearest even."""
+        """The codes of values of the type `work`, each rounded once to nearest even."""
         if self.itemsize >= 4:  # noqa: PLR2004
             codes = values.view(self.bits).copy()
         elif self.name == "BF16":
@@ -61,14 +61,14 @@ class Storage:
         return codes
 
     def narrow_wide(self, values: NDArray[np.float64]) -> NDArray[Any]:
-        """The codes of float64 values, each rounded once to nearest even, whatever the type computes in."""
+        """The codes of float64 values, each rounded once to nearest even."""
         if self.work == values.dtype:
             return self.narrow(values)
         singles = values.astype(np.float32)
         return self.narrow(singles if self.name == "F32" else _to_odd(singles, values))
 
     def rounded(self, value: float) -> float:
-        """A number as this type would store it, going through the type that arithmetic is done in."""
+        """A number rounded to the type `work`, and then to this type."""
         with np.errstate(over="ignore"):
             return float(self.widen(self.narrow(np.array([value]).astype(self.work)))[0])
 
@@ -89,7 +89,7 @@ _TABLES: dict[str, NDArray[np.float32]] = {}
 
 
 def _values(storage: Storage) -> NDArray[np.float32]:
-    """The value of every code of a type of 16 bits or fewer, straight from its definition; made once."""
+    """The value of every code of a type of 16 bits or fewer, by its definition; computed once."""
     if storage.name not in _TABLES:
         codes = np.arange(2 ** (8 * storage.itemsize))
         width = storage.exponent_bits + storage.mantissa_bits
@@ -105,17 +105,17 @@ def _values(storage: Storage) -> NDArray[np.float32]:
 
 
 def _round_shift(bits: NDArray[np.uint32], shift: int) -> NDArray[np.uint32]:
-    """`bits` without its lowest `shift` bits, rounded to nearest even; a carry rightly runs on into the exponent."""
+    """`bits` without its lowest `shift` bits, rounded to nearest even; a carry into the exponent is correct."""
     odd = (bits >> np.uint32(shift)) & np.uint32(1)
     return (bits + np.uint32((1 << (shift - 1)) - 1) + odd) >> np.uint32(shift)
 
 
 def _to_odd(singles: NDArray[np.float32], values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """`values` rounded to odd, from what they are rounded to nearest.
+    """`values` rounded to odd; `singles` are the same values rounded to nearest.
 
-    What is inexact is cut off and gets an odd last place, which a float32 has to spare; so rounding it once more, to
-    fewer places, comes out as if the float64 had been rounded there at once (S. Boldo and G. Melquiond, "Emulation of
-    FMA and correctly rounded sums: proved algorithms using rounding to odd").
+    An inexact value is truncated, and its last bit set to 1. A float32 has bits to spare, so that a second rounding, to
+    fewer bits, gives what a single rounding of the float64 would (S. Boldo and G. Melquiond, "Emulation of FMA and
+    correctly rounded sums: proved algorithms using rounding to odd").
     """
     bits = singles.view(np.uint32)
     cut = bits - (np.abs(singles) > np.abs(values)) | np.uint32(1)
@@ -128,8 +128,8 @@ def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]
     magnitude = bits & np.uint32(0x7FFF_FFFF)
     rebias = np.uint32((127 - bias) << 23)
     normal = np.minimum(_round_shift(magnitude - rebias, 23 - storage.mantissa_bits), np.uint32(storage.overflow))
-    # Below the normal range all codes are one step apart. Added to a power of two whose last place is that step, a
-    # float32 is rounded to a whole number of steps, which its low bits then hold.
+    # Below the normal range all codes are one step apart. The sum with a power of two whose last place is that step is
+    # rounded to a whole number of steps, and its low bits are that number.
     anchor = np.float32(2.0 ** (24 - bias - storage.mantissa_bits))
     subnormal = (np.abs(values) + anchor).view(np.uint32) - anchor.view(np.uint32)
     is_subnormal = magnitude < rebias + np.uint32(1 << 23)

@@ -1,4 +1,4 @@
-"""Canonical tile sums in numpy, of what is in a block or of what is written there on the way."""
+"""Canonical tile sums in numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sum_pieces(
     factors: Sequence[float] | None = None,
     limit: float = math.inf,
 ) -> BlockSums:
-    """The sums of the pieces of a block; with factors, they are multiplied and limited in place first."""
+    """Sum the pieces of a block; with factors, multiply and clamp them in place first."""
     found = _empty(pieces)
     tile = 0
     with np.errstate(all="ignore"):
@@ -47,7 +47,7 @@ def sum_pieces(
                         values[~finite] = 0
                 magnitudes = np.abs(values)
                 found.zeros[k] += np.count_nonzero(magnitudes == 0)
-                # Not over NaN, whose comparisons depend on the version of numpy.
+                # NaN is left out because its comparisons depend on the version of numpy.
                 numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
                 found.max_abs[k] = max(found.max_abs[k], float(numbers.max(initial=0)))
                 if spec.order != math.inf:
@@ -69,19 +69,19 @@ def _scale(raw: NDArray[np.uint8], storage: Storage, factor: float, limit: float
         values[~np.isfinite(values)] = 0
     bound = values.dtype.type(limit)
     values *= values.dtype.type(factor)
-    # Not numpy's clip: which zero it gives for a limit of 0 differs between its versions.
+    # Not numpy's clip, whose zero has another sign in other versions if the limit is 0.
     values[values < -bound] = -bound
     values[values > bound] = bound
     raw[:] = storage.narrow(values).view(np.uint8)
 
 
 def _widened(raw: NDArray[np.uint8], storage: Storage) -> NDArray[Any]:
-    # A tensor may lie at any address; the copy does not.
+    # A tensor can have any address; its copy is aligned.
     return storage.widen(raw.copy().view(storage.bits))
 
 
 def _tile_sum(magnitudes: NDArray[np.float64], order: float) -> tuple[float, int]:
-    """The sum of a tile, or its norm where the order is above `MAX_SUM_ORDER`; and the tile's exponent."""
+    """The sum of a tile, or its norm if the order is above `MAX_SUM_ORDER`; and the tile's exponent."""
     found = _lane_sum(magnitudes, order)
     if order <= MAX_SUM_ORDER and is_in_range(found):
         return found, 0
@@ -101,7 +101,7 @@ def _lane_sum(magnitudes: NDArray[np.float64], order: float) -> float:
         powers = magnitudes
     else:
         powers = magnitudes**order
-    # Row after row, each addition rounded; written out because numpy promises no order of its reductions.
+    # A loop, because numpy promises no order of its reductions.
     lanes = np.zeros(LANES)
     for start in range(0, powers.size, LANES):
         row = powers[start : start + LANES]

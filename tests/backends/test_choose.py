@@ -26,7 +26,7 @@ def test_auto_and_cpu_take_the_cpu_and_say_why():
 
 def test_without_compiled_kernels_numpy_does_the_work_and_says_so():
     done = subprocess.run([sys.executable, "-c", WITHOUT_KERNELS], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("NumpyBackend cpu numpy, for the compiled kernels are missing: ")
+    assert done.stdout.startswith("NumpyBackend cpu numpy, because the compiled kernels are missing: ")
 
 
 def test_an_explicit_backend_that_is_missing_is_an_error(monkeypatch):

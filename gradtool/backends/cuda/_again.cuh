@@ -78,7 +78,7 @@ template <int DTYPE, int TERM> DEVICE void sum_again(const TilesJob &job)
 #ifdef GRADTOOL_STORAGE
 
 KERNEL(THREADS, again_power, TilesJob) { sum_again<GRADTOOL_STORAGE, POWER>(job); }
-// The squares of all types but F64 are far inside the range.
+// The magnitudes of all other types, and their squares, are in range.
 #if GRADTOOL_STORAGE == 0
 KERNEL(THREADS, again_absolute, TilesJob) { sum_again<F64, ABSOLUTE>(job); }
 KERNEL(THREADS, again_square, TilesJob) { sum_again<F64, SQUARE>(job); }

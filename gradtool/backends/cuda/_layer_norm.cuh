@@ -1,22 +1,22 @@
-// The backward pass of layer norms: float64 throughout, in the order that the reference has.
+// The backward pass of layer norms: float64 throughout, in the order of the reference.
 //
-// A thread block takes some rows at a time: its warps sum the chunks of those rows, then its threads differentiate them
-// column by column. What the second half reads was read by the first just before, and comes from a cache on the chip.
+// A thread block takes some rows at a time: its warps sum the chunks of those rows, then its threads compute their
+// gradients column by column. The second half reads what the first has brought into the cache.
 
 enum { TEAM = 512, TEAM_WARPS = TEAM / 32 };
-// Columns of one thread, whose sums over rows stay in registers, and of a thread block.
+// Columns of a thread, whose sums over rows stay in registers, and of a thread block.
 enum { COLUMNS = 16, SLICE = TEAM * COLUMNS };
-// Of the rows that are taken together: at most so many chunks, and so many rows.
+// Of the rows at a time: at most so many chunks, and so many rows.
 enum { MAX_CHUNKS = 256, MAX_ROWS = TEAM_WARPS };
-// Columns whose values a thread asks for before it works on the first: bytes in flight hide the way to memory.
+// Columns that a thread loads before it uses the first, to hide the latency of memory.
 enum { AHEAD = 4, BESIDE = 4 };
-// Of the rows that come next, as much as surely stays in the cache until then; and what one access there brings.
+// Bytes of the next rows that stay in the cache until they are used, and bytes of a cache line.
 enum { PREFETCH_BYTES = 64 << 10, LINE = 128 };
 
 struct PatchJob {
     const char *x, *y_grad;
     char *x_grad;
-    // (rows,); the means over the columns where they are known, or room for the sums.
+    // (rows,); weighted and projected are the means over the columns if they are known, or room for the sums.
     const double *mean, *inv_std_dev;
     double *weighted, *projected;
     // (columns,)
@@ -27,7 +27,7 @@ struct PatchJob {
     long long rows, columns, height, rms, has_means;
 };
 
-// A row's own numbers.
+// The parameters of a row.
 struct Row {
     long long start;
     double mean, inv_std_dev;
@@ -35,8 +35,7 @@ struct Row {
 
 DEVICE Row row_of(const PatchJob &job, long long row)
 {
-    Row found = {row * job.columns, job.mean ? job.mean[row] : 0, job.inv_std_dev ? job.inv_std_dev[row] : 0};
-    return found;
+    return {row * job.columns, job.mean ? job.mean[row] : 0, job.inv_std_dev ? job.inv_std_dev[row] : 0};
 }
 
 // The normalized input.
@@ -46,15 +45,13 @@ template <bool INVERTED> DEVICE double normalized(const Row &row, double x, doub
     return (x - row.mean) * row.inv_std_dev;
 }
 
-// What is summed over a row, in two sums.
+// The two sums over a row.
 template <class X, bool INVERTED> struct Projections {
     double x, y_grad;
     DEVICE Projections read(const PatchJob &job, const Row &row, int column)
     {
-        Projections found;
-        found.x = X::get(job.x_dtype, job.x, row.start + column);
-        found.y_grad = X::get(job.y_grad_dtype, job.y_grad, row.start + column);
-        return found;
+        const long long at = row.start + column;
+        return {X::get(job.x_dtype, job.x, at), X::get(job.y_grad_dtype, job.y_grad, at)};
     }
     DEVICE void add(const PatchJob &job, const Row &row, const Projections &of, int column, double (&lane)[2])
     {
@@ -64,14 +61,11 @@ template <class X, bool INVERTED> struct Projections {
     }
 };
 
-// The sum of x, and where there are means that of the squared distances from them.
+// The sum of x, or of its squared distances from the mean if there is one.
 template <class X> struct Moments {
     double x;
     DEVICE Moments read(const PatchJob &job, const Row &row, int column)
-    {
-        Moments found = {X::get(job.x_dtype, job.x, row.start + column)};
-        return found;
-    }
+    { return {X::get(job.x_dtype, job.x, row.start + column)}; }
     DEVICE void add(const PatchJob &job, const Row &row, const Moments &of, int, double (&lane)[2])
     {
         double away = of.x - row.mean;
@@ -81,14 +75,14 @@ template <class X> struct Moments {
 
 DEVICE long long chunks_of(long long columns) { return (columns + CHUNK - 1) / CHUNK; }
 
-// How many rows have as many chunks together as a thread block has warps.
+// The number of rows that have as many chunks as a thread block has warps.
 DEVICE long long rows_at_once(long long columns)
 {
     long long rows = TEAM_WARPS / (chunks_of(columns) ? chunks_of(columns) : 1);
     return rows > 1 ? rows : 1;
 }
 
-// Adds what every 32nd column from `column` on has; ALL where none of them is behind the last.
+// Adds every 32nd column from `column` on, AHEAD of them; ALL if none is after the last.
 template <class Terms, bool ALL> DEVICE void add_columns(const PatchJob &job, const Row &row, int column, double (&lane)[2])
 {
     Terms terms[AHEAD];
@@ -100,7 +94,7 @@ template <class Terms, bool ALL> DEVICE void add_columns(const PatchJob &job, co
         if (ALL || column + k * ROW_LANES < job.columns) Terms::add(job, row, terms[k], column + k * ROW_LANES, lane);
 }
 
-// The sums of each chunk of some rows, from `row` on, a warp for each: sums[chunk of row][which].
+// The two sums of each chunk of some rows, from `row` on, a warp for each chunk: sums[chunk][which].
 template <class Terms> DEVICE void sum_chunks(const PatchJob &job, long long row, int rows, double (*sums)[2])
 {
     const int chunks = (int)chunks_of(job.columns), lane_number = (int)threadIdx.x % 32;
@@ -141,7 +135,7 @@ template <class Terms> DEVICE void sum_rows(const PatchJob &job)
     if (job.projected) job.projected[row + threadIdx.x] = sum_of(job, (int)threadIdx.x, 1, sums);
 }
 
-// Some columns of a row from `column` on, TEAM apart.
+// The gradients of some columns of a row, from `column` on, TEAM apart.
 template <class X, bool INVERTED>
 DEVICE void differentiate_columns(const PatchJob &job, const Row &row, const double *means, int column,
                                   double *scale_grad, double *bias_grad)
@@ -164,7 +158,7 @@ DEVICE void differentiate_columns(const PatchJob &job, const Row &row, const dou
     }
 }
 
-// Has the rows brought near that the next step reads, if they are few enough to stay there.
+// Prefetches the rows of the next step, if they are few enough to stay in the cache.
 DEVICE void prefetch_rows(const PatchJob &job, const char *data, long long itemsize, long long row, long long last)
 {
     const long long at_once = rows_at_once(job.columns), rows = last - row < at_once ? last - row : at_once;
@@ -217,7 +211,7 @@ template <class X, bool INVERTED> DEVICE void differentiate(const PatchJob &job)
 
 enum { GROUPS_TEAM = 256 };
 
-// Adds to totals (2, columns) what was found in each group, in order.
+// Adds the gradients of each group to totals (2, columns), in order.
 struct GroupsJob {
     double *totals;
     const double *grads;

@@ -1,9 +1,9 @@
-// The storage types on the device: eight neighbours at a time, or one.
+// The storage types on the device: eight neighbouring values at a time, or one.
 
 template <int DTYPE> struct Storage;
 
-// Rounded to odd: what is inexact is cut off and gets an odd last place, so that the next rounding is as good as the only
-// one. A NaN stays one.
+// Rounds to odd: an inexact value is truncated and its last bit set, so that the next rounding gives what a single one
+// would. NaN stays NaN.
 DEVICE float cut_to_odd(double value)
 {
     float cut = __double2float_rz(value);
@@ -44,12 +44,12 @@ template <> struct Storage<F64> {
 
 enum { WIDTH = 8 };
 
-// What one access moves: 16 bytes, or all of eight values that are fewer.
+// The type of one access: 16 bytes, or eight values if these are fewer.
 template <int BYTES> struct Unit { typedef uint4 type; };
 template <> struct Unit<8> { typedef uint2 type; };
 
-// A tensor may lie at any address. What lies badly, or is less than eight values, is moved byte by byte: rare, and kept
-// out of line.
+// A tensor can have any address. Values that are not aligned, or fewer than eight, are moved byte by byte. That is rare,
+// so it is not inlined.
 template <class Code> static __device__ __noinline__ Code load_bytes(const char *source)
 {
     Code code;
@@ -129,7 +129,7 @@ static __device__ __noinline__ double load_one(long long dtype, const char *sour
 
 // ---- one value ------------------------------------------------------------------------------------------------------
 
-// The values of a buffer that begins at a good address, as float64.
+// The values of an aligned buffer, as float64.
 template <int DTYPE> struct Typed {
     typedef typename Storage<DTYPE>::Code Code;
     DEVICE long long itemsize(long long) { return sizeof(Code); }
@@ -171,7 +171,7 @@ struct Untyped {
 
 // ---- finding one's work ---------------------------------------------------------------------------------------------
 
-// The piece that a thread block belongs to: the last whose first block is not behind it. No piece is empty.
+// The piece of a thread block: the last one whose first block is not after it. No piece is empty.
 template <class Piece> DEVICE const Piece &piece_of(const Piece *pieces, long long count, long long block)
 {
     long long low = 0;

@@ -2,12 +2,12 @@
 
 enum { FIRST = 1, LAST = 2, KEEPS = 4, DIVIDES = 8, MULTIPLIES = 16, ROUNDS = 32 };
 
-// A piece that is added to; its sums begin at number `at` of all.
+// A piece that is added to; its sums begin at number `at`.
 struct Target {
     long long offset, elements, first_block, at, first_addend, addends;
 };
 
-// Of one target: `elements` values from byte `offset` of the source on, for its values from number `start` on.
+// `elements` values from byte `offset` of the source on, to add to those of its target from number `start` on.
 struct Addend {
     long long dtype, offset, start, elements;
     double weight;
@@ -23,7 +23,7 @@ struct AddJob {
     long long flags, targets;
 };
 
-// Adds what an addend has for eight sums of its target from number `at` on.
+// Adds to eight sums of a target, from number `at` on.
 DEVICE void add(const Addend &addend, const char *source, long long at, double (&sums)[WIDTH])
 {
     double values[WIDTH];
@@ -35,7 +35,7 @@ DEVICE void add(const Addend &addend, const char *source, long long at, double (
         for (int i = 0; i < WIDTH; i++) sums[i] += addend.weight * values[i];
         return;
     }
-    // It begins or ends among them.
+    // The addend begins or ends among the eight.
     #pragma unroll
     for (int i = 0; i < WIDTH; i++) {
         if (first + i < 0 || i >= left) continue;
@@ -43,7 +43,7 @@ DEVICE void add(const Addend &addend, const char *source, long long at, double (
     }
 }
 
-// Sums go from one batch of addends to the next through `sums`; the first starts them, and the last is done with them.
+// `sums` carries the sums from one batch of addends to the next.
 template <int DTYPE> DEVICE void add_tile(const AddJob &job)
 {
     typedef Storage<DTYPE> S;
@@ -58,7 +58,7 @@ template <int DTYPE> DEVICE void add_tile(const AddJob &job)
         if (flags & KEEPS) load_wide<DTYPE>(data, 0, count, old);
         #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
-            // -0 is the one number that adds nothing to anything, not even to -0.
+            // -0 + x is x for every x; 0 + -0 would be 0.
             if (flags & FIRST) sums[i] = (flags & KEEPS) && !(flags & DIVIDES) ? old[i] : -0.0;
             else sums[i] = i < count ? job.sums[target.at + at + i] : 0;
         }

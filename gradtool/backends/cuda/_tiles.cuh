@@ -1,9 +1,9 @@
-// Canonical tile sums, one thread block a tile, of what is in a block or of what is written there on the way.
+// Canonical tile sums, of what is in a block or is written there first. A thread block sums one tile.
 
-// A thread has eight neighbouring lanes of the 2,048, and folds those before it talks to others.
+// A thread has eight neighbouring lanes of the 2,048, and folds them before the threads of a warp fold theirs.
 enum { THREADS = LANES / WIDTH, WARPS = THREADS / 32 };
 static_assert(WIDTH == 8 && WARPS == 8, "fold_eight folds both");
-// Any order of norm.
+// Any other order of norm.
 enum { POWER = SQUARE + 1 };
 
 struct Piece {
@@ -11,13 +11,13 @@ struct Piece {
     double factor;
 };
 
-// Of one piece; `first` is 0, or what is left of NEVER after the index of the first value that is not finite.
+// The facts of a piece; `first` is NEVER less the index of the first value that is not finite, or 0 if all are.
 struct Facts {
     unsigned long long max_abs, nan, inf, zeros, first;
 };
 #define NEVER (1ull << 62)
 
-// Beyond it, nothing is limited.
+// A limit above clamps nothing.
 #define LARGEST 1.7976931348623157e308
 
 struct TilesJob {
@@ -47,14 +47,14 @@ template <int TERM> DEVICE double term_of(double value, double order)
     return power_of(value, order);
 }
 
-// What a thread has seen. `largest` are the bits of the largest magnitude, NaN and Inf among them.
+// What one thread has summed and counted. `largest` are the bits of the largest magnitude, with NaN and Inf.
 template <class Work> struct Seen {
     typename Special<Work>::Bits largest;
     unsigned zeros;
     double lanes[WIDTH];
 };
 
-// Eight values; FULL where all of them are there.
+// Adds eight values to `seen`, or fewer unless FULL.
 template <int DTYPE, int TERM, bool WRITES, bool FULL>
 DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYPE>::Code (&codes)[WIDTH], int count,
                   Seen<typename Storage<DTYPE>::Work> &seen)
@@ -71,7 +71,7 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
             if (job.drops && magnitude_bits(value) >= infinite) value = 0;
             const Work limit = (Work)job.limit;
             value *= (Work)piece.factor;
-            // The sign of a zero stays, and NaN too.
+            // Comparisons keep NaN and the sign of zeros.
             if (job.limit <= LARGEST) {
                 value = value < -limit ? -limit : value;
                 value = value > limit ? limit : value;
@@ -87,7 +87,7 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
     }
 }
 
-// Counts what is not finite in a tile that is known to hold such; its cost does not matter.
+// Counts the values of a tile that are not finite. Called only if there are any, so not inlined.
 template <int DTYPE>
 static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const Piece &piece, const char *data,
                                                     long long start, int elements)
@@ -124,7 +124,7 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
     typedef typename Storage<DTYPE>::Code Code;
     typedef typename Storage<DTYPE>::Work Work;
     typedef typename Special<Work>::Bits Bits;
-    // Bytes in flight hide the way to memory: 64 of each thread, where that does not make the code too long.
+    // Each thread has 64 bytes in flight, to hide the latency of memory; fewer where the code would be too long.
     enum { ROWS_AT_ONCE = TERM == POWER ? 1 : sizeof(Code) == 1 ? 4 : 8 / sizeof(Code) };
     const Piece piece = piece_of(job.piece, job.pieces, blockIdx.x);
     const long long tile = blockIdx.x - piece.first_block, start = tile * TILE;
@@ -174,7 +174,7 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
         if (most < Special<Work>::INFINITE)
             atomicMax(&job.facts[piece.number].max_abs, (unsigned long long)as_bits64(magnitude_of(most)));
     }
-    // What other threads of this block wrote is to be seen since the barrier.
+    // The barrier has made the writes of the other threads visible.
     if (most >= Special<Work>::INFINITE) count_nonfinite<DTYPE>(job, piece, data, start, elements);
 }
 

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# What stays between passes leaves so much of the memory to the blocks that come and go.
+# Memory that blocks which stay between passes leave to those that come and go.
 _RESERVE_BYTES = 4 << 30
 
 
 class CudaBackend:
-    """Each method does what `gradtool.backends.Backend` says. A host block is copied to the device and back."""
+    """A `gradtool.backends.Backend` on a GPU. Blocks that are not on the device are copied there and back."""
 
     name = "cuda"
 
@@ -48,7 +48,7 @@ class CudaBackend:
 
     @property
     def block_bytes(self) -> int:
-        """16 MiB: beside such a copy, its latency and that of a launch do not count."""
+        """16 MiB, which take much longer to copy than the latencies of a copy and a launch."""
         return 8 * tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
@@ -72,13 +72,13 @@ class CudaBackend:
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
-        """The sums of what the block holds."""
+        """Sum the pieces."""
         return self._sum(self._on_device(block), pieces, None, math.inf, spec)
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
-        """Multiply and limit in place; the sums of what was written."""
+        """Multiply and clamp in place; the sums of what was written."""
         data = self._on_device(block)
         found = self._sum(data, pieces, factors, limit, spec)
         self._copy_back(data, block)
@@ -135,7 +135,7 @@ class CudaBackend:
     def layer_norm_grads(
         self, patch: Patch, means: tuple[Floats, Floats] | None, x_grad: Data, dtype: str
     ) -> DeviceGroups:
-        """Write the gradient of x; the sums over each group's rows of those of scale and bias."""
+        """Write the gradient of x; the gradients of scale and bias of each group of rows."""
         if not patch.rows or not patch.columns:
             return DeviceGroups(None, patch.groups, patch.columns)
         job, _memory = self._patch_job(patch)
@@ -174,7 +174,7 @@ class CudaBackend:
     def _sum(
         self, data: DeviceBlock, pieces: Sequence[Piece], factors: Sequence[float] | None, limit: float, spec: NormSpec
     ) -> BlockSums:
-        """The sums of all pieces of a block; with factors, they are multiplied and limited in place first."""
+        """Sum the pieces of a block; with factors, multiply and clamp them in place first."""
         tiles = jobs.Tiles.of(pieces, factors)
         results = self.device.allocate(8 * tiles.results + 1)
         self.device.clear(results.address, 8 * tiles.results)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels are handed: the structs of the .cuh files, as numpy sees them, and the tables in them."""
+"""The arguments of the CUDA kernels: the structs of the .cuh files as numpy types, and the tables they point to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _record(*fields: str) -> np.dtype[Any]:
-    """A struct of 8-byte fields; those with a star are float64."""
+    """A struct of 8-byte fields: float64 those with a star, int64 the others."""
     return np.dtype([(name.lstrip("*"), "<f8" if name.startswith("*") else "<i8") for name in fields])
 
 
@@ -36,7 +36,7 @@ PATCH_JOB = _record(
 )
 GROUPS_JOB = _record("totals", "grads", "groups", "columns")
 
-# The enums of the .cuh files: threads of a block, and what they do at once.
+# As the enums of the .cuh files.
 THREADS, TEAM, GROUPS_TEAM = 256, 512, 256
 _CHUNK, _MAX_CHUNKS = 1024, 256
 _SLICE = TEAM * 16
@@ -47,7 +47,7 @@ _FACTS = 5
 
 
 def job(kind: np.dtype[Any], **fields: float) -> NDArray[Any]:
-    """One struct with the given fields, all others 0."""
+    """One struct; fields that are not given are 0."""
     made = np.zeros(1, kind)
     for name, value in fields.items():
         made[name] = value
@@ -55,7 +55,7 @@ def job(kind: np.dtype[Any], **fields: float) -> NDArray[Any]:
 
 
 class Tiles(NamedTuple):
-    """The pieces of a block as a table, and how many tiles each has."""
+    """The pieces of a block as a table, and the number of tiles of each."""
 
     table: NDArray[Any]
     counts: NDArray[np.int64]
@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], factors: Sequence[float] | None) -> Tiles:
-        """Those of some pieces, which are multiplied by the factors where there are any."""
+        """The table of some pieces, and of their factors if they are scaled."""
         table = np.zeros(len(pieces), _PIECE)
         table["offset"] = [piece.offset for piece in pieces]
         table["elements"] = [piece.elements for piece in pieces]
@@ -75,16 +75,16 @@ class Tiles(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All tiles."""
+        """The number of all tiles."""
         return int(self.counts.sum())
 
     @property
     def results(self) -> int:
-        """How many 8-byte values there are: the sums of all tiles, their exponents, and some facts for each piece."""
+        """The number of 8-byte results: the sums of all tiles, their exponents, and the facts of each piece."""
         return 2 * self.total + _FACTS * len(self.table)
 
     def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
-        """For each storage type its part of the table, and how many thread blocks that takes: one a tile."""
+        """For each storage type its part of the table, and the number of thread blocks: one a tile."""
         for dtype, storage in STORAGE.items():
             chosen = np.flatnonzero((self.codes == storage.code) & (self.counts > 0))
             if chosen.size:
@@ -93,7 +93,7 @@ class Tiles(NamedTuple):
                 yield dtype, rows, int(counts.sum())
 
     def found(self, results: NDArray[np.int64]) -> BlockSums:
-        """What the kernels found."""
+        """The results, as a backend returns them."""
         sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
         facts = facts.reshape(-1, _FACTS)
         max_abs, nan, inf, zeros, left = (facts[:, column].copy() for column in range(_FACTS))
@@ -114,18 +114,18 @@ def tile_kernels(dtype: str, order: float, *, writes: bool) -> list[str]:
 
 
 class Additions(NamedTuple):
-    """A batch of addends, and for each storage type what they are added to, and how many thread blocks that takes."""
+    """A batch of addends, and for each storage type the pieces they are added to and the number of thread blocks."""
 
     addends: NDArray[Any]
     targets: dict[str, tuple[NDArray[Any], int]]
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], starts: Sequence[int], addends: Iterable[Addend]) -> Additions:
-        """Those of some addends, whose sums are counted over all pieces; each piece begins at its start."""
+        """Cut addends at the ends of pieces. The sums of a piece begin at its entry of `starts`."""
         own: list[list[tuple[int, int, int, int, float]]] = [[] for _ in pieces]
         for one in addends:
             storage = STORAGE[one.dtype]
-            # One addend may be for several pieces.
+            # An addend can span several pieces.
             number, done = bisect_right(starts, one.at, hi=len(pieces)) - 1, 0
             while done < one.elements:
                 start = one.at + done - starts[number]
@@ -150,12 +150,12 @@ class Additions(NamedTuple):
 
 
 def add_flags(rule: Rule, *, is_first: bool, is_last: bool) -> int:
-    """What a batch of addends does beside adding."""
+    """The steps of a batch beside adding."""
     flags = _FIRST * is_first
     if is_last:
         flags |= _LAST | _MULTIPLIES * (rule.factor != 1) | _ROUNDS * rule.rounds
         flags |= _DIVIDES * (rule.divisor is not None)
-    # What was there is added before the sums are divided, or after.
+    # The old values are not divided.
     if rule.keeps and (is_first if rule.divisor is None else is_last):
         flags |= _KEEPS
     return flags
@@ -183,7 +183,7 @@ def layer_module(*dtypes: str) -> str:
 
 
 def row_blocks(rows: int, columns: int) -> int:
-    """How many thread blocks sum rows; each takes as many as it has warps for their chunks.
+    """The number of thread blocks that sum rows; a block takes as many rows as it has warps for their chunks.
 
     Raises:
         ValueError: the rows are too long.
@@ -193,7 +193,7 @@ def row_blocks(rows: int, columns: int) -> int:
 
 
 def gradient_blocks(patch: Patch) -> int:
-    """How many thread blocks work out gradients: for each group of rows, some for a slice of the columns each.
+    """The number of thread blocks that compute gradients: one for each group of rows and slice of the columns.
 
     Raises:
         ValueError: the rows are too long.

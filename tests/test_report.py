@@ -183,7 +183,7 @@ def test_the_result_says_what_computed():
 PROGRESS = """
 import sys
 import gradtool.report as report
-report._PATIENCE_SECONDS = float(sys.argv.pop(1))
+report.PATIENCE_SECONDS = float(sys.argv.pop(1))
 from gradtool.cli import main
 main()
 """

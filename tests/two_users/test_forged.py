@@ -8,14 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from neighbours import ID, KEY, RUNNERS, crash, folder_of, forge, grads, log_bytes, only, several, state, told_once
+from neighbours import ID, RUNNERS, crash, folder_of, forge, grads, log_bytes, only, several, state, told_once
 from users import ALICE, MALLORY, At, run_as
 
 from gradtool.store.fs import Folder
-from gradtool.store.transaction import replace, undolog
+from gradtool.store.transaction import replace
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.staging import Staged
+from gradtool.store.transaction.undolog import UndoLog
 
 
 def move_of(temporary, target, folder=0):
@@ -195,13 +196,6 @@ def test_files_of_another_user_beside_a_run_that_rolled_back_do_not_keep_it_from
     assert [path.read_bytes() for path in paths] == old
 
 
-def entry(number, begin, content, new):
-    """An entry of an undo log, as the log that everybody may read gives the key for it."""
-    sums = undolog._sector_sums(memoryview(new), begin).tobytes()
-    fields = undolog._HEADER.pack(undolog._MAGIC, number, begin, len(content))
-    return undolog._sealed(KEY.encode(), fields, sums, memoryview(content)) + sums + content
-
-
 @pytest.mark.parametrize("trick", ["a forged one", "a link to one of another run"])
 def test_an_undo_log_that_another_user_adds_is_not_applied(root, trick):
     folder = sticky(root)
@@ -212,13 +206,14 @@ def test_an_undo_log_that_another_user_adds_is_not_applied(root, trick):
     added = folder / f"{run.stem}-7.undo"
     if trick == "a forged one":
         key = json.loads(run.read_bytes().split(b"\n")[0][9:])["run"]["key"]
-        assert len(key) == len(KEY)
         now = paths[1].read_bytes()
-        forged = entry(1, 0, b"x" * len(now), now)
         # With the key of this run, so that it is just the owner that speaks against it.
-        body = forged[undolog._HEADER_BYTES :]
-        sums, content = body[: -len(now)], body[-len(now) :]
-        forge(added, undolog._sealed(key.encode(), forged[: undolog._HEADER.size], sums, memoryview(content)) + body)
+        with Folder.at(folder) as opened:
+            fd = opened.create(added.name)
+            undo_log = UndoLog(opened.file(added.name), fd, key, fsync=False, ahead=0)
+            undo_log.save(1, 0, memoryview(b"x" * len(now)), memoryview(now))
+            undo_log.close()
+        os.chown(added, MALLORY, MALLORY)
     else:
         other = folder_of(ALICE, root / "other", 0o755)
         several(ALICE, other, mode=0o666)

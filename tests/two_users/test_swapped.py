@@ -7,6 +7,7 @@ import pytest
 from neighbours import RUNNERS, crash, folder_of, forge, grads, left_in, log_bytes, only, several, state, told_once
 from users import ALICE, MALLORY, At, as_user, run_as
 
+from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import recovery
 from gradtool.store.transaction.replace import Replacement
@@ -119,7 +120,7 @@ def test_a_link_that_leads_on_to_another_users_link_is_not_followed(root):
 SWAPS = {
     "before the folders are opened": (Targets, "__init__", False),
     "after the folders are opened": (Targets, "__init__", True),
-    "after the log is written": (Run, "_write_log", True),
+    "after the log is written": (fs, "write_all", True),
     "after the others are looked at": (Run, "append", False),
     "before a file is staged": (Replacement, "stage", False),
     "after a file is staged": (Replacement, "stage", True),

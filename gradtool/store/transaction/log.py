@@ -26,10 +26,10 @@ FORMAT = 2
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Of one log: a hundred thousand files take 15 MB.
 MAX_BYTES = 32_000_000
-_MAX_FILES = 100_000
+MAX_FILES = 100_000
 # The cost of JSON depends on how many values it has: how many of each character a step may have, per file and at least.
 _PER_FILE = {b"[": 1, b"{": 1, b",": 7, b'"': 4}
-_PER_STEP = 100
+PER_STEP = 100
 # A run writes six, and each recovery adds two.
 _MAX_STEPS = 1000
 _MAX_PID = (1 << 31) - 1
@@ -135,7 +135,7 @@ def line_of(file: Path | None = None, /, **entry: Any) -> bytes:
     text = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING)
     if len(text) > MAX_BYTES // 2 or not _is_small(text):
         what = "the names of the files to write are too many or too long for a transaction log"
-        limits = f"{len(text):,} bytes of {MAX_BYTES // 2:,} allowed, {_MAX_FILES:,} files"
+        limits = f"{len(text):,} bytes of {MAX_BYTES // 2:,} allowed, {MAX_FILES:,} files"
         raise BadInputError(f"{what} ({limits}); write them in several calls", file=file, code="limit")
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -229,7 +229,7 @@ def _steps(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 def _is_small(text: bytes) -> bool:
     """Whether a step has no more values than the largest that is written; checked before it is parsed."""
-    return all(text.count(character) <= most * _MAX_FILES + _PER_STEP for character, most in _PER_FILE.items())
+    return all(text.count(character) <= most * MAX_FILES + PER_STEP for character, most in _PER_FILE.items())
 
 
 def _beside(path: Path, relative: Any) -> Path:

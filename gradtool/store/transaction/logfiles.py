@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _START = re.compile(rb'[0-9a-f]{8} \{"run":\{"id":"(\.gradtool-[0-9a-f]{12})"')
 _START_BYTES = 64
-_MAX_BYTES_IN_FOLDER = 64_000_000
+MAX_BYTES_IN_FOLDER = 64_000_000
 # What the system says of a link, a socket, or a path that cannot exist.
 _NOT_A_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
 
@@ -46,12 +46,12 @@ def logs_in(folder: Folder) -> list[Log]:
             continue
         trusted = is_trusted(status.st_uid, folder)
         owner = -1 if trusted else status.st_uid
-        left[owner] = left.get(owner, _MAX_BYTES_IN_FOLDER) - status.st_size
+        left[owner] = left.get(owner, MAX_BYTES_IN_FOLDER) - status.st_size
         if left[owner] >= 0:
             log = read_log(folder, name)
             logs += [] if log is None else [log]
         elif trusted:
-            what = f"has more than {_MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run)"
+            what = f"has more than {MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run)"
             remedy = "recover the crashed runs, or delete their logs"
             raise SystemRefusedError(f"{what}; {remedy}", file=folder.path, code="limit")
     return logs

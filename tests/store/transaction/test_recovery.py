@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import tempfile
@@ -7,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crashes import FAST
-from leftovers import ID, content_of, die, files_in, half_changed, half_replaced
+from leftovers import ID, content_of, crash, files_in, half_changed, half_replaced
 from support import gradtool, gradtool_json, in_place, registered, snapshot, write
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, recover, zero
 from gradtool.store.fs import Folder
-from gradtool.store.transaction import run as run_module
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.undolog import Undo
@@ -22,12 +22,14 @@ from gradtool.store.transaction.undolog import Undo
 def test_what_was_ready_takes_its_place(tmp_path, by):
     paths = files_in(tmp_path)
     new = half_replaced(paths)
+    (log,) = tmp_path.glob("*.run")
+    pid = json.loads(log.read_bytes().split(b"\n")[0][9:])["run"]["pid"]
     if by == "zero":
         with pytest.raises(BadInputError, match="header"):
             zero(paths[1])  # The new content of this test is none that it could work with.
     else:
         result = recover(tmp_path if by == "recover" else paths[1])
-        assert [(row.outcome, row.files, row.pid) for row in result.per_run] == [("finished", 2, os.getpid())]
+        assert [(row.outcome, row.files, row.pid) for row in result.per_run] == [("finished", 2, pid)]
     assert content_of(paths) == new
     assert sorted(tmp_path.iterdir()) == paths
 
@@ -64,8 +66,7 @@ def test_a_copy_of_what_a_crashed_run_left_is_not_thrown_away(tmp_path, leave):
 
 def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path, monkeypatch):
     paths = [files_in(tmp_path / name, 1)[0] for name in "ab"]
-    run = registered(paths)
-    die(run)
+    crash(lambda: registered(paths))
     real, before = Folder.at, snapshot(tmp_path)
 
     def refuse(path):
@@ -153,9 +154,7 @@ def test_a_live_run_is_left_alone_and_told_of(tmp_path):
 def test_what_died_before_it_changed_anything_is_just_removed(tmp_path):
     paths = files_in(tmp_path)
     before = snapshot(tmp_path)
-    run = registered(paths)
-    Replacement(run).stage(paths[0], 10, paths[0].stat())
-    die(run)
+    crash(lambda: Replacement(registered(paths)).stage(paths[0], 10, paths[0].stat()))
     assert norm(tmp_path).norm > 0
     assert recover(paths[0]).untouched == 1
     assert snapshot(tmp_path) == before
@@ -182,9 +181,7 @@ def test_a_file_that_somebody_wrote_anew_is_not_lost(tmp_path):
 
 def test_a_run_without_changes_is_none_that_could_lose_anything(tmp_path):
     (path,) = files_in(tmp_path, 1)
-    run = registered([path])
-    in_place(run, [path]).__enter__()
-    die(run)
+    crash(lambda: in_place(registered([path]), [path]).__enter__())
     os.utime(path, ns=(0, 2 * time.time_ns()))
     assert recover(tmp_path).undone == 1
     assert list(tmp_path.iterdir()) == [path]
@@ -215,8 +212,6 @@ def test_file_systems_are_recovered_together_from_any_of_them(tmp_path, leave):
 
 def test_the_run_of_another_user_is_theirs_to_recover(tmp_path, monkeypatch):
     paths = files_in(tmp_path)
-    # Of a process that is no more: the boot that it belonged to is over.
-    monkeypatch.setattr(run_module, "boot", lambda: "another")
     half_changed(paths)
     before = snapshot(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 4321)

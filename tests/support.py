@@ -19,8 +19,8 @@ from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.open import acquire
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.transaction import Transaction
 
 # The types as others implement them: numpy and ml_dtypes.
 NUMPY_TYPES = {
@@ -189,7 +189,7 @@ def canonical_norm(arrays):
 
 def registered(paths, *, fsync=True):
     """A run that keeps others from some files, until it is closed."""
-    run = Run(Targets(map(Path, paths)), fsync=fsync)
+    run = Transaction(Targets(map(Path, paths)), fsync=fsync)
     try:
         acquire(run)
     except BaseException:

@@ -23,9 +23,9 @@ from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import HOST, line_of
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.transaction import Transaction
 from gradtool.store.transaction.undolog import UndoLog
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users")
@@ -292,8 +292,8 @@ def test_a_link_that_leads_on_to_another_users_link_is_not_followed(root):
 SWAPS = {
     "before the folders are opened": (Targets, "__init__", False),
     "after the folders are opened": (Targets, "__init__", True),
-    "after the log is written": (Run, "_write_log", True),
-    "after the others are looked at": (Run, "append", False),
+    "after the log is written": (Transaction, "_write_log", True),
+    "after the others are looked at": (Transaction, "append", False),
     "before a file is staged": (Replacement, "stage", False),
     "after a file is staged": (Replacement, "stage", True),
     "before the renames": (Replacement, "commit", False),
@@ -427,7 +427,7 @@ def test_files_of_another_user_beside_a_run_that_rolled_back_do_not_keep_it_from
     paths = several(ALICE, folder)
     old = [path.read_bytes() for path in paths]
     at = At(Staged, "take_place", lambda: only(folder, "*-1.tmp").unlink(), 0, nth=2)
-    dies_at = (replace, "move_back", 1) if end == "rolling back" else (Run, "end", 1)
+    dies_at = (replace, "move_back", 1) if end == "rolling back" else (Transaction, "end", 1)
     run_as(ALICE, "clip", folder, "--max-norm", "1", meanwhile=at, dies_at=dies_at)
     run = only(folder, "*.run").stem
     for number in range(3):
@@ -499,7 +499,8 @@ def test_locks_of_a_user_who_can_only_read_stop_no_writer(root):
         assert run_as(ALICE, *arguments, meanwhile=At(Folder, name, lambda: lock_all(folder))).code == 0
         several(ALICE, folder)
     for name in ("append", "end"):
-        assert run_as(ALICE, *arguments[:4], meanwhile=At(Run, name, lambda: lock_all(folder), after=True)).code == 0
+        at = At(Transaction, name, lambda: lock_all(folder), after=True)
+        assert run_as(ALICE, *arguments[:4], meanwhile=at).code == 0
         several(ALICE, folder)
     assert left_in(folder) == []
 
@@ -508,7 +509,7 @@ CRASHES = {
     "changing files in place": (UndoLog, "save", 3),
     "renaming": (Folder, "rename", 2),
     "before its log was written": (fs, "write_all", 1),
-    "before it was ready": (Run, "append", 1),
+    "before it was ready": (Transaction, "append", 1),
 }
 
 

@@ -24,9 +24,9 @@ from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.recovery import Recovered, recover_at
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.staging import new_mode
 from gradtool.store.transaction.targets import Targets, refuse_collisions
+from gradtool.store.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ class Output:
     in_place: bool
     lock_timeout: float
     created: Path | None = None
-    run: Run | None = None
+    run: Transaction | None = None
 
     @classmethod
     def of(cls, session: Session, choices: Choices, sets: Sequence[GradientSet], created: Path | None = None) -> Self:
@@ -181,7 +181,7 @@ class Output:
     def _replace(
         self,
         session: Session,
-        run: Run,
+        run: Transaction,
         files: Sequence[NewFile],
         work: tuple[Fill, Callable[[], None], Reindex | None],
     ) -> None:
@@ -196,7 +196,7 @@ class Output:
         session.commit_seconds = perf_counter() - began
 
     def _change(
-        self, session: Session, run: Run, files: Sequence[NewFile], fill: Fill, verify: Callable[[], None]
+        self, session: Session, run: Transaction, files: Sequence[NewFile], fill: Fill, verify: Callable[[], None]
     ) -> None:
         targets = {file.shard: _target_of(run, file) for file in files}
         with InPlace(run, list(targets.values())) as journal:
@@ -211,7 +211,7 @@ class Output:
         session.commit_seconds = perf_counter() - began
 
     @contextlib.contextmanager
-    def _registered(self) -> Iterator[Run]:
+    def _registered(self) -> Iterator[Transaction]:
         """What keeps others from the files, of this call or just for writing."""
         if self.run is not None:
             yield self.run
@@ -220,9 +220,9 @@ class Output:
             acquire(run, timeout=self.lock_timeout)
             yield run
 
-    def new_run(self) -> Run:
+    def new_run(self) -> Transaction:
         """What will keep others from the files; it does nothing yet."""
-        return Run(Targets(self.targets, None if self.folder is None else Path(self.folder)), fsync=self.fsync)
+        return Transaction(Targets(self.targets, None if self.folder is None else Path(self.folder)), fsync=self.fsync)
 
     def _target(self, path: Path) -> Path:
         if self.file is not None:
@@ -290,7 +290,7 @@ def opened(
 
 
 @contextlib.contextmanager
-def _explained(run: Run) -> Iterator[None]:
+def _explained(run: Transaction) -> Iterator[None]:
     """What becomes of an error that leaves something to recover: it says so."""
     try:
         yield
@@ -305,7 +305,7 @@ def _explained(run: Run) -> Iterator[None]:
         raise
 
 
-def _target_of(run: Run, file: NewFile) -> Target:
+def _target_of(run: Transaction, file: NewFile) -> Target:
     """What is changed in place for a file, which must still be the one that was read."""
     folder, name = run.place(file.shard.path)
     return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)
@@ -340,7 +340,7 @@ def _found_at(place: Place) -> Sequence[Recovered | InUse]:
     return [one for one in found if not isinstance(one, GradtoolError)]
 
 
-def _try_to_acquire(run: Run, output: Output) -> bool:
+def _try_to_acquire(run: Transaction, output: Output) -> bool:
     """Keep others from the files; False where nothing can be written, and perhaps nothing needs to be.
 
     If something does, it will be refused then.

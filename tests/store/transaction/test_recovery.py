@@ -14,7 +14,7 @@ from support import gradtool, gradtool_json, in_place, registered, snapshot, wri
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, recover, zero
 from gradtool.store.fs import Folder
-from gradtool.store.transaction import run as run_module
+from gradtool.store.transaction import transaction as transaction_module
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import line_of
 from gradtool.store.transaction.logfiles import logs_in
@@ -271,7 +271,7 @@ def test_a_pointer_whose_record_is_gone_says_what_to_do(tmp_path):
 def test_the_run_of_another_user_is_theirs_to_recover(tmp_path, monkeypatch):
     paths = files_in(tmp_path)
     # Of a process that is no more: the boot that it belonged to is over.
-    monkeypatch.setattr(run_module, "boot", lambda: "another")
+    monkeypatch.setattr(transaction_module, "boot", lambda: "another")
     half_changed(paths)
     before = snapshot(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 4321)

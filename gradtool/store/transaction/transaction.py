@@ -1,4 +1,4 @@
-"""One writing run while it lives: its transaction log, its lock, and the names of the files that it makes."""
+"""The transaction of a live run: its log, its lock, and the names of the files that it makes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _LONGEST = -(1 << 63)
 _NUMBERS = 6
 
 
-class Run:
-    """A run that will write the given targets, which need not exist."""
+class Transaction:
+    """What a run registers before it writes its targets, which need not exist."""
 
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
         self.fsync = fsync

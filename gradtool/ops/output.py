@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gradtool.ops.passes import Inputs, Session
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.guard import Place
+    from gradtool.store.transaction.guard import Scope
 
     # Fills the new files, of which it is given the temporaries; given none, does all the work and writes nothing.
     Fill = Callable[[Mapping[Shard, File]], None]
@@ -331,7 +331,7 @@ def _open_to_write(inputs: Inputs, deadline: float) -> Session:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _found_at(place: Place) -> Sequence[Recovered | InUse]:
+def _found_at(place: Scope) -> Sequence[Recovered | InUse]:
     """The runs at a place, those that died brought to their end."""
     found = recover_at(place)[0] if os.path.isdir(place.folder) else []  # noqa: PTH112 - Path's own may raise
     for one in found:

@@ -21,7 +21,7 @@ from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.blocks import covered, halved, plan
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import default_threads, run
-from gradtool.store.transaction.guard import Place, refuse_unfinished, refuse_unfinished_at
+from gradtool.store.transaction.guard import Scope, refuse_unfinished, refuse_unfinished_at
 
 if TYPE_CHECKING:
     import os
@@ -178,14 +178,14 @@ class Inputs:
             sets, selected, self.choice.backend, self.choice.why, self.threads, self.progress, began=self.began
         )
 
-    def places(self, error: GradtoolError | None = None) -> list[Place]:
+    def places(self, error: GradtoolError | None = None) -> list[Scope]:
         """What the paths are about, whether they can be opened or not; or those files that an error is about."""
         files = [problem.file for problem in error.problems if problem.file] if error else []
-        places: dict[Place, None] = {}
+        places: dict[Scope, None] = {}
         for path in files or self.paths:
             # Where the current folder is gone, a relative path has no place.
             with contextlib.suppress(OSError):
-                places |= dict.fromkeys(Place.of(path))
+                places |= dict.fromkeys(Scope.of(path))
         return list(places)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.ops import arguments
 from gradtool.store import signals
-from gradtool.store.transaction.guard import Place
+from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
@@ -100,12 +100,12 @@ def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolErro
     return error
 
 
-def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Place, bool]:
+def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
     """What the paths are about, and whether its folder is there; of the others, what is wrong with them."""
-    places: dict[Place, bool] = {}
+    places: dict[Scope, bool] = {}
     for path in paths:
         try:
-            places |= {place: os.path.lexists(place.folder) for place in Place.of(path)}
+            places |= {place: os.path.lexists(place.folder) for place in Scope.of(path)}
         except SystemRefusedError as error:
             problems += error.problems
     return places

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from gradtool.store.transaction.guard import Place
+    from gradtool.store.transaction.guard import Scope
     from gradtool.store.transaction.log import Log
 
 
@@ -69,21 +69,21 @@ def _settle(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | N
         return Recovered(outcome, len(home.moves or home.changes), home.pid, home.path)
 
 
-def recover_at(place: Place, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
-    """Recover every crashed run that is about a place, and remove the orphans there.
+def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
+    """Recover every crashed run that is in a scope, and remove the orphans there.
 
     Returns what became of each run, or why it could not be recovered; and the number of orphans that were removed.
     """
     found: list[Recovered | InUse | GradtoolError] = []
     try:
-        folder = Folder.at(place.folder)
+        folder = Folder.at(scope.folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadInputError("no such folder", file=place.folder, code="missing-file") from error
+        raise BadInputError("no such folder", file=scope.folder, code="missing-file") from error
     except OSError as error:
-        raise from_os_error(error, place.folder) from error
+        raise from_os_error(error, scope.folder) from error
     with folder:
         for log in logs_in(folder):
-            if is_about(log, folder, place.name):
+            if is_about(log, folder, scope.name):
                 try:
                     found += filter(None, [settle(log, force=force)])
                 except GradtoolError as error:

@@ -202,7 +202,7 @@ def in_place(run, paths, nbytes=20):
     """What changes files in place that a run has."""
     targets = []
     for path in paths:
-        folder, name = run.place(path)
+        folder, name = run.locate(path)
         targets.append(Target(folder.file(name), path.stat(), nbytes))
     return InPlace(run, targets)
 

@@ -284,7 +284,7 @@ def opened(
             session = inputs.open()
             output = Output.of(session, choices, owned(session.sets), created)
         for target in output.targets:
-            run.place(target)
+            run.locate(target)
         refuse_unfinished((shard.path for shard in session.shards), own=run.id)
         yield session, replace(output, run=run if is_held else None)
 
@@ -307,7 +307,7 @@ def _explained(run: Transaction) -> Iterator[None]:
 
 def _target_of(run: Transaction, file: NewFile) -> Target:
     """What is changed in place for a file, which must still be the one that was read."""
-    folder, name = run.place(file.shard.path)
+    folder, name = run.locate(file.shard.path)
     return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)
 
 

@@ -67,7 +67,7 @@ class Replacement:
         is holes. A target that `is_new` replaces nothing.
         """
         signals.heed()
-        folder, name = self._transaction.place(target)
+        folder, name = self._transaction.locate(target)
         # Until the temporary is removed, the log must stay.
         self._transaction.is_left = True
         number, temporary = self._transaction.new_name("tmp")

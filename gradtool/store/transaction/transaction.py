@@ -62,9 +62,9 @@ class Transaction:
         """The folder with the log."""
         return next(iter(self.targets.names))
 
-    def place(self, target: Path) -> tuple[Folder, str]:
+    def locate(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
-        return self.targets.place(target)
+        return self.targets.locate(target)
 
     def register(self) -> None:
         """Write the log to the home, and a pointer to it to every other folder."""

@@ -280,7 +280,7 @@ def opened(
     output = Output.of(session, choices, owned(session.sets), created)
     with signals.deferred(), output.new_run() as run, _explained(run):
         is_held = _try_to_acquire(run, output)
-        if run.met_others or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
+        if run.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             session = inputs.open()
             output = Output.of(session, choices, owned(session.sets), created)
         for target in output.targets:
@@ -295,7 +295,7 @@ def _explained(run: Transaction) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if run.is_left:
+        if run.leaves_files:
             error.add_note(_REMEDY)
         if run.needs_recovery and isinstance(error, GradtoolError) and "gradtool recover" not in str(error):
             problem = error.problems[0]

@@ -61,14 +61,14 @@ class InPlace:
             (folders.index(one.file.folder), one.file.name, one.stat.st_size, one.stat.st_ino) for one in self._targets
         ]
         # From here on, the log must stay until the clean-up is complete.
-        self._transaction.is_left = True
+        self._transaction.leaves_files = True
         try:
             with os_errors_about(self._transaction.home.path):
                 self._transaction.mark()
                 self._transaction.sync()
                 self._transaction.append(changes=changes)
         except BaseException:
-            self._transaction.is_left = self._transaction.needs_recovery
+            self._transaction.leaves_files = self._transaction.needs_recovery
             raise
         return self
 
@@ -77,7 +77,7 @@ class InPlace:
             self._put_back()
         if self._transaction.needs_recovery:
             return
-        self._transaction.is_left = not remove_all(self._logs)
+        self._transaction.leaves_files = not remove_all(self._logs)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 

@@ -45,7 +45,7 @@ def acquire(transaction: Transaction, *, timeout: float = 0.0) -> None:
                 transaction.append(ready=True, fsync=False)
             return
         transaction.withdraw()
-        transaction.met_others = True
+        transaction.may_be_stale = True
         _wait(*rival, deadline)
 
 
@@ -56,7 +56,7 @@ def _rival(transaction: Transaction, deadline: float) -> tuple[InUse, Path] | No
         other = rival[0].log
         if other.ready or other.run < transaction.id or time.monotonic() > patience:
             return rival
-        transaction.met_others = True
+        transaction.may_be_stale = True
         _pause()
     return None
 
@@ -72,7 +72,7 @@ def _find_rival(transaction: Transaction) -> tuple[InUse, Path] | None:
             # One that only cleans up writes no target any more.
             if isinstance(found, InUse) and not (found.log.done or found.log.undone):
                 return found, folder.path / min(shared)
-            transaction.met_others = True
+            transaction.may_be_stale = True
     return None
 
 

@@ -46,7 +46,7 @@ class Replacement:
             return
         files = [*((one.folder, one.temporary.name) for one in self._staged), *self._backups]
         gone = [remove(folder, name) for folder, name in files]
-        self._transaction.is_left = not all(gone)
+        self._transaction.leaves_files = not all(gone)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
@@ -69,7 +69,7 @@ class Replacement:
         signals.heed()
         folder, name = self._transaction.locate(target)
         # Until the temporary is removed, the log must stay.
-        self._transaction.is_left = True
+        self._transaction.leaves_files = True
         number, temporary = self._transaction.new_name("tmp")
         with os_errors_about(target):
             mode = mode_for(original, folder.status(name), mode)

@@ -37,7 +37,7 @@ class Transaction:
         self.id = ""
         self.key = os.urandom(16).hex()
         # The files may have changed while we waited for other runs.
-        self.met_others = False
+        self.may_be_stale = False
         self.targets = targets
         self._pid = os.getpid()
         # The folders that have our log or a pointer to it, and the log's markers.
@@ -47,7 +47,7 @@ class Transaction:
         self._size = 0
         self._numbers = itertools.count()
         # Recovery needs the log to find the files that are left.
-        self.is_left = False
+        self.leaves_files = False
         # Only recovery may roll the run forward or back.
         self.needs_recovery = False
 
@@ -132,7 +132,7 @@ class Transaction:
 
     def leave_to_recovery(self) -> None:
         """Do nothing more; a later run will roll this one forward or back."""
-        self.is_left = self.needs_recovery = True
+        self.leaves_files = self.needs_recovery = True
 
     def close(self) -> None:
         """Remove the log, its pointers first, and close the lock and all folders."""
@@ -213,7 +213,7 @@ class Transaction:
             logged, marked = self._logged, self._marked
             self._lock = self._log = -1
             self._logged, self._marked, self._size = [], [], 0
-            if not self.is_left:
+            if not self.leaves_files:
                 self._clear(logged, marked)
 
     def _clear(self, logged: Sequence[Folder], marked: Sequence[tuple[Folder, str]]) -> None:

@@ -57,7 +57,7 @@ def perform(command: str, call: Callable[[Any], Any], *, json: bool, quiet: bool
             report.complain(getattr(result, "warnings", ()), level="warning")
     except KeyboardInterrupt as error:
         # Not in main(): Typer would turn it into an exit code and drop the rest.
-        return interrupted(error, work_done=result is not None or signals.is_past_return())
+        return interrupted(error, work_done=result is not None or signals.is_committed())
     return EXIT_FOUND if problems else EXIT_OK
 
 
@@ -141,7 +141,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
     global pending, was_spared, _has_ended  # noqa: PLW0603
     if _has_ended:
         return
-    if (_is_ending or signals.is_past_return()) and not was_spared:
+    if (_is_ending or signals.is_committed()) and not was_spared:
         was_spared = True
         return
     _has_ended = True

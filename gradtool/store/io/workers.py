@@ -102,7 +102,7 @@ def run(
         for _ in range(started):
             # Python hears of a signal that came just before it began to wait only when it next wakes up.
             while not queue.left.acquire(timeout=_HEARTBEAT_SECONDS):
-                signals.heed()
+                signals.deliver()
     except BaseException:
         # A thread that only starts now finds nothing to do. Not Thread.join, which does not survive being interrupted.
         # Nor may a second Ctrl-C make anybody undo what a thread is still doing.
@@ -214,7 +214,7 @@ def _drain(queue: _Queue) -> None:
             began, moved = perf_counter(), clock.read + clock.write
             task(channel)
             # In the only thread there is.
-            signals.heed()
+            signals.deliver()
             clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
             clock.workers = 1
         channel.check()

@@ -54,7 +54,7 @@ class InPlace:
     def __enter__(self) -> Self:
         for target in self._targets:
             _refuse_unwritable(target, fsync=self._transaction.fsync)
-            signals.heed()
+            signals.deliver()
         self._refuse_full_disk()
         folders = self._transaction.targets.folders
         changes = [
@@ -113,11 +113,11 @@ class InPlace:
                     raise changed_meanwhile(file.path)
                 if self._transaction.fsync:
                     fs.sync(fd)
-            signals.heed()
+            signals.deliver()
         with os_errors_about(self._transaction.home.path):
             self._transaction.append(done=True)
         self._committed = True
-        signals.pass_return()
+        signals.mark_committed()
 
     def _refuse_full_disk(self) -> None:
         """Refuse now what would run out of disk space later: undo logs in the home, and holes that are filled."""

@@ -37,7 +37,7 @@ def acquire(transaction: Transaction, *, timeout: float = 0.0) -> None:
     """
     deadline = time.monotonic() + timeout
     while True:
-        signals.heed()
+        signals.deliver()
         transaction.register()
         rival = _rival(transaction, deadline)
         if rival is None:
@@ -86,4 +86,4 @@ def _wait(rival: InUse, target: Path, deadline: float) -> None:
 
 def _pause() -> None:
     time.sleep(_POLL_SECONDS)
-    signals.heed()
+    signals.deliver()

@@ -66,7 +66,7 @@ class Replacement:
         file gets `mode`, or less if it replaces one that had less. With `ranges`, only these are reserved, and the rest
         is holes. A target that `is_new` replaces nothing.
         """
-        signals.heed()
+        signals.deliver()
         folder, name = self._transaction.locate(target)
         # Until the temporary is removed, the log must stay.
         self._transaction.leaves_files = True
@@ -93,7 +93,7 @@ class Replacement:
         """
         for staged in self._staged:
             staged.finish(fsync=self._transaction.fsync)
-            signals.heed()
+            signals.deliver()
         for staged in self._staged:
             if not staged.is_unchanged():
                 raise changed_meanwhile(staged.target)
@@ -138,7 +138,7 @@ class Replacement:
             self._transaction.needs_recovery = False
             raise
         self._committed = True
-        signals.pass_return()
+        signals.mark_committed()
         self._transaction.needs_recovery = False
 
     def _back_up(self) -> None:

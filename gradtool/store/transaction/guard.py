@@ -13,7 +13,7 @@ from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
-from gradtool.store.transaction.targets import refuse_trap
+from gradtool.store.transaction.targets import refuse_foreign_link
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +36,7 @@ class Scope(NamedTuple):
         An index is about all shards beside it. Links of other users count only if they lead to files of theirs; if such
         a link leads the path itself elsewhere, that is a `SystemRefusedError`.
         """
-        refuse_trap(path)
+        refuse_foreign_link(path)
         real = Path(os.path.realpath(path))
         # Path's own methods raise for impossible names and without permission.
         if not (os.path.isdir(real) or path.endswith((os.sep, _INDEX))):  # noqa: PTH112
@@ -49,7 +49,7 @@ class Scope(NamedTuple):
                 target = Path(os.path.realpath(link))
                 if link.endswith((_SUFFIX, _INDEX)) and os.path.lexists(target):
                     with contextlib.suppress(SystemRefusedError):
-                        refuse_trap(link)
+                        refuse_foreign_link(link)
                         scopes.append(cls(target.parent, target.name))
         return scopes
 

@@ -64,7 +64,7 @@ class InPlace:
         self._transaction.leaves_files = True
         try:
             with os_errors_about(self._transaction.home.path):
-                self._transaction.mark()
+                self._transaction.add_markers()
                 self._transaction.sync()
                 self._transaction.append(changes=changes)
         except BaseException:

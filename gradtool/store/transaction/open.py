@@ -14,7 +14,7 @@ from gradtool.store import signals
 from gradtool.store.transaction.guard import could_change
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.logfiles import logs_in
-from gradtool.store.transaction.recovery import settle
+from gradtool.store.transaction.recovery import recover_if_crashed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,7 @@ def _find_rival(transaction: Transaction) -> tuple[InUse, Path] | None:
             shared = log.names & names
             if log.run == transaction.id or not any(could_change(log, folder, name) for name in shared):
                 continue
-            found = settle(log)
+            found = recover_if_crashed(log)
             # One that only cleans up writes no target any more.
             if isinstance(found, InUse) and not (found.log.done or found.log.undone):
                 return found, folder.path / min(shared)
@@ -80,7 +80,7 @@ def _wait(rival: InUse, target: Path, deadline: float) -> None:
     """Wait for a rival to end; if it crashes, it is recovered."""
     if time.monotonic() >= deadline:
         raise rival.error(target)
-    while time.monotonic() < deadline and isinstance(settle(rival.log), InUse):
+    while time.monotonic() < deadline and isinstance(recover_if_crashed(rival.log), InUse):
         _pause()
 
 

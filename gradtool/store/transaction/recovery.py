@@ -35,7 +35,7 @@ class Recovered(NamedTuple):
     log: Path
 
 
-def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
+def recover_if_crashed(log: Log, *, force: bool = False) -> Recovered | InUse | None:
     """Recover a run if it crashed, with `force` even if other programs changed its files since; None if it has ended.
 
     Raises:
@@ -46,7 +46,7 @@ def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
         return None
     try:
         with Folder.at(known.path.parent) as folder:
-            return _settle(folder, known, force=force)
+            return _recover(folder, known, force=force)
     except GradtoolError:
         raise
     except OSError as error:
@@ -55,7 +55,7 @@ def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
         raise from_os_error(error, known.path) from error
 
 
-def _settle(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
+def _recover(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
     lock_fd = claim(folder, known)
     if lock_fd is None or isinstance(lock_fd, InUse):
         return lock_fd
@@ -85,7 +85,7 @@ def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | I
         for log in logs_in(folder):
             if is_about(log, folder, scope.name):
                 try:
-                    found += filter(None, [settle(log, force=force)])
+                    found += filter(None, [recover_if_crashed(log, force=force)])
                 except GradtoolError as error:
                     found.append(error)
         try:

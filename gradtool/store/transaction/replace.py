@@ -148,7 +148,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 folder.link(staged.name, backup)
                 self._backups.append((folder, backup))
-        self._transaction.mark()
+        self._transaction.add_markers()
         self._transaction.sync()
 
     def _move(self, staged: Staged) -> Move:

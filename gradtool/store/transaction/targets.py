@@ -110,7 +110,7 @@ class Targets:
             folder, name = self.folders[0], path.name
         else:
             folder, name, links = self._follow(path)
-            _refuse_trap(path, links, folder, name)
+            _refuse_foreign(path, links, folder, name)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
 
@@ -169,7 +169,7 @@ class Targets:
         return known, tuple(foreign)
 
 
-def refuse_trap(path: str) -> None:
+def refuse_foreign_link(path: str) -> None:
     """Refuse a path that a link of another user leads to a file that is not that user's; no other is refused here."""
     try:
         Targets([Path(path)]).close()
@@ -216,7 +216,7 @@ def _foreign(path: str, status: os.stat_result) -> list[_Link]:
     return [] if status.st_uid in (0, os.geteuid()) else [_Link(path, status.st_uid)]
 
 
-def _refuse_trap(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
+def _refuse_foreign(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
     """Refuse a link of another user to a file that that user may not be able to change."""
     status = folder.status(name)
     owner = folder.owner if status is None else status.st_uid

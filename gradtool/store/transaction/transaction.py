@@ -103,7 +103,7 @@ class Transaction:
             self.leave_to_recovery()
             raise
 
-    def mark(self) -> None:
+    def add_markers(self) -> None:
         """Make a marker for each target in folders that not every user may list."""
         for folder, names in self.targets.names.items():
             classes = [(folder.mode >> shift) & (stat.S_IROTH | stat.S_IXOTH) for shift in (0, 3, 6)]

@@ -11,7 +11,7 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefused
 from gradtool.options import RecoverOptions, Sets
 from gradtool.signatures import complete, documented
 from gradtool.store import signals
-from gradtool.store.transaction.guard import Place
+from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
@@ -99,12 +99,12 @@ def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolErro
     return error
 
 
-def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Place, bool]:
+def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
     """What the paths are about, and whether its folder is there; of the others, what is wrong with them."""
-    places: dict[Place, bool] = {}
+    places: dict[Scope, bool] = {}
     for path in paths:
         try:
-            places |= {place: os.path.lexists(place.folder) for place in Place.of(path)}
+            places |= {place: os.path.lexists(place.folder) for place in Scope.of(path)}
         except SystemRefusedError as error:
             problems += error.problems
     return places

@@ -87,7 +87,7 @@ def _emptied_token(token: re.Match[bytes]) -> bytes:
     return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
 
 
-def refuse_lies(path: Path, text: bytes, size: int) -> None:
+def refuse_wrong_offsets(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
 
     Raises:

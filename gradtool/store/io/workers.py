@@ -67,7 +67,7 @@ def run(
         for _ in range(started):
             # Python does not handle a signal that arrived just before a wait until the wait ends.
             while not queue.left.acquire(timeout=_HEARTBEAT_SECONDS):
-                signals.heed()
+                signals.deliver()
     except BaseException:
         # Not Thread.join, which does not survive an interrupt. A thread that only starts now finds nothing to do, and a
         # second Ctrl-C must not roll back what a thread is still writing.
@@ -174,7 +174,7 @@ def _drain(queue: _Queue) -> None:
                 began, moved = perf_counter(), clock.read + clock.write
                 task(channel)
                 # Where there is no other thread, this one handles signals.
-                signals.heed()
+                signals.deliver()
                 clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
                 clock.workers = 1
             channel.check()

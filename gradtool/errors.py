@@ -179,6 +179,11 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
     return refused
 
 
+def unfinished(message: str, file: str | os.PathLike[str] | None) -> SystemRefusedError:
+    """The error for a file that a crashed run, or a live one, may leave half changed."""
+    return SystemRefusedError(message, file=file, code="unfinished")
+
+
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
     """The error for a file that is no longer the one whose header was read."""
     return SystemRefusedError("was changed by another program in the meantime; run again", file=file, code="changed")

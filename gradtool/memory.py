@@ -30,11 +30,6 @@ def left() -> float:
     return min(limit - taken[field] for limit, field in limits)
 
 
-def is_limited() -> bool:
-    """Whether there is a limit."""
-    return left() < math.inf
-
-
 def require(nbytes: int) -> None:
     """Raise `MemoryError` if that much is not left."""
     if left() < nbytes:

@@ -68,7 +68,8 @@ def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
     error.__traceback__ = None
     if isinstance(error, ImportError):
         # A module may be too large to load under a memory limit.
-        why = f"not enough memory, perhaps: {memory.REMEDY}" if memory.is_limited() else "install gradtool again"
+        is_limited = memory.left() < float("inf")
+        why = f"not enough memory, perhaps: {memory.REMEDY}" if is_limited else "install gradtool again"
         return SystemRefusedError(f"cannot load {error.name or 'a module'}; {why}")
     if isinstance(error, MemoryError):
         return SystemRefusedError(f"out of memory; use fewer --threads, or {memory.REMEDY}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 # Shorter work gets no progress bar.
-_PATIENCE_SECONDS = 0.5
+PATIENCE_SECONDS = 0.5
 _REFRESH_SECONDS = 0.1
 # On stderr; JSON lists all.
 _MAX_PROBLEM_LINES = 20
@@ -97,7 +97,7 @@ def progress(label: str, *, wanted: bool) -> Iterator[Callable[[int, int], None]
         yield None
         return
     bar: Progress | None = None
-    due = time.perf_counter() + _PATIENCE_SECONDS
+    due = time.perf_counter() + PATIENCE_SECONDS
     with contextlib.ExitStack() as stack:
 
         def advance(done: int, whole: int) -> None:

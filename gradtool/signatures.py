@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, cleandoc, signature
 from types import NoneType, UnionType
@@ -161,8 +160,9 @@ def documented(function: _Function) -> _Function:
     full = brief.replace(parameters=[_parameter(one) for one in declared])
     function.__signature__ = full  # type: ignore[attr-defined]
     # Python -OO has no docstrings.
-    head, *tail = re.split(r"(?m)^(?=Returns:|Raises:)", cleandoc(function.__doc__ or ""), maxsplit=1)
-    function.__doc__ = "\n".join([head + "Args:", *map(_entry, declared), "", *tail])
+    text = cleandoc(function.__doc__ or "")
+    head, title, tail = text.partition("Returns:\n" if "Returns:\n" in text else "Raises:\n")
+    function.__doc__ = "\n".join([head + "Args:", *map(_entry, declared), "", title + tail])
     return function
 
 

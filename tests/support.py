@@ -37,6 +37,7 @@ NUMPY_TYPES = {
 SAMPLES = Path(__file__).parent.parent / "sample_data"
 # -P: what is installed, and not what lies in the current folder.
 COMMAND = [sys.executable, "-P", "-m", "gradtool"]
+ONES = np.ones(2, np.float32)
 # What a backend finds in a block.
 FACTS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
 VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -141,6 +142,11 @@ def write(path, tensors, metadata=None, padding=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(build(tensors, metadata, padding))
     return path
+
+
+def sample(folder):
+    """A file whose norm is 5."""
+    return write(folder / "x.safetensors", {"a": encode([3, 4], "F32"), "b": encode([0, 0], "BF16")})
 
 
 def write_index(folder, shards, weight_map=None):

@@ -17,6 +17,7 @@ from tiers import PARTS, in_parts, up_to
 
 import gradtool
 from gradtool import BadInputError, SystemRefusedError
+from gradtool.store.transaction import locks
 from gradtool.store.transaction.inplace import InPlace
 
 
@@ -127,7 +128,7 @@ class Scene:
         folders = [self.place.root, *(folder for folder in self.folders if folder.is_dir())]
         try:
             # The machine was started again since, so no process is the one that a log names.
-            with mock.patch("gradtool.store.transaction.locks.boot", return_value="another"):
+            with mock.patch.object(locks, "boot", return_value="another"):
                 done = gradtool.recover(folders[::-1] if backwards else folders)
         except SystemRefusedError as error:
             return str(error)

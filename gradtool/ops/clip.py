@@ -73,17 +73,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("clip", ClipOptions, options)
-    policy = Policy(
-        max_norm=chosen["max_norm"],
-        max_value=chosen["max_value"],
-        norm_type=chosen["norm_type"],
-        eps=chosen["eps"],
-        per_tensor=chosen["per_tensor"],
-        total_norm=chosen["total_norm"],
-        unscale=chosen["unscale"],
-        nonfinite=chosen["nonfinite"],
-    )
-    policy.check()
+    policy = Policy.of(chosen)
     output_options = output_options_of(chosen)
     with Call.of(paths, chosen).open_to_write(output_options) as (session, output):
         session.engine.expected_bytes = 2 * DISCARD.nbytes(session.selected)

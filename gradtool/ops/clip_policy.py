@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.measurement import Measurement, Norms
+    from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
 
 
@@ -41,6 +42,27 @@ class Policy:
     unscale: float
     nonfinite: str
 
+    @classmethod
+    def of(cls, chosen: ClipOptions) -> Self:
+        """The policy of complete options; raises `UsageError` where these contradict each other."""
+        policy = cls(
+            max_norm=chosen["max_norm"],
+            max_value=chosen["max_value"],
+            norm_type=chosen["norm_type"],
+            eps=chosen["eps"],
+            per_tensor=chosen["per_tensor"],
+            total_norm=chosen["total_norm"],
+            unscale=chosen["unscale"],
+            nonfinite=chosen["nonfinite"],
+        )
+        if (policy.max_norm is None) == (policy.max_value is None):
+            raise UsageError("give either --max-norm or --max-value")
+        if policy.max_value is not None and (policy.per_tensor or policy.total_norm is not None):
+            raise UsageError("--max-value takes neither --per-tensor nor --total-norm: it knows no norm")
+        if policy.per_tensor and policy.total_norm is not None:
+            raise UsageError("--per-tensor and --total-norm exclude each other")
+        return policy
+
     def coef(self, norm: float) -> float:
         """What clips a norm to the limit; 1 or more where there is nothing to clip."""
         return clip_coef(self.max_norm, norm, self.eps)
@@ -63,15 +85,6 @@ class Policy:
     def limit(self) -> float:
         """What a value is clamped to."""
         return math.inf if self.max_value is None else abs(self.max_value)
-
-    def check(self) -> None:
-        """Raise `UsageError` where options contradict each other."""
-        if (self.max_norm is None) == (self.max_value is None):
-            raise UsageError("give either --max-norm or --max-value")
-        if self.max_value is not None and (self.per_tensor or self.total_norm is not None):
-            raise UsageError("--max-value takes neither --per-tensor nor --total-norm: it knows no norm")
-        if self.per_tensor and self.total_norm is not None:
-            raise UsageError("--per-tensor and --total-norm exclude each other")
 
 
 class Decision(NamedTuple):

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    Buffer = bytes | bytearray | memoryview
-
 # A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
 SECTOR = 512
 # The file system does not support the call.
@@ -29,8 +27,17 @@ UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # The name now leads to a link, a folder, a socket or nothing.
 _REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
 _TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Needs permission to pass through the folder, not to list it.
-_TO_SEARCH = _TO_LIST | getattr(os, "O_PATH", 0)
+_TO_SEARCH = _TO_LIST | getattr(os, "O_PATH", 0)  # Works without permission to list the folder.
+
+
+@contextlib.contextmanager
+def where_supported() -> Iterator[None]:
+    """Ignore that the file system does not support a call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
 
 
 @contextlib.contextmanager
@@ -116,10 +123,9 @@ class Folder:
         try:
             return os.listdir(self.fd)  # noqa: PTH208 - a descriptor has no Path
         except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
-            # It could be opened with O_PATH only.
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
+            if error.errno == errno.EBADF:  # It was opened with O_PATH.
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
+            raise
 
     def status(self, name: str) -> os.stat_result | None:
         """The status of a name, links not followed; None if it does not exist."""
@@ -190,11 +196,8 @@ class Folder:
 
     def sync(self) -> None:
         """Sync its entries, on file systems that can sync a folder."""
-        try:
+        with where_supported():
             sync(self.fd)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
 
 
 def open_folder(path: Path | str, within: int | None = None) -> int:
@@ -210,7 +213,7 @@ def open_to_search(path: Path | str, within: int | None = None) -> int:
     return os.open(path, _TO_SEARCH, dir_fd=within)
 
 
-def write_all(fd: int, parts: Sequence[Buffer], begin: int) -> int:
+def write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview], begin: int) -> int:
     """Write the parts one after another from byte `begin` on, in as many calls as that takes; the bytes written."""
     views, done = [memoryview(part) for part in parts], 0
     while views:
@@ -235,11 +238,8 @@ def reserve(fd: int, begin: int, end: int) -> None:
     if begin == end or not hasattr(os, "posix_fallocate"):
         return
     step()
-    try:
+    with where_supported():
         os.posix_fallocate(fd, begin, end - begin)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
 
 
 def change_mode(fd: int, mode: int) -> None:

@@ -62,21 +62,7 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("accumulate", AccumulateOptions, options)
-    policy = Policy(
-        overwrite=chosen["overwrite"],
-        weights=chosen["weight"] or None,
-        weight_key=chosen["weight_key"],
-        mean=chosen["mean"],
-        missing=chosen["missing"],
-        create=chosen["create"],
-        dtype=chosen["dtype"],
-        max_norm=chosen["max_norm"],
-        clip_each=chosen["clip_each"],
-        norm_type=chosen["norm_type"],
-        eps=chosen["eps"],
-        nonfinite=chosen["nonfinite"],
-    )
-    policy.check()
+    policy = Policy.of(chosen)
     output_options = output_options_of(chosen)
     if policy.create and output_options.is_elsewhere:
         raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")

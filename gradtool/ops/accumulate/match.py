@@ -9,7 +9,7 @@ from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops.accumulate.broadcast import is_broadcastable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gradtool.store.format.gradset import GradientSet, Selected
@@ -49,20 +49,7 @@ def match(
     for (gradient, selected), weight in zip(gradients, weights, strict=True):
         home = {one.tensor.name: one for one in selected}
         if not skip:
-            problems += [
-                Problem(
-                    "missing-tensor", "is only in the buffer; use --missing skip to continue", str(gradient.path), name
-                )
-                for name in numbers
-                if name not in home
-            ]
-            problems += [
-                Problem(
-                    "extra-tensor", "is not in the buffer; use --missing skip to continue", str(one.shard.path), name
-                )
-                for name, one in home.items()
-                if name not in numbers
-            ]
+            problems += _unmatched(gradient, home, numbers)
         matched = {numbers[name]: one for name, one in home.items() if name in numbers}
         if skip and targets and not matched:
             message = "has no tensor of the buffer's; --missing skip needs at least one"
@@ -78,10 +65,20 @@ def match(
     return contributions
 
 
+def _unmatched(gradient: GradientSet, home: Mapping[str, Selected], numbers: Mapping[str, int]) -> list[Problem]:
+    remedy = "use --missing skip to continue"
+    missing = [name for name in numbers if name not in home]
+    extra = [one for name, one in home.items() if name not in numbers]
+    return [
+        *(Problem("missing-tensor", f"is only in the buffer; {remedy}", str(gradient.path), name) for name in missing),
+        *(Problem("extra-tensor", f"is not in the buffer; {remedy}", str(i.shard.path), i.tensor.name) for i in extra),
+    ]
+
+
 def _misfit(one: Selected, target: Selected) -> Problem:
     message = (
-        f"has shape {list(one.tensor.shape)}, which does not broadcast to the buffer's {list(target.tensor.shape)}; "
-        f"a gradient is never larger than its buffer"
+        f"shape {list(one.tensor.shape)} does not broadcast to the buffer's {list(target.tensor.shape)}; a gradient is "
+        f"never larger than its buffer"
     )
     return Problem("shape", message, str(one.shard.path), one.tensor.name)
 
@@ -107,7 +104,7 @@ def _weight_of(gradient: GradientSet, key: str) -> float:
     found: dict[float, Path] = {}
     for shard in gradient.shards:
         if key not in shard.metadata:
-            raise BadInputError(f"has no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
+            raise BadInputError(f"no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
         text = shard.metadata[key]
         try:
             # Python reads 1_000 and the digits of every script too; metadata that says so may mean something else.
@@ -115,7 +112,7 @@ def _weight_of(gradient: GradientSet, key: str) -> float:
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight):
-            message = f"has {key!r} = {text!r} in its metadata, which is no number; use --weight"
+            message = f"{key!r} = {text!r} in its metadata is not a number; use --weight"
             raise BadInputError(message, file=shard.path, code="weight")
         found[weight] = shard.path
     if len(found) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from gradtool.backends import NormSpec
 from gradtool.errors import BadInputError, UsageError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.measurement import Measurement
+    from gradtool.options import AccumulateOptions
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,29 @@ class Policy:
     norm_type: float
     eps: float
     nonfinite: str
+
+    @classmethod
+    def of(cls, chosen: AccumulateOptions) -> Self:
+        """The policy of complete options; raises `UsageError` where these contradict each other."""
+        policy = cls(
+            overwrite=chosen["overwrite"],
+            weights=chosen["weight"] or None,
+            weight_key=chosen["weight_key"],
+            mean=chosen["mean"],
+            missing=chosen["missing"],
+            create=chosen["create"],
+            dtype=chosen["dtype"],
+            max_norm=chosen["max_norm"],
+            clip_each=chosen["clip_each"],
+            norm_type=chosen["norm_type"],
+            eps=chosen["eps"],
+            nonfinite=chosen["nonfinite"],
+        )
+        if policy.weights is not None and policy.weight_key is not None:
+            raise UsageError("--weight and --weight-key exclude each other")
+        if policy.dtype is not None and not policy.create:
+            raise UsageError("--dtype is the type of a buffer that --create makes")
+        return policy
 
     @property
     def spec(self) -> NormSpec:
@@ -73,10 +97,3 @@ class Policy:
         if self.mean and sum_ == 0:
             raise BadInputError("the weights add up to 0; there is no mean", code="weight")
         return sum_
-
-    def check(self) -> None:
-        """Raise `UsageError` where options contradict each other."""
-        if self.weights is not None and self.weight_key is not None:
-            raise UsageError("--weight and --weight-key exclude each other")
-        if self.dtype is not None and not self.create:
-            raise UsageError("--dtype is the type of a buffer that --create makes")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import sys
-from select import POLLIN, poll
 from typing import Any
 
 from gradtool.errors import BadInputError, os_errors_about
@@ -62,8 +62,8 @@ def _read_stdin() -> bytes:
         if part == b"" or len(text) > MAX_PATH_LIST or _blocks(stream):
             return text
         # A non-blocking pipe returns what it has; only an empty answer, not None, is its end.
-        waiting = poll()
-        waiting.register(stream, POLLIN)
+        waiting = select.poll()
+        waiting.register(stream, select.POLLIN)
         waiting.poll()
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import SystemRefusedError
+from gradtool.errors import unfinished
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.transaction.files import files_of_runs, lock_of, marker_of, name_of, run_of
@@ -47,11 +47,9 @@ class Crashed:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     crashed._add(number, stack.enter_context(Folder.at(path)))
                 if number not in crashed._folders and home.is_unfinished:
-                    raise _unfinished(
-                        home,
-                        f"belongs to an unfinished run with files in {path} too, where its log is missing; restore "
-                        f"that folder, or delete {home.run}* here to keep the data as it is",
-                    )
+                    what = f"belongs to an unfinished run with files in {path} too, where its log is missing"
+                    remedy = f"restore that folder, or delete {home.run}* here to keep the data as it is"
+                    raise unfinished(f"{what}; {remedy}", home.path)
             yield crashed
 
     def _add(self, number: int, folder: Folder) -> None:
@@ -86,9 +84,8 @@ class Crashed:
     def _roll(self, *, force: bool) -> None:
         home = self._home
         if any(step.name not in self._names[step.folder] for step in home.steps):
-            raise _unfinished(
-                home, f"changes files that it does not list; delete {home.run}* to keep the data as it is"
-            )
+            message = f"changes files that it does not list; delete {home.run}* to keep the data as it is"
+            raise unfinished(message, home.path)
         if home.changes:
             self._put_back(force=force)
         elif home.revoked:
@@ -204,10 +201,6 @@ def is_own(folder: Folder, name: str) -> bool:
     """Whether a name is a file of this user."""
     status = folder.status(name)
     return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
-
-
-def _unfinished(home: Log, message: str) -> SystemRefusedError:
-    return SystemRefusedError(message, file=home.path, code="unfinished")
 
 
 def _target_of(folder: Folder, change: Change) -> File | None:

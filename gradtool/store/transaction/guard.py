@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import SystemRefusedError, os_errors_about
+from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
@@ -33,10 +33,8 @@ class Place(NamedTuple):
     def of(cls, path: str) -> list[Self]:
         """The places of a path, which need not exist: its own, and those that links in a folder lead to.
 
-        An index is about all shards beside it. Links of other users count only where they lead to files of theirs.
-
-        Raises:
-            SystemRefusedError: such a link leads the path itself to a file that is not its maker's.
+        An index is about all shards beside it. Links of other users count only if they lead to files of theirs; if such
+        a link leads the path itself elsewhere, that is a `SystemRefusedError`.
         """
         refuse_trap(path)
         real = Path(os.path.realpath(path))
@@ -98,26 +96,19 @@ def is_about(log: Log, folder: Folder, name: str | None) -> bool:
 
 
 def home_of(log: Log) -> Log | None:
-    """The log in the run's home, which says how far it got; None if the run has ended.
-
-    Raises:
-        SystemRefusedError: the run has not ended, but that log is missing.
-    """
+    """The log in the run's home, which says how far the run got; None if it has ended."""
     if log.path == log.home:
         return log
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), Folder.at(log.home.parent) as folder:
         home = read_log(folder, log.home.name)
-        # We write no pointers to pointers, and another user's log does not speak for this one.
+        # A pointer to a pointer is forged, and another user's log is another run's.
         if home is not None and home.path == home.home and home.owner == log.owner:
             return home
     if not log.path.exists():
         return None
-    raise SystemRefusedError(
-        f"belongs to an unfinished run whose log {log.home} is missing; restore that log, or delete this file and "
-        f"{log.run}-* beside it to keep the data as it is",
-        file=log.path,
-        code="unfinished",
-    )
+    what = f"belongs to an unfinished run whose log {log.home} is missing"
+    remedy = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
+    raise unfinished(f"{what}; {remedy}", log.path)
 
 
 def _opened(path: Path) -> Folder:
@@ -140,9 +131,6 @@ def _logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
 def _refuse_if_unfinished(log: Log, file: Path) -> None:
     home = home_of(log)
     if home is not None and home.is_unfinished:
-        raise SystemRefusedError(
-            f"may be half changed by a run ({home.who}) that is still writing, or crashed; wait for it, or use "
-            f"gradtool recover; norm --ignore-journal reads the file as it is",
-            file=file,
-            code="unfinished",
-        )
+        what = f"may be half changed by a run ({home.who}) that is still writing, or crashed"
+        remedy = "wait for it, or use gradtool recover; norm --ignore-journal reads the file as it is"
+        raise unfinished(f"{what}; {remedy}", file)

@@ -7,7 +7,7 @@ import resource
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
+from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs, signals
 from gradtool.store.transaction.files import remove_all
 from gradtool.store.transaction.undolog import Undo, UndoLog
@@ -106,11 +106,7 @@ class InPlace:
         return UndoLog(file, fd, self._run.key, fsync=self._run.fsync, ahead=self._ahead)
 
     def commit(self) -> None:
-        """Sync the changed files and give up their old content.
-
-        Raises:
-            SystemRefusedError: that failed; everything will be put back.
-        """
+        """Sync the changed files and give up their old content; if that fails, everything will be put back."""
         for file, _, _ in self._targets:
             with os_errors_about(file.path), file.opened(os.O_RDONLY) as fd:
                 if not self.is_ours(fd):
@@ -138,11 +134,8 @@ class InPlace:
                 disk = os.statvfs(folder.fd)
             free = disk.f_bavail * disk.f_frsize
             if nbytes > free:
-                raise SystemRefusedError(
-                    f"not enough disk space to write in place: undo logs and filled holes need {nbytes:,} bytes here, "
-                    f"{free:,} are free; free some space",
-                    file=folder.path,
-                )
+                what = f"writing in place needs {nbytes:,} bytes here for undo logs and filled holes, {free:,} are free"
+                raise SystemRefusedError(f"{what}; free some space", file=folder.path)
             if folder is home:
                 # Less on a disk that is nearly full: other threads need space for their undo logs too.
                 self._ahead = min(_MAX_AHEAD, (free - nbytes) // _MAX_UNDO_LOGS)
@@ -159,7 +152,7 @@ class InPlace:
                 raise
             problem = from_os_error(error, run.home.path).problems[0]
             message = f"{problem.message}; some old content could not be put back; run gradtool recover"
-            raise SystemRefusedError(message, file=problem.file, code="unfinished") from error
+            raise unfinished(message, problem.file) from error
 
 
 def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
@@ -176,7 +169,5 @@ def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
         raise changed_meanwhile(file.path)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit not in (resource.RLIM_INFINITY, -1) and now.st_size > limit:
-        raise SystemRefusedError(
-            f"has {now.st_size:,} bytes, but this process may write only {limit:,}; raise the limit (ulimit -f)",
-            file=file.path,
-        )
+        what = f"has {now.st_size:,} bytes, but this process may write only {limit:,}"
+        raise SystemRefusedError(f"{what}; raise the limit (ulimit -f)", file=file.path)

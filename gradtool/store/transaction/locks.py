@@ -9,7 +9,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import SystemRefusedError, os_errors_about
+from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
 from gradtool.store.fs import UNSUPPORTED
 from gradtool.store.transaction.files import lock_of
 from gradtool.store.transaction.log import HOST, boot
@@ -73,11 +73,8 @@ def claim(home: Folder, log: Log) -> int | InUse | None:
             return None
         if _has_process(log):
             return InUse(log)
-        raise SystemRefusedError(
-            f"is the log of a crashed run of user {log.owner}; recover it as that user (gradtool recover)",
-            file=log.path,
-            code="unfinished",
-        )
+        message = f"is the log of a crashed run of user {log.owner}; recover it as that user (gradtool recover)"
+        raise unfinished(message, log.path)
     name = lock_of(log.run)
     with os_errors_about(home.path / name):
         try:

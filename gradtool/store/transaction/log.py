@@ -26,10 +26,10 @@ FORMAT = 2
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Of one log: a hundred thousand files take 15 MB.
 MAX_BYTES = 32_000_000
-_MAX_FILES = 100_000
+MAX_FILES = 100_000
 # The cost of JSON depends on how many values it has: how many of each character a step may have, per file and at least.
 _PER_FILE = {b"[": 1, b"{": 1, b",": 7, b'"': 4}
-_PER_STEP = 100
+PER_STEP = 100
 # A run writes six, and each recovery adds two.
 _MAX_STEPS = 1000
 _MAX_PID = (1 << 31) - 1
@@ -129,25 +129,19 @@ def boot() -> str:
         return ""
 
 
-def line_of(**entry: Any) -> bytes:
-    """One step as a line of a log; raises `BadInputError` if it is too large to be read back."""
+def line_of(file: Path | None = None, /, **entry: Any) -> bytes:
+    """One step as a line of a log; raises `BadInputError` about a file if it is too large to be read back."""
     # Names as the system has them, bytes of no encoding included: escaped, they would take up to three times the space.
     text = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING)
     if len(text) > MAX_BYTES // 2 or not _is_small(text):
-        raise BadInputError(
-            f"the names of the files to write are too many or too long for a transaction log ({len(text):,} bytes of "
-            f"{MAX_BYTES // 2:,} allowed, {_MAX_FILES:,} files); write them in several calls",
-            code="limit",
-        )
+        what = "the names of the files to write are too many or too long for a transaction log"
+        limits = f"{len(text):,} bytes of {MAX_BYTES // 2:,} allowed, {MAX_FILES:,} files"
+        raise BadInputError(f"{what} ({limits}); write them in several calls", file=file, code="limit")
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
-    """The log that a file holds; None before its first line is complete.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, RecursionError: another version wrote it.
-    """
+    """The log in a file, or None before its first line is complete; `ValueError` and others if it is malformed."""
     steps, size = _steps(content)
     if not steps:
         return None
@@ -235,7 +229,7 @@ def _steps(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 def _is_small(text: bytes) -> bool:
     """Whether a step has no more values than the largest that is written; checked before it is parsed."""
-    return all(text.count(character) <= most * _MAX_FILES + _PER_STEP for character, most in _PER_FILE.items())
+    return all(text.count(character) <= most * MAX_FILES + PER_STEP for character, most in _PER_FILE.items())
 
 
 def _beside(path: Path, relative: Any) -> Path:

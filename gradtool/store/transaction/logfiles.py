@@ -8,7 +8,7 @@ import re
 import stat
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import SystemRefusedError, from_os_error, os_errors_about
+from gradtool.errors import SystemRefusedError, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs
 from gradtool.store.transaction.files import MARKER, PREFIX, files_of_runs, log_of
 from gradtool.store.transaction.log import MAX_BYTES, Log, line_of, parse
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _START = re.compile(rb'[0-9a-f]{8} \{"run":\{"id":"(\.gradtool-[0-9a-f]{12})"')
 _START_BYTES = 64
-_MAX_BYTES_IN_FOLDER = 64_000_000
+MAX_BYTES_IN_FOLDER = 64_000_000
 # What the system says of a link, a socket, or a path that cannot exist.
 _NOT_A_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
 
@@ -36,11 +36,7 @@ def is_trusted(owner: int, folder: Folder) -> bool:
 
 
 def logs_in(folder: Folder) -> list[Log]:
-    """Every log and pointer in a folder that can be read.
-
-    Raises:
-        SystemRefusedError: the folder cannot be listed, a log is of another version, or the logs are too large.
-    """
+    """Every log and pointer in a folder that can be read; raises `SystemRefusedError` if they are too large."""
     logs = []
     # By owner, so that the files of one user cannot hide those of another.
     left: dict[int, int] = {}
@@ -50,26 +46,19 @@ def logs_in(folder: Folder) -> list[Log]:
             continue
         trusted = is_trusted(status.st_uid, folder)
         owner = -1 if trusted else status.st_uid
-        left[owner] = left.get(owner, _MAX_BYTES_IN_FOLDER) - status.st_size
+        left[owner] = left.get(owner, MAX_BYTES_IN_FOLDER) - status.st_size
         if left[owner] >= 0:
             log = read_log(folder, name)
             logs += [] if log is None else [log]
         elif trusted:
-            raise SystemRefusedError(
-                f"has more than {_MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run); recover the "
-                f"crashed runs, or delete their logs",
-                file=folder.path,
-                code="limit",
-            )
+            what = f"has more than {MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run)"
+            remedy = "recover the crashed runs, or delete their logs"
+            raise SystemRefusedError(f"{what}; {remedy}", file=folder.path, code="limit")
     return logs
 
 
 def read_log(folder: Folder, name: str) -> Log | None:
-    """A log; None if the file is gone, is no log, or is not complete yet.
-
-    Raises:
-        SystemRefusedError: it cannot be read, or another version wrote it.
-    """
+    """A log; None if the file is gone, is no log, or is not complete yet."""
     try:
         fd = folder.open(name, os.O_RDONLY)
     except OSError as error:
@@ -104,20 +93,17 @@ def _parsed(folder: Folder, name: str, status: os.stat_result, content: bytes) -
         if not is_trusted(status.st_uid, folder):
             return None
         # Its checksums are right. To ignore it could cost the data that it protects.
-        raise SystemRefusedError(
-            f"is a transaction log that this version of gradtool cannot read; recover with the version that wrote it, "
-            f"or delete {name.removesuffix('.run')}* beside it to keep the data as it is",
-            file=folder.path / name,
-            code="unfinished",
-        ) from error
+        what = "is a transaction log that this version of gradtool cannot read"
+        files = f"{name.removesuffix('.run')}*"
+        remedy = f"recover with the version that wrote it, or delete {files} beside it to keep the data as it is"
+        raise unfinished(f"{what}; {remedy}", folder.path / name) from error
 
 
 def append_step(fd: int, begin: int, *, fsync: bool, **entry: Any) -> int:
-    """Append a step at byte `begin`, the end of a log; the bytes it takes.
+    """Append a step at byte `begin`, the end of a log; the bytes it takes. If that fails, it is not in the log.
 
     Raises:
-        OSError: it could not be appended, and is not there.
-        InDoubtError: it may be there or not.
+        InDoubtError: it may be in the log.
     """
     line = line_of(**entry)
     try:

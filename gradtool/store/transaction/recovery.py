@@ -36,13 +36,10 @@ class Recovered(NamedTuple):
 
 
 def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
-    """Recover a run if it crashed; None if it has ended.
-
-    With `force`, files that other programs have changed since are rolled forward or back too.
+    """Recover a run if it crashed, with `force` even if other programs changed its files since; None if it has ended.
 
     Raises:
-        SystemRefusedError: another program changed a file since, the run is another user's, or reading or writing
-            failed; may be repeated.
+        SystemRefusedError: another program changed a file, the run is another user's, or reading or writing failed.
     """
     known = home_of(log)
     if known is None:
@@ -75,11 +72,7 @@ def _settle(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | N
 def recover_at(place: Place, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
     """Recover every crashed run that is about a place, and remove the orphans there.
 
-    What became of each run, or why it could not be recovered; and the number of orphans that were removed.
-
-    Raises:
-        SystemRefusedError: the folder cannot be read.
-        BadInputError: there is no such folder.
+    Returns what became of each run, or why it could not be recovered; and the number of orphans that were removed.
     """
     found: list[Recovered | InUse | GradtoolError] = []
     try:

@@ -10,7 +10,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, os_errors_about
+from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, os_errors_about, unfinished
 from gradtool.store import fs, signals
 from gradtool.store.fs import File
 from gradtool.store.transaction.files import name_of, remove
@@ -171,7 +171,7 @@ class Replacement:
             run.leave_to_recovery()
             problem = error.problems[0]
             message = f"{problem.message}; some files are renamed and some are not; run gradtool recover"
-            raise SystemRefusedError(message, file=problem.file, code="unfinished") from error
+            raise unfinished(message, problem.file) from error
 
     def _backup_of(self, staged: Staged) -> tuple[Folder, str]:
         return staged.folder, name_of(self._run.id, staged.number, "old")

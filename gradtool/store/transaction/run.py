@@ -8,7 +8,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, os_errors_about
+from gradtool.errors import SystemRefusedError, os_errors_about
 from gradtool.store import fs
 from gradtool.store.transaction.files import PREFIX, lock_of, log_of, marker_of, name_of, remove, succeeds
 from gradtool.store.transaction.locks import create_locked
@@ -144,15 +144,13 @@ class Run:
 
     def _refuse_too_many(self) -> None:
         """Raise `BadInputError` now for a log that would become too large later."""
-        where = self.home
-        try:
-            for where in self.targets.names:
-                line_of(run=self._facts(where))
-            line_of(moves=[[name, *[_LONGEST] * _NUMBERS] for names in self.targets.names.values() for name in names])
-        except GradtoolError as error:
-            problem = error.problems[0]
-            name = min(self.targets.names[where], default="")
-            raise type(error)(problem.message, file=where.path / name, code=problem.code) from None
+        file = self.home.path
+        moves = []
+        for folder, names in self.targets.names.items():
+            file = folder.path / min(names, default="")
+            line_of(file, run=self._facts(folder))
+            moves += [[name, *[_LONGEST] * _NUMBERS] for name in names]
+        line_of(file, moves=moves)
 
     def _lock_home(self) -> None:
         for _ in range(_TRIES):

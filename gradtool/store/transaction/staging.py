@@ -88,22 +88,16 @@ def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None
     ours = os.fstat(fd)
     if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
         os.fchown(fd, original.st_uid, original.st_gid)
-    for name in _attributes(original_fd):
+    names: list[str] = []
+    with fs.where_supported():
+        names += os.listxattr(original_fd) if hasattr(os, "listxattr") else []
+    for name in names:
         try:
             os.setxattr(fd, name, os.getxattr(original_fd, name))
         except OSError as error:
             # The kernel gives the new file security labels of its own.
             if not name.startswith("security.") and error.errno not in fs.UNSUPPORTED:
                 raise
-
-
-def _attributes(fd: int) -> list[str]:
-    try:
-        return os.listxattr(fd) if hasattr(os, "listxattr") else []
-    except OSError as error:
-        if error.errno in fs.UNSUPPORTED:
-            return []
-        raise
 
 
 def mode_for(original: os.stat_result | None, replaced: os.stat_result | None, mode: int) -> int:

@@ -44,11 +44,8 @@ class Targets:
     """The folders of the targets, open, and the `names` of the targets in each.
 
     If `new_folder` does not exist, the nearest existing folder above it comes first; `missing` are the folders to make
-    in it, each in the one before, and `made` those that were made.
-
-    Raises:
-        BadInputError: a folder does not exist.
-        SystemRefusedError: a folder cannot be opened, or another user's link leads to a file that is not that user's.
+    in it, each in the one before, and `made` those that were made. A link of another user that leads to a file of yet
+    another is a `SystemRefusedError`.
     """
 
     def __init__(self, paths: Iterable[Path], new_folder: Path | None = None) -> None:
@@ -226,9 +223,6 @@ def _refuse_trap(path: Path, links: Iterable[_Link], folder: Folder, name: str) 
     for link in links:
         if link.owner != owner:
             whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            raise SystemRefusedError(
-                f"the link {link.path}, which user {link.owner} made, leads to a file of {whose}, "
-                f"{folder.path / name}; name that file itself to change it",
-                file=path,
-                code="link",
-            )
+            what = f"the link {link.path}, which user {link.owner} made, leads to a file of {whose}"
+            remedy = "name that file itself to change it"
+            raise SystemRefusedError(f"{what}, {folder.path / name}; {remedy}", file=path, code="link")

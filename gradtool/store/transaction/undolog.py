@@ -15,7 +15,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, os_errors_about
+from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs
 from gradtool.store.fs import SECTOR, File
 
@@ -92,10 +92,7 @@ class Undo(NamedTuple):
 
         A torn entry is ignored: what it saved was not overwritten. Nothing is written to a file that has taken a
         target's name, nor, without `force`, over what another program wrote. If one target fails, the others are still
-        put back.
-
-        Raises:
-            SystemRefusedError: another program wrote to a target, or reading or writing failed.
+        put back, and the first error is raised.
         """
         # All are synced: an earlier rollback may have written what is right already, and not synced it.
         saved: dict[File, None] = {}
@@ -147,12 +144,9 @@ def _put_back(file: File, entry: Entry, *, force: bool) -> None:
 
 def changed_since(target: Path) -> SystemRefusedError:
     """The error for a target that another program wrote to after a run crashed or failed."""
-    return SystemRefusedError(
-        "another program wrote to it after a run crashed or failed; to keep the file as it is, delete the .gradtool-* "
-        "files beside it; to roll the run back or forward all the same, use gradtool recover --force",
-        file=target,
-        code="unfinished",
-    )
+    what = "another program wrote to it after a run crashed or failed"
+    keep = "to keep the file as it is, delete the .gradtool-* files beside it"
+    return unfinished(f"{what}; {keep}; to recover the run all the same, use gradtool recover --force", target)
 
 
 def _is_foreign(current: bytes, entry: Entry) -> bool:

@@ -35,15 +35,15 @@ def test_weights_come_from_the_metadata_of_the_gradients(tmp_path):
 
 
 BAD_WEIGHTS = {
-    "none there": ([{"n": "1"}, {}], "has no 'n' in its metadata"),
-    "no metadata": ([{"n": "1"}, None], "has no 'n' in its metadata"),
-    "a word": ([{"n": "1"}, {"n": "many"}], "'n' = 'many' in its metadata, which is no number"),
-    "nan": ([{"n": "1"}, {"n": "nan"}], "which is no number"),
-    "inf": ([{"n": "1"}, {"n": "1e999"}], "which is no number"),
-    "empty": ([{"n": "1"}, {"n": ""}], "which is no number"),
-    "digits of another script": ([{"n": "1"}, {"n": "\u0663"}], "which is no number"),
-    "digits in groups": ([{"n": "1"}, {"n": "1_000"}], "which is no number"),
-    "a space that is not ASCII": ([{"n": "1"}, {"n": "1\xa0"}], "which is no number"),
+    "none there": ([{"n": "1"}, {}], "no 'n' in its metadata"),
+    "no metadata": ([{"n": "1"}, None], "no 'n' in its metadata"),
+    "a word": ([{"n": "1"}, {"n": "many"}], "'n' = 'many' in its metadata is not a number"),
+    "nan": ([{"n": "1"}, {"n": "nan"}], "in its metadata is not a number"),
+    "inf": ([{"n": "1"}, {"n": "1e999"}], "in its metadata is not a number"),
+    "empty": ([{"n": "1"}, {"n": ""}], "in its metadata is not a number"),
+    "digits of another script": ([{"n": "1"}, {"n": "\u0663"}], "in its metadata is not a number"),
+    "digits in groups": ([{"n": "1"}, {"n": "1_000"}], "in its metadata is not a number"),
+    "a space that is not ASCII": ([{"n": "1"}, {"n": "1\xa0"}], "in its metadata is not a number"),
 }
 
 

@@ -88,7 +88,7 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
         name = f".gradtool-{number:012x}"
         (tmp_path / f"{name}.run").write_bytes(line_of(run=RUN | {"id": name}))
     assert norm(tmp_path).norm > 0
-    monkeypatch.setattr(logfiles, "_MAX_BYTES_IN_FOLDER", 300)
+    monkeypatch.setattr(logfiles, "MAX_BYTES_IN_FOLDER", 300)
     with pytest.raises(SystemRefusedError, match="more than 300 bytes of transaction logs") as caught:
         norm(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path)
@@ -107,8 +107,8 @@ def test_a_second_name_of_a_log_is_no_other_run(tmp_path):
 def test_what_could_not_be_read_back_is_refused_before_the_run_begins(tmp_path, monkeypatch, what):
     paths = [write(tmp_path / f"{i}.safetensors", {f"t{i}": np.ones(3, np.float32)}) for i in range(120)]
     if what == "files":
-        monkeypatch.setattr(log_module, "_MAX_FILES", 10)
-        monkeypatch.setattr(log_module, "_PER_STEP", 10)
+        monkeypatch.setattr(log_module, "MAX_FILES", 10)
+        monkeypatch.setattr(log_module, "PER_STEP", 10)
     else:
         monkeypatch.setattr(log_module, "MAX_BYTES", 4_000)
     before = snapshot(tmp_path)

@@ -1,17 +1,19 @@
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
+from leftovers import crash
 from support import COMMAND, gradtool, gradtool_json, in_place, read, registered, snapshot, write, write_index
 from tiers import EXHAUSTIVE
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
-from gradtool.store.transaction import locks
 from gradtool.store.transaction.guard import refuse_unfinished
 from gradtool.store.transaction.log import line_of
 
@@ -119,15 +121,18 @@ def test_who_is_refused_in_one_folder_lets_go_of_the_others(tmp_path):
 
 def test_the_record_of_a_dead_run_is_taken_over(tmp_path):
     path = one_file(tmp_path)
-    run = registered([path])
-    os.close(run._lock)
+    crash(lambda: registered([path]))
     assert zero(path).files_written == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_not(tmp_path, monkeypatch):
     path = one_file(tmp_path)
-    monkeypatch.setattr(locks, "lock", lambda _: None)
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     run = registered([path])
     with pytest.raises(SystemRefusedError, match="in use"):
         zero(path)
@@ -261,7 +266,7 @@ def test_a_link_that_is_led_elsewhere_while_a_run_waits_is_noticed(tmp_path, mon
         link.symlink_to(other)
         run.close()
 
-    monkeypatch.setattr("gradtool.store.transaction.acquire.time.sleep", lead_elsewhere)
+    monkeypatch.setattr(time, "sleep", lead_elsewhere)
     before = first.read_bytes(), other.read_bytes()
     with pytest.raises(SystemRefusedError, match="changed by another program"):
         zero(link, write=mode, lock_timeout=60)
@@ -301,7 +306,7 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
             journal.__exit__(None, None, None)
             run.close()
 
-        monkeypatch.setattr("gradtool.store.transaction.open.time.sleep", finish)
+        monkeypatch.setattr(time, "sleep", finish)
         if seconds:
             assert zero(tmp_path, lock_timeout=seconds).files_written == 1
         else:

@@ -13,8 +13,9 @@ from gradtool import SystemRefusedError, UsageError, norm, recover
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
+from gradtool.store.transaction import replace
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.staging import new_mode
+from gradtool.store.transaction.staging import Staged, new_mode
 from gradtool.store.transaction.targets import refuse_collisions
 
 
@@ -252,7 +253,7 @@ def test_a_rename_that_fails_half_way_takes_back_those_before_it(tmp_path, monke
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("where", ["replace.move_back", "staging.Staged.take_place"])
+@pytest.mark.parametrize("where", [(replace, "move_back"), (Staged, "take_place")])
 def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monkeypatch, where):
     shards = shards_of(tmp_path, 3)
     old = [shard.path.read_bytes() for shard in shards]
@@ -262,7 +263,7 @@ def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monke
         def fail(*_, **__):
             raise MemoryError
 
-        patch.setattr(f"gradtool.store.transaction.{where}", fail)
+        patch.setattr(*where, fail)
         with pytest.raises(MemoryError), replacing(tmp_path) as replacement:
             for shard in shards:
                 fill(replacement.stage(shard.path, shard.size, shard.stat))

@@ -9,7 +9,6 @@ from support import write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError
 from gradtool.store.format import gradset
-from gradtool.store.format import paths as path_lists
 from gradtool.store.format.gradset import refuse_dtypes, select
 from gradtool.store.format.paths import read_path_list
 
@@ -262,7 +261,7 @@ def test_a_pipe_that_does_not_block_is_read_to_its_end(monkeypatch):
         def poll(self):
             os.write(writer, texts.pop()) if texts else os.close(writer)
 
-    monkeypatch.setattr(path_lists, "poll", Poll)
+    monkeypatch.setattr("select.poll", Poll)
     with os.fdopen(reader) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         assert read_path_list("-") == ["a", "b", "c"]

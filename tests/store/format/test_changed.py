@@ -1,14 +1,15 @@
 """Files that do not stay what they are while they are read."""
 
+import json
 import os
 
 import numpy as np
 import pytest
+import safetensors
 from safetensors import safe_open
 from support import read, snapshot, write, write_index
 
 from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
-from gradtool.store.format import header
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import read_regular, read_shard
 from gradtool.store.transaction import open as opening
@@ -72,11 +73,14 @@ def before(monkeypatch, module, name, act):
     monkeypatch.setattr(module, name, wrapped)
 
 
-@pytest.mark.parametrize("moment", ["_read_header", "_ask_library", "parse"])
+MOMENTS = {"read": (os, "pread"), "judged": (safetensors, "safe_open"), "parsed": (json, "loads")}
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monkeypatch, change, moment):
     path = write(tmp_path / "x.safetensors", ONES)
-    before(monkeypatch, header, moment, lambda: change(path))
+    before(monkeypatch, *moment, lambda: change(path))
     with pytest.raises(SystemRefusedError, match="changed by another program in the meantime; run again"):
         read_shard(path)
 
@@ -114,7 +118,7 @@ def test_a_file_that_is_replaced_before_it_is_clipped_is_the_one_that_is_clipped
 def test_an_invalid_file_that_changes_meanwhile_is_not_called_invalid(tmp_path, monkeypatch):
     path = write(tmp_path / "x.safetensors", ONES)
     shrink(path)
-    before(monkeypatch, header, "_explain", lambda: grow(path))
+    before(monkeypatch, safetensors, "safe_open", lambda: grow(path))
     with pytest.raises(SystemRefusedError, match="changed"):
         read_shard(path)
 
@@ -122,7 +126,7 @@ def test_an_invalid_file_that_changes_meanwhile_is_not_called_invalid(tmp_path, 
 @pytest.mark.parametrize("change", [shrink, empty, grow, overwrite])
 def test_an_index_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
     index = write_index(tmp_path, {"1.safetensors": ONES})
-    before(monkeypatch, header, "_pread", lambda: change(index))
+    before(monkeypatch, os, "pread", lambda: change(index))
     with pytest.raises(SystemRefusedError, match="changed"):
         open_sets([index])
     assert read_regular(index)[1] == index.read_bytes()
@@ -136,7 +140,7 @@ def test_the_library_judges_a_copy_that_nobody_can_cut_under_it(tmp_path, monkey
         judged.append((str(name), os.stat(name).st_size))  # noqa: PTH116
         return safe_open(name, framework=framework)
 
-    monkeypatch.setattr("safetensors.safe_open", judge)
+    monkeypatch.setattr(safetensors, "safe_open", judge)
     assert len(read_shard(path).tensors) == 2
     ((name, size),) = judged
     assert size == path.stat().st_size

@@ -1,0 +1,87 @@
+"""Folders that two users can reach, and what each may do there."""
+
+import os
+
+import numpy as np
+import pytest
+from support import write
+from users import ALICE, MALLORY, run_as
+
+from gradtool.store.fs import Folder
+from gradtool.store.transaction.log import HOST, line_of
+from gradtool.store.transaction.undolog import UndoLog
+
+ID = ".gradtool-0123456789ab"
+KEY = "00" * 16
+# No process has it: it is beyond what the system gives.
+DEAD = (1 << 31) - 1
+RUNNERS = pytest.mark.parametrize("runner", [0, ALICE], ids=["root", "alice"])
+
+
+def folder_of(uid, path, mode):
+    path.mkdir()
+    os.chown(path, uid, uid)
+    path.chmod(mode)
+    return path
+
+
+def grads(uid, path, mode=0o644, seed=1):
+    """A file of gradients whose norm is far above 1."""
+    rng = np.random.default_rng(seed)
+    write(path, {f"t{seed}.{k}": rng.standard_normal(300 + k).astype(np.float32) for k in range(2)})
+    os.chown(path, uid, uid)
+    path.chmod(mode)
+    return path
+
+
+def several(uid, folder, count=3, mode=0o644):
+    return [grads(uid, folder / f"{number}.safetensors", mode, number) for number in range(count)]
+
+
+def state(folder):
+    """All about what is in a folder that a run which is to leave it alone could change."""
+    found = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        status = path.lstat()
+        content = str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[path] = content, status.st_mode, status.st_uid, status.st_gid, status.st_ino, status.st_mtime_ns
+    return found
+
+
+def left_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith(".gradtool-"))
+
+
+def told_once(answer, *words):
+    """That the answer is exit code 5 with one line about the error, which has the words."""
+    assert answer.code == 5, answer
+    lines = [line for line in answer.err.splitlines() if line.startswith("gradtool: error: ")]
+    assert len(lines) == 1, answer
+    assert "Traceback" not in answer.err
+    for word in words:
+        assert word in lines[0], answer
+
+
+def log_bytes(*steps, names=(), **facts):
+    run = {"id": ID, "format": 2, "pid": DEAD, "host": HOST, "boot": "", "key": KEY, "files": list(names)} | facts
+    return b"".join([line_of(run=run), *(line_of(**step) for step in steps)])
+
+
+def forge(path, content, uid=MALLORY, mode=0o644):
+    path.write_bytes(content)
+    os.chown(path, uid, uid)
+    path.chmod(mode)
+    return path
+
+
+def only(folder, pattern):
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def crash(folder, way="replace", runner=ALICE):
+    """Kill a run when it has changed the first file and not the last; what the files hold then."""
+    at = (UndoLog, "save", 3) if way == "inplace" else (Folder, "rename", 2)
+    arguments = ["clip", folder, "--max-norm", "1", "--write", way, "--threads", "1"]
+    run_as(runner, *arguments, dies_at=at)
+    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]

@@ -1,0 +1,135 @@
+"""Every kind of bad input to every command: one line, an exit code, and no changed byte."""
+
+import numpy as np
+import pytest
+from support import (
+    ONES,
+    SAMPLES,
+    encode,
+    gradtool,
+    gradtool_json,
+    sample,
+    snapshot,
+    with_header,
+    write,
+    write_index,
+)
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def lay_out_bad_inputs(folder):
+    good = sample(folder)
+    (folder / "truncated").write_bytes(good.read_bytes()[:-3])
+    (folder / "trailing").write_bytes(good.read_bytes() + b"\0")
+    (folder / "text").write_text("not a tensor in sight")
+    (folder / "over").write_bytes(with_header({}, length=2**40))
+    (folder / "overlap").write_bytes(with_header({"a": GOOD, "b": GOOD | {"data_offsets": [4, 12]}}, bytes(12)))
+    write(folder / "integers", {"ids": np.ones(2, np.int32)})
+    write_index(folder / "lost", {"1.safetensors": {"a": ONES}}, {"a": "1.safetensors", "b": "2.safetensors"})
+    write_index(folder / "unheld", {"1.safetensors": {"a": ONES}}, {"a": "1.safetensors", "b": "1.safetensors"})
+    write_index(folder / "unmapped", {"1.safetensors": {"a": ONES, "b": ONES}}, {"a": "1.safetensors"})
+    for name in ("1", "2"):
+        write(folder / "twice" / f"{name}.safetensors", {"a": ONES})
+    (folder / "empty").mkdir()
+    write(folder / "larger", {"a": np.ones((2, 2), np.float32), "b": encode([0, 0], "BF16")})
+    write(folder / "fewer", {"a": ONES}, {"num_tokens": "many"})
+    write(folder / "norm", {"X": np.ones((2, 3)), "Y_grad": np.ones((2, 3)), "scale": np.ones(4)})
+
+
+# By what is wrong: the arguments, the exit code, and what the message says.
+BAD_INPUTS = {
+    "no safetensors file": ("text", 3, "not a safetensors file"),
+    "truncated": ("truncated", 3, "truncated: the header says"),
+    "trailing bytes": ("trailing", 3, "trailing bytes"),
+    "header over the limit": ("over", 3, "over the limit"),
+    "overlapping offsets": ("overlap", 3, "bad offsets"),
+    "index names a missing shard": ("lost", 3, "2.safetensors, which does not exist"),
+    "index names a missing tensor": ("unheld", 3, "does not hold it"),
+    "index leaves a tensor out": ("unmapped", 3, "does not map it"),
+    "same file twice": ("x.safetensors x.safetensors", 3, "same file"),
+    "same name twice": ("twice", 3, "is in 1.safetensors too"),
+    "unsupported type": ("integers", 3, "--exclude"),
+    "pattern without a match": ("x.safetensors --include zzz", 3, "matches no tensor"),
+    "pattern that is none": ("x.safetensors --include (", 2, "not a regular expression"),
+    "NaN limit": ("x.safetensors --max-norm nan", 2, "not nan"),
+    "negative limit": ("x.safetensors --max-norm -1", 2, "0 or more"),
+    "no number": ("x.safetensors --max-norm x", 2, "--max-norm"),
+    "unknown option": ("x.safetensors --nope", 2, "--nope"),
+    "unknown policy": ("x.safetensors --nonfinite x", 2, "--nonfinite"),
+    "no path": ("", 2, "no path"),
+    "missing file": ("missing", 3, "no such file"),
+    "missing folder": ("missing/x", 3, "no such file"),
+    "folder without safetensors": ("empty", 3, "no .safetensors file"),
+    "missing list": ("x.safetensors --files-from missing", 3, "no such file"),
+    "backend that is not there": ("x.safetensors --backend cuda", 4, "CUDA"),
+    "backend that is none": ("x.safetensors --backend tpu", 2, "tpu"),
+    "output into nowhere": ("x.safetensors --output missing/x", 3, "no such folder"),
+}
+
+
+# The same for the commands that came later, whose ways to the files are the same.
+BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected in BAD_INPUTS.values()} | {
+    "accumulate": (2, "BUFFER"),
+    "accumulate x.safetensors": (2, "no gradient is given"),
+    "accumulate missing x.safetensors": (3, "--create makes it"),
+    "accumulate x.safetensors fewer --create": (3, "already exists"),
+    "accumulate x.safetensors truncated": (3, "truncated: the header says"),
+    "accumulate truncated x.safetensors": (3, "truncated: the header says"),
+    "accumulate x.safetensors x.safetensors": (3, "same file"),
+    "accumulate x.safetensors larger": (3, "[2, 2] does not broadcast to the buffer's [2]"),
+    "accumulate x.safetensors fewer": (3, "is only in the buffer"),
+    "accumulate fewer x.safetensors": (3, "is not in the buffer"),
+    "accumulate fewer integers --missing skip": (3, "has type I32"),
+    "accumulate x.safetensors larger --weight 1 --weight 2": (2, "--weight is given 2 times"),
+    "accumulate x.safetensors larger --weight nan": (2, "finite"),
+    "accumulate x.safetensors fewer --missing skip --weight-key num_tokens": (3, "'many'"),
+    "accumulate x.safetensors fewer --missing skip --weight-key steps": (3, "no 'steps' in its metadata"),
+    "accumulate x.safetensors fewer --missing skip --mean --weight 0": (3, "add up to 0"),
+    "accumulate x.safetensors fewer --dtype F32": (2, "--create"),
+    "accumulate x.safetensors fewer --clip-each -1": (2, "0 or more"),
+    "zero truncated": (3, "truncated: the header says"),
+    "zero lost": (3, "which does not exist"),
+    "zero x.safetensors --include zzz": (3, "matches no tensor"),
+    "zero x.safetensors --backend cuda": (4, "CUDA"),
+    "zero": (2, "no path"),
+    "layernorm-backward truncated": (3, "truncated: the header says"),
+    "layernorm-backward x.safetensors": (3, "no tensor name ends in Y_grad"),
+    "layernorm-backward norm": (3, "has shape [4], needs [3]"),
+    "layernorm-backward norm --axis 2": (3, "no axis 2"),
+    "layernorm-backward norm --prefix nope": (3, "'nope'"),
+    "layernorm-backward norm --kind batchnorm": (2, "--kind"),
+    "layernorm-backward norm --invertible": (3, "--y names it"),
+    "layernorm-backward norm --x-grad-in-place --output new": (2, "--x-grad-in-place"),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_input_is_one_clear_line_an_exit_code_and_no_changed_byte(tmp_path, call):
+    lay_out_bad_inputs(tmp_path)
+    exit_code, message = BAD_CALLS[call]
+    before = snapshot(tmp_path)
+    done = gradtool(*call.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (exit_code, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("gradtool: error: ")
+    assert message in done.stderr
+
+    answer = gradtool_json(*call.split(), cwd=tmp_path)
+    assert (answer["status"], answer["exit_code"], answer["data"]) == ("error", exit_code, {})
+    assert message in answer["errors"][0]["message"]
+    assert snapshot(tmp_path) == before
+
+
+def test_nan_is_named_tensor_by_tensor_and_nothing_is_written(tmp_path):
+    path = tmp_path / "nan.safetensors"
+    path.write_bytes((SAMPLES / "nan.safetensors").read_bytes())
+    before = snapshot(tmp_path)
+    done = gradtool("clip", path, "--max-norm", "1")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"gradtool: error: {path}: tensor 'blocks.0.fc1.bias': 46 NaN, 0 Inf, the first at index 1"
+    assert lines[-1].startswith("gradtool: error: input contains NaN or Inf; nothing written")
+    assert len(lines) == 4
+    assert snapshot(tmp_path) == before

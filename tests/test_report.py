@@ -1,0 +1,237 @@
+"""What a command prints: JSON, plain lines, tables, warnings and progress."""
+
+import math
+import os
+import pty
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import (
+    COMMAND,
+    SAMPLES,
+    encode,
+    gradtool,
+    gradtool_json,
+    read,
+    sample,
+    write,
+)
+
+from gradtool import norm
+from gradtool.backends import choose
+
+CALL_KEYS = ["files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings"]
+NORM_KEYS = ["norm_type", "norm", "max_abs", "nan", "inf", "zeros"]
+CLIP_KEYS = [
+    "max_norm", "max_value", "total_norm", "unscale", "norm_before", "norm_after", "coef", "clipped", "dry_run",
+    "files_written", "bytes_written",
+]  # fmt: skip
+ROW_KEYS = ["name", "file", "dtype", "shape", "norm", "max_abs", "nan", "inf", "zeros"]
+CLIPPED_ROW_KEYS = ["name", "file", "dtype", "shape", "norm_before", "norm_after", "coef", "clipped"]
+
+
+def test_the_keys_of_norm_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor")
+    assert list(answer) == ["gradtool", "schema", "command", "status", "exit_code", "data", "errors"]
+    assert [answer[key] for key in ("gradtool", "schema", "command", "status", "exit_code", "errors")] == [
+        "0.1.0", 1, "norm", "ok", 0, [],
+    ]  # fmt: skip
+    assert list(answer["data"]) == [*NORM_KEYS, *CALL_KEYS, "per_tensor"]
+    assert [list(row) for row in answer["data"]["per_tensor"]] == [ROW_KEYS] * 2
+    assert (answer["data"]["norm"], answer["data"]["zeros"]) == (5.0, 2)
+
+
+def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
+    assert list(answer["data"]) == [*NORM_KEYS, *CLIP_KEYS, *CALL_KEYS, "per_tensor"]
+    assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
+    assert answer["data"]["clipped"] is True
+
+
+WRITTEN_KEYS = ["dry_run", "files_written", "bytes_written"]
+
+
+def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
+    grad = write(tmp_path / "grad", {"a": encode([1, math.nan], "F32"), "b": encode([0, 0], "F32")})
+    good = write(tmp_path / "good", {"a": encode([1, 2], "F32"), "b": encode([0, 0], "F32")})
+    answer = gradtool_json("accumulate", sample(tmp_path), grad, good, "--nonfinite", "skip", "--clip-each", "9")
+    assert list(answer["data"]) == [
+        *NORM_KEYS, "norm_before", "norm_after", "max_norm", "sum_norm", "coef", "clipped", "taken", "skipped",
+        "weight_sum", "updated", *WRITTEN_KEYS, "warnings", *CALL_KEYS, "per_gradient",
+    ]  # fmt: skip
+    assert [list(row) for row in answer["data"]["per_gradient"]] == [
+        ["weight", "taken", "norm", "coef", "nan", "inf", "file"]
+    ] * 2
+    assert [(row["taken"], row["nan"], row["norm"]) for row in answer["data"]["per_gradient"]] == [
+        (False, 1, "NaN"), (True, 0, math.sqrt(5)),
+    ]  # fmt: skip
+    assert (answer["exit_code"], answer["data"]["warnings"][0]["file"]) == (0, str(grad))
+
+
+def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
+    bad = write(tmp_path / "bad", {"a": encode([1, math.nan], "F32"), "b": encode([0, 0], "F32")})
+    good = write(tmp_path / "good", {"a": encode([1, 2], "F32"), "b": encode([0, 0], "F32")})
+    command = ["accumulate", sample(tmp_path), bad, good, "--nonfinite", "skip"]
+    done = gradtool(*command)
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"gradtool: warning: {bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at index 1\n",
+    )
+    rows = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("gradient\t")]
+    assert [(row[2], row[-1]) for row in rows] == [("no", str(bad)), ("yes", str(good))]
+    assert gradtool(*command, "--quiet").stderr == ""
+
+
+def test_the_keys_of_zero_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("zero", sample(tmp_path))
+    assert list(answer["data"]) == [*WRITTEN_KEYS, *CALL_KEYS]
+    assert (answer["data"]["elements"], answer["data"]["files_written"]) == (4, 1)
+
+
+def test_the_keys_of_layernorm_backward_in_json_are_pinned(tmp_path):
+    answer = gradtool_json("layernorm-backward", SAMPLES / "layernorm.safetensors", "--output", tmp_path / "grads")
+    assert list(answer["data"]) == ["kind", "invertible", "layers", *WRITTEN_KEYS, *CALL_KEYS, "per_layer"]
+    (row,) = answer["data"]["per_layer"]
+    assert list(row) == [
+        "shape", "rows", "columns", "x_grad_norm", "scale_grad_norm", "bias_grad_norm", "seconds", "gb_per_s",
+        "name", "file",
+    ]  # fmt: skip
+    assert (row["name"], row["shape"], row["rows"], row["columns"]) == ("blocks.0.norm", [4, 16, 40], 64, 40)
+    assert list(read(tmp_path / "grads")) == [f"blocks.0.norm.{name}_grad" for name in ("X", "scale", "bias")]
+
+
+def test_floats_in_json_read_back_to_the_same_bits(tmp_path):
+    path = write(tmp_path / "x", {"a": np.random.default_rng(1).standard_normal(1000)})
+    assert gradtool_json("norm", path)["data"]["norm"].hex() == norm(path).norm.hex()
+
+
+def test_nonfinite_numbers_are_strings_in_json(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1, math.nan, math.inf], "F32")})
+    answer = gradtool_json("norm", path, "--top", 1)
+    assert (answer["status"], answer["exit_code"]) == ("found", 1)
+    assert (answer["data"]["norm"], answer["data"]["max_abs"]) == ("NaN", "Infinity")
+    assert answer["errors"] == [
+        {"code": "nonfinite", "message": "1 NaN, 1 Inf, the first at index 1", "file": str(path), "tensor": "a"}
+    ]
+
+
+def test_plain_lines_are_for_grep_and_awk(tmp_path):
+    done = gradtool("norm", sample(tmp_path), "--per-tensor")
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    facts = {fields[0]: fields[1] for fields in lines if fields[0] != "tensor"}
+    assert (facts["norm"], facts["zeros"], facts["backend"]) == ("5.0", "2", "cpu")
+    path = str(tmp_path / "x.safetensors")
+    assert [fields for fields in lines if fields[0] == "tensor"] == [
+        ["tensor", "F32", "2", "5.0", "4.0", "0", "0", "0", "a", path],
+        ["tensor", "BF16", "2", "0.0", "0.0", "0", "0", "2", "b", path],
+    ]
+
+
+def test_clip_always_says_before_after_coefficient_and_whether(tmp_path):
+    path = sample(tmp_path)
+    for max_norm, expected in (("1", {"norm_before": "5.0", "clipped": "yes"}), ("2", {"clipped": "no"})):
+        done = gradtool("clip", path, "--max-norm", max_norm)
+        facts = dict(line.split("\t") for line in done.stdout.splitlines())
+        assert {"norm_before", "norm_after", "coef", "clipped"} <= facts.keys()
+        assert facts | expected == facts
+    assert float(facts["norm_after"]) == pytest.approx(1, rel=1e-6)
+
+
+def test_quiet_says_nothing(tmp_path):
+    done = gradtool("clip", sample(tmp_path), "--max-norm", "1", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_fail_above(tmp_path):
+    path = sample(tmp_path)
+    assert gradtool("norm", path, "--fail-above", "5").returncode == 0
+    done = gradtool("norm", path, "--fail-above", "4.5")
+    assert (done.returncode, done.stderr) == (1, "gradtool: error: the norm 5.0 is above the limit 4.5\n")
+    assert "norm\t5.0\n" in done.stdout
+
+
+def test_names_are_never_printed_raw(tmp_path):
+    path = write(tmp_path / "x", {"\x1b[31mred\n\u202e": encode([math.nan], "F32")})
+    done = gradtool("norm", path, "--per-tensor")
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\u202e" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "\\x1b[31mred\\n\\u202e" in done.stdout
+
+
+def test_a_terminal_that_lacks_a_letter_gets_it_spelled_out(tmp_path):
+    path = write(tmp_path / "x", {"漢": encode([3, 4], "F32")})
+    done = gradtool("clip", path, "--max-norm", "1", "--per-tensor", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert "\\u6f22" in done.stdout
+
+
+def test_many_problems_are_cut_off_on_stderr_and_whole_in_json(tmp_path):
+    path = write(tmp_path / "x", {f"t{i}": encode([math.nan], "F32") for i in range(50)})
+    lines = gradtool("norm", path).stderr.splitlines()
+    assert (len(lines), lines[-1]) == (21, "gradtool: error: and 30 more; --json names them all")
+    assert len(gradtool_json("norm", path)["errors"]) == 50
+
+
+def test_the_result_says_what_computed():
+    why = gradtool_json("norm", SAMPLES / "buffer.safetensors")["data"]["backend_why"]
+    assert why == choose().why
+
+
+PROGRESS = """
+import sys
+import gradtool.report as report
+report.PATIENCE_SECONDS = float(sys.argv.pop(1))
+from gradtool.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("patience", "shown"), [("0", True), ("3600", False)])
+def test_a_progress_bar_shows_on_a_terminal_when_the_work_takes_long(tmp_path, patience, shown):
+    path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
+    code, text = on_terminal("norm", path, "--json", command=[sys.executable, "-P", "-c", PROGRESS, patience])
+    assert code == 0
+    assert ("━" in text) == shown
+
+
+def test_off_a_terminal_there_is_no_progress_bar(tmp_path):
+    path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
+    command = [sys.executable, "-P", "-c", PROGRESS, "0", "norm", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def on_terminal(*arguments, command=COMMAND):
+    """The real command on a terminal 100 columns wide: all that it shows."""
+    reader, writer = pty.openpty()
+    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
+    command = [*command, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment) as running:
+        os.close(writer)
+        shown = b""
+        while True:
+            try:
+                shown += (part := os.read(reader, 65_536))
+            except OSError:  # How Linux says that the other side is gone.
+                break
+            if not part:
+                break
+    os.close(reader)
+    return running.returncode, shown.decode()
+
+
+def test_a_terminal_gets_tables_that_truncate_nothing(tmp_path):
+    name = "a.very.long." + "name." * 30 + "end"
+    path = write(tmp_path / "x", {name: encode([3, 4], "F32"), "[bold]b": encode([1], "F32")})
+    code, shown = on_terminal("norm", path, "--top", "2")
+    assert code == 0
+    assert "5.0990195" in shown
+    assert "[bold]b" in shown
+    assert "…" not in shown
+    code, shown = on_terminal("clip", path, "--max-norm", "1")
+    assert code == 0
+    for label in ("norm before", "norm after", "coef", "clipped", "yes"):
+        assert label in shown

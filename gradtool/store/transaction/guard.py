@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gradtool.store.transaction.log import Log
-
-_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 
 
 class Scope(NamedTuple):
@@ -39,15 +38,15 @@ class Scope(NamedTuple):
         refuse_foreign_link(path)
         real = Path(os.path.realpath(path))
         # Path's own methods raise for impossible names and without permission.
-        if not (os.path.isdir(real) or path.endswith((os.sep, _INDEX))):  # noqa: PTH112
+        if not (os.path.isdir(real) or path.endswith((os.sep, INDEX_SUFFIX))):  # noqa: PTH112
             return [cls(real.parent, real.name)]
-        folder = Path(os.path.abspath(path)).parent if path.endswith(_INDEX) else real  # noqa: PTH100
+        folder = Path(os.path.abspath(path)).parent if path.endswith(INDEX_SUFFIX) else real  # noqa: PTH100
         scopes = [cls(Path(os.path.realpath(folder)), None)]
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             links = sorted(entry.path for entry in entries if entry.is_symlink())
             for link in links:
                 target = Path(os.path.realpath(link))
-                if link.endswith((_SUFFIX, _INDEX)) and os.path.lexists(target):
+                if link.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(target):
                     with contextlib.suppress(SystemRefusedError):
                         refuse_foreign_link(link)
                         scopes.append(cls(target.parent, target.name))

@@ -53,7 +53,7 @@ class Targets:
         self.names: dict[Folder, set[str]] = {}
         self.made: list[Folder] = []
         # By path as text, and by device and inode.
-        self._followed: dict[str, tuple[Folder, tuple[_Link, ...]]] = {}
+        self._followed: dict[str, tuple[Folder, list[_Link]]] = {}
         self._opened: dict[tuple[int, int], Folder] = {}
         self._located: dict[Path, tuple[Folder, str]] = {}
         try:
@@ -114,19 +114,21 @@ class Targets:
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
 
-    def _follow(self, path: Path, depth: int = 0) -> tuple[Folder, str, tuple[_Link, ...]]:
+    def _follow(self, path: Path) -> tuple[Folder, str, list[_Link]]:
         """Where a path leads, and the links of other users on the way."""
-        parent, name = os.path.split(path)
-        folder, links = self._followed_folder(parent or ".")
-        status = folder.status(name)
-        if status is None or not stat.S_ISLNK(status.st_mode):
-            return folder, name, links
-        if depth == _MAX_LINKS:
-            raise from_os_error(_loop(), path)
-        inner, name, further = self._follow(folder.path / os.readlink(name, dir_fd=folder.fd), depth + 1)
-        return inner, name, (*links, *_foreign(str(path), status), *further)
+        links: list[_Link] = []
+        for _ in range(_MAX_LINKS + 1):
+            parent, name = os.path.split(path)
+            folder, further = self._followed_folder(parent or ".")
+            links += further
+            status = folder.status(name)
+            if status is None or not stat.S_ISLNK(status.st_mode):
+                return folder, name, links
+            links += _foreign(str(path), status)
+            path = folder.path / os.readlink(name, dir_fd=folder.fd)
+        raise from_os_error(_loop(), path)
 
-    def _followed_folder(self, path: str) -> tuple[Folder, tuple[_Link, ...]]:
+    def _followed_folder(self, path: str) -> tuple[Folder, list[_Link]]:
         if path not in self._followed:
             with os_errors_about(path):
                 try:
@@ -135,7 +137,7 @@ class Targets:
                     raise BadInputError("no such folder", file=path, code="missing-file") from error
         return self._followed[path]
 
-    def _opened_folder(self, path: str) -> tuple[Folder, tuple[_Link, ...]]:
+    def _opened_folder(self, path: str) -> tuple[Folder, list[_Link]]:
         """Open a folder by way of every folder above it, so that each link is seen."""
         left = _parts(os.path.join(os.getcwd(), path))  # noqa: PTH109, PTH118 - no part may be dropped
         real: list[str] = []
@@ -166,7 +168,7 @@ class Targets:
         known = self._opened.setdefault(folder.identity, folder)
         if known is not folder:
             folder.close()
-        return known, tuple(foreign)
+        return known, foreign
 
 
 def refuse_foreign_link(path: str) -> None:

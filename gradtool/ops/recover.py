@@ -47,9 +47,8 @@ class RecoverResult:
 def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResult:
     """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
-    Afterwards, the files of each such run are all new or all old: renames that had begun are finished, changes in place
-    are undone. A run that is alive is not touched. For a file or an index, its folder is searched, too. If `recover`
-    itself is killed, call it again.
+    Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. For a file or an
+    index, its folder is searched too. If `recover` itself is killed, call it again.
 
     Raises:
         UsageError: no path is given.
@@ -79,11 +78,11 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
                 problems.append(Problem("in-use", f"in use by {one.log.who}", str(one.log.path)))
             else:
                 problems += one.problems
-    missing = [path for path in named if not os.path.lexists(path) and not rows and not problems]
-    if missing:
-        raise BadInputError("no such file", file=missing[0], code="missing-file")
+    missing = [path for path in named if not os.path.lexists(path)]
     if problems:
         raise _failed(problems, rows)
+    if missing and not rows:
+        raise BadInputError("no such file", file=missing[0], code="missing-file")
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 

@@ -46,11 +46,8 @@ def run(
 ) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised here.
 
-    `allocate` gives the threads their memory. `in_place` is the transaction whose files are overwritten, if there is
-    one. `on_bytes` is called with the number of bytes that were read, from one thread at a time.
-
-    Raises:
-        SystemRefusedError: reading or writing failed, or a file changed since its header was read.
+    `allocate` gives the threads their memory. `in_place` is the transaction whose files are overwritten, if any.
+    `on_bytes` is called with the number of bytes that were read, from one thread at a time.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
     if in_place is not None:

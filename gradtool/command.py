@@ -129,7 +129,7 @@ def _runner(name: str, declared: Sequence[Declared]) -> Callable[..., int]:
             return process.finish(name, result, json=json, quiet=quiet)
         except KeyboardInterrupt as error:
             # Here and not in main(), because Typer would make an exit code of it and drop the rest.
-            return process.interrupted(error, work_done=result is not None or signals.is_past_return())
+            return process.interrupted(error, work_done=result is not None or signals.is_committed())
 
     parameters = [_parameter(one) for one in declared if one.group != PYTHON]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

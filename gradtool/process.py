@@ -22,7 +22,7 @@ _OPEN_FILES = 65_536
 pending: Ended | None = None
 # Only the result is left to print. One signal does not stop that; a second one does, because the output may never be
 # read.
-_is_ending = False
+_is_reporting = False
 was_spared = False
 # A signal has taken effect, and no other may interrupt the clean-up that it set off.
 _has_ended = False
@@ -38,23 +38,23 @@ class Ended(KeyboardInterrupt):
 
 def finish(command: str, result: Any, *, json: bool, quiet: bool) -> int:
     """Print a result and the problems found; the exit code."""
-    say_last_words()
+    start_reporting()
     problems = getattr(result, "problems", ())
     if json or not quiet:
         try:
             report.show(command, result, problems, as_json=json)
         except (SystemRefusedError, MemoryError) as error:
             raise SystemRefusedError(f"{refused(error)}; the work itself is done") from error
-    report.complain(problems)
+    report.print_problems(problems)
     if not quiet:
-        report.complain(getattr(result, "warnings", ()), level="warning")
+        report.print_problems(getattr(result, "warnings", ()), level="warning")
     return EXIT_FOUND if problems else EXIT_OK
 
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
     """Print what is wrong, as far as that is still possible; the exit code."""
-    say_last_words()
-    report.complain(problems, summary)
+    start_reporting()
+    report.print_problems(problems, summary)
     if "--json" in sys.argv[1:] and sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         with contextlib.suppress(SystemRefusedError, MemoryError, ImportError):
@@ -95,7 +95,7 @@ def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
     if not work_done:
         return fail(problem, exit_code=exit_code)
     # The result may be half printed; another JSON object after it would not help.
-    report.complain([problem])
+    report.print_problems([problem])
     return exit_code
 
 
@@ -115,10 +115,10 @@ def take_signals() -> None:
             signal.signal(number, _end)
 
 
-def say_last_words() -> None:
+def start_reporting() -> None:
     """Note that only printing is left: a signal has nothing to stop, nor had one that foreign code swallowed."""
-    global _is_ending, pending
-    _is_ending, pending = True, None
+    global _is_reporting, pending
+    _is_reporting, pending = True, None
 
 
 def leave_signals() -> None:
@@ -131,7 +131,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
     global pending, was_spared, _has_ended  # noqa: PLW0603
     if _has_ended:
         return
-    if (_is_ending or signals.is_past_return()) and not was_spared:
+    if (_is_reporting or signals.is_committed()) and not was_spared:
         was_spared = True
         return
     _has_ended = True

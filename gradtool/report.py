@@ -63,7 +63,7 @@ def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Seq
     sys.stdout.write(json.dumps(envelope, allow_nan=False) + "\n")
 
 
-def complain(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
+def print_problems(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
     """Print one line for each problem on stderr."""
     lines = [one.line for one in problems[:_MAX_PROBLEM_LINES]]
     if len(problems) > _MAX_PROBLEM_LINES:

@@ -33,19 +33,15 @@ class _Stream(io.TextIOBase):
             self.encoding = before.encoding
 
     def fileno(self) -> int:
-        """The descriptor."""
         return self._fd
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
         return os.isatty(self._fd)
 
     def writable(self) -> bool:
-        """Always."""
         return True
 
     def write(self, text: str) -> int:
-        """Write the whole text, however long that takes."""
         rest = memoryview(text.encode(self.encoding, self.errors))
         while rest:
             try:

@@ -1,4 +1,4 @@
-"""A GPU made of the processor: the CUDA kernels' own source, compiled as C++, on memory that is watched."""
+"""The CUDA kernels on the CPU: the same source compiled as C++, on memory that detects writes behind its end."""
 
 import atexit
 import ctypes
@@ -20,9 +20,9 @@ _GUARD = b"\xa5" * 64
 
 
 class ShimDevice:
-    """As `gradtool.backends.cuda.memory.Device` says. At most `limit` bytes may be allocated at a time.
+    """A `gradtool.backends.cuda.memory.Device` with `limit` bytes of memory.
 
-    What a thread asks for is only done when it waits, in order: who changes or frees memory too early is found out.
+    What a thread launches is done only when it waits. Memory that is changed or freed too early therefore shows.
     """
 
     def __init__(self, limit=1 << 40):
@@ -59,7 +59,7 @@ class ShimDevice:
 
     def upload(self, address, content):
         raw = np.frombuffer(content, np.uint8) if memoryview(content).nbytes else np.empty(0, np.uint8)
-        # Of what cannot be changed, as the driver does with memory that is not page-locked.
+        # Read-only content is copied at once, as the driver copies memory that is not page-locked.
         raw = raw if raw.flags.writeable else raw.copy()
         self.ask(lambda: ctypes.memmove(address, raw.ctypes.data, raw.nbytes))
 
@@ -75,7 +75,7 @@ class ShimDevice:
         assert job.shape == (1,)
         assert blocks > 0
         self.launches.append((module, kernel, blocks))
-        # Threads and blocks run in either order: a missing barrier shows. The argument is copied at once.
+        # Every other launch runs threads and blocks backwards, which shows missing barriers. The argument is copied first.
         own, backwards = job.copy(), next(self._backwards)
         self.ask(lambda: run(module, kernel, own, blocks, threads, backwards=backwards))
 
@@ -86,7 +86,7 @@ class ShimDevice:
 
 
 class Allocation:
-    """Memory that is full of garbage at first, and watched for writes behind its end."""
+    """Memory filled with garbage, and with a guard behind its end."""
 
     def __init__(self, device, nbytes):
         self._device, self._nbytes = device, nbytes
@@ -100,7 +100,7 @@ class Allocation:
         def check():
             assert memory[end : end + len(_GUARD)].tobytes() == _GUARD, "a kernel wrote behind the end of its memory"
 
-        # What this thread asked for before still works on the memory: a pool gives it out again behind all that.
+        # Checked only when all that this thread launched before is done.
         self._device.ask(check)
 
 
@@ -109,7 +109,7 @@ _lock = threading.Lock()
 
 
 def run(module, kernel, job, blocks, threads, *, backwards):
-    """Run a kernel of a module; one at a time, for its shared memory is there but once."""
+    """Run a kernel of a module; one at a time, because all kernels share one copy of their shared memory."""
     with _lock:
         if module not in _libraries:
             _libraries[module] = _compile(module)
@@ -124,7 +124,7 @@ def _compile(module):
     text, library = folder / f"{module}.cpp", folder / f"{module}.so"
     text.write_text(f'#include "{_HEADER}"\n{compiler.source()}')
     defines = [option for option in compiler.options(module) if option.startswith("-D")]
-    # As NVRTC is told: no contraction, subnormals as they are.
+    # The options of NVRTC: no contraction, no flushing of subnormals.
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
     subprocess.run([COMPILER, *flags, *defines, "-o", library, text], check=True)
     return ctypes.CDLL(str(library))

@@ -22,8 +22,8 @@ from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.inplace import InPlace, Target
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.transaction import Transaction
 
 # The types as others implement them: numpy and ml_dtypes.
 NUMPY_TYPES = {
@@ -206,7 +206,7 @@ def canonical_norm(arrays):
 
 def registered(paths, *, fsync=True):
     """A run that keeps others from some files, until it is closed."""
-    run = Run(Targets(map(Path, paths)), fsync=fsync)
+    run = Transaction(Targets(map(Path, paths)), fsync=fsync)
     try:
         acquire(run)
     except BaseException:
@@ -219,7 +219,7 @@ def in_place(run, paths, nbytes=20):
     """What changes files in place that a run has."""
     targets = []
     for path in paths:
-        folder, name = run.place(path)
+        folder, name = run.locate(path)
         targets.append(Target(folder.file(name), path.stat(), nbytes))
     return InPlace(run, targets)
 
@@ -257,7 +257,7 @@ def gradtool(*arguments, cwd=None, env=None, **streams):
 
 
 def gradtool_json(*arguments, **options):
-    """Run the real command with --json; the parsed object, checked against the exit code."""
+    """Transaction the real command with --json; the parsed object, checked against the exit code."""
     done = gradtool(*arguments, "--json", **options)
     answer = json.loads(done.stdout)
     assert answer["exit_code"] == done.returncode

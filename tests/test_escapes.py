@@ -192,7 +192,7 @@ def test_what_is_long_is_spelled_out_and_cut_in_the_middle():
 
     assert printable(HOSTILE) == SPELLED_OUT
     assert printable("plain é 漢") == "plain é 漢"
-    code = "from gradtool.report import complain; from gradtool.errors import Problem; complain([Problem('x', M)])"
+    code = "from gradtool import errors, report; report.print_problems([errors.Problem('x', M)])"
     code = code.replace("M", "'a' * 9_000_000 + chr(27) + 'b' * 9_000_000")
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.startswith("gradtool: error: aaa")

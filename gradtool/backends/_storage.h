@@ -25,6 +25,9 @@
 #define HELPER static inline
 #endif
 
+/* A row on the stack begins at a cache line. Elsewhere its vectors cross lines, which costs up to a fifth of the speed. */
+#define ALIGNED _Alignas(64)
+
 #include "_codes.h"
 
 static const int64_t ITEMSIZE[DTYPES] = {8, 4, 2, 2, 1, 1};
@@ -65,7 +68,7 @@ HELPER const void *aligned(const char *source, void *room, size_t itemsize, int 
 
 static void load_row(enum dtype dtype, const char *source, float *row, int n)
 {
-    uint16_t codes[LANES];
+    ALIGNED uint16_t codes[LANES];
     switch (dtype) {
     case F32: memcpy(row, source, 4 * (size_t)n); return;
     case F16: widen_f16(aligned(source, codes, 2, n), row, n); return;
@@ -78,7 +81,7 @@ static void load_row(enum dtype dtype, const char *source, float *row, int n)
 /* Rounds a row, stores it, and sets it to the values that were stored. */
 static void store_row(enum dtype dtype, float *row, char *target, int n)
 {
-    uint32_t codes[LANES];
+    ALIGNED uint32_t codes[LANES];
     switch (dtype) {
     case F32: narrow_f32(row, n); memcpy(target, row, 4 * (size_t)n); return;
     case F16: narrow_f16(row, codes, n); break;

@@ -95,7 +95,7 @@ struct job { enum term term; int writes, drops; double factor, limit; const doub
 
 static void row32(struct job job, enum dtype dtype, char *data, int n, double *lanes, struct stats *stats)
 {
-    float row[LANES];
+    ALIGNED float row[LANES];
     if (job.wide) {
         store_wide32(dtype, job.wide, row, data, n);
     } else {
@@ -112,15 +112,15 @@ static void row32(struct job job, enum dtype dtype, char *data, int n, double *l
 
 static void row64(struct job job, char *data, int n, double *lanes, struct stats *stats)
 {
-    double row[LANES];
+    ALIGNED double row[LANES];
     if (job.wide) {
-        uint64_t codes[LANES];
+        ALIGNED uint64_t codes[LANES];
         narrow_f64(job.wide, codes, n);
         memcpy(data, codes, 8 * (size_t)n);
     }
     memcpy(row, data, 8 * (size_t)n);
     if (job.writes) {
-        uint64_t codes[LANES];
+        ALIGNED uint64_t codes[LANES];
         if (job.drops) row_drop64(row, n);
         row_scale64(row, job.factor, n);
         if (job.limit < INFINITY) row_clamp64(row, job.limit, n);
@@ -143,7 +143,7 @@ static double fold(double *lanes, int64_t used)
 
 static double tile(struct job job, enum dtype dtype, char *data, int64_t elements, struct stats *stats)
 {
-    double lanes[LANES];
+    ALIGNED double lanes[LANES];
     memset(lanes, 0, sizeof lanes);
     for (int64_t start = 0; start < elements; start += LANES) {
         int n = (int)(elements - start < LANES ? elements - start : LANES);
@@ -158,7 +158,7 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
 /* The sum of the stored values of an F64 tile, divided first. */
 static double divided_tile(struct job job, const char *data, int64_t elements, double divisor)
 {
-    double lanes[LANES], row[LANES];
+    ALIGNED double lanes[LANES], row[LANES];
     memset(lanes, 0, sizeof lanes);
     for (int64_t start = 0; start < elements; start += LANES) {
         int n = (int)(elements - start < LANES ? elements - start : LANES);

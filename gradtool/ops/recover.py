@@ -11,7 +11,7 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefused
 from gradtool.options import RecoverOptions, Sets
 from gradtool.signatures import complete, documented
 from gradtool.store import signals
-from gradtool.store.transaction.guard import Place
+from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
@@ -47,9 +47,8 @@ class RecoverResult:
 def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResult:
     """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
-    Afterwards, the files of each such run are all new or all old: renames that had begun are finished, changes in place
-    are undone. A run that is alive is not touched. For a file or an index, its folder is searched, too. If `recover`
-    itself is killed, call it again.
+    Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. For a file or an
+    index, its folder is searched too. If `recover` itself is killed, call it again.
 
     Raises:
         UsageError: no path is given.
@@ -79,11 +78,11 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
                 problems.append(Problem("in-use", f"in use by {one.log.who}", str(one.log.path)))
             else:
                 problems += one.problems
-    missing = [path for path in named if not os.path.lexists(path) and not rows and not problems]
-    if missing:
-        raise BadInputError("no such file", file=missing[0], code="missing-file")
+    missing = [path for path in named if not os.path.lexists(path)]
     if problems:
         raise _failed(problems, rows)
+    if missing and not rows:
+        raise BadInputError("no such file", file=missing[0], code="missing-file")
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 
@@ -99,12 +98,12 @@ def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolErro
     return error
 
 
-def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Place, bool]:
+def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
     """What the paths are about, and whether its folder is there; of the others, what is wrong with them."""
-    places: dict[Place, bool] = {}
+    places: dict[Scope, bool] = {}
     for path in paths:
         try:
-            places |= {place: os.path.lexists(place.folder) for place in Place.of(path)}
+            places |= {place: os.path.lexists(place.folder) for place in Scope.of(path)}
         except SystemRefusedError as error:
             problems += error.problems
     return places

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
 SECTOR = 512
-# The file system does not support the call.
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # The name now leads to a link, a folder, a socket or nothing.
 _REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
@@ -235,11 +234,10 @@ def resize(fd: int, size: int) -> None:
 
 def reserve(fd: int, begin: int, end: int) -> None:
     """Reserve disk space for a range of a file, on file systems that can."""
-    if begin == end or not hasattr(os, "posix_fallocate"):
-        return
-    step()
-    with where_supported():
-        os.posix_fallocate(fd, begin, end - begin)
+    if begin < end and hasattr(os, "posix_fallocate"):
+        step()
+        with where_supported():
+            os.posix_fallocate(fd, begin, end - begin)
 
 
 def change_mode(fd: int, mode: int) -> None:

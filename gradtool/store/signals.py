@@ -19,21 +19,21 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _handlers: Handlers = {}
 pending: list[int] = []
 # All files are new: nothing is left for a signal to stop, only the result to print.
-_is_past_return = False
+_is_committed = False
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer Ctrl-C and its like until `heed` is called or the block ends.
+    """Defer Ctrl-C and its like until `deliver` is called or the block ends.
 
     A signal without a Python handler is left alone: it kills the process at once, as SIGKILL does, and a later run
     recovers. Python handles signals in the main thread only, so in other threads there is nothing to defer.
     """
-    global _is_past_return  # noqa: PLW0603 - signals are global too
+    global _is_committed  # noqa: PLW0603 - signals are global too
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _is_past_return = False
+    _is_committed = False
     pending.clear()
     try:
         for number in map(int, ENDING):
@@ -62,20 +62,20 @@ def _restore(handlers: Handlers) -> None:
             _restore(handlers)
 
 
-def heed() -> None:
+def deliver() -> None:
     """Let a deferred signal act now; called where files can be left as they are or put back."""
     if pending and threading.current_thread() is threading.main_thread():
         number = pending.pop(0)
         _handlers[number](number, None)
 
 
-def pass_return() -> None:
+def mark_committed() -> None:
     """Note that all files are new, so that the call ends as done."""
-    global _is_past_return  # noqa: PLW0603
+    global _is_committed  # noqa: PLW0603
     if threading.current_thread() is threading.main_thread():
-        _is_past_return = True
+        _is_committed = True
 
 
-def is_past_return() -> bool:
+def is_committed() -> bool:
     """Whether the last call that changed files has changed them all."""
-    return _is_past_return
+    return _is_committed

@@ -217,7 +217,7 @@ def test_a_disk_without_room_for_the_journal_is_known_before_work_starts(tmp_pat
         folder,
         lambda: clip(folder, max_norm=1e-3, write="inplace"),
         SystemRefusedError,
-        "undo logs and filled holes need 12,240 bytes here, 12,239 are free",
+        "writing in place needs 12,240 bytes here for undo logs and filled holes, 12,239 are free",
     )
 
 
@@ -241,7 +241,7 @@ def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, mon
         path.parent,
         lambda: accumulate(path, gradient, write="inplace"),
         SystemRefusedError,
-        "undo logs and filled holes need",
+        "for undo logs and filled holes",
     )
 
 

@@ -1,5 +1,5 @@
-// CUDA on the processor, as much of it as the kernels use: one thread block at a time, its threads as fibers that take
-// turns at barriers. A barrier that not every thread reaches is found out, and ends the program.
+// As much of CUDA as the kernels use, on the CPU: one thread block at a time, whose threads are fibers that take turns at
+// barriers. If a thread does not reach a barrier that others wait at, the program aborts.
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -65,7 +65,7 @@ static void resume(int number)
     setcontext(&fiber.context);
 }
 
-// Lets go the threads from `first` on, if all of them wait at the same kind of barrier.
+// Releases the threads from `first` to `last` if all of them wait at the same kind of barrier.
 static bool release(int first, int last, State state)
 {
     int waiting = 0, live = 0;

@@ -14,8 +14,8 @@ from users import ALICE, MALLORY, At, run_as
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace
 from gradtool.store.transaction.files import marker_of
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.staging import Staged
+from gradtool.store.transaction.transaction import Transaction
 from gradtool.store.transaction.undolog import UndoLog
 
 
@@ -184,7 +184,7 @@ def test_files_of_another_user_beside_a_run_that_rolled_back_do_not_keep_it_from
     paths = several(ALICE, folder)
     old = [path.read_bytes() for path in paths]
     at = At(Staged, "take_place", lambda: only(folder, "*-1.tmp").unlink(), 0, nth=2)
-    dies_at = (replace, "move_back", 1) if end == "rolling back" else (Run, "end", 1)
+    dies_at = (replace, "move_back", 1) if end == "rolling back" else (Transaction, "end", 1)
     run_as(ALICE, "clip", folder, "--max-norm", "1", meanwhile=at, dies_at=dies_at)
     run = only(folder, "*.run").stem
     for number in range(3):

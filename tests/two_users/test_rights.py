@@ -14,7 +14,7 @@ from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.run import Run
+from gradtool.store.transaction.transaction import Transaction
 from gradtool.store.transaction.undolog import UndoLog
 
 
@@ -43,7 +43,10 @@ def test_locks_of_a_user_who_can_only_read_stop_no_writer(root):
         assert run_as(ALICE, *arguments, meanwhile=At(Folder, name, lambda: lock_all(folder))).code == 0
         several(ALICE, folder)
     for name in ("append", "end"):
-        assert run_as(ALICE, *arguments[:4], meanwhile=At(Run, name, lambda: lock_all(folder), after=True)).code == 0
+        assert (
+            run_as(ALICE, *arguments[:4], meanwhile=At(Transaction, name, lambda: lock_all(folder), after=True)).code
+            == 0
+        )
         several(ALICE, folder)
     assert left_in(folder) == []
 
@@ -52,7 +55,7 @@ CRASHES = {
     "changing files in place": (UndoLog, "save", 3),
     "renaming": (Folder, "rename", 2),
     "before its log was written": (fs, "write_all", 1),
-    "before it was ready": (Run, "append", 1),
+    "before it was ready": (Transaction, "append", 1),
 }
 
 

@@ -11,9 +11,9 @@ from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import recovery
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.transaction import Transaction
 
 
 def swap(path, by):
@@ -121,7 +121,7 @@ SWAPS = {
     "before the folders are opened": (Targets, "__init__", False),
     "after the folders are opened": (Targets, "__init__", True),
     "after the log is written": (fs, "write_all", True),
-    "after the others are looked at": (Run, "append", False),
+    "after the others are looked at": (Transaction, "append", False),
     "before a file is staged": (Replacement, "stage", False),
     "after a file is staged": (Replacement, "stage", True),
     "before the renames": (Replacement, "commit", False),

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from gradtool import memory
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
-from gradtool.store.format.limits import MAX_TEXT, memory_to_judge, refuse_large_header, refuse_long, refuse_long_names
-from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_lies, tensor_of
+from gradtool.store.format.limits import MAX_TEXT, memory_to_check, refuse_large_header, refuse_long, refuse_long_names
+from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_wrong_offsets, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,7 +143,7 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
 def _ask_library(path: Path, text: bytes, size: int) -> None:
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
-    cost = memory_to_judge(text)
+    cost = memory_to_check(text)
     # Without memory, it ends the process.
     memory.require(cost)
     has_room = memory.left() >= cost + size
@@ -152,7 +152,7 @@ def _ask_library(path: Path, text: bytes, size: int) -> None:
         with _copied(path, judged, size if has_room else 8 + len(judged)) as copy, safe_open(copy, framework="numpy"):
             pass
         if not has_room:
-            refuse_lies(path, text, size)
+            refuse_wrong_offsets(path, text, size)
     except (SafetensorError, ValueError) as error:
         raise _explain(path, text, size, shortened(str(error), 400)) from error
 
@@ -213,7 +213,7 @@ def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
     if (other := _other_format(path, len(text).to_bytes(8, "little"))) is not None:
         return other
     try:
-        refuse_lies(path, text, size)
+        refuse_wrong_offsets(path, text, size)
     except BadInputError as error:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):

@@ -48,7 +48,7 @@ def refuse_large_header(path: Path, text: bytes) -> None:
         raise _over(path, f"the header is as large as that of {count:,} tensors", MAX_TENSORS, "; split the file")
 
 
-def memory_to_judge(text: bytes) -> int:
+def memory_to_check(text: bytes) -> int:
     """Bytes of memory that the library needs at most for a header within the limits; measured, and rounded up."""
     return 3 * len(text) + 1000 * _count(text, _OF_TENSOR)
 

@@ -33,7 +33,11 @@ def read_path_list(source: str) -> list[str]:
     """
     where = "standard input" if source == "-" else source
     with os_errors_about(where):
-        text = _read_stdin() if source == "-" else _read_list(source)
+        if source == "-":
+            text = _read_stdin()
+        else:
+            with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
+                text = file.read(MAX_PATH_LIST + 1)
     if len(text) > MAX_PATH_LIST:
         message = f"has over {MAX_PATH_LIST:,} bytes, the limit for a list of paths"
         raise BadInputError(message, file=where, code="limit")
@@ -43,11 +47,6 @@ def read_path_list(source: str) -> list[str]:
     if not paths:
         raise BadInputError("names no file", file=where)
     return paths
-
-
-def _read_list(source: str) -> bytes:
-    with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
-        return file.read(MAX_PATH_LIST + 1)
 
 
 def _read_stdin() -> bytes:

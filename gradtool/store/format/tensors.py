@@ -87,7 +87,7 @@ def _emptied_token(token: re.Match[bytes]) -> bytes:
     return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
 
 
-def refuse_lies(path: Path, text: bytes, size: int) -> None:
+def refuse_wrong_offsets(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
 
     Raises:
@@ -96,7 +96,11 @@ def refuse_lies(path: Path, text: bytes, size: int) -> None:
     header, data_start, expected = parse(text), 8 + len(text), 0
     refuse_long_names(path, header)
     header.pop("__metadata__", None)
-    tensors = [_checked(tensor_of(name, entry, 0)) for name, entry in header.items()]
+    tensors = [tensor_of(name, entry, 0) for name, entry in header.items()]
+    for tensor in tensors:
+        numbers = (*tensor.shape, tensor.begin, tensor.end)
+        if len(numbers) > _MAX_RANK or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("shape and offsets must be a few whole numbers")
     tensors.sort(key=lambda tensor: tensor[3:])
     for tensor in tensors:
         needed = -(-tensor.elements * BITS[tensor.dtype] // 8)
@@ -111,14 +115,6 @@ def refuse_lies(path: Path, text: bytes, size: int) -> None:
         _refuse_uncountable(tensor)
         expected = tensor.end
     _refuse_other_size(path, tensors, data_start + expected, size, data_start)
-
-
-def _checked(tensor: Tensor) -> Tensor:
-    """A tensor of a header that may be wrong, if one can compute with its numbers."""
-    numbers = (*tensor.shape, tensor.begin, tensor.end)
-    if len(numbers) > _MAX_RANK or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("shape and offsets must be a few whole numbers")
-    return tensor
 
 
 def _refuse_uncountable(tensor: Tensor) -> None:

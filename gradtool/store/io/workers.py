@@ -46,11 +46,8 @@ def run(
 ) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised here.
 
-    `allocate` gives the threads their memory. `in_place` is the transaction whose files are overwritten, if there is
-    one. `on_bytes` is called with the number of bytes that were read, from one thread at a time.
-
-    Raises:
-        SystemRefusedError: reading or writing failed, or a file changed since its header was read.
+    `allocate` gives the threads their memory. `in_place` is the transaction whose files are overwritten, if any.
+    `on_bytes` is called with the number of bytes that were read, from one thread at a time.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
     if in_place is not None:
@@ -67,7 +64,7 @@ def run(
         for _ in range(started):
             # Python does not handle a signal that arrived just before a wait until the wait ends.
             while not queue.left.acquire(timeout=_HEARTBEAT_SECONDS):
-                signals.heed()
+                signals.deliver()
     except BaseException:
         # Not Thread.join, which does not survive an interrupt. A thread that only starts now finds nothing to do, and a
         # second Ctrl-C must not roll back what a thread is still writing.
@@ -174,7 +171,7 @@ def _drain(queue: _Queue) -> None:
                 began, moved = perf_counter(), clock.read + clock.write
                 task(channel)
                 # Where there is no other thread, this one handles signals.
-                signals.heed()
+                signals.deliver()
                 clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
                 clock.workers = 1
             channel.check()

@@ -14,19 +14,19 @@ from gradtool.store import signals
 from gradtool.store.transaction.guard import could_change
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.logfiles import logs_in
-from gradtool.store.transaction.recovery import settle
+from gradtool.store.transaction.recovery import recover_if_crashed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gradtool.store.transaction.run import Run
+    from gradtool.store.transaction.transaction import Transaction
 
 _POLL_SECONDS = 0.02
 # Longer than looking at a folder takes: a run that has not decided by then is stopped.
 _PATIENCE_SECONDS = 1.0
 
 
-def acquire(run: Run, *, timeout: float = 0.0) -> None:
+def acquire(transaction: Transaction, *, timeout: float = 0.0) -> None:
     """Lock the run's targets until it is closed, waiting up to `timeout` seconds for other runs.
 
     Crashed runs that left a target unfinished are recovered first.
@@ -37,42 +37,42 @@ def acquire(run: Run, *, timeout: float = 0.0) -> None:
     """
     deadline = time.monotonic() + timeout
     while True:
-        signals.heed()
-        run.register()
-        rival = _rival(run, deadline)
+        signals.deliver()
+        transaction.register()
+        rival = _rival(transaction, deadline)
         if rival is None:
-            with os_errors_about(run.home.path):
-                run.append(ready=True, fsync=False)
+            with os_errors_about(transaction.home.path):
+                transaction.append(ready=True, fsync=False)
             return
-        run.withdraw()
-        run.met_others = True
+        transaction.withdraw()
+        transaction.may_be_stale = True
         _wait(*rival, deadline)
 
 
-def _rival(run: Run, deadline: float) -> tuple[InUse, Path] | None:
+def _rival(transaction: Transaction, deadline: float) -> tuple[InUse, Path] | None:
     """The rival to wait for, and its target; one whose ID sorts later gets a moment to withdraw."""
     patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
-    while (rival := _find_rival(run)) is not None:
+    while (rival := _find_rival(transaction)) is not None:
         other = rival[0].log
-        if other.ready or other.run < run.id or time.monotonic() > patience:
+        if other.ready or other.run < transaction.id or time.monotonic() > patience:
             return rival
-        run.met_others = True
+        transaction.may_be_stale = True
         _pause()
     return None
 
 
-def _find_rival(run: Run) -> tuple[InUse, Path] | None:
+def _find_rival(transaction: Transaction) -> tuple[InUse, Path] | None:
     """Another live run with one of our targets, and that target; crashed runs are recovered."""
-    for folder, names in run.targets.names.items():
+    for folder, names in transaction.targets.names.items():
         for log in logs_in(folder):
             shared = log.names & names
-            if log.run == run.id or not any(could_change(log, folder, name) for name in shared):
+            if log.run == transaction.id or not any(could_change(log, folder, name) for name in shared):
                 continue
-            found = settle(log)
+            found = recover_if_crashed(log)
             # One that only cleans up writes no target any more.
             if isinstance(found, InUse) and not (found.log.done or found.log.undone):
                 return found, folder.path / min(shared)
-            run.met_others = True
+            transaction.may_be_stale = True
     return None
 
 
@@ -80,10 +80,10 @@ def _wait(rival: InUse, target: Path, deadline: float) -> None:
     """Wait for a rival to end; if it crashes, it is recovered."""
     if time.monotonic() >= deadline:
         raise rival.error(target)
-    while time.monotonic() < deadline and isinstance(settle(rival.log), InUse):
+    while time.monotonic() < deadline and isinstance(recover_if_crashed(rival.log), InUse):
         _pause()
 
 
 def _pause() -> None:
     time.sleep(_POLL_SECONDS)
-    signals.heed()
+    signals.deliver()

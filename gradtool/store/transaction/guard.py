@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
-from gradtool.store.transaction.targets import refuse_trap
+from gradtool.store.transaction.targets import refuse_foreign_link
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gradtool.store.transaction.log import Log
 
-_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 
-
-class Place(NamedTuple):
+class Scope(NamedTuple):
     """What a path is about: one file of a folder or, without a name, all of them."""
 
     folder: Path
@@ -31,27 +30,27 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> list[Self]:
-        """The places of a path, which need not exist: its own, and those that links in a folder lead to.
+        """The scopes of a path, which need not exist: its own, and those that links in a folder lead to.
 
         An index is about all shards beside it. Links of other users count only if they lead to files of theirs; if such
         a link leads the path itself elsewhere, that is a `SystemRefusedError`.
         """
-        refuse_trap(path)
+        refuse_foreign_link(path)
         real = Path(os.path.realpath(path))
         # Path's own methods raise for impossible names and without permission.
-        if not (os.path.isdir(real) or path.endswith((os.sep, _INDEX))):  # noqa: PTH112
+        if not (os.path.isdir(real) or path.endswith((os.sep, INDEX_SUFFIX))):  # noqa: PTH112
             return [cls(real.parent, real.name)]
-        folder = Path(os.path.abspath(path)).parent if path.endswith(_INDEX) else real  # noqa: PTH100
-        places = [cls(Path(os.path.realpath(folder)), None)]
+        folder = Path(os.path.abspath(path)).parent if path.endswith(INDEX_SUFFIX) else real  # noqa: PTH100
+        scopes = [cls(Path(os.path.realpath(folder)), None)]
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             links = sorted(entry.path for entry in entries if entry.is_symlink())
             for link in links:
                 target = Path(os.path.realpath(link))
-                if link.endswith((_SUFFIX, _INDEX)) and os.path.lexists(target):
+                if link.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(target):
                     with contextlib.suppress(SystemRefusedError):
-                        refuse_trap(link)
-                        places.append(cls(target.parent, target.name))
-        return places
+                        refuse_foreign_link(link)
+                        scopes.append(cls(target.parent, target.name))
+        return scopes
 
 
 def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
@@ -68,14 +67,14 @@ def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
                     _refuse_if_unfinished(log, files[min(touched)])
 
 
-def refuse_unfinished_at(place: Place) -> None:
+def refuse_unfinished_at(scope: Scope) -> None:
     """As `refuse_unfinished`, for a path that could not be opened."""
-    if not os.path.isdir(place.folder):  # noqa: PTH112 - Path's own raises without permission
+    if not os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         return
-    with _opened(place.folder) as folder:
-        for log in _logs_about(folder, [] if place.name is None else [place.name]):
-            if is_about(log, folder, place.name):
-                _refuse_if_unfinished(log, place.folder if place.name is None else place.folder / place.name)
+    with _opened(scope.folder) as folder:
+        for log in _logs_about(folder, [] if scope.name is None else [scope.name]):
+            if is_about(log, folder, scope.name):
+                _refuse_if_unfinished(log, scope.folder if scope.name is None else scope.folder / scope.name)
 
 
 def could_change(log: Log, folder: Folder, name: str) -> bool:

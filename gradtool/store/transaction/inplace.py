@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.store.fs import File
-    from gradtool.store.transaction.run import Run
+    from gradtool.store.transaction.transaction import Transaction
 
 # Bytes of an undo log that are reserved at a time, and more undo logs than there will be.
 _MAX_AHEAD = 8 << 20
@@ -42,8 +42,8 @@ class InPlace:
     everything is put back at the end of the block.
     """
 
-    def __init__(self, run: Run, targets: Sequence[Target]) -> None:
-        self._run = run
+    def __init__(self, transaction: Transaction, targets: Sequence[Target]) -> None:
+        self._transaction = transaction
         self._targets = targets
         self._numbers = {target.file: number for number, target in enumerate(targets)}
         self._sizes = {(one.file.device, one.file.inode): one.stat.st_size for one in targets}
@@ -53,31 +53,31 @@ class InPlace:
 
     def __enter__(self) -> Self:
         for target in self._targets:
-            _refuse_unwritable(target, fsync=self._run.fsync)
-            signals.heed()
+            _refuse_unwritable(target, fsync=self._transaction.fsync)
+            signals.deliver()
         self._refuse_full_disk()
-        folders = self._run.targets.folders
+        folders = self._transaction.targets.folders
         changes = [
             (folders.index(one.file.folder), one.file.name, one.stat.st_size, one.stat.st_ino) for one in self._targets
         ]
         # From here on, the log must stay until the clean-up is complete.
-        self._run.is_left = True
+        self._transaction.leaves_files = True
         try:
-            with os_errors_about(self._run.home.path):
-                self._run.mark()
-                self._run.sync()
-                self._run.append(changes=changes)
+            with os_errors_about(self._transaction.home.path):
+                self._transaction.add_markers()
+                self._transaction.sync()
+                self._transaction.append(changes=changes)
         except BaseException:
-            self._run.is_left = self._run.needs_recovery
+            self._transaction.leaves_files = self._transaction.needs_recovery
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not (self._committed or self._run.needs_recovery):
+        if not (self._committed or self._transaction.needs_recovery):
             self._put_back()
-        if self._run.needs_recovery:
+        if self._transaction.needs_recovery:
             return
-        self._run.is_left = not remove_all(self._logs)
+        self._transaction.leaves_files = not remove_all(self._logs)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
@@ -92,18 +92,18 @@ class InPlace:
 
     def undo_log(self) -> UndoLog:
         """A new undo log, for one thread."""
-        _, name = self._run.new_name("undo")
-        home = self._run.home
+        _, name = self._transaction.new_name("undo")
+        home = self._transaction.home
         with os_errors_about(home.path / name):
             fd, file = home.create_file(name)
             self._logs.append(file)
             try:
-                if self._run.fsync:
+                if self._transaction.fsync:
                     home.sync()
             except BaseException:
                 os.close(fd)
                 raise
-        return UndoLog(file, fd, self._run.key, fsync=self._run.fsync, ahead=self._ahead)
+        return UndoLog(file, fd, self._transaction.key, fsync=self._transaction.fsync, ahead=self._ahead)
 
     def commit(self) -> None:
         """Sync the changed files and give up their old content; if that fails, everything will be put back."""
@@ -111,17 +111,17 @@ class InPlace:
             with os_errors_about(file.path), file.opened(os.O_RDONLY) as fd:
                 if not self.is_ours(fd):
                     raise changed_meanwhile(file.path)
-                if self._run.fsync:
+                if self._transaction.fsync:
                     fs.sync(fd)
-            signals.heed()
-        with os_errors_about(self._run.home.path):
-            self._run.append(done=True)
+            signals.deliver()
+        with os_errors_about(self._transaction.home.path):
+            self._transaction.append(done=True)
         self._committed = True
-        signals.pass_return()
+        signals.mark_committed()
 
     def _refuse_full_disk(self) -> None:
         """Refuse now what would run out of disk space later: undo logs in the home, and holes that are filled."""
-        home = self._run.home
+        home = self._transaction.home
         folders = {home.identity[0]: home}
         needed: dict[int, int] = defaultdict(int)
         needed[home.identity[0]] = int(sum(target.nbytes for target in self._targets) * _OVERHEAD)
@@ -141,16 +141,16 @@ class InPlace:
                 self._ahead = min(_MAX_AHEAD, (free - nbytes) // _MAX_UNDO_LOGS)
 
     def _put_back(self) -> None:
-        run = self._run
+        transaction = self._transaction
         try:
             targets = {number: (one.file, one.stat.st_size) for number, one in enumerate(self._targets)}
-            Undo(targets, self._logs, run.key).put_back(fsync=run.fsync)
-            run.append(undone=True)
+            Undo(targets, self._logs, transaction.key).put_back(fsync=transaction.fsync)
+            transaction.append(undone=True)
         except BaseException as error:
-            run.leave_to_recovery()
+            transaction.leave_to_recovery()
             if not isinstance(error, OSError):
                 raise
-            problem = from_os_error(error, run.home.path).problems[0]
+            problem = from_os_error(error, transaction.home.path).problems[0]
             message = f"{problem.message}; some old content could not be put back; run gradtool recover"
             raise unfinished(message, problem.file) from error
 

@@ -122,5 +122,5 @@ def _has_process(log: Log) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # It is another user's.
     return True

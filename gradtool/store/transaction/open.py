@@ -16,7 +16,7 @@ from gradtool.store import signals
 from gradtool.store.format.gradset import open_sets, refuse_dtypes, select
 from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.guard import Place, refuse_unfinished, refuse_unfinished_at
+from gradtool.store.transaction.guard import Scope, refuse_unfinished, refuse_unfinished_at
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output, explained
 from gradtool.store.transaction.recovery import Recovered, recover_at
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.output import OutputOptions
-    from gradtool.store.transaction.run import Run
+    from gradtool.store.transaction.transaction import Transaction
 
 _NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # A file is replaced while its header is read only if run after run gets to that very point.
@@ -74,14 +74,14 @@ class Inputs:
             refuse_dtypes(selected, self.dtypes)
         return OpenSets(sets, selected)
 
-    def places(self, error: GradtoolError | None = None) -> list[Place]:
+    def places(self, error: GradtoolError | None = None) -> list[Scope]:
         """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
         files = [problem.file for problem in error.problems if problem.file] if error else []
-        places: dict[Place, None] = {}
+        places: dict[Scope, None] = {}
         for path in files or self.paths:
             # Where the current folder is gone, a relative path leads nowhere.
             with contextlib.suppress(OSError):
-                places |= dict.fromkeys(Place.of(path))
+                places |= dict.fromkeys(Scope.of(path))
         return list(places)
 
 
@@ -122,15 +122,15 @@ def open_to_write(
         return
     opened = _open_to_write(inputs, time.monotonic() + options.lock_timeout)
     output = Output.of(options, opened.sets, writes, created)
-    with signals.deferred(), output.new_run() as run, explained(run):
-        is_held = _try_to_acquire(run, options.lock_timeout)
-        if run.met_others or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
+    with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
+        is_held = _try_to_acquire(transaction, options.lock_timeout)
+        if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
             output = Output.of(options, opened.sets, writes, created)
         for target in output.targets:
-            run.place(target)
-        refuse_unfinished((shard.path for shard in opened.shards), own=run.id)
-        yield opened, output.held_by(run) if is_held else output
+            transaction.locate(target)
+        refuse_unfinished((shard.path for shard in opened.shards), own=transaction.id)
+        yield opened, output.held_by(transaction) if is_held else output
 
 
 def _open_to_write(inputs: Inputs, deadline: float) -> OpenSets:
@@ -153,7 +153,7 @@ def _open_to_write(inputs: Inputs, deadline: float) -> OpenSets:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _recovered_at(place: Place) -> Sequence[Recovered | InUse]:
+def _recovered_at(place: Scope) -> Sequence[Recovered | InUse]:
     """The runs at a place, crashed ones recovered."""
     found = recover_at(place)[0] if os.path.isdir(place.folder) else []  # noqa: PTH112 - Path's own may raise
     for one in found:
@@ -162,14 +162,14 @@ def _recovered_at(place: Place) -> Sequence[Recovered | InUse]:
     return [one for one in found if not isinstance(one, GradtoolError)]
 
 
-def _try_to_acquire(run: Run, timeout: float) -> bool:
+def _try_to_acquire(transaction: Transaction, timeout: float) -> bool:
     """Lock the files; False where nothing can be written: a run that has nothing to write may still succeed."""
     try:
-        acquire(run, timeout=timeout)
+        acquire(transaction, timeout=timeout)
     except SystemRefusedError as error:
         if error.errno not in _NOTHING_CAN_BE_WRITTEN:
             raise
         # Its logs in some of the folders must not block the next run.
-        run.withdraw()
+        transaction.withdraw()
         return False
     return True

@@ -16,9 +16,9 @@ from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.run import Run
 from gradtool.store.transaction.staging import new_mode
 from gradtool.store.transaction.targets import Targets, refuse_collisions
+from gradtool.store.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -64,14 +64,14 @@ class NewIndex(NamedTuple):
 class Output:
     """The options, checked against the sets that are written; or the one file that is `created` instead.
 
-    `mode` is that of new files. `run` holds the locks, if they have been taken.
+    `mode` is that of new files. `transaction` holds the locks, if they have been taken.
     """
 
     options: OutputOptions
     sets: Sequence[GradientSet]
     mode: int
     created: Path | None = None
-    run: Run | None = None
+    transaction: Transaction | None = None
 
     @classmethod
     def of(cls, options: OutputOptions, sets: Sequence[GradientSet], writes: int | None, created: Path | None) -> Self:
@@ -127,14 +127,14 @@ class Output:
             if self.is_elsewhere or shard in changes
         ]
 
-    def new_run(self) -> Run:
-        """The run that will lock the targets; it does nothing yet."""
+    def new_transaction(self) -> Transaction:
+        """The transaction that will lock the targets; it does nothing yet."""
         folder = self.options.folder
-        return Run(Targets(self.targets, None if folder is None else Path(folder)), fsync=self.options.fsync)
+        return Transaction(Targets(self.targets, None if folder is None else Path(folder)), fsync=self.options.fsync)
 
-    def held_by(self, run: Run) -> Self:
-        """The same, with the locks that a run has taken."""
-        return replace(self, run=run)
+    def held_by(self, transaction: Transaction) -> Self:
+        """The same, with the locks that a transaction has taken."""
+        return replace(self, transaction=transaction)
 
     @contextlib.contextmanager
     def writing(self, files: Sequence[NewFile], indexes: Sequence[NewIndex] | None = None) -> Iterator[Destination]:
@@ -146,27 +146,27 @@ class Output:
         if self.options.dry_run or not (files or self.is_elsewhere):
             yield DISCARD
             return
-        with self._locked() as run:
+        with self._locked() as transaction:
             if self.options.in_place:
-                targets = [_target_of(run, file) for file in files]
-                with InPlace(run, targets) as in_place:
+                targets = [_target_of(transaction, file) for file in files]
+                with InPlace(transaction, targets) as in_place:
                     yield Overwritten(_by_shard(files, [target.file for target in targets]), in_place)
                     in_place.commit()
             else:
-                with Replacement(run) as replacement:
+                with Replacement(transaction) as replacement:
                     yield NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
                     self._write_indexes(replacement, self._copied_indexes() if indexes is None else indexes)
                     replacement.commit()
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[Run]:
-        """The run that has locked the files: for the whole call, or only to write."""
-        if self.run is not None:
-            yield self.run
+    def _locked(self) -> Iterator[Transaction]:
+        """The transaction that has locked the files: for the whole call, or only to write."""
+        if self.transaction is not None:
+            yield self.transaction
             return
-        with signals.deferred(), self.new_run() as run, explained(run):
-            acquire(run, timeout=self.options.lock_timeout)
-            yield run
+        with signals.deferred(), self.new_transaction() as transaction, explained(transaction):
+            acquire(transaction, timeout=self.options.lock_timeout)
+            yield transaction
 
     def _target(self, path: Path) -> Path:
         if self.options.file is not None:
@@ -198,14 +198,14 @@ class Output:
 
 
 @contextlib.contextmanager
-def explained(run: Run) -> Iterator[None]:
+def explained(transaction: Transaction) -> Iterator[None]:
     """Add the remedy to an error that leaves files for `gradtool recover`."""
     try:
         yield
     except BaseException as error:
-        if run.is_left:
+        if transaction.leaves_files:
             error.add_note(_REMEDY)
-        if run.needs_recovery and isinstance(error, GradtoolError) and "gradtool recover" not in str(error):
+        if transaction.needs_recovery and isinstance(error, GradtoolError) and "gradtool recover" not in str(error):
             problem = error.problems[0]
             raise SystemRefusedError(
                 f"{problem.message}; {_REMEDY}", file=problem.file, tensor=problem.tensor, code="unfinished"
@@ -217,7 +217,7 @@ def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, 
     return {file.shard: (file, one) for file, one in zip(files, written, strict=True)}
 
 
-def _target_of(run: Run, file: NewFile) -> Target:
+def _target_of(transaction: Transaction, file: NewFile) -> Target:
     """What is changed in place for a file, which must still be the one that was read."""
-    folder, name = run.place(file.shard.path)
+    folder, name = transaction.locate(file.shard.path)
     return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)

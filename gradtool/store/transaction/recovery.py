@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from gradtool.store.transaction.guard import Place
+    from gradtool.store.transaction.guard import Scope
     from gradtool.store.transaction.log import Log
 
 
@@ -35,7 +35,7 @@ class Recovered(NamedTuple):
     log: Path
 
 
-def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
+def recover_if_crashed(log: Log, *, force: bool = False) -> Recovered | InUse | None:
     """Recover a run if it crashed, with `force` even if other programs changed its files since; None if it has ended.
 
     Raises:
@@ -46,7 +46,7 @@ def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
         return None
     try:
         with Folder.at(known.path.parent) as folder:
-            return _settle(folder, known, force=force)
+            return _recover(folder, known, force=force)
     except GradtoolError:
         raise
     except OSError as error:
@@ -55,7 +55,7 @@ def settle(log: Log, *, force: bool = False) -> Recovered | InUse | None:
         raise from_os_error(error, known.path) from error
 
 
-def _settle(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
+def _recover(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
     lock_fd = claim(folder, known)
     if lock_fd is None or isinstance(lock_fd, InUse):
         return lock_fd
@@ -69,23 +69,23 @@ def _settle(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | N
         return Recovered(outcome, len(home.moves or home.changes), home.pid, home.path)
 
 
-def recover_at(place: Place, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
-    """Recover every crashed run that is about a place, and remove the orphans there.
+def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
+    """Recover every crashed run that is in a scope, and remove the orphans there.
 
     Returns what became of each run, or why it could not be recovered; and the number of orphans that were removed.
     """
     found: list[Recovered | InUse | GradtoolError] = []
     try:
-        folder = Folder.at(place.folder)
+        folder = Folder.at(scope.folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadInputError("no such folder", file=place.folder, code="missing-file") from error
+        raise BadInputError("no such folder", file=scope.folder, code="missing-file") from error
     except OSError as error:
-        raise from_os_error(error, place.folder) from error
+        raise from_os_error(error, scope.folder) from error
     with folder:
         for log in logs_in(folder):
-            if is_about(log, folder, place.name):
+            if is_about(log, folder, scope.name):
                 try:
-                    found += filter(None, [settle(log, force=force)])
+                    found += filter(None, [recover_if_crashed(log, force=force)])
                 except GradtoolError as error:
                     found.append(error)
         try:

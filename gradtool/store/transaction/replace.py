@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.fs import Folder
-    from gradtool.store.transaction.run import Run
+    from gradtool.store.transaction.transaction import Transaction
 
 
 class Replacement:
@@ -32,8 +32,8 @@ class Replacement:
     were not committed are removed. A symbolic link stays a link, and its target is replaced.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
         self._staged: list[Staged] = []
         self._backups: list[tuple[Folder, str]] = []
         self._committed = False
@@ -42,11 +42,11 @@ class Replacement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._run.needs_recovery:
+        if self._transaction.needs_recovery:
             return
         files = [*((one.folder, one.temporary.name) for one in self._staged), *self._backups]
         gone = [remove(folder, name) for folder, name in files]
-        self._run.is_left = not all(gone)
+        self._transaction.leaves_files = not all(gone)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
@@ -66,11 +66,11 @@ class Replacement:
         file gets `mode`, or less if it replaces one that had less. With `ranges`, only these are reserved, and the rest
         is holes. A target that `is_new` replaces nothing.
         """
-        signals.heed()
-        folder, name = self._run.place(target)
+        signals.deliver()
+        folder, name = self._transaction.locate(target)
         # Until the temporary is removed, the log must stay.
-        self._run.is_left = True
-        number, temporary = self._run.new_name("tmp")
+        self._transaction.leaves_files = True
+        number, temporary = self._transaction.new_name("tmp")
         with os_errors_about(target):
             mode = mode_for(original, folder.status(name), mode)
             fd, file = folder.create_file(temporary)
@@ -92,8 +92,8 @@ class Replacement:
                 files are as they were.
         """
         for staged in self._staged:
-            staged.finish(fsync=self._run.fsync)
-            signals.heed()
+            staged.finish(fsync=self._transaction.fsync)
+            signals.deliver()
         for staged in self._staged:
             if not staged.is_unchanged():
                 raise changed_meanwhile(staged.target)
@@ -106,27 +106,27 @@ class Replacement:
         if swapped:
             raise changed_meanwhile(swapped[0].target)
         try:
-            self._run.sync_folders()
+            self._transaction.sync_folders()
             if several:
-                self._run.end(done=True)
+                self._transaction.end(done=True)
         except OSError as error:
             # The log must stay while a rename may not be on the disk.
             if several:
-                self._run.leave_to_recovery()
+                self._transaction.leave_to_recovery()
             remedy = "; run gradtool recover to try again" if several else ""
             reason = f"all files were written, but the folder could not be synced: {error.strerror}{remedy}"
-            raise SystemRefusedError(reason, file=self._run.home.path) from error
+            raise SystemRefusedError(reason, file=self._transaction.home.path) from error
 
     def _rename_all(self, *, several: bool) -> None:
         """Rename all files or, if one rename fails, none."""
         moves = [self._move(staged) for staged in self._staged]
-        with os_errors_about(self._run.home.path):
+        with os_errors_about(self._transaction.home.path):
             if several:
                 self._back_up()
-            self._run.append(moves=moves)
+            self._transaction.append(moves=moves)
         # Only a rename that is refused is rolled back here; any other exception, such as a lack of memory, is left to
         # recovery.
-        self._run.needs_recovery = several
+        self._transaction.needs_recovery = several
         begun: list[Move] = []
         try:
             for move, staged in zip(moves, self._staged, strict=True):
@@ -135,11 +135,11 @@ class Replacement:
         except GradtoolError as error:
             if several:
                 self._revoke(error, begun)
-            self._run.needs_recovery = False
+            self._transaction.needs_recovery = False
             raise
         self._committed = True
-        signals.pass_return()
-        self._run.needs_recovery = False
+        signals.mark_committed()
+        self._transaction.needs_recovery = False
 
     def _back_up(self) -> None:
         """Give every replaced file a second name, without which its rename could not be undone; sync all names."""
@@ -148,33 +148,33 @@ class Replacement:
             with contextlib.suppress(OSError):
                 folder.link(staged.name, backup)
                 self._backups.append((folder, backup))
-        self._run.mark()
-        self._run.sync()
+        self._transaction.add_markers()
+        self._transaction.sync()
 
     def _move(self, staged: Staged) -> Move:
-        folder, replaced = self._run.targets.folders.index(staged.folder), staged.folder.status(staged.name)
+        folder, replaced = self._transaction.targets.folders.index(staged.folder), staged.folder.status(staged.name)
         was = (None, None, None) if replaced is None else (replaced.st_size, replaced.st_mtime_ns, replaced.st_ino)
         return Move(folder, staged.number, staged.name, staged.temporary.inode, *was)
 
     def _revoke(self, error: GradtoolError, moves: Sequence[Move]) -> None:
         """Roll back the renames that may have been done, or leave that to recovery."""
-        run, backups = self._run, set(self._backups)
+        transaction, backups = self._transaction, set(self._backups)
         try:
             for move, staged in zip(moves, self._staged, strict=False):
                 can_undo = move.size is None or self._backup_of(staged) in backups
                 if not can_undo and is_new(staged.folder, move):
                     raise FileNotFoundError
-            run.append(revoked=True)
-            move_back(dict(enumerate(run.targets.folders)), run.id, moves, fsync=run.fsync)
-            run.end(undone=True)
+            transaction.append(revoked=True)
+            move_back(dict(enumerate(transaction.targets.folders)), transaction.id, moves, fsync=transaction.fsync)
+            transaction.end(undone=True)
         except OSError:
-            run.leave_to_recovery()
+            transaction.leave_to_recovery()
             problem = error.problems[0]
             message = f"{problem.message}; some files are renamed and some are not; run gradtool recover"
             raise unfinished(message, problem.file) from error
 
     def _backup_of(self, staged: Staged) -> tuple[Folder, str]:
-        return staged.folder, name_of(self._run.id, staged.number, "old")
+        return staged.folder, name_of(self._transaction.id, staged.number, "old")
 
 
 def move_back(folders: Mapping[int, Folder], run: str, moves: Sequence[Move], *, fsync: bool) -> None:

@@ -53,9 +53,9 @@ class Targets:
         self.names: dict[Folder, set[str]] = {}
         self.made: list[Folder] = []
         # By path as text, and by device and inode.
-        self._followed: dict[str, tuple[Folder, tuple[_Link, ...]]] = {}
+        self._followed: dict[str, tuple[Folder, list[_Link]]] = {}
         self._opened: dict[tuple[int, int], Folder] = {}
-        self._places: dict[Path, tuple[Folder, str]] = {}
+        self._located: dict[Path, tuple[Folder, str]] = {}
         try:
             self.missing = () if new_folder is None else self._find_missing(new_folder)
             for path in paths:
@@ -69,10 +69,10 @@ class Targets:
         """The folders of the targets, home first."""
         return list(self.names)
 
-    def place(self, target: Path) -> tuple[Folder, str]:
+    def locate(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
-        if target in self._places:
-            return self._places[target]
+        if target in self._located:
+            return self._located[target]
         folder, name, _ = self._follow(target)
         if name not in self.names.get(folder, ()):
             raise changed_meanwhile(target)
@@ -88,7 +88,7 @@ class Targets:
             self._opened[inner.identity] = inner
             self.made.append(inner)
         self.names[inner], self.names[home] = self.names[home], set()
-        self._places = {path: (inner, name) for path, (_, name) in self._places.items()}
+        self._located = {path: (inner, name) for path, (_, name) in self._located.items()}
 
     def close(self) -> None:
         """Close all folders."""
@@ -110,23 +110,25 @@ class Targets:
             folder, name = self.folders[0], path.name
         else:
             folder, name, links = self._follow(path)
-            _refuse_trap(path, links, folder, name)
+            _refuse_foreign(path, links, folder, name)
         self.names.setdefault(folder, set()).add(name)
-        self._places[path] = folder, name
+        self._located[path] = folder, name
 
-    def _follow(self, path: Path, depth: int = 0) -> tuple[Folder, str, tuple[_Link, ...]]:
+    def _follow(self, path: Path) -> tuple[Folder, str, list[_Link]]:
         """Where a path leads, and the links of other users on the way."""
-        parent, name = os.path.split(path)
-        folder, links = self._followed_folder(parent or ".")
-        status = folder.status(name)
-        if status is None or not stat.S_ISLNK(status.st_mode):
-            return folder, name, links
-        if depth == _MAX_LINKS:
-            raise from_os_error(_loop(), path)
-        inner, name, further = self._follow(folder.path / os.readlink(name, dir_fd=folder.fd), depth + 1)
-        return inner, name, (*links, *_foreign(str(path), status), *further)
+        links: list[_Link] = []
+        for _ in range(_MAX_LINKS + 1):
+            parent, name = os.path.split(path)
+            folder, further = self._followed_folder(parent or ".")
+            links += further
+            status = folder.status(name)
+            if status is None or not stat.S_ISLNK(status.st_mode):
+                return folder, name, links
+            links += _foreign(str(path), status)
+            path = folder.path / os.readlink(name, dir_fd=folder.fd)
+        raise from_os_error(_loop(), path)
 
-    def _followed_folder(self, path: str) -> tuple[Folder, tuple[_Link, ...]]:
+    def _followed_folder(self, path: str) -> tuple[Folder, list[_Link]]:
         if path not in self._followed:
             with os_errors_about(path):
                 try:
@@ -135,7 +137,7 @@ class Targets:
                     raise BadInputError("no such folder", file=path, code="missing-file") from error
         return self._followed[path]
 
-    def _opened_folder(self, path: str) -> tuple[Folder, tuple[_Link, ...]]:
+    def _opened_folder(self, path: str) -> tuple[Folder, list[_Link]]:
         """Open a folder by way of every folder above it, so that each link is seen."""
         left = _parts(os.path.join(os.getcwd(), path))  # noqa: PTH109, PTH118 - no part may be dropped
         real: list[str] = []
@@ -166,10 +168,10 @@ class Targets:
         known = self._opened.setdefault(folder.identity, folder)
         if known is not folder:
             folder.close()
-        return known, tuple(foreign)
+        return known, foreign
 
 
-def refuse_trap(path: str) -> None:
+def refuse_foreign_link(path: str) -> None:
     """Refuse a path that a link of another user leads to a file that is not that user's; no other is refused here."""
     try:
         Targets([Path(path)]).close()
@@ -216,7 +218,7 @@ def _foreign(path: str, status: os.stat_result) -> list[_Link]:
     return [] if status.st_uid in (0, os.geteuid()) else [_Link(path, status.st_uid)]
 
 
-def _refuse_trap(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
+def _refuse_foreign(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
     """Refuse a link of another user to a file that that user may not be able to change."""
     status = folder.status(name)
     owner = folder.owner if status is None else status.st_uid

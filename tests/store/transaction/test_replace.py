@@ -328,7 +328,7 @@ def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
-    assert signals.is_past_return()
+    assert signals.is_committed()
     assert len(list(tmp_path.iterdir())) == 2
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 

@@ -1,4 +1,4 @@
-"""One writing run while it lives: its transaction log, its lock, and the names of the files that it makes."""
+"""The transaction of a live run: its log, its lock, and the names of the files that it makes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _LONGEST = -(1 << 63)
 _NUMBERS = 6
 
 
-class Run:
-    """A run that will write the given targets, which need not exist."""
+class Transaction:
+    """What a run registers before it writes its targets, which need not exist."""
 
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
         self.fsync = fsync
         self.id = ""
         self.key = os.urandom(16).hex()
         # The files may have changed while we waited for other runs.
-        self.met_others = False
+        self.may_be_stale = False
         self.targets = targets
         self._pid = os.getpid()
         # The folders that have our log or a pointer to it, and the log's markers.
@@ -47,7 +47,7 @@ class Run:
         self._size = 0
         self._numbers = itertools.count()
         # Recovery needs the log to find the files that are left.
-        self.is_left = False
+        self.leaves_files = False
         # Only recovery may roll the run forward or back.
         self.needs_recovery = False
 
@@ -62,9 +62,9 @@ class Run:
         """The folder with the log."""
         return next(iter(self.targets.names))
 
-    def place(self, target: Path) -> tuple[Folder, str]:
+    def locate(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
-        return self.targets.place(target)
+        return self.targets.locate(target)
 
     def register(self) -> None:
         """Write the log to the home, and a pointer to it to every other folder."""
@@ -103,7 +103,7 @@ class Run:
             self.leave_to_recovery()
             raise
 
-    def mark(self) -> None:
+    def add_markers(self) -> None:
         """Make a marker for each target in folders that not every user may list."""
         for folder, names in self.targets.names.items():
             classes = [(folder.mode >> shift) & (stat.S_IROTH | stat.S_IXOTH) for shift in (0, 3, 6)]
@@ -132,7 +132,7 @@ class Run:
 
     def leave_to_recovery(self) -> None:
         """Do nothing more; a later run will roll this one forward or back."""
-        self.is_left = self.needs_recovery = True
+        self.leaves_files = self.needs_recovery = True
 
     def close(self) -> None:
         """Remove the log, its pointers first, and close the lock and all folders."""
@@ -213,7 +213,7 @@ class Run:
             logged, marked = self._logged, self._marked
             self._lock = self._log = -1
             self._logged, self._marked, self._size = [], [], 0
-            if not self.is_left:
+            if not self.leaves_files:
                 self._clear(logged, marked)
 
     def _clear(self, logged: Sequence[Folder], marked: Sequence[tuple[Folder, str]]) -> None:

@@ -87,8 +87,8 @@ CRASHED = [
 ]
 
 
-def scenes(names):
-    parts = in_parts({name: name for name in names}, sampled=SAMPLED)
+def scenes(names, sampled):
+    parts = in_parts({name: name for name in names}, sampled)
     return pytest.mark.parametrize(("scene", "part"), parts, indirect=["scene"])
 
 
@@ -176,7 +176,7 @@ def check(scene, cut, *, backwards=False, before=""):
     return state
 
 
-@scenes(EVERY)
+@scenes(EVERY, SAMPLED)
 def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene, part):
     states = set()
     for cut in cuts(scene.disk, scene.calls, 16, at=scene.each_call(part)):
@@ -187,7 +187,7 @@ def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene, part):
     assert states == {"old", "new"}
 
 
-@scenes(CRASHED)
+@scenes(CRASHED, ["clip-file-inplace", "clip-two-folders-replace"])
 @pytest.mark.parametrize("end", ["kill", "cut"])
 def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, end, part):
     disk, seen, struck = scene.disk.copy(), defaultdict(set), scene.each_call(part)

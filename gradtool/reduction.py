@@ -48,7 +48,7 @@ def fold(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def is_in_range(tile_sum: float) -> bool:
-    """Whether the sum of a tile that is finite and not all zero is good as it is; not for NaN."""
+    """Whether a tile with this sum need not be summed again, if it is finite and not all zero; False for NaN."""
     return _LOWEST <= tile_sum <= _HIGHEST
 
 
@@ -109,7 +109,7 @@ def _merged(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: floa
         return whole, 0
     highest = int(exponents[sums > 0].max())
     if math.isinf(whole):
-        # Some 10^12 values, no tile of which is out of range alone.
+        # 2^24 tiles or more, each of them in range.
         highest += math.ceil(64 / order)
     parts = [
         (part, (exponent - highest) * order)

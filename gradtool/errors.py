@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
     import os
@@ -65,10 +65,6 @@ class GradtoolError(Exception):
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
         return f"{self.problems[0].line}{more}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Lets a worker process pass it to its parent.
-        return _restored, (type(self), self.args, self.__dict__)
-
 
 class NonFiniteError(GradtoolError, ArithmeticError):
     """NaN or Inf in the input or in the result; `problems` names every tensor."""
@@ -76,7 +72,8 @@ class NonFiniteError(GradtoolError, ArithmeticError):
     exit_code = EXIT_FOUND
     code = "nonfinite"
 
-    def __init__(self, message: str, problems: Sequence[Problem]) -> None:
+    def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
+        # Unpickling passes the message alone.
         super().__init__(message)
         self.summary = message
         self.problems = tuple(problems)
@@ -122,13 +119,6 @@ class DeviceMemoryError(SystemRefusedError):
 def shortened(text: str, most: int = 200) -> str:
     """The text, with its middle left out if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
-
-
-def _restored(kind: type[GradtoolError], arguments: tuple[Any, ...], state: dict[str, Any]) -> GradtoolError:
-    error = kind.__new__(kind, *arguments)
-    error.args = arguments
-    error.__dict__.update(state)
-    return error
 
 
 # The message and the error code of each.

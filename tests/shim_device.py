@@ -75,7 +75,7 @@ class ShimDevice:
         assert job.shape == (1,)
         assert blocks > 0
         self.launches.append((module, kernel, blocks))
-        # Every other launch runs threads and blocks backwards, which shows missing barriers. The argument is copied first.
+        # Every other launch runs threads and blocks backwards, which shows missing barriers. The argument is copied.
         own, backwards = job.copy(), next(self._backwards)
         self.ask(lambda: run(module, kernel, own, blocks, threads, backwards=backwards))
 

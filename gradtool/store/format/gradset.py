@@ -67,41 +67,34 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
     if not wanted and not unwanted:
         return everything
-    unused = dict.fromkeys([*wanted, *unwanted])
-
-    def matches(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
-        # Every pattern is tried, so that one without any match is noticed.
-        matching = [pattern for pattern in patterns if pattern.search(name)]
-        for pattern in matching:
-            unused.pop(pattern, None)
-        return bool(matching)
-
-    selected = []
-    for one in everything:
-        included, excluded = matches(wanted, one.tensor.name), matches(unwanted, one.tensor.name)
-        if (included or not wanted) and not excluded:
-            selected.append(one)
-    if unused:
-        pattern = next(iter(unused))
-        option = "--include" if pattern in wanted else "--exclude"
-        raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
+    names = {one.tensor.name for one in everything}
+    included = _matching(names, wanted, "--include") if wanted else names
+    excluded = _matching(names, unwanted, "--exclude")
+    selected = [one for one in everything if one.tensor.name in included and one.tensor.name not in excluded]
     if not selected:
         raise BadInputError("--include and --exclude leave no tensor", code="no-match")
     return selected
+
+
+def _matching(names: set[str], patterns: Sequence[re.Pattern[str]], option: str) -> set[str]:
+    """The names that any pattern matches; each must match one."""
+    matching: set[str] = set()
+    for pattern in patterns:
+        found = set(filter(pattern.search, names))
+        if not found:
+            raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
+        matching |= found
+    return matching
 
 
 def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
     """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
     for one in selected:
         if one.tensor.dtype not in supported:
+            what = f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do)"
             remedy = f"; leave it out with --exclude {shlex.quote(f'^{re.escape(one.tensor.name)}$')}"
-            raise BadInputError(
-                f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do)"
-                f"{remedy if can_exclude else ''}",
-                file=one.shard.path,
-                tensor=one.tensor.name,
-                code="dtype",
-            )
+            message = what + remedy if can_exclude else what
+            raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name, code="dtype")
 
 
 def foreign_index(one: GradientSet) -> Path | None:
@@ -177,12 +170,8 @@ def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
         for tensor in shard.tensors:
             other = home.setdefault(tensor.name, shard)
             if other is not shard:
-                raise BadInputError(
-                    f"is in {other.path.name} too; name the files one by one if they are not shards of one set",
-                    file=shard.path,
-                    tensor=tensor.name,
-                    code="duplicate-name",
-                )
+                message = f"is in {other.path.name} too; name the files one by one if they are not shards of one set"
+                raise BadInputError(message, file=shard.path, tensor=tensor.name, code="duplicate-name")
     return home
 
 
@@ -191,6 +180,5 @@ def _refuse_same_file(shards: Iterable[Shard]) -> None:
     for shard in shards:
         other = home.setdefault(shard.identity, shard)
         if other is not shard:
-            raise BadInputError(
-                f"is the same file as {other.path}; name each file once", file=shard.path, code="duplicate-file"
-            )
+            message = f"is the same file as {other.path}; name each file once"
+            raise BadInputError(message, file=shard.path, code="duplicate-file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, SystemRefusedError, shortened
@@ -27,13 +28,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
     _, text = read_regular(index)
     refuse_large_index(index, text)
     try:
-        document = json.loads(text, object_pairs_hook=_without_duplicates)
+        document = json.loads(text, object_pairs_hook=partial(_without_duplicates, index))
         weight_map: dict[str, Any] = document["weight_map"]
         refuse_long_names(index, weight_map)
         files = list(weight_map.values())
         refuse_long_names(index, (file for file in files if isinstance(file, str)))
-    except _DuplicateKeyError as error:
-        raise BadInputError(f"the index has the key {shortened(str(error))!r} twice", file=index) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, BadInputError):
             raise
@@ -60,16 +59,12 @@ def index_of(file: Path) -> Path | None:
     return None
 
 
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise _DuplicateKeyError(name)
+                raise BadInputError(f"the index has the key {shortened(name)!r} twice", file=index)
             seen.add(name)
     return document

@@ -44,10 +44,8 @@ def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) 
     refuse_large_header(path, text)
     start = 8 + len(text)
     moved = tuple(one._replace(begin=start + one.begin, end=start + one.end) for one in placed)
-    nowhere = os.stat_result([0] * 10)
-    return Layout(
-        len(text).to_bytes(8, "little") + text, Shard(path, start, start + end, dict(metadata), moved, nowhere)
-    )
+    shard = Shard(path, start, start + end, dict(metadata), moved, os.stat_result([0] * 10))
+    return Layout(len(text).to_bytes(8, "little") + text, shard)
 
 
 def new_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -60,7 +60,7 @@ def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
         real = Path(os.path.realpath(path))
         names.setdefault(real.parent, {})[real.name] = path
     for parent, files in names.items():
-        with _opened(parent) as folder:
+        with os_errors_about(parent), Folder.at(parent) as folder:
             for log in _logs_about(folder, files):
                 touched = [name for name in log.names & files.keys() if could_change(log, folder, name)]
                 if touched and log.run != own:
@@ -71,7 +71,7 @@ def refuse_unfinished_at(scope: Scope) -> None:
     """As `refuse_unfinished`, for a path that could not be opened."""
     if not os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         return
-    with _opened(scope.folder) as folder:
+    with os_errors_about(scope.folder), Folder.at(scope.folder) as folder:
         for log in _logs_about(folder, [] if scope.name is None else [scope.name]):
             if is_about(log, folder, scope.name):
                 _refuse_if_unfinished(log, scope.folder if scope.name is None else scope.folder / scope.name)
@@ -108,11 +108,6 @@ def home_of(log: Log) -> Log | None:
     what = f"belongs to an unfinished run whose log {log.home} is missing"
     remedy = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
     raise unfinished(f"{what}; {remedy}", log.path)
-
-
-def _opened(path: Path) -> Folder:
-    with os_errors_about(path):
-        return Folder.at(path)
 
 
 def _logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:

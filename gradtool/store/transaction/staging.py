@@ -39,7 +39,7 @@ class Staged(NamedTuple):
         return self.temporary.folder
 
     def finish(self, *, fsync: bool) -> None:
-        """Set the mode and sync the content; in this order, because the mode may forbid even us to write."""
+        """Set the mode, which may forbid even us to write, and sync the content."""
         with os_errors_about(self.target), self.temporary.opened(os.O_RDONLY) as fd:
             fs.change_mode(fd, self.mode)
             if fsync:

@@ -172,7 +172,7 @@ class Targets:
 
 
 def refuse_foreign_link(path: str) -> None:
-    """Refuse a path that a link of another user leads to a file that is not that user's; no other is refused here."""
+    """Refuse a path that another user's link leads to a file that is not theirs; other errors are ignored."""
     try:
         Targets([Path(path)]).close()
     except GradtoolError as error:
@@ -219,7 +219,7 @@ def _foreign(path: str, status: os.stat_result) -> list[_Link]:
 
 
 def _refuse_foreign(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
-    """Refuse a link of another user to a file that that user may not be able to change."""
+    """Refuse links of other users to a file that is not theirs."""
     status = folder.status(name)
     owner = folder.owner if status is None else status.st_uid
     for link in links:

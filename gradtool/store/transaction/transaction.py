@@ -16,7 +16,6 @@ from gradtool.store.transaction.log import FORMAT, HOST, boot, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from gradtool.store.fs import Folder
@@ -206,23 +205,23 @@ class Transaction:
         """Remove the log's markers, its pointers, the log, and last the lock."""
         if self._lock < 0:
             return
-        with contextlib.ExitStack() as stack:
-            for fd in (self._lock, self._log):
-                if fd >= 0:
-                    stack.callback(os.close, fd)
-            logged, marked = self._logged, self._marked
+        try:
+            if not self.leaves_files:
+                self._clear()
+        finally:
+            opened = [fd for fd in (self._log, self._lock) if fd >= 0]
             self._lock = self._log = -1
             self._logged, self._marked, self._size = [], [], 0
-            if not self.leaves_files:
-                self._clear(logged, marked)
+            for fd in opened:
+                os.close(fd)
 
-    def _clear(self, logged: Sequence[Folder], marked: Sequence[tuple[Folder, str]]) -> None:
+    def _clear(self) -> None:
         home, log = self.home, log_of(self.id)
-        others = [folder for folder in logged if folder is not home]
-        gone = [remove(folder, marker) for folder, marker in marked] + [remove(folder, log) for folder in others]
+        others = [folder for folder in self._logged if folder is not home]
+        gone = [remove(folder, marker) for folder, marker in self._marked] + [remove(folder, log) for folder in others]
         # In a power cut, no pointer may outlive the log.
         gone += [succeeds(folder.sync) for folder in others if self.fsync]
-        if all(gone) and (home not in logged or remove(home, log)):
+        if all(gone) and (home not in self._logged or remove(home, log)):
             remove(home, lock_of(self.id))
 
     def _unmake(self) -> None:

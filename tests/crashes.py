@@ -12,7 +12,7 @@ from support import write, write_index
 from tiers import numbers
 
 KILLED = -9
-# In memory where that can be had: a kill is no power cut, so what is on the disk does not matter.
+# In memory where possible: after a kill, unlike a power cut, it does not matter what reached the disk.
 FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 - a fast place, and nothing predictable in it
 
 
@@ -30,7 +30,7 @@ def shards(folder, count, size):
 
 
 def layers(folder, count, size):
-    """Layer norms with their gradients, so that they can be worked out in place; one for each file."""
+    """Layer norms whose gradients are there already, so that they can be overwritten in place; one for each file."""
     rng = np.random.default_rng(1)
     files = {}
     for i in range(count):

@@ -64,7 +64,7 @@ def _serve():
     from gradtool import accumulate, clip, layernorm_backward, norm, recover, zero  # noqa: F401
 
     steps = gradtool.store.faults.steps = Steps()
-    # Nothing of this is looked at again, and so copied, in every child.
+    # So that collecting garbage does not copy all of this in every child.
     gc.disable()
     gc.freeze()
     for line in sys.stdin:
@@ -78,7 +78,7 @@ def _serve():
                 os._exit(99)
         if request["strike_after"] is not None:
             time.sleep(request["strike_after"])
-            # If it is done already, what is left of it does not mind.
+            # A process that has ended already is not affected.
             os.kill(child, request["signal"])
         _, status, usage = os.wait4(child, 0)
         texts = []

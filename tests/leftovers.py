@@ -20,7 +20,7 @@ def files_in(folder, count=2):
 def crash(do):
     """Do something in a process that ends as soon as it is done, and leaves all as it is then."""
     with warnings.catch_warnings():
-        # A library's idle threads hold nothing that is needed.
+        # Idle threads of libraries hold nothing that the child needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:

@@ -116,7 +116,7 @@ def stored(block, piece):
 
 @contextlib.contextmanager
 def without_room():
-    """No file is mapped, for there is no room: of its header, the library judges all but the numbers."""
+    """There is no address space to map a file, so the library checks a header whose tensors are all empty."""
     with mock.patch.multiple(memory, left=lambda: 0, require=lambda _: None):
         yield
 
@@ -244,7 +244,7 @@ def gradtool(*arguments, cwd=None, env=None, **streams):
     if not streams and not any(name.startswith("PYTHON") for name in env):
         done = run(*arguments, cwd=cwd, env=env)
         return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
-    # Python's usual buffers, whatever the tests were started with: unbuffered streams hide what fails at the end.
+    # Python's usual buffers, because unbuffered streams hide what fails at the end.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | env
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],

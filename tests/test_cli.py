@@ -182,7 +182,7 @@ def test_in_a_folder_that_is_gone_a_path_from_the_root_works_and_another_is_miss
     assert done.stderr == "gradtool: error: the current folder is gone; change to another one\n"
 
 
-# What the system refuses where nobody looks for it.
+# An error of the system where none is expected.
 UNFORESEEN = """
 import errno, gradtool.ops.norm as norm, os
 def refuse(*_, **__):

@@ -264,7 +264,7 @@ def test_a_disk_that_fails_from_some_call_on_loses_nothing(scene):
             break
         assert (done.code, len(done.err.splitlines())) == (5, 1), (step, done)
         data = {name: content for name, content in scene.files().items() if not name.startswith(".gradtool")}
-        # Nobody is left alone with what is half changed.
+        # An error about half-changed files names the remedy.
         assert data in (scene.old, scene.new) or "gradtool recover" in done.err, (step, done)
         assert scene.recover().code == 0
         assert scene.state() in ("old", "new"), (step, scene.state())

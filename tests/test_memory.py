@@ -16,7 +16,7 @@ from gradtool.store.format.header import read_shard
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits on memory are Linux's")  # noqa: PTH110
 MIB = 1 << 20
-# What the interpreter itself takes to come to our first line, which nobody can do anything about.
+# What the interpreter itself takes before our first line runs.
 PROBE = "print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith(('VmPeak', 'VmData'))))"
 
 
@@ -124,12 +124,12 @@ def test_where_no_thread_may_be_started_the_work_is_done_all_the_same(tmp_path):
     if os.geteuid() == 0:
         # The limit is not root's; and another user may need root's right to read this environment.
         if shutil.which("setpriv") is None:
-            pytest.skip("root has no limit on processes, and there is no setpriv to be somebody else")
+            pytest.skip("root has no limit on processes, and there is no setpriv to become another user")
         capability = "+dac_read_search"
         prefix = ["setpriv", "--reuid=1234", "--regid=1234", "--clear-groups"]
         prefix += [f"--inh-caps={capability}", f"--ambient-caps={capability}"]
         if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
-            pytest.skip("root may not become somebody else here")
+            pytest.skip("root may not become another user here")
     command = ["bash", "-c", 'ulimit -u 1; exec "$@"', "-", *prefix, *COMMAND, "norm", str(path), "--threads", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

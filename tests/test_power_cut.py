@@ -98,7 +98,7 @@ class Scene:
     def __init__(self, name):
         case, _, mode = name.rpartition("-")
         self._case = CASES[case]
-        # In memory where that can be had: what is lost there is what we say.
+        # In memory where possible: what a cut loses is simulated.
         self._home = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
         root = self._home / "data"
         root.mkdir()
@@ -109,7 +109,7 @@ class Scene:
         self._states = {"old": (self.place.files(), self.look())}
         self.calls = self.place.record(lambda: self._case.command(root, write=mode, threads=1))
         self._states["new"] = (self.place.files(), self.look())
-        # Nothing escapes the recorder: the calls, all of them, make of the old files the new.
+        # The recorded calls alone turn the old files into the new ones, so none is missing.
         played = self.disk.copy()
         for call in self.calls:
             played.do(call)
@@ -171,7 +171,7 @@ def check(scene, cut, *, backwards=False, before=""):
     story = f"{before}{cut}\n  found {found}, recovered to {state}; said {said!r}"
     assert state in ("old", "new"), story
     assert said in ("", state), story
-    # Nobody was shown a mixture before, nor the other of the two.
+    # No reader saw a mixture before, nor the other state.
     assert looked in ("unfinished", scene.norm_of(state)), story
     return state
 
@@ -189,7 +189,7 @@ def test_what_any_power_cut_leaves_recovers_to_all_old_or_all_new(scene, part):
 
 @scenes(CRASHED, ["clip-file-inplace", "clip-two-folders-replace"])
 @pytest.mark.parametrize("end", ["kill", "cut"])
-def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, end, part):
+def test_a_power_cut_while_a_crashed_run_is_recovered_does_no_harm_either(scene, end, part):
     disk, seen, struck = scene.disk.copy(), defaultdict(set), scene.each_call(part)
     rng = random.Random(0)  # noqa: S311 - the same every time
     for number, call in enumerate(scene.calls, 1):
@@ -197,7 +197,7 @@ def test_a_power_cut_while_a_dead_run_is_recovered_does_no_harm_either(scene, en
         if end == "cut":
             left = disk.after([op for op in disk.pending if rng.random() < 0.5])
         else:
-            # Who looks after a kill finds all that was done, though little of it is safe.
+            # After a kill all writes are visible, though few of them are safe.
             left = disk.copy()
             left.hour += 1
         if number not in struck:

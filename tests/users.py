@@ -30,7 +30,7 @@ for package in (typer, safetensors, gradtool):
             with contextlib.suppress(ImportError, AssertionError):
                 importlib.import_module(module.name)
 
-# Nobody's, on any system that we know of.
+# User IDs that no system is known to use.
 ALICE, MALLORY = 5678, 1234
 _PR_SET_DUMPABLE = 4
 
@@ -155,7 +155,7 @@ def _pipe():
 
 def _fork(do):
     with warnings.catch_warnings():
-        # A library's idle threads are no hindrance: nothing that they could hold is asked for.
+        # Idle threads of libraries hold nothing that the child needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:

@@ -208,7 +208,7 @@ def test_an_interruption_puts_everything_back(tmp_path):
     check_undone(folder, lambda: clip(folder, max_norm=1, write="inplace", progress=interrupt), KeyboardInterrupt)
 
 
-def test_a_disk_without_room_for_the_journal_is_known_before_work_starts(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_undo_logs_is_known_before_work_starts(tmp_path, monkeypatch):
     folder = write(tmp_path / "x" / "a.safetensors", {"a": gaussian(3_000, "F32")}).parent
     disk = os.statvfs(folder)
     fields = [1, 1, *disk[2:4], 12_239, *disk[5:]]
@@ -279,7 +279,7 @@ def test_there_must_be_something_to_change(tmp_path, option):
         clip(path, max_norm=1, write="over")
 
 
-def test_a_file_that_somebody_else_changes_before_is_left_alone(tmp_path):
+def test_a_file_that_another_program_changes_before_is_left_alone(tmp_path):
     path = write(tmp_path / "a.safetensors", {"a": gaussian(2_000_000, "F32")})
     before = path.read_bytes()
 

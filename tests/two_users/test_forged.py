@@ -103,13 +103,13 @@ NUISANCES = {
         boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
     ),
     "a pointer to nothing": lambda target: log_bytes(names=[target.name], home=f"../private/{ID}.run"),
-    "a log that nobody understands": lambda target: log_bytes({"what": 1}, names=[target.name]),
+    "a log that cannot be understood": lambda target: log_bytes({"what": 1}, names=[target.name]),
     "a log of another version": lambda target: log_bytes(names=[target.name], format=3),
 }
 
 
 @pytest.mark.parametrize("nuisance", NUISANCES)
-def test_a_log_of_another_user_in_a_sticky_folder_is_in_nobodys_way(root, nuisance):
+def test_a_log_of_another_user_in_a_sticky_folder_hinders_no_run(root, nuisance):
     folder = sticky(root)
     target = grads(ALICE, folder / "x.safetensors")
     forge(folder / f"{ID}.run", NUISANCES[nuisance](target))
@@ -127,7 +127,7 @@ def test_a_log_of_another_user_in_a_sticky_folder_is_in_nobodys_way(root, nuisan
     assert {path: one for path, one in state(folder).items() if ".gradtool-" in path.name} == before
 
 
-def test_what_others_put_in_a_sticky_folder_instead_of_logs_is_in_nobodys_way(root):
+def test_what_others_put_in_a_sticky_folder_instead_of_logs_hinders_no_run(root):
     folder = sticky(root)
     target = grads(ALICE, folder / "x.safetensors")
 

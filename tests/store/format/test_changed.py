@@ -132,7 +132,7 @@ def test_an_index_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
     assert read_regular(index)[1] == index.read_bytes()
 
 
-def test_the_library_judges_a_copy_that_nobody_can_cut_under_it(tmp_path, monkeypatch):
+def test_the_library_judges_a_copy_that_no_other_program_can_cut(tmp_path, monkeypatch):
     path = write(tmp_path / "x.safetensors", ONES)
     judged = []
 

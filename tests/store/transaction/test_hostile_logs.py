@@ -15,7 +15,7 @@ from gradtool.store.transaction.log import line_of
 from gradtool.store.transaction.logfiles import logs_in
 
 
-def test_a_pointer_whose_record_is_gone_says_what_to_do(tmp_path):
+def test_a_pointer_whose_log_is_gone_says_what_to_do(tmp_path):
     paths = [files_in(tmp_path / name, 1)[0] for name in "ab"]
     half_replaced(paths)
     next((tmp_path / "a").glob("*.run")).unlink()
@@ -24,13 +24,13 @@ def test_a_pointer_whose_record_is_gone_says_what_to_do(tmp_path):
             command(paths[1])
 
 
-def record(folder, *entries, files=("0.safetensors",), **facts):
+def log_with(folder, *entries, files=("0.safetensors",), **facts):
     run = {"id": ID, "format": 2, "pid": 1, "host": "h", "boot": "", "key": "", "files": list(files), "folders": []}
     steps = [json.dumps(one, separators=(",", ":")).encode() for one in ({"run": run | facts}, *entries)]
     (folder / f"{ID}.run").write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in steps))
 
 
-def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
+def test_a_log_reaches_into_no_folder_that_does_not_point_back(tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     files_in(ours)
     (theirs).mkdir()
@@ -47,7 +47,7 @@ def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
         [{"moves": moves}, {"undone": True}],
     ):
         for folders in (["../theirs"], [str(theirs)]):
-            record(ours, *entries, folders=folders)
+            log_with(ours, *entries, folders=folders)
             if len(entries) == 1 or "revoked" in entries[1]:
                 with pytest.raises(SystemRefusedError, match="where its log is missing; restore that folder"):
                     recover(ours, force=True)
@@ -57,9 +57,9 @@ def test_a_record_reaches_into_no_folder_that_does_not_point_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../theirs/precious", "/etc/passwd", "..", ".", "", "a\0b", 7, None, ["x"]])
-def test_a_record_names_nothing_but_files_beside_it(tmp_path, name):
+def test_a_log_names_nothing_but_files_beside_it(tmp_path, name):
     files_in(tmp_path)
-    record(tmp_path, {"moves": [[0, 0, name, 1, None, None, None]]}, files=["0.safetensors", name])
+    log_with(tmp_path, {"moves": [[0, 0, name, 1, None, None, None]]}, files=["0.safetensors", name])
     # It is one, by its checksums, so what it may tell of is not thrown away.
     before = snapshot(tmp_path)
     for command in (norm, zero, recover):
@@ -68,12 +68,12 @@ def test_a_record_names_nothing_but_files_beside_it(tmp_path, name):
     assert snapshot(tmp_path) == before
 
 
-def test_a_record_moves_only_what_it_said_it_would(tmp_path):
+def test_a_log_renames_only_files_that_it_named_at_first(tmp_path):
     paths = files_in(tmp_path)
     (tmp_path / f"{ID}-0.tmp").write_text("evil")
     before = content_of(paths)
     moves = [[0, 0, "0.safetensors", 1, None, None, None], [0, 1, "1.safetensors", 1, None, None, None]]
-    record(tmp_path, {"moves": moves})
+    log_with(tmp_path, {"moves": moves})
     with pytest.raises(SystemRefusedError, match="changes files that it does not list; delete"):
         recover(tmp_path, force=True)
     assert content_of(paths) == before
@@ -84,7 +84,7 @@ def test_a_temporary_that_is_a_link_takes_no_place(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / f"{ID}-0.tmp").symlink_to(tmp_path / "secret")
     status = paths[0].stat()
-    record(tmp_path, {"moves": [[0, 0, "0.safetensors", 1, status.st_size, status.st_mtime_ns, status.st_ino]] * 2})
+    log_with(tmp_path, {"moves": [[0, 0, "0.safetensors", 1, status.st_size, status.st_mtime_ns, status.st_ino]] * 2})
     with pytest.raises(SystemRefusedError, match="recover --force"):
         recover(tmp_path)
     recover(tmp_path, force=True)
@@ -109,7 +109,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_record_is_in_nobodys_way(tmp_path, content):
+def test_what_is_no_log_hinders_no_run(tmp_path, content):
     paths = files_in(tmp_path)
     (tmp_path / f"{ID}.run").write_bytes(content)
     assert clip(tmp_path, max_norm=1).clipped
@@ -119,7 +119,7 @@ def test_what_is_no_record_is_in_nobodys_way(tmp_path, content):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_no_record_and_keeps_nobody_waiting(tmp_path, make):
+def test_what_is_no_file_is_no_log_and_blocks_no_run(tmp_path, make):
     files_in(tmp_path)
     make(tmp_path / f"{ID}.run")
     make(tmp_path / f"{ID}-0.tmp")
@@ -128,7 +128,7 @@ def test_what_is_no_file_is_no_record_and_keeps_nobody_waiting(tmp_path, make):
     assert recover(tmp_path).per_run == ()
 
 
-def test_a_record_that_is_too_large_is_not_read(tmp_path):
+def test_a_log_that_is_too_large_is_not_read(tmp_path):
     files_in(tmp_path)
     with (tmp_path / f"{ID}.run").open("wb") as file:
         file.truncate(1 << 40)
@@ -140,8 +140,8 @@ def test_a_record_that_is_too_large_is_not_read(tmp_path):
 def test_a_lying_pointer_leads_nowhere(tmp_path):
     files_in(tmp_path / "a")
     files_in(tmp_path / "b")
-    record(tmp_path / "a", home=f"../b/{ID}.run")
-    record(tmp_path / "b", home=f"../a/{ID}.run")
+    log_with(tmp_path / "a", home=f"../b/{ID}.run")
+    log_with(tmp_path / "b", home=f"../a/{ID}.run")
     before = snapshot(tmp_path)
     for command in (norm, zero, recover):
         with pytest.raises(SystemRefusedError, match="is missing; restore that log"):
@@ -162,11 +162,11 @@ ODD = {
 
 @pytest.mark.parametrize("field", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-def test_a_record_with_an_odd_number_is_none(tmp_path, field, value):
+def test_a_log_with_an_odd_number_is_none(tmp_path, field, value):
     files_in(tmp_path)
     move = [0, 0, "0.safetensors", 1, 20, 20, 7]
     move[field] = value
-    record(tmp_path, {"moves": [move]})
+    log_with(tmp_path, {"moves": [move]})
     with pytest.raises(SystemRefusedError, match="this version of gradtool cannot read"):
         recover(tmp_path)
 
@@ -174,11 +174,11 @@ def test_a_record_with_an_odd_number_is_none(tmp_path, field, value):
 def test_a_rename_is_taken_back_only_where_its_result_is_still_there(tmp_path):
     files_in(tmp_path)
     before = snapshot(tmp_path)
-    record(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, None, None, None]] * 2}, {"revoked": True})
+    log_with(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, None, None, None]] * 2}, {"revoked": True})
     assert recover(tmp_path).undone == 1
     assert snapshot(tmp_path) == before
     (tmp_path / f"{ID}-7.old").write_text("evil")
-    record(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, 20, 20, 7]] * 2}, {"revoked": True})
+    log_with(tmp_path, {"moves": [[0, 7, "0.safetensors", 1, 20, 20, 7]] * 2}, {"revoked": True})
     with pytest.raises(SystemRefusedError, match="another program wrote to it"):
         zero(tmp_path)
     assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
@@ -190,7 +190,7 @@ def test_what_is_no_file_is_none_of_a_run_either(tmp_path, make, kind):
     paths = files_in(tmp_path, 1)
     make(tmp_path / f"{ID}-0.{kind}")
     status = paths[0].stat()
-    record(tmp_path, {"changes": [[0, "0.safetensors", status.st_size, status.st_ino]]})
+    log_with(tmp_path, {"changes": [[0, "0.safetensors", status.st_size, status.st_ino]]})
     before = content_of(paths)
     assert recover(tmp_path).undone == 1
     assert content_of(paths) == before
@@ -222,13 +222,13 @@ def test_a_pointer_to_a_pointer_touches_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["home", "folders", "name"])
-def test_a_name_that_no_file_can_have_is_in_no_record(tmp_path, where):
+def test_a_name_that_no_file_can_have_is_in_no_log(tmp_path, where):
     files_in(tmp_path)
     bad = "\ud800"
     if where == "name":
-        record(tmp_path, {"moves": [[0, 0, bad, 1, None, None]]}, files=["0.safetensors", bad])
+        log_with(tmp_path, {"moves": [[0, 0, bad, 1, None, None]]}, files=["0.safetensors", bad])
     else:
-        record(tmp_path, **{where: bad if where == "home" else [bad]})
+        log_with(tmp_path, **{where: bad if where == "home" else [bad]})
     for command in (zero, recover):
         with pytest.raises(SystemRefusedError, match="this version of gradtool cannot read"):
             command(tmp_path)

@@ -119,7 +119,7 @@ def test_who_is_refused_in_one_folder_lets_go_of_the_others(tmp_path):
     run.close()
 
 
-def test_the_record_of_a_dead_run_is_taken_over(tmp_path):
+def test_the_log_of_a_crashed_run_is_taken_over(tmp_path):
     path = one_file(tmp_path)
     crash(lambda: registered([path]))
     assert zero(path).files_written == 1
@@ -138,11 +138,11 @@ def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_
         zero(path)
     child = subprocess.Popen(["true"])
     child.wait()
-    record = tmp_path / f"{run.id}.run"
-    facts = json.loads(record.read_text().splitlines()[0].partition(" ")[2])["run"] | {"pid": child.pid}
-    record.write_bytes(line_of(run=facts))
+    log = tmp_path / f"{run.id}.run"
+    facts = json.loads(log.read_text().splitlines()[0].partition(" ")[2])["run"] | {"pid": child.pid}
+    log.write_bytes(line_of(run=facts))
     assert zero(path).files_written == 1
-    record.write_bytes(line_of(run=facts | {"host": "elsewhere"}))
+    log.write_bytes(line_of(run=facts | {"host": "elsewhere"}))
     (tmp_path / f"{run.id}.lock").touch()
     with pytest.raises(SystemRefusedError, match=f"in use by PID {child.pid} on elsewhere"):
         zero(path)
@@ -153,9 +153,9 @@ def changing(tmp_path):
     """A file that is being changed in place."""
     path = one_file(tmp_path)
     run = registered([path])
-    with in_place(run, [path]) as journal:
+    with in_place(run, [path]) as change:
         yield path
-        journal.commit()
+        change.commit()
     run.close()
 
 
@@ -179,13 +179,13 @@ def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changi
 def test_a_set_that_cannot_be_opened_because_it_is_half_changed_says_so(tmp_path):
     write_index(tmp_path, {"a.safetensors": {"t": np.ones(3, np.float32)}})
     run = registered([tmp_path / "a.safetensors"])
-    with in_place(run, [tmp_path / "a.safetensors"], 12) as journal:
+    with in_place(run, [tmp_path / "a.safetensors"], 12) as change:
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"new": "a.safetensors"}}')
         with pytest.raises(SystemRefusedError, match="may be half changed by a run"):
             norm(tmp_path)
         with pytest.raises(BadInputError):
             norm(tmp_path, ignore_journal=True)
-        journal.commit()
+        change.commit()
     run.close()
     with pytest.raises(BadInputError):
         norm(tmp_path)
@@ -297,13 +297,13 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
     whole, path = index.read_text(), tmp_path / "a.safetensors"
     for seconds in (60, 0):
         run = registered([path])
-        journal = in_place(run, [path], 12).__enter__()
+        change = in_place(run, [path], 12).__enter__()
         index.write_text('{"weight_map": {"new": "a.safetensors"}}')
 
-        def finish(_, journal=journal, run=run):
+        def finish(_, change=change, run=run):
             index.write_text(whole)
-            journal.commit()
-            journal.__exit__(None, None, None)
+            change.commit()
+            change.__exit__(None, None, None)
             run.close()
 
         monkeypatch.setattr(time, "sleep", finish)

@@ -108,8 +108,8 @@ def test_an_entry_that_is_torn_or_false_was_saved_of_nothing_that_changed(tmp_pa
     with undo.open("r+b") as file:
         file.seek(50)
         file.write(b"?")
-    record = next(tmp_path.glob("*.run")).stat()
-    os.utime(undo, ns=(record.st_mtime_ns, record.st_mtime_ns))
+    log = next(tmp_path.glob("*.run")).stat()
+    os.utime(undo, ns=(log.st_mtime_ns, log.st_mtime_ns))
     overwritten = content_of(paths)
     assert recover(tmp_path).undone == 1
     assert content_of(paths) == overwritten
@@ -151,7 +151,7 @@ def test_a_live_run_is_left_alone_and_told_of(tmp_path):
     run.close()
 
 
-def test_what_died_before_it_changed_anything_is_just_removed(tmp_path):
+def test_what_a_run_left_that_crashed_before_it_changed_anything_is_removed(tmp_path):
     paths = files_in(tmp_path)
     before = snapshot(tmp_path)
     crash(lambda: Replacement(registered(paths)).stage(paths[0], 10, paths[0].stat()))
@@ -160,7 +160,7 @@ def test_what_died_before_it_changed_anything_is_just_removed(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_a_file_that_somebody_wrote_anew_is_not_lost(tmp_path):
+def test_a_file_that_another_program_wrote_after_the_crash_is_not_lost(tmp_path):
     for leave, wanted in ((half_replaced, b"n"), (half_changed, b"o")):
         paths = files_in(tmp_path / leave.__name__)
         left = leave(paths)
@@ -301,7 +301,7 @@ def test_no_date_hides_what_is_half_done(tmp_path, when):
     assert content_of(paths) == old
 
 
-def test_an_interruption_at_the_worst_instant_leaves_a_record(tmp_path, monkeypatch):
+def test_an_interruption_at_the_worst_instant_leaves_a_log(tmp_path, monkeypatch):
     path = write(tmp_path / "x.safetensors", {"t": np.full(600_000, 2.0, np.float32)})
     old = path.read_bytes()
 

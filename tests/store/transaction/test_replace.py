@@ -192,7 +192,7 @@ def steps_of(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_every_file_is_synced_before_the_first_rename_and_the_record_of_several_too(tmp_path, monkeypatch, count):
+def test_every_file_is_synced_before_the_first_rename_and_the_log_of_several_too(tmp_path, monkeypatch, count):
     steps = steps_of(monkeypatch)
     expected = {
         # Each file; the log with the rename; this; then the folder. And the log and the lock go.
@@ -214,7 +214,7 @@ def test_every_file_is_synced_before_the_first_rename_and_the_record_of_several_
         assert steps == expected[count, fsync]
 
 
-def test_a_file_that_somebody_else_changed_is_not_overwritten(tmp_path):
+def test_a_file_that_another_program_changed_is_not_overwritten(tmp_path):
     first, second = shards_of(tmp_path)
     with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
         for shard in (first, second):

@@ -70,7 +70,9 @@ class Worker(NamedTuple):
             self.resident[block.shard, block.begin, block.end] = data
 
     def store(self, block: Block, data: Data) -> None:
-        """Write a block that `load` has read."""
+        """Write a block that `load` has read, unless nothing is to be written."""
+        if not self.destination.count:
+            return
         view = self.channel.memory("block", block.end - block.begin)
         if block.spans:
             self.backend.to_host(data, view)

@@ -30,9 +30,12 @@ ALL_FINITE = Range("finite", lambda values: all(map(math.isfinite, values)))
 NOT_NAN = Range("a number", lambda value: not math.isnan(value))
 
 
-def flag(_option: str, value: Any) -> bool:
+def flag(option: str, value: Any) -> bool:
     """True or False."""
-    return bool(value)
+    try:
+        return bool(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{option} must be true or false, not {value!r}") from error
 
 
 def number(option: str, value: Any) -> float:

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from support import COMMAND, gradtool_json, with_header, write
-from tiers import PARTS, up_to
+from tiers import EXHAUSTIVE, PARTS, up_to
 
 from gradtool import memory
 from gradtool.store.format.header import read_shard
@@ -42,7 +42,7 @@ LIMITS = (2, 8, 32, 64, 88, 94, *range(97, 130, 4), 256)
 
 @PARTS
 @pytest.mark.parametrize("option", ["-v", "-d"])
-@pytest.mark.parametrize("tensors", [1, 20_000])
+@pytest.mark.parametrize("tensors", [1, pytest.param(20_000, marks=EXHAUSTIVE)])
 def test_memory_refused_at_any_point_is_exit_5_and_names_the_remedy(tmp_path, bare, option, tensors, part):
     path = tmp_path / "x.safetensors"
     entries = {

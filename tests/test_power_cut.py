@@ -78,8 +78,8 @@ EVERY = [
     f"{case}-{mode}" for case in CASES for mode in ("replace", "inplace") if "output" not in case or mode == "replace"
 ]
 SAMPLED = [
-    *("clip-file-inplace", "clip-set-replace", "clip-two-folders-replace", "clip-two-folders-inplace"),
-    *("zero-set-inplace", "layernorm-set-replace", "new-output-folder-replace"),
+    *("clip-file-inplace", "clip-set-replace", "clip-two-folders-inplace"),
+    *("layernorm-set-replace", "new-output-folder-replace"),
 ]
 CRASHED = [
     *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),

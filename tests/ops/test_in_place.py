@@ -7,6 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 from support import COMMAND, VALUE_TYPES, encode, gaussian, gradtool_json, read, snapshot, write, write_index
+from tiers import EXHAUSTIVE
 
 from gradtool import (
     BadInputError,
@@ -247,7 +248,7 @@ def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, mon
 
 # As the shell's ulimit: of kibibytes in a file, or of open files.
 @pytest.mark.parametrize("limit", ["-f 100", "-f 300", "-f 1100", "-f 1200", "-n 40"])
-@pytest.mark.parametrize("overflows", [True, False])
+@pytest.mark.parametrize("overflows", [False, pytest.param(True, marks=EXHAUSTIVE)])
 def test_a_limit_on_files_leaves_all_old_or_all_new_and_nothing_else(tmp_path, limit, overflows):
     for number in range(60):
         values = np.full(600_000 if number == 30 and limit[1] == "f" else 900, 6e4, np.float16)

@@ -14,8 +14,7 @@ from gradtool.engines.threads import Threads
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.destination import DISCARD, Discard
-from gradtool.store.transaction.open import Inputs, open_to_read, open_to_write
-from gradtool.store.transaction.output import OutputOptions
+from gradtool.store.transaction.inputs import Inputs, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from gradtool.options import Paths, Reading, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.destination import Destination, NewFile
-    from gradtool.store.transaction.open import OpenSets
-    from gradtool.store.transaction.output import NewIndex, Output
+    from gradtool.store.transaction.inputs import OpenSets
+    from gradtool.store.transaction.output import NewIndex, Output, OutputOptions
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ class Call:
         self, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
     ) -> Iterator[tuple[Session, Output]]:
         """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new file."""
+        from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
+
         with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):
             try:
                 yield Session(opened, self.engine, self.backend_why, self.began), output
@@ -83,6 +84,8 @@ class Call:
 
 def output_options_of(chosen: Writing) -> OutputOptions:
     """The options of a call that say where it writes."""
+    from gradtool.store.transaction.output import OutputOptions  # not needed by what only reads
+
     output, output_dir = chosen["output"], chosen["output_dir"]
     return OutputOptions(
         file=None if output is None else os.fspath(output),

@@ -17,7 +17,8 @@ from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.match import match
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.store.transaction.destination import DISCARD
-from gradtool.store.transaction.open import Inputs, open_to_write
+from gradtool.store.transaction.inputs import Inputs
+from gradtool.store.transaction.open import open_to_write
 from gradtool.store.transaction.output import OutputOptions
 
 TENSORS = {"a": (70_000, "F32"), "b": (200_001, "BF16"), "c": (5, "F64"), "d": (131_072, "F16"), "e": (3000, "F32")}

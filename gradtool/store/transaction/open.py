@@ -1,4 +1,4 @@
-"""Opening the files of a call: to read them, or to write them with all other writers kept out."""
+"""Opening the files of a call to write them, with all other writers kept out."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import contextlib
 import errno
 import os
 import time
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError
 from gradtool.store import signals
-from gradtool.store.format.gradset import open_sets, refuse_dtypes, select
 from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.guard import Scope, refuse_unfinished, refuse_unfinished_at
+from gradtool.store.transaction.guard import Scope, refuse_unfinished
+from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output, explained
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from gradtool.store.format.gradset import GradientSet, Selected
-    from gradtool.store.format.header import Shard
     from gradtool.store.transaction.output import OutputOptions
     from gradtool.store.transaction.transaction import Transaction
 
@@ -34,73 +29,6 @@ _NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
 # A file is replaced while its header is read only if run after run gets to that very point.
 _TRIES = 100
 _PAUSE_SECONDS = 0.01
-
-
-@dataclass(frozen=True)
-class OpenSets:
-    """The gradient sets of a call, headers read and checked, and the tensors that are selected in them."""
-
-    sets: list[GradientSet]
-    selected: list[Selected]
-
-    @property
-    def shards(self) -> list[Shard]:
-        """Every file of the call."""
-        return [shard for one in self.sets for shard in one.shards]
-
-    def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
-        """The selected tensors of the given files."""
-        return [one for shard in shards for one in self._by_shard.get(shard, ())]
-
-    @cached_property
-    def _by_shard(self) -> dict[Shard, list[Selected]]:
-        return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None."""
-
-    paths: Sequence[str]
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    dtypes: Sequence[str] | None = None
-
-    def open(self) -> OpenSets:
-        """Read the headers, and check all that can be checked before a byte of data is read."""
-        sets = open_sets(self.paths)
-        selected = select(sets, self.include, self.exclude)
-        if self.dtypes is not None:
-            refuse_dtypes(selected, self.dtypes)
-        return OpenSets(sets, selected)
-
-    def places(self, error: GradtoolError | None = None) -> list[Scope]:
-        """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
-        files = [problem.file for problem in error.problems if problem.file] if error else []
-        places: dict[Scope, None] = {}
-        for path in files or self.paths:
-            # Where the current folder is gone, a relative path leads nowhere.
-            with contextlib.suppress(OSError):
-                places |= dict.fromkeys(Scope.of(path))
-        return list(places)
-
-
-def open_to_read(inputs: Inputs) -> OpenSets:
-    """Open inputs that are only read; refused while a run is changing them, or after one crashed half-way.
-
-    Raises:
-        SystemRefusedError: a file may be half changed.
-        BadInputError: as `Inputs.open`.
-    """
-    try:
-        opened = inputs.open()
-    except BadInputError as error:
-        # A half-changed file may be what is wrong.
-        for place in inputs.places(error):
-            refuse_unfinished_at(place)
-        raise
-    refuse_unfinished(shard.path for shard in opened.shards)
-    return opened
 
 
 @contextlib.contextmanager

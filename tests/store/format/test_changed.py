@@ -12,7 +12,7 @@ from support import read, snapshot, write, write_index
 from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import read_regular, read_shard
-from gradtool.store.transaction import open as opening
+from gradtool.store.transaction import inputs as opening
 
 ONES = {"a": np.ones(20_000, np.float32), "b": np.ones(3, np.float64)}
 

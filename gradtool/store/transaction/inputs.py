@@ -1,0 +1,87 @@
+"""What a call names and selects, opened: its gradient sets and their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from gradtool.errors import BadInputError
+from gradtool.store.format.gradset import open_sets, refuse_dtypes, select
+from gradtool.store.transaction.guard import Scope, refuse_unfinished, refuse_unfinished_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gradtool.errors import GradtoolError
+    from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.format.header import Shard
+
+
+@dataclass(frozen=True)
+class OpenSets:
+    """The gradient sets of a call, headers read and checked, and the tensors that are selected in them."""
+
+    sets: list[GradientSet]
+    selected: list[Selected]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Every file of the call."""
+        return [shard for one in self.sets for shard in one.shards]
+
+    def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
+        """The selected tensors of the given files."""
+        return [one for shard in shards for one in self._by_shard.get(shard, ())]
+
+    @cached_property
+    def _by_shard(self) -> dict[Shard, list[Selected]]:
+        return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None."""
+
+    paths: Sequence[str]
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    dtypes: Sequence[str] | None = None
+
+    def open(self) -> OpenSets:
+        """Read the headers, and check all that can be checked before a byte of data is read."""
+        sets = open_sets(self.paths)
+        selected = select(sets, self.include, self.exclude)
+        if self.dtypes is not None:
+            refuse_dtypes(selected, self.dtypes)
+        return OpenSets(sets, selected)
+
+    def places(self, error: GradtoolError | None = None) -> list[Scope]:
+        """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
+        files = [problem.file for problem in error.problems if problem.file] if error else []
+        places: dict[Scope, None] = {}
+        for path in files or self.paths:
+            # Where the current folder is gone, a relative path leads nowhere.
+            with contextlib.suppress(OSError):
+                places |= dict.fromkeys(Scope.of(path))
+        return list(places)
+
+
+def open_to_read(inputs: Inputs) -> OpenSets:
+    """Open inputs that are only read; refused while a run is changing them, or after one crashed half-way.
+
+    Raises:
+        SystemRefusedError: a file may be half changed.
+        BadInputError: as `Inputs.open`.
+    """
+    try:
+        opened = inputs.open()
+    except BadInputError as error:
+        # A half-changed file may be what is wrong.
+        for place in inputs.places(error):
+            refuse_unfinished_at(place)
+        raise
+    refuse_unfinished(shard.path for shard in opened.shards)
+    return opened

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -114,8 +115,9 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
     path = sample(tmp_path / "data")
     path.chmod(0o600 if sealed == "file" and os.geteuid() == 0 else 0o000 if sealed == "file" else 0o644)
     path.parent.chmod(0o755 if os.geteuid() == 0 else 0o555)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_uid == os.geteuid() and not stat.S_IMODE(parent.stat().st_mode) & 0o001:
+            parent.chmod(0o755)
     before = kept(path)
     done = subprocess.run(
         [sys.executable, "-P", "-c", AS_NOBODY, "clip", str(path), "--max-norm", "1", str(sample(tmp_path / "other"))],

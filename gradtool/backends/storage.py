@@ -10,8 +10,7 @@ Formats: IEEE 754 binary64/32/16, bfloat16, and FP8 as in "FP8 Formats for Deep 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """One storage type: its number in the compiled kernels, the type of its codes, and the type it computes in."""
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -29,8 +28,7 @@ def clip_coef(limit: float | None, norm: float, eps: float) -> float:
     return limit / (norm + eps) if norm + eps else math.inf
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The options that decide what becomes of a value."""
 
     max_norm: float | None

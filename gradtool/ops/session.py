@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import backends, checks
 from gradtool.backends.storage import STORAGE
@@ -43,8 +43,7 @@ class Timings:
     commit: float
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a call was asked for, checked as far as that can be done without a file: what to open, and the engine."""
 
     inputs: Inputs

@@ -2,7 +2,6 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,7 +86,7 @@ def test_the_passes_of_accumulate_in_other_processes(tmp_path, pool):
         )
         sums = run_in(pool, adding)
         assert (sums.before.norms().whole, sums.after.norms().whole) == (result.norm_before, result.sum_norm)
-        adding = replace(adding, rule=Rule(factor=result.coef), measures_before=False)
+        adding = adding._replace(rule=Rule(factor=result.coef), measures_before=False)
         with output.writing(output.files(targets)) as destination:
             found = run_in(pool, adding, destination)
     assert found.after.norms().whole == result.norm_after

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import tuning
 from gradtool.backends.storage import STORAGE
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.destination import Destination
 
 
-@dataclass(frozen=True)
-class BeforeAndAfter:
+class BeforeAndAfter(NamedTuple):
     """What was found in the buffer before gradients were added, and after; `before` only where it was measured."""
 
     before: Measurement | None
@@ -39,8 +37,7 @@ class BeforeAndAfter:
         self.after.merge(other.after)
 
 
-@dataclass(frozen=True)
-class Add:
+class Add(NamedTuple):
     """Adds contributions to tensors of the buffer (`targets`), which their tensors are numbered by.
 
     The buffer `is_new` if it is only being created. With `measures_before`, what it held is measured in the same pass.
@@ -56,7 +53,7 @@ class Add:
 
     def over(self, shards: Collection[Shard]) -> Self:
         """The part of the pass that is about those files of the buffer; what the parts find is merged."""
-        return replace(self, shards=shards)
+        return self._replace(shards=shards)
 
     def empty(self) -> BeforeAndAfter:
         """Of all targets, whatever the files."""

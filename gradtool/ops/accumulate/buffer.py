@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool import checks
 from gradtool.errors import BadInputError, UsageError
@@ -39,8 +38,7 @@ def checked_buffer(buffer: Any, *, create: bool) -> str:
     return path
 
 
-@dataclass(frozen=True)
-class OpenBuffer:
+class OpenBuffer(NamedTuple):
     """The tensors of a buffer; `layout` is that of a file that is being created."""
 
     targets: Sequence[Selected]

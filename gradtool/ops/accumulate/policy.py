@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.backends import NormSpec
 from gradtool.errors import BadInputError, UsageError
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from gradtool.options import AccumulateOptions
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The options that decide what becomes of the buffer."""
 
     overwrite: bool

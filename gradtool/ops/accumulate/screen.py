@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, NonFiniteError, Problem
 from gradtool.ops.passes import Measure
@@ -39,8 +39,7 @@ class GradientRow:
         return cls(one.weight, taken, None, None, None, None, str(one.path))
 
 
-@dataclass(frozen=True)
-class Screened:
+class Screened(NamedTuple):
     """The gradients that are added, a row for each that was given, and warnings of those that are left out."""
 
     taken: Sequence[Contribution]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Rule
 from gradtool.errors import NonFiniteError
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.output import Output
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What was done, for the result; `found` is what the targets, the tensors of the buffer, hold now."""
 
     targets: Sequence[Selected]
@@ -73,11 +71,11 @@ def add(
     adding = _adding(policy, buffer, screened.taken, rule)
     before = sum_norm = coef = None
     if policy.max_norm is not None:
-        sums = session.run(replace(adding, rule=rule._replace(rounds=False)))
+        sums = session.run(adding._replace(rule=rule._replace(rounds=False)))
         _refuse_nonfinite(session, policy, adding, sums)
         before, sum_norm = sums.before, sums.after.norms().whole
         coef = policy.sum_coef(sums.after, sum_norm)
-        adding = replace(adding, rule=rule._replace(factor=coef), measures_before=False)
+        adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
     with session.writing(output, buffer.files(output, adding.targets)) as destination:
         found = session.run(adding, destination)
         _refuse_nonfinite(session, policy, adding, found)

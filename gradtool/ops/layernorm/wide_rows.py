@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
@@ -52,8 +51,7 @@ class Parts(dict[tuple[int, int], "tuple[Floats, ...]"]):
         return totals
 
 
-@dataclass(frozen=True)
-class SumRows:
+class SumRows(NamedTuple):
     """Sums wide rows: of X, of its squared distances from the mean, or of what the means over the gradient take."""
 
     layer: Layer

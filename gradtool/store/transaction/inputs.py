@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.gradset import open_sets, refuse_dtypes, select
@@ -41,8 +41,7 @@ class OpenSets:
         return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None."""
 
     paths: Sequence[str]

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import zlib
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,8 +59,7 @@ class Change(NamedTuple):
     inode: int
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """A transaction log as it was read; `names` are the targets in its own folder, `folders` those of the whole run.
 
     `ready`: no other run writes the targets. `moves` and `changes`: what may be half done. `revoked`: the moves are
@@ -165,7 +163,7 @@ def parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
         size=size,
         **_process(run),
     )
-    log = replace(log, **_progress(steps[1:]))
+    log = log._replace(**_progress(steps[1:]))
     if not all(_is_sound(step, log) for step in log.steps):
         raise ValueError
     return log

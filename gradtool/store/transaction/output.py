@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 _REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
 
 
-@dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(NamedTuple):
     """The options of every operation that writes."""
 
     file: str | None = None
@@ -60,8 +58,7 @@ class NewIndex(NamedTuple):
     content: bytes
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """The options, checked against the sets that are written; or the one file that is `created` instead.
 
     `mode` is that of new files. `transaction` holds the locks, if they have been taken.
@@ -134,7 +131,7 @@ class Output:
 
     def held_by(self, transaction: Transaction) -> Self:
         """The same, with the locks that a transaction has taken."""
-        return replace(self, transaction=transaction)
+        return self._replace(transaction=transaction)
 
     @contextlib.contextmanager
     def writing(self, files: Sequence[NewFile], indexes: Sequence[NewIndex] | None = None) -> Iterator[Destination]:

@@ -61,6 +61,10 @@ def __getattr__(name: str) -> object:
     from importlib import import_module  # kept off the start-up path
 
     value = getattr(import_module(_HOMES[name]), name)
+    if name.islower():
+        from gradtool.api import public
+
+        value = public(value)
     globals()[name] = value
     return value
 

@@ -113,7 +113,26 @@ def paths(values: Any) -> list[str]:
     """One path or many; a string is one."""
     if isinstance(values, (str, bytes, os.PathLike)):
         return [path("a path", values)]
+    several = None if _is_data(values) else _listed(values)
+    if several is None or any(map(_is_data, several)):
+        raise UsageError(_NOT_DATA)
+    return [path("a path", value) for value in several]
+
+
+# For those who expect functions of arrays.
+_NOT_DATA = (
+    "paths must be those of safetensors files, not arrays or other objects; save a dict of arrays with "
+    "safetensors.numpy.save_file, or of tensors with safetensors.torch.save_file, and give the path of the file"
+)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is something like an array or a state dict."""
+    return hasattr(value, "keys") or hasattr(value, "dtype") or isinstance(value, (int, float))
+
+
+def _listed(values: Any) -> list[Any] | None:
     try:
-        return [path("a path", value) for value in values]
-    except TypeError as error:
-        raise UsageError(f"paths must be paths, not {values!r}") from error
+        return list(values)
+    except TypeError:
+        return None

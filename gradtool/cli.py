@@ -3,11 +3,10 @@
 # No `from __future__ import annotations`: commands are made from these annotations.
 
 import sys
-from typing import NoReturn, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
-import gradtool
 from gradtool import process, streams
-from gradtool.command import UsageProblem, app, command
+from gradtool.command import UsageProblem, app, command, usage_message
 from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
 from gradtool.options import (
     AccumulateOptions,
@@ -22,11 +21,14 @@ from gradtool.options import (
     ZeroOptions,
 )
 
+if TYPE_CHECKING:
+    from gradtool import AccumulateResult, ClipResult, LayerNormResult, NormResult, RecoverResult, ZeroResult
+
 EXIT_BUG = 70
 
 
 @command("Measure the norm of all tensors, as one vector.")
-def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "gradtool.NormResult":
+def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "NormResult":
     """Measure the norm of all tensors of all paths, as one vector; change nothing.
 
     NaN and Inf values are reported and make the exit code 1.
@@ -36,11 +38,13 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "gradtool.NormRe
       gradtool norm grads/ --top 5
       gradtool norm rank*.safetensors --json | jq .data.norm
     """
-    return gradtool.norm(paths, **options)
+    from gradtool.ops.norm import norm as run
+
+    return run(paths, **options)
 
 
 @command("Clip by global norm, by tensor, or by value.")
-def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "gradtool.ClipResult":
+def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "ClipResult":
     """Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
 
     Files are replaced only when all of them are ready. If there is nothing to clip, none is touched.
@@ -51,13 +55,13 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "gradtool.ClipRe
       gradtool clip scaled.safetensors --output clipped.safetensors \\
           --unscale 1024 --max-norm 1.0
     """
-    return gradtool.clip(paths, **options)
+    from gradtool.ops.clip import clip as run
+
+    return run(paths, **options)
 
 
 @command("Add gradients to a buffer, in float64.")
-def accumulate(
-    buffer: Buffer, gradients: Gradients = (), **options: Unpack[AccumulateOptions]
-) -> "gradtool.AccumulateResult":
+def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> "AccumulateResult":
     """Add gradients to a buffer in float64, with one rounding at the end, in place.
 
     Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape.
@@ -68,11 +72,13 @@ def accumulate(
       gradtool accumulate mean.safetensors rank*/ --create --mean \\
           --weight-key num_tokens --max-norm 1
     """
-    return gradtool.accumulate(buffer, gradients, **options)
+    from gradtool.ops.accumulate import accumulate as run
+
+    return run(buffer, gradients, **options)
 
 
 @command("Set every element to +0.")
-def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> "gradtool.ZeroResult":
+def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> "ZeroResult":
     """Set every element of all tensors of all paths to +0, whatever its type, in place.
 
     If the file system has holes, no zeros are written, so gigabytes take no longer than kilobytes.
@@ -82,11 +88,13 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> "gradtool.ZeroResu
       gradtool zero buffer.safetensors
       gradtool zero grads/ --include '^lm_head'
     """
-    return gradtool.zero(paths, **options)
+    from gradtool.ops.zero import zero as run
+
+    return run(paths, **options)
 
 
 @command("Compute the gradients of layer norms.")
-def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) -> "gradtool.LayerNormResult":
+def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) -> "LayerNormResult":
     """Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
     The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
@@ -99,11 +107,13 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
       gradtool layernorm-backward acts.safetensors \\
           --kind rmsnorm --scale-offset 1 --prefix model.norm
     """
-    return gradtool.layernorm_backward(paths, **options)
+    from gradtool.ops.layernorm import layernorm_backward as run
+
+    return run(paths, **options)
 
 
 @command("Roll crashed runs forward or back.")
-def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "gradtool.RecoverResult":
+def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "RecoverResult":
     """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
     Afterwards, the files of each such run are all new or all old. A run that is alive is not touched.
@@ -113,7 +123,9 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "gradtool.Re
       gradtool recover grads/
       gradtool recover buffer.safetensors
     """
-    return gradtool.recover(paths, **options)
+    from gradtool.ops.recover import recover as run
+
+    return run(paths, **options)
 
 
 def main() -> NoReturn:
@@ -136,8 +148,7 @@ def _guarded() -> int:
         process.show_traceback()
         return process.fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
     except UsageProblem as error:
-        message = error.format_message()
-        return process.fail(Problem("usage", f"{message} (see gradtool --help)"), exit_code=EXIT_USAGE)
+        return process.fail(Problem("usage", usage_message(error, sys.argv[1:])), exit_code=EXIT_USAGE)
     except (OSError, MemoryError, ImportError) as error:
         process.show_traceback()
         refused = process.refused(error)

@@ -11,8 +11,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import gradtool
-from gradtool import process, report, streams
+from gradtool import process, streams
 from gradtool.options import Display
+from gradtool.report.progress import progress as progress_bar
 from gradtool.signatures import ARGUMENTS, GENERAL, PYTHON, Declared, options_of, parameters_of, usage_of
 from gradtool.store import signals
 
@@ -27,6 +28,16 @@ COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {}
 # The columns of names in help, and of the terminal that has room for help beside them.
 _NAMES = 26
 _ROOM = 68
+
+
+# What other tools call an option, or what is easily typed for it.
+_MEANT = {
+    "--inplace": "--write inplace", "--in-place": "--write inplace", "-i": "--write inplace",
+    "--out": "--output", "--out-dir": "--output-dir", "-o": "--output",
+    "--max-grad-norm": "--max-norm", "--clip-norm": "--max-norm", "--clip-value": "--max-value",
+    "--ord": "--norm-type", "-p": "--norm-type", "--gpu": "--backend cuda", "--cuda": "--backend cuda",
+    "--cpu": "--backend cpu", "--jobs": "--threads", "-j": "--threads", "--num-threads": "--threads", "-n": "--dry-run",
+}  # fmt: skip
 
 
 class _Command(TyperCommand):
@@ -82,8 +93,20 @@ def command(summary: str) -> Callable[[_Function], _Function]:
     return add
 
 
+def usage_message(error: Any, arguments: Sequence[str]) -> str:
+    """What is wrong with a command line, and where to read how it is used."""
+    message = error.format_message().rstrip(".")
+    meant = _MEANT.get(getattr(error, "option_name", ""))
+    if meant is not None:
+        message = f"No such option: {error.option_name}; use {meant}"
+    command = next((f" {word}" for word in arguments if word in COMMANDS), "")
+    return f"{message} (see gradtool{command} --help)"
+
+
 def app(arguments: Sequence[str]) -> int:
     """Run a command line; the exit code."""
+    if arguments and arguments[0] == "help":
+        arguments = [*arguments[1:2], "--help"]
     root = typer.Typer(
         name="gradtool",
         cls=_Root,
@@ -118,15 +141,15 @@ def _runner(name: str, declared: Sequence[Declared]) -> Callable[..., int]:
     function, _ = COMMANDS[name]
     shows_progress = any(one.group == PYTHON for one in declared)
 
-    def run(*, json: bool, quiet: bool, **values: Any) -> int:
+    def run(*, json: bool, quiet: bool, verbose: bool, **values: Any) -> int:
         given = {key: value for key, value in values.items() if value is not None}
         if json or not quiet:
             streams.require_stdout()
         result = None
         try:
-            with report.progress(name, wanted=not quiet) as progress:
+            with progress_bar(name, wanted=not quiet) as progress:
                 result = function(**given, progress=progress) if shows_progress else function(**given)
-            return process.finish(name, result, json=json, quiet=quiet)
+            return process.finish(name, result, json=json, quiet=quiet, verbose=verbose)
         except KeyboardInterrupt as error:
             # Here and not in main(), because Typer would make an exit code of it and drop the rest.
             return process.interrupted(error, work_done=result is not None or signals.is_committed())

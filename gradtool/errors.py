@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -55,15 +55,19 @@ class GradtoolError(Exception):
         self.problems: Sequence[Problem] = (problem,)
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> Self:
-        """One error for one or more problems."""
+    def of(cls, problems: Sequence[Problem], summary: str | None = None) -> Self:
+        """One error for one or more problems; the summary has the remedy that they share."""
+        if len(problems) == 1 and summary is not None:
+            problems, summary = [replace(problems[0], message=f"{problems[0].message}; {summary}")], None
         error = cls(problems[0].message)
         error.problems = tuple(problems)
+        error.summary = summary
         return error
 
     def __str__(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        return f"{self.problems[0].line}{more}"
+        line = f"{self.problems[0].line}{more}"
+        return f"{self.summary}; {line}" if self.summary else line
 
 
 class NonFiniteError(GradtoolError, ArithmeticError):
@@ -77,9 +81,6 @@ class NonFiniteError(GradtoolError, ArithmeticError):
         super().__init__(message)
         self.summary = message
         self.problems = tuple(problems)
-
-    def __str__(self) -> str:
-        return f"{self.summary}; {super().__str__()}"
 
 
 class UsageError(GradtoolError, ValueError):

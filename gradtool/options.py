@@ -34,8 +34,8 @@ class Option(NamedTuple):
 # The first type of a union decides how a value is checked.
 StrPath = os.PathLike[str] | str
 Paths = StrPath | Iterable[StrPath]
-# Called with the bytes done and the total bytes; one call at a time, from any thread.
-Progress = Callable[[int, int], None]
+# Called with the title of a pass, its bytes done and its total bytes; from one thread at a time.
+Progress = Callable[[str, int, int], None]
 Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 Vector = Annotated[Paths, Option("Files, folders or index files; together they form one gradient vector.", "PATH...")]
@@ -62,6 +62,7 @@ class Writing(TypedDict, total=False):
 
     output: Annotated[StrPath | None, Option("Write to FILE; leave the input unchanged.", "FILE")]
     output_dir: Annotated[StrPath | None, Option("Write all files to DIR; leave the inputs unchanged.", "DIR")]
+    no_clobber: Annotated[bool, Option("Fail if an output file exists, instead of replacing it.", default=False)]
     dry_run: Annotated[bool, Option("Do everything except write.", default=False)]
     write: Annotated[
         Literal["replace", "inplace"],
@@ -91,12 +92,16 @@ class Display(TypedDict, total=False):
 
     json: Annotated[bool, Option("Print one JSON object.", default=False)]
     quiet: Annotated[bool, Option("Print errors only.", default=False, short="-q")]
+    verbose: Annotated[bool, Option("Print all facts, with the time of each phase.", default=False, short="-v")]
 
 
 class Callback(TypedDict, total=False):
     """What functions alone have; commands show progress themselves."""
 
-    progress: Annotated[Progress | None, Option("Called with the bytes done and the total bytes.")]
+    progress: Annotated[
+        Progress | bool | None,
+        Option("True for a bar on stderr, or a function of the pass, the bytes done and the total bytes."),
+    ]
 
 
 class Reading(Selection, Compute, Callback, total=False):
@@ -172,6 +177,7 @@ class AccumulateOptions(Rewriting, total=False):
     ]
     norm_type: _NormType
     eps: Annotated[float, Option("Added to a norm before dividing by it.", "E", 1e-6, NOT_NEGATIVE_FINITE)]
+    per_gradient: Annotated[bool, Option("Report each gradient, too.", default=False)]
     nonfinite: Annotated[
         Literal["error", "propagate", "skip"],
         Option("NaN and Inf: write nothing, continue, or skip the gradients that have any.", default="error"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool import memory, report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
+from gradtool.report.messages import print_problems
 from gradtool.store import signals
 
 if TYPE_CHECKING:
@@ -36,25 +37,25 @@ class Ended(KeyboardInterrupt):
         self.number = number
 
 
-def finish(command: str, result: Any, *, json: bool, quiet: bool) -> int:
+def finish(command: str, result: Any, *, json: bool, quiet: bool, verbose: bool) -> int:
     """Print a result and the problems found; the exit code."""
     start_reporting()
     problems = getattr(result, "problems", ())
     if json or not quiet:
         try:
-            report.show(command, result, problems, as_json=json)
+            report.show(command, result, problems, as_json=json, verbose=verbose)
         except (SystemRefusedError, MemoryError) as error:
             raise SystemRefusedError(f"{refused(error)}; the work itself is done") from error
-    report.print_problems(problems)
+    print_problems(problems)
     if not quiet:
-        report.print_problems(getattr(result, "warnings", ()), level="warning")
+        print_problems(getattr(result, "warnings", ()), level="warning")
     return EXIT_FOUND if problems else EXIT_OK
 
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
     """Print what is wrong, as far as that is still possible; the exit code."""
     start_reporting()
-    report.print_problems(problems, summary)
+    print_problems(problems, summary)
     if "--json" in sys.argv[1:] and sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         with contextlib.suppress(SystemRefusedError, MemoryError, ImportError):
@@ -90,12 +91,13 @@ def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
     pending = None
     number = error.number if isinstance(error, Ended) else signal.SIGINT
     word = "interrupted" if number == signal.SIGINT else "terminated"
-    notes = ["the work itself is done"] if work_done else getattr(error, "__notes__", [])
+    # Whatever changes files notes how far it got.
+    notes = ["the work itself is done"] if work_done else getattr(error, "__notes__", ["no file was changed"])
     problem, exit_code = Problem("interrupted", "; ".join([word, *notes])), 128 + number
     if not work_done:
         return fail(problem, exit_code=exit_code)
     # The result may be half printed; another JSON object after it would not help.
-    report.print_problems([problem])
+    print_problems([problem])
     return exit_code
 
 

@@ -1,11 +1,16 @@
+import importlib
 import inspect
+import math
 import pickle
 import re
 
+import numpy as np
 import pytest
+from support import encode, write
 from support import gradtool as command
 
 import gradtool
+from gradtool import api
 from gradtool.cli import app
 from gradtool.errors import Problem
 
@@ -21,15 +26,17 @@ def options_of(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_command_and_function_have_the_same_options(name):
     shown = command(name.replace("_", "-"), "--help").stdout
-    flags = {flag.removeprefix("no-").replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z-]+)", shown)}
+    flags = {flag.replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z-]+)", shown)}
     # The command prints, the function reports progress.
-    assert flags - {"json", "quiet", "help"} == options_of(name).keys() - {"progress"}
+    assert flags - {"json", "quiet", "verbose", "help"} == options_of(name).keys() - {"progress"}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_command_and_function_have_the_same_arguments_and_defaults(monkeypatch, name):
     defaults, calls = options_of(name), []
-    monkeypatch.setattr(gradtool, name, lambda *paths, **options: calls.append((paths, options)) or 1 / 0)
+    module = {"layernorm_backward": "layernorm"}.get(name, name)
+    home = importlib.import_module(f"gradtool.ops.{module}")
+    monkeypatch.setattr(home, name, lambda *paths, **options: calls.append((paths, options)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         app([name.replace("_", "-"), *(["buffer"] if name == "accumulate" else []), "path", "--quiet"])
     [(paths, options)] = calls
@@ -81,3 +88,73 @@ def test_errors_can_be_handed_from_process_to_process():
         copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
         assert (type(copied), str(copied), copied.problems) == (type(error), str(error), error.problems)
     assert str(error) == "nothing was written; f: tensor 't': 1 NaN (and 1 more)"
+
+
+@pytest.mark.parametrize("given", [{"a": np.ones(2)}, np.ones(2), [np.ones(2)], 5, None], ids=str)
+def test_arrays_in_place_of_paths_are_told_how_to_be_saved(given):
+    with pytest.raises(gradtool.UsageError, match=r"not arrays .* save .* with safetensors\.numpy\.save_file"):
+        gradtool.norm(given)
+
+
+@pytest.mark.parametrize(
+    ("message", "in_python"),
+    [
+        ("Use --nonfinite zero or propagate to continue", 'Use nonfinite="zero" or "propagate" to continue'),
+        ("leave out --write inplace, --output and --create", 'leave out write="inplace", output and create=True'),
+        ("--x names it; --threads must be at least 1", "x names it; threads must be at least 1"),
+        ("use --no-update or --no-clobber", "use update=False or no_clobber=True"),
+        ("use gradtool recover --force", "use gradtool.recover(force=True)"),
+        ("gradtool recover, or the next run", "gradtool.recover(), or the next run"),
+        ("a --name that is no option", "a --name that is no option"),
+    ],
+)
+def test_messages_name_arguments(message, in_python):
+    assert api.in_python(message) == in_python
+
+
+def test_errors_of_functions_speak_python_and_those_of_commands_do_not(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([math.nan], "F32")})
+    remedy = 'input contains NaN or Inf; nothing written. Use nonfinite="zero" or "propagate" to continue'
+    with pytest.raises(gradtool.NonFiniteError) as caught:
+        gradtool.clip(path, max_norm=1)
+    assert caught.value.summary == caught.value.args[0] == remedy
+    assert str(caught.value) == f"{remedy}; {path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0"
+    assert "Use --nonfinite zero or propagate to continue" in command("clip", path, "--max-norm", "1").stderr
+    with pytest.raises(gradtool.UsageError, match=r"^threads must be at least 1, not 0$"):
+        gradtool.clip(path, max_norm=1, threads=0)
+
+
+def test_a_result_is_shown_in_one_line_with_what_counts(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([3, 4], "F32"), "b": encode([0], "F32")})
+    assert repr(gradtool.norm(path, per_tensor=True)) == (
+        "NormResult(norm=5.0, max_abs=4.0, files=1, tensors=2, per_tensor=<2 rows>)"
+    )
+    assert repr(gradtool.clip(path, max_norm=9)) == (
+        "ClipResult(norm_before=5.0, norm_after=5.0, coef=1.0, clipped=False, files=1, tensors=2)"
+    ).replace("coef=1.0", f"coef={gradtool.clip(path, max_norm=9).coef}")
+
+
+def test_functions_can_be_pickled():
+    for name in OPERATIONS:
+        function = getattr(gradtool, name)
+        assert pickle.loads(pickle.dumps(function)) is function  # noqa: S301 - our own
+
+
+def test_progress_true_shows_a_bar_on_a_terminal_only(tmp_path, capsys):
+    path = write(tmp_path / "x", {"a": np.ones(300_000, np.float32)})
+    assert gradtool.norm(path, progress=True).norm == gradtool.norm(path, progress=False).norm
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_was_written_is_named_as_the_caller_did(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write(tmp_path / name, {name: encode([3, 4], "F32")})
+    assert gradtool.clip(["a", "b"], max_norm=1).wrote == ("a", "b")
+    assert gradtool.clip(["a", "b"], max_norm=9).wrote == ()
+    assert gradtool.clip(["a", "b"], max_norm=0.5, dry_run=True).wrote == ()
+    assert gradtool.clip(["a", "b"], max_norm=9, output_dir="new").wrote == ("new",)
+    assert gradtool.clip("a", max_norm=9, output="c").wrote == ("c",)
+    assert gradtool.accumulate("d", "a", create=True).wrote == ("d",)
+    assert gradtool.accumulate("a", "d", write="inplace").wrote == ("a",)
+    assert gradtool.zero(["b", "c"]).wrote == ("b", "c")

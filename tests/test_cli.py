@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import (
     COMMAND,
@@ -267,3 +268,89 @@ def test_json_of_a_usage_error_that_typer_finds(tmp_path):
     answer = gradtool_json("norm", sample(tmp_path), "--top", "many")
     assert (answer["command"], answer["exit_code"], answer["errors"][0]["code"]) == ("norm", 2, "usage")
     json.dumps(answer, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["clip", "x", "--inplace"], "No such option: --inplace; use --write inplace (see gradtool clip --help)"),
+        (["accumulate", "x", "-i"], "No such option: -i; use --write inplace (see gradtool accumulate --help)"),
+        (
+            ["clip", "x", "--max-grad-norm", "1"],
+            "--max-grad-norm; use --max-norm (see gradtool clip --help)",
+        ),
+        (["norm", "x", "--gpu"], "No such option: --gpu; use --backend cuda (see gradtool norm --help)"),
+        (["clip", "x", "--max-norm", "one"], "(see gradtool clip --help)"),
+        (["clop"], "(see gradtool --help)"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_told_its_name_and_the_help_of_its_command(arguments, message):
+    done = gradtool(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gradtool: error: ")
+    assert done.stderr.endswith(message + "\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_is_a_command_too():
+    assert gradtool("help", "clip").stdout == gradtool("clip", "--help").stdout
+    assert gradtool("help").stdout == gradtool("--help").stdout
+
+
+def test_output_to_a_stream_is_refused(tmp_path):
+    done = gradtool("clip", sample(tmp_path), "--max-norm", "1", "--output", "-", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "gradtool: error: --output - is not supported: results are files, not streams. Use ./- for a file named -\n"
+    )
+    assert not (tmp_path / "-").exists()
+    assert gradtool("clip", sample(tmp_path), "--max-norm", "1", "--output", "./-", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "-").exists()
+
+
+def test_no_clobber_keeps_files_that_exist(tmp_path):
+    path, old = sample(tmp_path / "in"), write(tmp_path / "old", {"b": encode([1], "F32")})
+    before = old.read_bytes()
+    for output in (["--output", old], ["--output", old, "--dry-run"]):
+        done = gradtool("clip", path, "--max-norm", "1", "--no-clobber", *output)
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr == (
+            f"gradtool: error: {old}: already exists; nothing written. "
+            "Leave out --no-clobber to replace files that exist\n"
+        )
+    assert old.read_bytes() == before
+    assert gradtool("clip", path, "--max-norm", "1", "--output-dir", tmp_path / "new", "--no-clobber").returncode == 0
+    answer = gradtool_json("clip", path, "--max-norm", "1", "--output-dir", tmp_path / "new", "--no-clobber")
+    assert (answer["exit_code"], [one["code"] for one in answer["errors"]]) == (3, ["exists"])
+    assert gradtool("clip", path, "--max-norm", "1", "--output", old).returncode == 0
+    done = gradtool("clip", path, "--max-norm", "1", "--no-clobber")
+    assert (done.returncode, "give one of these" in done.stderr) == (2, True)
+
+
+def test_more_threads_than_help_are_not_started(tmp_path):
+    answer = gradtool("norm", sample(tmp_path), "--threads", "5000")
+    assert (answer.returncode, answer.stderr) == (0, "gradtool: warning: --threads 5000 is more than 256; using 256\n")
+
+
+NUMPY = """
+import sys
+sys.modules["gradtool.backends._kernels"] = None
+from gradtool.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("megabytes", "warns"), [(64, False), (65, True)])
+def test_numpy_warns_once_where_it_takes_long(tmp_path, megabytes, warns):
+    path = write(tmp_path / "x", {"a": np.ones(megabytes << 18, np.float32)})
+    command = [sys.executable, "-P", "-c", NUMPY, "norm", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == (
+        "gradtool: warning: computed by numpy, several times slower than the compiled kernels; "
+        "install gradtool again on a machine with a C compiler\n"
+        if warns
+        else ""
+    )
+    command[4] = "zero"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""

@@ -91,7 +91,11 @@ cli.main()
 def test_a_signal_before_the_work_begins_is_told_of_as_any_other(number, exit_code, word, where):
     command = [sys.executable, "-P", "-c", EARLY_SIGNAL, str(int(number)), where]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", f"gradtool: error: {word}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        exit_code,
+        "",
+        f"gradtool: error: {word}; no file was changed\n",
+    )
 
 
 def test_a_second_signal_does_not_disturb_the_clean_up(tmp_path):

@@ -191,10 +191,11 @@ class Backend(Protocol):
 
 
 class Choice(NamedTuple):
-    """A backend, and why it was chosen."""
+    """A backend, why it was chosen, and how a faster one is to be had, if there is one."""
 
     backend: Backend
     why: str
+    remedy: str | None = None
 
 
 def choose(name: str | None = None, device: int | None = None) -> Choice:
@@ -221,15 +222,16 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
         return Choice(CudaBackend(gpu), gpu.name)
     if device is not None:
         raise UsageError("--device is the number of a GPU; it needs --backend cuda")
-    backend, why = _cpu()
-    return Choice(backend, f"{why}; auto leaves GPUs to --backend cuda" if asked == "auto" else why)
+    cpu = _cpu()
+    return cpu._replace(why=f"{cpu.why}; auto leaves GPUs to --backend cuda") if asked == "auto" else cpu
 
 
-def _cpu() -> tuple[Backend, str]:
+def _cpu() -> Choice:
     try:
         from gradtool.backends.compiled import CompiledBackend  # may not have been built
     except ImportError as error:
         from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
 
-        return NumpyBackend(), f"numpy, because the compiled kernels are missing: {error}"
-    return CompiledBackend(), "compiled kernels"
+        why = f"numpy, because the compiled kernels are missing: {error}"
+        return Choice(NumpyBackend(), why, "install gradtool again on a machine with a C compiler")
+    return Choice(CompiledBackend(), "compiled kernels")

@@ -32,6 +32,10 @@ Found = TypeVar("Found", bound=Partial)
 class Pass(Protocol[Found]):
     """One pass over files, as a value: it can be pickled, and parts of it be run anywhere."""
 
+    @property
+    def title(self) -> str:
+        """What it does, for a progress bar."""
+
     def empty(self) -> Found:
         """What is found in no work at all."""
 

@@ -20,29 +20,23 @@ if TYPE_CHECKING:
     from gradtool.store.io.channel import Channel
     from gradtool.store.transaction.destination import Destination
 
-    # Called with the bytes done so far and the bytes of the whole call; one call at a time, from any thread.
-    Progress = Callable[[int, int], None]
+    # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
+    Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Threads:
-    """Runs passes on up to `count` threads, and adds up time and bytes over all of them.
-
-    `expected_bytes` are those of the whole call, as far as they are known.
-    """
+    """Runs passes on up to `count` threads, and adds up time and bytes over all of them."""
 
     backend: Backend
     count: int = 1
     progress: Progress | None = None
-    expected_bytes: int = 0
     clock: Clock = field(default_factory=Clock)
-    _read_bytes: int = 0
     _resident: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
 
     def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
         """Run a pass, and write what the destination needs besides."""
         found, nbytes = one.empty(), one.nbytes(destination)
-        self.expected_bytes = max(self.expected_bytes, self._read_bytes + nbytes)
         tasks = (partial(self._do, task, destination, found) for task in one.tasks(self.backend, destination))
         clock = run(
             chain(destination.tasks(), tasks),
@@ -50,7 +44,7 @@ class Threads:
             threads=max(1, min(self.count, nbytes >> 20)),
             allocate=self.backend.memory,
             in_place=destination.in_place,
-            on_bytes=self._count,
+            on_bytes=self._counter(one.title, nbytes),
         )
         self.clock.add(clock.each())
         self.clock.workers = max(self.clock.workers, clock.workers)
@@ -65,8 +59,16 @@ class Threads:
     ) -> None:
         task(Worker(channel, self.backend, destination, self._resident), found)
 
-    def _count(self, nbytes: int) -> None:
-        self._read_bytes += nbytes
-        if self.progress is not None:
-            # Holes that are read over count too, so the total is only an estimate until then.
-            self.progress(self._read_bytes, max(self._read_bytes, self.expected_bytes))
+    def _counter(self, title: str, whole: int) -> Callable[[int], None] | None:
+        """What is told of the bytes that a pass reads."""
+        if self.progress is None:
+            return None
+        progress, done = self.progress, 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            # Holes that are read over count too, so the whole is only an estimate until then.
+            progress(title, done, max(done, whole))
+
+        return count

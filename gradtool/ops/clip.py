@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Unpack
 from gradtool.errors import BadInputError
 from gradtool.ops.clip_policy import Decision, Policy, decide
 from gradtool.ops.passes import Measure, Rewrite
-from gradtool.ops.results import Facts, facts, refuse_nonfinite, refuse_overflow
+from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import ClipOptions, Vector
 from gradtool.signatures import complete, documented
-from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement, Norms
@@ -34,13 +33,15 @@ class TensorClip:
     clipped: bool
 
 
-@dataclass(frozen=True)
-class ClipResult(Facts):
+@dataclass(frozen=True, repr=False)
+class ClipResult(Facts, Written):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
-    `norm` is `norm_before`. `coef` is None where there is no single one (`per_tensor`, `max_value`). `norm_after` is
-    measured on the values that were written.
+    `coef` is None where there is no single one (`per_tensor`, `max_value`). `norm_after` is measured on the values that
+    were written.
     """
+
+    headline = ("norm_before", "norm_after", "coef", "clipped")
 
     per_tensor: tuple[TensorClip, ...]
     max_norm: float | None
@@ -51,9 +52,6 @@ class ClipResult(Facts):
     norm_after: float
     coef: float | None
     clipped: bool
-    dry_run: bool
-    files_written: int
-    bytes_written: int
 
 
 @documented
@@ -76,7 +74,6 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     policy = Policy.of(chosen)
     output_options = output_options_of(chosen)
     with Call.of(paths, chosen).open_to_write(output_options) as (session, output):
-        session.engine.expected_bytes = 2 * DISCARD.nbytes(session.selected)
         before = session.run(Measure(session.selected, policy.spec, leaves=True))
         norms = _checked_norms(session, policy, before)
         decision = decide(policy, session.selected, before, norms)
@@ -84,24 +81,22 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         selected = [session.selected[number] for number in changed]
         rewrite = Rewrite(selected, policy.spec, [decision.factors[number] for number in changed], policy.limit)
         with session.writing(output, output.files(selected)) as destination:
-            written = session.run(rewrite, destination)
+            after = session.run(rewrite, destination)
             if policy.nonfinite != "propagate":
-                refuse_overflow(selected, written)
-            after = before.updated(changed, written).norms(per_tensor=policy.per_tensor)
+                refuse_overflow(selected, after)
+            norms_after = before.updated(changed, after).norms(per_tensor=policy.per_tensor)
     return ClipResult(
-        **facts(session, session.selected, before, norms.whole, unscale=policy.unscale),
-        per_tensor=tuple(_rows(session, decision, norms, after) if policy.per_tensor else ()),
+        **facts(session, session.selected, before, unscale=policy.unscale),
+        **written(session, output, destination),
+        per_tensor=tuple(_rows(session, decision, norms, norms_after) if policy.per_tensor else ()),
         max_norm=policy.max_norm,
         max_value=policy.max_value,
         total_norm=policy.total_norm,
         unscale=policy.unscale,
         norm_before=norms.whole,
-        norm_after=after.whole,
+        norm_after=norms_after.whole,
         coef=decision.coef,
         clipped=any(decision.clipped),
-        dry_run=output_options.dry_run,
-        files_written=destination.count,
-        bytes_written=session.timings.write_bytes,
     )
 
 

@@ -36,10 +36,13 @@ class TensorNorm:
     zeros: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NormResult(Facts):
     """What was found in all selected tensors, taken as one vector."""
 
+    headline = ("norm", "max_abs")
+
+    norm: float
     per_tensor: tuple[TensorNorm, ...]
     problems: tuple[Problem, ...]
 
@@ -70,7 +73,8 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     if limit is not None and not norms.whole <= limit:
         problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
     return NormResult(
-        **facts(session, session.selected, found, norms.whole),
+        **facts(session, session.selected, found),
+        norm=norms.whole,
         per_tensor=tuple(rows if top is None else _largest(rows, top)),
         problems=tuple(problems),
     )

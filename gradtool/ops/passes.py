@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from gradtool.backends import NormSpec, Piece
 from gradtool.engines import OnBlock
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TensorPass:
     """A pass over the blocks of tensors, which it measures with `spec`; `shards` limits it to those files."""
+
+    title: ClassVar = "reading"
 
     selected: Sequence[Selected]
     spec: NormSpec
@@ -57,6 +59,8 @@ class TensorPass:
 class Measure(TensorPass):
     """Sums tensors, and counts what is not finite. With `leaves`, blocks stay on the device for the next pass."""
 
+    title: ClassVar = "measuring"
+
     leaves: bool = False
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
@@ -74,6 +78,8 @@ NOTHING = Measure((), NormSpec())
 @dataclass(frozen=True)
 class Rewrite(TensorPass):
     """Multiplies tensors by their factors, limits them to [-limit, limit], and measures what is written."""
+
+    title: ClassVar = "clipping"
 
     factors: Sequence[float]
     limit: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from gradtool import checks
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
@@ -35,6 +35,8 @@ class RunRow:
 @dataclass(frozen=True)
 class RecoverResult:
     """What was done: the number of runs by what became of them, and of files `removed` that belonged to no run."""
+
+    headline: ClassVar[tuple[str, ...]] = ("finished", "undone", "untouched", "removed")
 
     finished: int
     undone: int
@@ -70,14 +72,11 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
             if was_there and not os.path.lexists(place.folder):
                 continue  # A run had made it, and it was just removed.
             found, swept = [error], 0
+        except KeyboardInterrupt as error:
+            error.add_note(f"runs recovered before: {len(rows)}; gradtool recover continues")
+            raise
         removed += swept
-        for one in found:
-            if isinstance(one, Recovered):
-                rows.append(RunRow(one.outcome, one.files, one.pid, str(one.log)))
-            elif isinstance(one, InUse):
-                problems.append(Problem("in-use", f"in use by {one.log.who}", str(one.log.path)))
-            else:
-                problems += one.problems
+        _sort(found, rows, problems)
     missing = [path for path in named if not os.path.lexists(path)]
     if problems:
         raise _failed(problems, rows)
@@ -85,6 +84,17 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
         raise BadInputError("no such file", file=missing[0], code="missing-file")
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
+
+
+def _sort(found: Iterable[Recovered | InUse | GradtoolError], rows: list[RunRow], problems: list[Problem]) -> None:
+    """Add a row for what was recovered, and a problem for what was not."""
+    for one in found:
+        if isinstance(one, Recovered):
+            rows.append(RunRow(one.outcome, one.files, one.pid, str(one.log)))
+        elif isinstance(one, InUse):
+            problems.append(Problem("in-use", f"in use by {one.log.who}", str(one.log.path)))
+        else:
+            problems += one.problems
 
 
 def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 from gradtool.errors import NonFiniteError, Problem
 
@@ -13,14 +13,22 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session, Timings
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.output import Output
+
+# More than this takes numpy long enough to be worth a warning.
+_SLOW_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CallFacts:
     """What every result says of its call: how much it was about, what did it, and how long it took.
 
     `threads` counts those that got work.
     """
+
+    # The facts that users call for. They are printed first, and alone in the repr.
+    headline: ClassVar[tuple[str, ...]] = ()
 
     files: int
     tensors: int
@@ -31,18 +39,43 @@ class CallFacts:
     threads: int
     seconds: float
     timings: Timings
+    warnings: tuple[Problem, ...]
+
+    def __repr__(self) -> str:
+        """What was found or done, in one line; rows are only counted."""
+        shown = [f"{key}={getattr(self, key)!r}" for key in (*self.headline, "files", "tensors")]
+        rows = [(key, value) for key, value in vars(self).items() if key.startswith("per_") and value]
+        return f"{type(self).__name__}({', '.join([*shown, *(f'{key}=<{len(value)} rows>' for key, value in rows)])})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Facts(CallFacts):
     """What a result says of the tensors it is about, taken as one vector; `max_abs` leaves NaN out."""
 
     norm_type: float
-    norm: float
     max_abs: float
     nan: int
     inf: int
     zeros: int
+
+
+@dataclass(frozen=True, repr=False)
+class Written:
+    """What a result says of its output. `wrote` are the paths that were written, as the caller named them."""
+
+    wrote: tuple[str, ...]
+    dry_run: bool
+    files_written: int
+    bytes_written: int
+
+
+class WrittenFields(TypedDict):
+    """The fields of `Written`."""
+
+    wrote: tuple[str, ...]
+    dry_run: bool
+    files_written: int
+    bytes_written: int
 
 
 class CallFields(TypedDict):
@@ -57,42 +90,63 @@ class CallFields(TypedDict):
     threads: int
     seconds: float
     timings: Timings
+    warnings: tuple[Problem, ...]
 
 
 class FactFields(CallFields):
     """The fields of `Facts`."""
 
     norm_type: float
-    norm: float
     max_abs: float
     nan: int
     inf: int
     zeros: int
 
 
-def call_facts(session: Session, selected: Sequence[Selected], *, why: str | None = None) -> CallFields:
+def call_facts(
+    session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
+) -> CallFields:
     """The facts of a call that is done; `selected` are the tensors that it was about."""
+    timings, nbytes = session.timings, sum(one.tensor.nbytes for one in selected)
+    if why is None and nbytes > _SLOW_BYTES and session.choice.remedy is not None:
+        message = f"computed by numpy, several times slower than the compiled kernels; {session.choice.remedy}"
+        warnings = [Problem("slow", message), *warnings]
     return CallFields(
         files=len(session.opened.shards),
         tensors=len(selected),
         elements=sum(one.tensor.elements for one in selected),
-        bytes=sum(one.tensor.nbytes for one in selected),
+        bytes=nbytes,
         backend=session.engine.backend.name,
-        backend_why=why or session.backend_why,
+        backend_why=why or session.choice.why,
         threads=max(1, session.engine.clock.workers),
-        seconds=session.seconds,
-        timings=session.timings,
+        seconds=timings.total_seconds,
+        timings=timings,
+        warnings=(*session.warnings, *warnings),
+    )
+
+
+def written(session: Session, output: Output, destination: Destination) -> WrittenFields:
+    """What was written, after the destination is closed."""
+    return WrittenFields(
+        wrote=output.wrote(destination.shards),
+        dry_run=output.options.dry_run,
+        files_written=destination.count,
+        bytes_written=session.engine.clock.written_bytes,
     )
 
 
 def facts(
-    session: Session, selected: Sequence[Selected], found: Measurement, norm: float, *, unscale: float = 1.0
+    session: Session,
+    selected: Sequence[Selected],
+    found: Measurement,
+    *,
+    unscale: float = 1.0,
+    warnings: Sequence[Problem] = (),
 ) -> FactFields:
     """The facts of a call, and of what was found in the tensors that it was about."""
     return FactFields(
-        **call_facts(session, selected),
+        **call_facts(session, selected, warnings=warnings),
         norm_type=found.spec.order,
-        norm=norm,
         max_abs=found.largest / unscale,
         nan=int(found.nan.sum()),
         inf=int(found.inf.sum()),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool import backends, checks
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
+from gradtool.errors import Problem
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.destination import DISCARD, Discard
@@ -20,27 +21,56 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from gradtool.backends import Choice
     from gradtool.engines import Found, Pass
     from gradtool.options import Paths, Reading, Writing
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import NewIndex, Output, OutputOptions
 
+# More would only take memory.
+MOST_THREADS = 256
+
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of work, and the bytes that they were spent on; a phase is the mean over the threads that worked.
+    """Seconds of work, and the bytes over them; a phase is the mean over the threads that worked.
 
-    `commit` is the time to sync new files and to put them in place.
+    `commit_seconds` is the time to sync new files and to put them in place.
     """
 
-    read: float
     read_bytes: int
-    compute: float
-    write: float
-    write_bytes: int
-    commit: float
+    read_seconds: float
+    read_gb_per_s: float
+    compute_seconds: float
+    compute_gb_per_s: float
+    write_seconds: float
+    write_gb_per_s: float
+    commit_seconds: float
+    total_seconds: float
+    total_gb_per_s: float
+
+    @classmethod
+    def of(cls, clock: Clock, commit: float, total: float) -> Self:
+        """The timings of a call that took so many seconds in all, and these to commit."""
+        return cls(
+            read_bytes=clock.read_bytes,
+            read_seconds=clock.read,
+            read_gb_per_s=_speed(clock.read_bytes, clock.read),
+            compute_seconds=clock.compute,
+            compute_gb_per_s=_speed(clock.read_bytes, clock.compute),
+            write_seconds=clock.write,
+            write_gb_per_s=_speed(clock.written_bytes, clock.write),
+            commit_seconds=commit,
+            total_seconds=total,
+            total_gb_per_s=_speed(clock.read_bytes + clock.written_bytes, total),
+        )
+
+
+def _speed(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds / 1e9 if seconds else 0.0
 
 
 class Call(NamedTuple):
@@ -48,7 +78,8 @@ class Call(NamedTuple):
 
     inputs: Inputs
     engine: Threads
-    backend_why: str
+    choice: Choice
+    asked_threads: int
     began: float
 
     @classmethod
@@ -59,13 +90,14 @@ class Call(NamedTuple):
         if chosen["files_from"] is not None:
             named += read_path_list(os.fspath(chosen["files_from"]))
         choice = backends.choose(chosen["backend"], chosen["device"])
-        engine = Threads(choice.backend, chosen["threads"] or default_threads(), chosen["progress"])
-        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice.why, began)
+        threads, progress = chosen["threads"] or default_threads(), chosen["progress"]
+        engine = Threads(choice.backend, min(threads, MOST_THREADS), progress if callable(progress) else None)
+        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice, threads, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
-        return Session(opened, self.engine, self.backend_why, self.began)
+        return self._session(opened)
 
     @contextlib.contextmanager
     def open_to_write(
@@ -76,9 +108,17 @@ class Call(NamedTuple):
 
         with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):
             try:
-                yield Session(opened, self.engine, self.backend_why, self.began), output
+                yield self._session(opened), output
             finally:
                 self.engine.close()
+
+    def _session(self, opened: OpenSets) -> Session:
+        return Session(opened, self.engine, self.choice, self.began, self._warnings())
+
+    def _warnings(self) -> list[Problem]:
+        if self.asked_threads <= MOST_THREADS:
+            return []
+        return [Problem("threads", f"--threads {self.asked_threads} is more than {MOST_THREADS}; using {MOST_THREADS}")]
 
 
 def output_options_of(chosen: Writing) -> OutputOptions:
@@ -89,6 +129,7 @@ def output_options_of(chosen: Writing) -> OutputOptions:
     return OutputOptions(
         file=None if output is None else os.fspath(output),
         folder=None if output_dir is None else os.fspath(output_dir),
+        no_clobber=chosen["no_clobber"],
         dry_run=chosen["dry_run"],
         in_place=chosen["write"] == "inplace",
         fsync=chosen["fsync"],
@@ -102,8 +143,9 @@ class Session:
 
     opened: OpenSets
     engine: Threads
-    backend_why: str
+    choice: Choice
     began: float
+    warnings: list[Problem]
     commit_seconds: float = 0.0
     # Where a pass that only reads writes nothing to.
     _nowhere: Destination = DISCARD
@@ -121,8 +163,7 @@ class Session:
     @property
     def timings(self) -> Timings:
         """Where the time went."""
-        one = self.engine.clock
-        return Timings(one.read, one.read_bytes, one.compute, one.write, one.written_bytes, self.commit_seconds)
+        return Timings.of(self.engine.clock, self.commit_seconds, self.seconds)
 
     def run(self, one: Pass[Found], destination: Destination | None = None) -> Found:
         """Run a pass, and return what it found; without a destination nothing is written."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Unpack
 
 from gradtool.ops.passes import NOTHING, by_shard
-from gradtool.ops.results import CallFacts, call_facts
+from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import Sets, ZeroOptions
 from gradtool.signatures import complete, documented
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.output import Output
 
 
-@dataclass(frozen=True)
-class ZeroResult(CallFacts):
+@dataclass(frozen=True, repr=False)
+class ZeroResult(CallFacts, Written):
     """How much was zeroed: `tensors`, `elements` and `bytes`.
 
     `bytes_written` are those that were copied into new files, or in place, the zeros.
     """
 
-    dry_run: bool
-    files_written: int
-    bytes_written: int
+    headline = ("elements", "bytes")
 
 
 @documented
@@ -55,9 +53,7 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
             session.run(NOTHING, destination)
     return ZeroResult(
         **call_facts(session, session.selected, why="nothing to compute"),
-        dry_run=output_options.dry_run,
-        files_written=destination.count,
-        bytes_written=session.timings.write_bytes,
+        **written(session, output, destination),
     )
 
 

@@ -20,7 +20,7 @@ def test_a_known_result(tmp_path):
     arrays = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9, 10, 11, 12]}
     path = one_file(tmp_path, **{name: encode(values, "F32") for name, values in arrays.items()})
     result = clip(path, max_norm=12)
-    assert result.norm_before == result.norm == math.sqrt(650)
+    assert result.norm_before == math.sqrt(650)
     assert result.coef == 12 / (math.sqrt(650) + 1e-6)
     assert result.clipped
     assert read(path)["a"] == pytest.approx([0.4706787, 0.9413574, 1.4120361], abs=2**-23)
@@ -238,8 +238,8 @@ def test_a_disk_that_fills_up_in_the_middle_changes_nothing(tmp_path, monkeypatc
 def test_an_input_that_changes_during_the_run_makes_no_output(tmp_path):
     path, output = one_file(tmp_path, a=np.ones(2_000_000, np.float32)), tmp_path / "out"
 
-    def change(done, whole):
-        if done >= whole * 3 // 4:
+    def change(title, done, whole):
+        if title == "clipping" and done >= whole // 2:
             os.utime(path, ns=(0, 0))
 
     with pytest.raises(SystemRefusedError, match="changed"):
@@ -362,7 +362,7 @@ def test_a_result_that_its_type_cannot_hold_is_an_error_that_names_it(tmp_path):
 
 def test_a_norm_beyond_float64_is_refused_rather_than_clipped_to_zero(tmp_path):
     path = one_file(tmp_path, a=np.full(4, 1.7e308))
-    with pytest.raises(BadInputError, match="overflows float64; nothing written. Use --max-value"):
+    with pytest.raises(BadInputError, match="overflows float64; nothing written. Use max_value"):
         clip(path, max_norm=1)
     clip(path, max_value=1e300)
     assert clip(path, max_norm=1).norm_after == pytest.approx(1)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from gradtool import checks
-from gradtool.errors import Problem, UsageError
+from gradtool.errors import UsageError
 from gradtool.ops.accumulate.buffer import OpenBuffer, checked_buffer
 from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.steps import add, leave
-from gradtool.ops.results import Facts, facts
+from gradtool.ops.results import Facts, Written, facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import AccumulateOptions, Buffer, Gradients
 from gradtool.signatures import complete, documented
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from gradtool.ops.accumulate.screen import GradientRow
 
 
-@dataclass(frozen=True)
-class AccumulateResult(Facts):
-    """What was added and what came of it. The facts are those of the buffer as it is now; `norm` is `norm_after`.
+@dataclass(frozen=True, repr=False)
+class AccumulateResult(Facts, Written):
+    """What was added and what came of it. The facts are those of the buffer as it is now.
 
     `norm_before` is None where the old content was not read. `sum_norm` is the norm of the float64 sums that were
     clipped, and `coef` what they were multiplied by; None without `max_norm`.
     """
+
+    headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
 
     norm_before: float | None
     norm_after: float
@@ -39,11 +41,7 @@ class AccumulateResult(Facts):
     skipped: int
     weight_sum: float
     updated: bool
-    dry_run: bool
-    files_written: int
-    bytes_written: int
     per_gradient: tuple[GradientRow, ...]
-    warnings: tuple[Problem, ...]
 
 
 @documented
@@ -82,7 +80,8 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         matched = match(into.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
         done = (add if chosen["update"] else leave)(session, policy, into, matched, output)
     return AccumulateResult(
-        **facts(session, done.targets, done.found, done.norm_after),
+        **facts(session, done.targets, done.found, warnings=done.warnings),
+        **written(session, output, done.destination),
         norm_before=done.norm_before,
         norm_after=done.norm_after,
         max_norm=policy.max_norm,
@@ -93,9 +92,5 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         skipped=sum(not row.taken for row in done.rows),
         weight_sum=done.weight_sum,
         updated=chosen["update"],
-        dry_run=output_options.dry_run,
-        files_written=done.files_written,
-        bytes_written=session.timings.write_bytes,
-        per_gradient=tuple(done.rows),
-        warnings=tuple(done.warnings),
+        per_gradient=tuple(done.rows if chosen["per_gradient"] else ()),
     )

@@ -51,6 +51,11 @@ class Add(NamedTuple):
     measures_before: bool = False
     shards: Collection[Shard] | None = None
 
+    @property
+    def title(self) -> str:
+        """As a progress bar shows it."""
+        return "adding"
+
     def over(self, shards: Collection[Shard]) -> Self:
         """The part of the pass that is about those files of the buffer; what the parts find is merged."""
         return self._replace(shards=shards)

@@ -30,6 +30,9 @@ class Contribution(NamedTuple):
         return self.weight * self.coef
 
 
+_REMEDY = "nothing written. Rename tensors, or use --missing skip to add only those whose names match"
+
+
 def match(
     targets: Sequence[Selected],
     gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
@@ -45,11 +48,13 @@ def match(
     """
     numbers = {target.tensor.name: number for number, target in enumerate(targets)}
     problems: list[Problem] = []
+    remedy = None
     contributions = []
     for (gradient, selected), weight in zip(gradients, weights, strict=True):
         home = {one.tensor.name: one for one in selected}
-        if not skip:
-            problems += _unmatched(gradient, home, numbers)
+        unmatched = [] if skip else _unmatched(gradient, home, numbers)
+        problems += unmatched
+        remedy = remedy or (_REMEDY if unmatched else None)
         matched = {numbers[name]: one for name, one in home.items() if name in numbers}
         if skip and targets and not matched:
             message = "has no tensor of the buffer's; --missing skip needs at least one"
@@ -61,18 +66,35 @@ def match(
         ]
         contributions.append(Contribution(gradient.path, matched, weight))
     if problems:
-        raise BadInputError.of(problems)
+        raise BadInputError.of(problems, remedy)
     return contributions
 
 
 def _unmatched(gradient: GradientSet, home: Mapping[str, Selected], numbers: Mapping[str, int]) -> list[Problem]:
-    remedy = "use --missing skip to continue"
     missing = [name for name in numbers if name not in home]
     extra = [one for name, one in home.items() if name not in numbers]
+    names = [one.tensor.name for one in extra]
+    for without, with_it, these, those in ((missing, names, "have", "lack"), (names, missing, "lack", "have")):
+        prefix = _common_prefix(without, with_it)
+        if prefix is not None:
+            message = f"{len(names)} tensor names {these} the prefix {prefix!r}, which those of the buffer {those}"
+            return [Problem("extra-tensor", message, str(gradient.path))]
     return [
-        *(Problem("missing-tensor", f"is only in the buffer; {remedy}", str(gradient.path), name) for name in missing),
-        *(Problem("extra-tensor", f"is not in the buffer; {remedy}", str(i.shard.path), i.tensor.name) for i in extra),
+        *(Problem("missing-tensor", "is only in the buffer", str(gradient.path), name) for name in missing),
+        *(Problem("extra-tensor", "is not in the buffer", str(one.shard.path), one.tensor.name) for one in extra),
     ]
+
+
+def _common_prefix(names: Sequence[str], longer: Sequence[str]) -> str | None:
+    """The prefix that makes all of the names the longer ones, such as the `module.` of a wrapped model."""
+    if len(names) != len(longer):
+        return None
+    for one in longer:
+        if names[0] and one.endswith(names[0]):
+            prefix = one.removesuffix(names[0])
+            if {prefix + name for name in names} == set(longer):
+                return prefix
+    return None
 
 
 def _misfit(one: Selected, target: Selected) -> Problem:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.output import Output
 
 
@@ -31,13 +32,13 @@ class Done(NamedTuple):
 
     targets: Sequence[Selected]
     found: Measurement
+    destination: Destination
     norm_before: float | None
     norm_after: float
     weight_sum: float
     rows: Sequence[GradientRow]
     sum_norm: float | None = None
     coef: float | None = None
-    files_written: int = 0
     warnings: Sequence[Problem] = ()
 
 
@@ -54,7 +55,7 @@ def leave(
         session.run(NOTHING, destination)
     rows = [GradientRow.unseen(one, taken=False) for one in contributions]
     before = None if policy.create else norm
-    return Done(targets, found, before, norm, 0.0, rows, files_written=destination.count)
+    return Done(targets, found, destination, before, norm, 0.0, rows)
 
 
 def add(
@@ -85,13 +86,13 @@ def add(
     return Done(
         targets=buffer.targets,
         found=after,
+        destination=destination,
         norm_before=None if before is None else rest.updated(numbers, before).norms().whole,
         norm_after=after.norms().whole,
         weight_sum=weight_sum,
         rows=screened.rows,
         sum_norm=sum_norm,
         coef=coef,
-        files_written=destination.count,
         warnings=screened.warnings,
     )
 

@@ -12,8 +12,8 @@ from gradtool.ops.layernorm.layers import Form, find_layers
 from gradtool.ops.layernorm.patches import Options, Patches
 from gradtool.ops.layernorm.placement import apart, beside
 from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
-from gradtool.ops.layernorm.wide_rows import nbytes_of_sums, sum_wide_rows
-from gradtool.ops.results import CallFacts, call_facts
+from gradtool.ops.layernorm.wide_rows import sum_wide_rows
+from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import LayerNormOptions, Sets
 from gradtool.signatures import complete, documented
@@ -24,19 +24,17 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
     from gradtool.ops.session import Session
-    from gradtool.store.transaction.destination import Destination
 
 
-@dataclass(frozen=True)
-class LayerNormResult(CallFacts):
+@dataclass(frozen=True, repr=False)
+class LayerNormResult(CallFacts, Written):
     """What was computed; `tensors`, `elements` and `bytes` are those that were read."""
+
+    headline = ("layers",)
 
     kind: str
     invertible: bool
     layers: int
-    dry_run: bool
-    files_written: int
-    bytes_written: int
     per_layer: tuple[LayerRow, ...]
 
 
@@ -86,30 +84,24 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
         if output_options.in_place:
             refuse_new_headers(files, layers)
         with session.writing(output, files.new_files, new_indexes(files, output)) as destination:
-            found = session.run(_backward(session, settings, layers, files, destination), destination)
+            found = session.run(_backward(session, settings, layers, files), destination)
             if chosen["nonfinite"] == "error":
                 refuse_nonfinite_results(session, layers, files, found)
             rows = rows_of(layers, found)
     return LayerNormResult(
         **call_facts(session, [one for layer in layers for one in layer.inputs]),
+        **written(session, output, destination),
         kind=chosen["kind"],
         invertible=form.invertible,
         layers=len(layers),
-        dry_run=output_options.dry_run,
-        files_written=destination.count,
-        bytes_written=session.timings.write_bytes,
         per_layer=tuple(rows),
     )
 
 
-def _backward(
-    session: Session, options: Options, layers: Sequence[Layer], files: Files, destination: Destination
-) -> Backward:
+def _backward(session: Session, options: Options, layers: Sequence[Layer], files: Files) -> Backward:
     """The pass over all layers; what wide rows need is summed first."""
     patches = [Patches(options, layer) for layer in layers]
     both = list(zip(layers, patches, strict=True))
     plain = [LayerPlan(layer, one, None, places) for (layer, one), places in zip(both, files.places, strict=True)]
-    nbytes = Backward(options, plain).nbytes(destination)
-    session.engine.expected_bytes = nbytes + sum(nbytes_of_sums(options, layer, one) for layer, one in both)
     rows = [sum_wide_rows(session, options, layer, one) for layer, one in both]
     return Backward(options, [plan._replace(rows=own) for plan, own in zip(plain, rows, strict=True)])

@@ -59,6 +59,11 @@ class Backward:
     options: Options
     plans: Sequence[LayerPlan]
 
+    @property
+    def title(self) -> str:
+        """As a progress bar shows it."""
+        return "differentiating"
+
     def empty(self) -> Gradients:
         """Of all layers."""
         return Gradients([place.selected for plan in self.plans for place in plan.places], len(self.plans))

@@ -60,6 +60,11 @@ class SumRows(NamedTuple):
     mean: Floats
     inv_std_dev: Floats
 
+    @property
+    def title(self) -> str:
+        """As a progress bar shows it."""
+        return "summing rows"
+
     def empty(self) -> Parts:
         """No stretch."""
         return Parts()
@@ -108,11 +113,3 @@ def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Pat
     weighted, projected = sums("gradients")
     weighted = np.zeros_like(weighted) if options.form.rms else weighted / layer.columns
     return Rows(mean, inv_std_dev, weighted, projected / layer.columns, began)
-
-
-def nbytes_of_sums(options: Options, layer: Layer, patches: Patches) -> int:
-    """What `sum_wide_rows` reads, about."""
-    if not patches.is_wide:
-        return 0
-    statistics = (1 if options.form.rms else 2) if options.computes_statistics(layer) else 0
-    return layer.y_grad.tensor.nbytes + layer.x.tensor.nbytes * (1 + statistics)

@@ -57,6 +57,10 @@ class Destination(Protocol):
         """The transaction whose files are overwritten, if there is one."""
 
     @property
+    def shards(self) -> Collection[Shard]:
+        """The files that are written, or take the place of these."""
+
+    @property
     def count(self) -> int:
         """How many files are written."""
 
@@ -81,6 +85,7 @@ class Discard:
     """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
 
     in_place: InPlace | None = None
+    shards = ()
     count = 0
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
@@ -109,6 +114,10 @@ class NewFiles:
 
     files: Mapping[Shard, tuple[NewFile, File]]
     in_place: InPlace | None = None
+
+    @property
+    def shards(self) -> Collection[Shard]:
+        return self.files.keys()
 
     @property
     def count(self) -> int:
@@ -161,6 +170,10 @@ class Overwritten:
 
     files: Mapping[Shard, tuple[NewFile, File]]
     in_place: InPlace
+
+    @property
+    def shards(self) -> Collection[Shard]:
+        return self.files.keys()
 
     @property
     def count(self) -> int:

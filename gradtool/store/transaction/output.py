@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
+from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError, from_os_error
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_regular
 from gradtool.store.fs import File
@@ -20,7 +20,7 @@ from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
@@ -34,6 +34,7 @@ class OutputOptions(NamedTuple):
 
     file: str | None = None
     folder: str | None = None
+    no_clobber: bool = False
     dry_run: bool = False
     in_place: bool = False
     fsync: bool = True
@@ -83,6 +84,10 @@ class Output(NamedTuple):
             raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
         if options.file is not None and options.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
+        if options.no_clobber and not options.is_elsewhere:
+            raise UsageError("--no-clobber is about the files of --output and --output-dir; give one of these")
+        if options.file == "-":
+            raise UsageError("--output - is not supported: results are files, not streams. Use ./- for a file named -")
         if options.file is not None and options.file.endswith(os.sep):
             raise UsageError(f"--output {options.file} names a folder; use --output-dir")
         if options.file is not None and (len(output.shards) > 1 or output.sets[0].index):
@@ -93,6 +98,7 @@ class Output(NamedTuple):
             raise UsageError(f"--output-dir {options.folder} is no folder")
         if options.is_elsewhere:
             refuse_collisions(output.targets, shards, [one.index for one in sets if one.index])
+        output.refuse_existing()
         return output
 
     @property
@@ -124,6 +130,20 @@ class Output(NamedTuple):
             if self.is_elsewhere or shard in changes
         ]
 
+    def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
+        """The paths that were written, as the caller named them, after those files were."""
+        elsewhere = self.options.file or self.options.folder or self.created
+        if elsewhere is not None:
+            return (str(elsewhere),) if shards else ()
+        return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
+
+    def refuse_existing(self) -> None:
+        """Raise `BadInputError` where a file would be replaced that is to be kept."""
+        if self.options.no_clobber:
+            there = [Problem("exists", "already exists", str(one)) for one in self.targets if os.path.lexists(one)]
+            if there:
+                raise BadInputError.of(there, "nothing written. Leave out --no-clobber to replace files that exist")
+
     def new_transaction(self) -> Transaction:
         """The transaction that will lock the targets; it does nothing yet."""
         folder = self.options.folder
@@ -144,6 +164,8 @@ class Output(NamedTuple):
             yield DISCARD
             return
         with self._locked() as transaction:
+            # Another run may have written them while this one waited for its locks.
+            self.refuse_existing()
             if self.options.in_place:
                 targets = [_target_of(transaction, file) for file in files]
                 with InPlace(transaction, targets) as in_place:

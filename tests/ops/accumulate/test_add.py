@@ -13,9 +13,9 @@ from gradtool import BadInputError, NonFiniteError, accumulate, norm, tuning
 
 def test_a_known_result(tmp_path):
     path, grads = lay_out(tmp_path, f32(1, 2, 3), f32(4, 5, 6))
-    result = accumulate(path, grads[0])
+    result = accumulate(path, grads[0], per_gradient=True)
     assert read(path)["a"].tolist() == [5, 7, 9]
-    assert (result.norm_before, result.norm_after, result.norm) == (math.sqrt(14), math.sqrt(155), math.sqrt(155))
+    assert (result.norm_before, result.norm_after) == (math.sqrt(14), math.sqrt(155))
     assert (result.taken, result.skipped, result.weight_sum, result.updated, result.dry_run) == (1, 0, 1.0, True, False)
     assert (result.sum_norm, result.coef, result.clipped, result.warnings) == (None, None, False, ())
     assert (result.files, result.tensors, result.elements, result.max_abs) == (2, 1, 3, 9.0)
@@ -73,7 +73,7 @@ def test_overwriting_keeps_the_sign_of_a_zero(tmp_path):
 
 def test_each_gradient_has_its_weight(tmp_path):
     path, grads = lay_out(tmp_path, f32(100), f32(1), f32(1), f32(1))
-    result = accumulate(path, grads, weight=[2, -0.5, 0])
+    result = accumulate(path, grads, weight=[2, -0.5, 0], per_gradient=True)
     assert read(path)["a"].tolist() == [101.5]
     assert ([row.weight for row in result.per_gradient], result.weight_sum) == ([2, -0.5, 0], 1.5)
     accumulate(path, grads[0], weight=-1.5)
@@ -131,7 +131,8 @@ def test_a_sum_within_the_limit_is_not_clipped(tmp_path):
 def test_eps(tmp_path, eps, coef):
     path, grads = lay_out(tmp_path, f32(0, 0), f32(3, 4))
     assert accumulate(path, grads, max_norm=1, eps=eps, dry_run=True).coef == coef
-    assert accumulate(path, grads, clip_each=1, eps=eps, dry_run=True).per_gradient[0].coef == coef
+    result = accumulate(path, grads, clip_each=1, eps=eps, dry_run=True, per_gradient=True)
+    assert result.per_gradient[0].coef == coef
 
 
 def test_propagate_goes_on(tmp_path):
@@ -296,4 +297,4 @@ def test_an_infinite_limit_limits_nothing_whatever_the_norm(tmp_path):
     assert read(path)["a"].tolist() == huge.tolist()
     assert refused(BadInputError, tmp_path, path, grads, max_norm=1) == [("input", None, None)]
     assert refused(BadInputError, tmp_path, grads[0], path, clip_each=1) == [("input", None, "buffer")]
-    assert accumulate(grads[0], path, clip_each=math.inf).per_gradient[0].coef == 1.0
+    assert accumulate(grads[0], path, clip_each=math.inf, per_gradient=True).per_gradient[0].coef == 1.0

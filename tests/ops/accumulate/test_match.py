@@ -29,7 +29,7 @@ def test_tensors_match_by_name_in_whatever_shard_and_order_they_are(tmp_path):
 def test_weights_come_from_the_metadata_of_the_gradients(tmp_path):
     metadata = [{"tokens": "3"}, {"tokens": "1e0"}]
     path, grads = lay_out(tmp_path, f32(0), f32(1), f32(5), metadata=metadata)
-    result = accumulate(path, grads, weight_key="tokens", mean=True)
+    result = accumulate(path, grads, weight_key="tokens", mean=True, per_gradient=True)
     assert read(path)["a"].tolist() == [2]
     assert ([row.weight for row in result.per_gradient], result.weight_sum) == ([3, 1], 4)
 
@@ -122,7 +122,7 @@ def test_weights_that_add_up_to_zero_have_no_mean(tmp_path):
 def test_gradients_from_a_list_come_after_those_that_are_named(tmp_path):
     path, grads = lay_out(tmp_path, f32(0), f32(1), f32(1), f32(1))
     (tmp_path / "list").write_text(f"{grads[1]}\n{grads[2]}\n")
-    result = accumulate(path, grads[:1], weight=[1, 10, 100], files_from=tmp_path / "list")
+    result = accumulate(path, grads[:1], weight=[1, 10, 100], files_from=tmp_path / "list", per_gradient=True)
     assert [row.file for row in result.per_gradient] == [str(grad) for grad in grads]
     assert read(path)["a"].tolist() == [111]
 

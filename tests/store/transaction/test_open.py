@@ -95,7 +95,7 @@ def test_who_waits_in_vain_is_told(held):
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "soon"])
 def test_a_time_to_wait_must_be_one(held, seconds):
-    with pytest.raises(UsageError, match="--lock-timeout"):
+    with pytest.raises(UsageError, match="lock_timeout"):
         zero(held[0], lock_timeout=seconds)
 
 

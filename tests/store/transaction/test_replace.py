@@ -268,7 +268,7 @@ def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monke
             for shard in shards:
                 fill(replacement.stage(shard.path, shard.size, shard.stat))
             replacement.commit()
-    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool recover"):
+    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool.recover\\(\\)"):
         norm(tmp_path)
     result = recover(tmp_path)
     new = [b"n" * shard.size for shard in shards]
@@ -289,7 +289,7 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert (caught.value.problems[0].code, caught.value.exit_code) == ("unfinished", 5)
-    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool recover"):
+    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool.recover\\(\\)"):
         norm(tmp_path)
     monkeypatch.undo()
     assert recover(tmp_path).finished == 1

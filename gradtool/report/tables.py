@@ -1,0 +1,190 @@
+"""A result on a terminal. No name, number or path is broken: paths are shortened in the middle, columns left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.cells import cell_len, chop_cells
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradtool.report.facts import data_of, facts_of, field, is_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradtool.report.facts import Result
+
+    Row = dict[str, Any]
+
+# Narrower terminals get rows as blocks of lines.
+_TABLE_COLUMNS = 60
+# Columns of a table that are shortened, and how far; all others are as wide as their content.
+_SHORTENED = {"name": 32, "file": 24}
+# What is left out first where there is no room. The names and norms are not here, and always shown.
+_LEFT_OUT = (
+    "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
+    "inf", "nan", "file", "max_abs", "clipped", "taken", "weight", "coef",
+)  # fmt: skip
+# Between two columns.
+_GAP = 3
+# The paths written that are named; lines off a terminal and JSON name all.
+_MOST_PATHS = 3
+
+
+def show_tables(result: Result, *, verbose: bool) -> None:
+    """Print the facts of a result, then its rows."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    data = data_of(result)
+    labels = list(_labelled(facts_of(result, data, verbose=verbose), data))
+    if "wrote" in data:
+        labels.insert(0, ("wrote", _wrote(data)))
+    taken = max(len(label) for label, _ in labels) + 2
+    for label, items in labels:
+        _show_items(console, label, items, taken)
+    for key in filter(is_rows, data):
+        if data[key] and console.width < _TABLE_COLUMNS:
+            _show_blocks(console, data[key])
+        elif data[key]:
+            _show_table(console, data[key])
+
+
+def _show_items(console: Console, label: str, items: Sequence[str], taken: int) -> None:
+    """A label and what belongs to it, beside it or, where that has no room there, below."""
+    fits = all(cell_len(item) < console.width - taken for item in items)
+    indent = taken if fits or label == "wrote" else 2
+    lines = _packed(items, console.width - indent, separator=", ")
+    text = Text(f"{label:{taken}}" if indent == taken else f"{label}\n  ", style="bold")
+    console.print(text.append(("\n" + " " * indent).join(lines), style="not bold"), soft_wrap=True)
+
+
+def _wrote(data: Row) -> list[str]:
+    paths = [field(path) for path in data["wrote"]]
+    if not paths:
+        return ["nothing (dry run)" if data["dry_run"] else "nothing"]
+    more = len(paths) - _MOST_PATHS
+    return paths if more <= 0 else [*paths[:_MOST_PATHS], f"and {more:,} more"]
+
+
+def _labelled(facts: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
+    """The facts with labels; counts, and the times of the phases, share a line."""
+    shared = {"nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads"}
+    phases = ("total", "read", "compute", "write", "commit")
+    timed = {f"{phase}_{unit}" for phase in phases for unit in ("seconds", "gb_per_s")} | {"seconds"}
+    for key, value in facts.items():
+        if key not in shared | timed:
+            yield key.replace("_", " "), [f"{value:,}" if type(value) is int else field(value)]
+    if "nan" in facts:
+        yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", f"{facts['zeros']:,} zeros"]
+    if "timings" not in data:
+        return
+    yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
+    timings = data["timings"]
+    shown = phases if "read_seconds" in facts else ("total",)
+    yield "time", [_time(phase, timings) for phase in shown if timings[f"{phase}_seconds"] > 0]
+    if "backend" in facts:
+        yield "backend", [f"{facts['backend']} ({facts['backend_why']})", _count(facts["threads"], "thread")]
+
+
+def _time(phase: str, timings: Row) -> str:
+    speed = timings.get(f"{phase}_gb_per_s")
+    return f"{phase} {timings[f'{phase}_seconds']:.3f} s" + ("" if speed is None else f" ({speed:.1f} GB/s)")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:
+    """Lines of as many items as there is room for; one that is too long for a line is shortened."""
+    lines = [""]
+    for number, item in enumerate(items):
+        tail = separator.rstrip() if number < len(items) - 1 else ""
+        text = _middle(item, width - len(tail)) + tail
+        gap = " " * (len(separator) - len(separator.rstrip())) if lines[-1] else ""
+        if lines[-1] and cell_len(lines[-1] + gap + text) > width:
+            lines.append(text)
+        else:
+            lines[-1] += gap + text
+    return lines
+
+
+def _middle(text: str, width: int) -> str:
+    """The text, with its middle left out where it is wider; more is kept of its end, which tells files apart."""
+    if cell_len(text) <= width:
+        return text
+    tail = max(0, width - 1) * 2 // 3
+    return chop_cells(text, width - 1 - tail)[0] + "…" + chop_cells(text[::-1], tail)[0][::-1]
+
+
+def _show_table(console: Console, rows: Sequence[Row]) -> None:
+    """One line a row. Columns that find no room are left out, and named below."""
+    columns = _columns_of(rows)
+    left_out = []
+    for key in sorted(_LEFT_OUT, key=lambda key: not _says_nothing(columns.get(key))):
+        if _width(columns, least=True) <= console.width:
+            break
+        if columns.pop(key, None) is not None:
+            left_out.append(key.replace("_", " "))
+    _shorten(columns, console.width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for key in columns:
+        is_text = any(isinstance(row[key], str) for row in rows)
+        table.add_column(key.replace("_", " "), justify="left" if is_text else "right", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    console.print(table)
+    if left_out:
+        items = [f"no room for {left_out[0]}", *left_out[1:], "which --json has"]
+        for line in _packed(items, console.width, separator=", "):
+            console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _columns_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The texts of each column, names first; without the file, if that is one and the same for several rows."""
+    names = [key for key in ("name", "file") if key in rows[0]]
+    if len(names) > 1 and len(rows) > 1 and len({row["file"] for row in rows}) == 1:
+        names.remove("file")
+    keys = [*names, *(key for key in rows[0] if key not in {"name", "file"})]
+    return {key: [_cell(row[key]) for row in rows] for key in keys}
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else field(value)
+
+
+def _says_nothing(texts: Sequence[str] | None) -> bool:
+    return texts is not None and set(texts) <= {"0", "-"}
+
+
+def _width(columns: dict[str, list[str]], *, least: bool = False) -> int:
+    """Columns of the terminal that a table takes; with `least`, if names are shortened as far as they may be."""
+    widths = {key: max(map(cell_len, [key, *texts])) for key, texts in columns.items()}
+    if least:
+        widths = {key: min(width, _SHORTENED.get(key, width)) for key, width in widths.items()}
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+
+def _shorten(columns: dict[str, list[str]], width: int) -> None:
+    """Make names fit: files first, down to what they may be, then the names of tensors."""
+    for key in reversed(_SHORTENED):
+        over = _width(columns) - width
+        if over > 0 and key in columns:
+            widest = max(map(cell_len, columns[key]))
+            limit = max(widest - over, min(_SHORTENED[key], widest))
+            columns[key] = [_middle(text, limit) for text in columns[key]]
+
+
+def _show_blocks(console: Console, rows: Sequence[Row]) -> None:
+    """Rows on a narrow terminal: a line with the name, and below it the other fields."""
+    columns = _columns_of(rows)
+    names = [key for key in ("name", "file") if key in columns]
+    for row in zip(*columns.values(), strict=True):
+        values = dict(zip(columns, row, strict=True))
+        for key in names:
+            console.print(Text(_middle(values.pop(key), console.width), style="bold"), soft_wrap=True)
+        fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items()]
+        for line in _packed(fields, console.width - 2, separator="  "):
+            console.print(f"  {line}", soft_wrap=True)

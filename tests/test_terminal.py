@@ -1,0 +1,129 @@
+"""What a terminal shows: nothing that matters is broken, at any width."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+
+import numpy as np
+import pytest
+from support import COMMAND, encode, write
+
+# Names as models have them, in a folder that is deep.
+NAMES = [f"model.language_model.layers.{i}.self_attn.q_proj.lora_A.default.weight" for i in range(8)]
+NORMS = [3.0 * 2.0**i for i in range(8)]
+
+
+@pytest.fixture
+def grads(tmp_path):
+    folder = tmp_path / "experiments" / "2026-11-22_a_run_with_a_long_name" / "step_000100"
+    folder.mkdir(parents=True)
+    tensors = {name: encode([norm, 0], "BF16") for name, norm in zip(NAMES, NORMS, strict=True)}
+    for number in range(2):
+        part = {name: tensors[name] for name in NAMES[number::2]}
+        write(folder / f"gradients-0000{number + 1}-of-00002.safetensors", part)
+    return folder
+
+
+def on_terminal(columns, *arguments, environment=None, errors=False):
+    """The real command on a terminal of that width: its exit code, and what it prints; errors only if asked for."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    own = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
+    command = [*COMMAND, *map(str, arguments)]
+    streams = {"stdin": writer, "stdout": writer, "stderr": writer if errors else subprocess.DEVNULL}
+    with subprocess.Popen(command, **streams, env=own | {"TERM": "xterm"} | (environment or {})) as running:
+        os.close(writer)
+        shown = b""
+        while True:
+            try:
+                shown += (part := os.read(reader, 65_536))
+            except OSError:  # How Linux says that the other side is gone.
+                break
+            if not part:
+                break
+    os.close(reader)
+    text = shown.decode().replace("\r\n", "\n")
+    return running.returncode, text
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.mark.parametrize("columns", [30, 40, 59, 60, 80, 100, 200])
+@pytest.mark.parametrize(
+    "arguments",
+    [["norm", "--top", "5"], ["clip", "--max-norm", "1", "--per-tensor", "--dry-run"], ["norm", "--verbose"]],
+    ids=" ".join,
+)
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_broken(grads, columns, arguments):
+    code, shown = on_terminal(columns, *arguments, grads)
+    lines = plain(shown).splitlines()
+    assert code == 0
+    assert max(map(len, lines)) <= columns
+    words = re.findall(r"\S+", "\n".join(lines))
+    norm = repr(float(np.sqrt(np.sum(np.square(NORMS)))))
+    assert norm in words
+    if "--top" in arguments:
+        assert {"384", "192", "96", "48", "24"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown", "left_out"),
+    [
+        (200, ["name", "file", "dtype", "shape", "norm", "max abs", "nan", "inf", "zeros"], []),
+        (80, ["name", "file", "norm", "max abs"], ["no room for inf, nan, zeros, dtype, shape, which --json has"]),
+        (60, ["name", "norm", "max abs"], ["no room for inf, nan, zeros, dtype, shape, file,", "which --json has"]),
+    ],
+)
+def test_columns_are_left_out_by_importance_and_named(grads, columns, shown, left_out):
+    lines = plain(on_terminal(columns, "norm", "--top", "2", grads)[1]).splitlines()
+    (heading,) = [line for line in lines if re.match(r"name\s+(file|dtype|norm)", line)]
+    assert re.split(r"\s{2,}", heading.strip()) == shown
+    assert lines[len(lines) - len(left_out) :] == left_out
+    assert ("no room" in "\n".join(lines)) == bool(left_out)
+
+
+def test_names_are_shortened_in_the_middle(grads):
+    lines = plain(on_terminal(60, "norm", "--top", "2", grads)[1]).splitlines()
+    rows = [line.split()[0] for line in lines if "…" in line]
+    assert len(rows) == 2
+    for row, name in zip(rows, [NAMES[7], NAMES[6]], strict=True):
+        head, tail = row.split("…")
+        assert (name.startswith(head), name.endswith(tail)) == (True, True)
+        assert len(row) >= 32
+
+
+def test_below_60_columns_a_row_is_a_few_lines(tmp_path):
+    path = write(tmp_path / "x", {"a.weight": encode([3, 4], "F32")})
+    lines = plain(on_terminal(40, "norm", "--per-tensor", path)[1]).splitlines()
+    assert lines[-4] == "a.weight"
+    assert lines[-2:] == ["  dtype F32  shape 2  norm 5  max abs 4", "  nan 0  inf 0  zeros 0"]
+
+
+def test_what_was_written_comes_first(grads, tmp_path):
+    lines = plain(on_terminal(200, "clip", grads, "--max-norm", "1")[1]).splitlines()
+    assert lines[0].split() == ["wrote", str(grads)]
+    lines = plain(on_terminal(200, "clip", grads, "--max-norm", "9", "--output-dir", tmp_path / "new")[1]).splitlines()
+    assert lines[0].split() == ["wrote", str(tmp_path / "new")]
+    lines = plain(on_terminal(200, "clip", grads, "--max-norm", "9")[1]).splitlines()
+    assert lines[0].split() == ["wrote", "nothing"]
+
+
+def test_errors_are_coloured_and_wrapped_between_words(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1], "F32")})
+    arguments = ["clip", path, "--max-norm", "1", "--max-value", "2", "--output-dir", "a", "--threads", "0"]
+    code, shown = on_terminal(40, *arguments, errors=True)
+    assert (code, shown) == (2, "gradtool: \x1b[1;31merror:\x1b[0m --threads must be at\n  least 1, not 0\n")
+    code, shown = on_terminal(40, *arguments, environment={"NO_COLOR": "1"}, errors=True)
+    assert (code, shown) == (2, "gradtool: error: --threads must be at\n  least 1, not 0\n")
+
+
+def test_a_path_is_not_wrapped(grads):
+    missing = grads / "missing-because-it-was-never-written.safetensors"
+    shown = on_terminal(40, "norm", missing, errors=True)[1]
+    assert str(missing) in shown

@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from gradtool.report.facts import Result
 
     Row = dict[str, Any]
+    # The texts of a table, by the keys of its columns.
+    Columns = dict[str, list[str]]
 
 # Narrower terminals get rows as blocks of lines.
 _TABLE_COLUMNS = 60
-# Columns of a table that are shortened, and how far; all others are as wide as their content.
-_SHORTENED = {"name": 32, "file": 24}
+# A path is shortened to that. All else is as wide as its content.
+_SHORTEST_PATH = 24
 # What is left out first where there is no room. The names and norms are not here, and always shown.
 _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
+_TEXTS = ("name", "file", "dtype", "outcome")
 # Between two columns.
 _GAP = 3
 # The paths written that are named; lines off a terminal and JSON name all.
@@ -45,10 +48,10 @@ def show_tables(result: Result, *, verbose: bool) -> None:
     for label, items in labels:
         _show_items(console, label, items, taken)
     for key in filter(is_rows, data):
-        if data[key] and console.width < _TABLE_COLUMNS:
-            _show_blocks(console, data[key])
-        elif data[key]:
-            _show_table(console, data[key])
+        if data[key]:
+            columns = _columns_of(data[key])
+            if not (console.width >= _TABLE_COLUMNS and _show_table(console, columns)):
+                _show_blocks(console, columns)
 
 
 def _show_items(console: Console, label: str, items: Sequence[str], taken: int) -> None:
@@ -119,30 +122,33 @@ def _middle(text: str, width: int) -> str:
     return chop_cells(text, width - 1 - tail)[0] + "…" + chop_cells(text[::-1], tail)[0][::-1]
 
 
-def _show_table(console: Console, rows: Sequence[Row]) -> None:
-    """One line a row. Columns that find no room are left out, and named below."""
-    columns = _columns_of(rows)
-    left_out = []
+def _show_table(console: Console, columns: Columns) -> bool:
+    """One line a row, if there is room. Columns that find none are left out, and named below."""
+    fitting, left_out = dict(columns), []
     for key in sorted(_LEFT_OUT, key=lambda key: not _says_nothing(columns.get(key))):
-        if _width(columns, least=True) <= console.width:
+        if _least_width(fitting) <= console.width:
             break
-        if columns.pop(key, None) is not None:
+        if fitting.pop(key, None) is not None:
             left_out.append(key.replace("_", " "))
-    _shorten(columns, console.width)
+    if _least_width(fitting) > console.width:
+        return False
+    if "file" in fitting:
+        room = console.width - _least_width(fitting) + _least(("file", fitting["file"]))
+        fitting["file"] = [_middle(text, room) for text in fitting["file"]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for key in columns:
-        is_text = any(isinstance(row[key], str) for row in rows)
-        table.add_column(key.replace("_", " "), justify="left" if is_text else "right", no_wrap=True)
-    for cells in zip(*columns.values(), strict=True):
+    for key in fitting:
+        table.add_column(key.replace("_", " "), justify="left" if key in _TEXTS else "right", no_wrap=True)
+    for cells in zip(*fitting.values(), strict=True):
         table.add_row(*cells)
     console.print(table)
     if left_out:
         items = [f"no room for {left_out[0]}", *left_out[1:], "which --json has"]
         for line in _packed(items, console.width, separator=", "):
             console.print(Text(line, style="dim"), soft_wrap=True)
+    return True
 
 
-def _columns_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+def _columns_of(rows: Sequence[Row]) -> Columns:
     """The texts of each column, names first; without the file, if that is one and the same for several rows."""
     names = [key for key in ("name", "file") if key in rows[0]]
     if len(names) > 1 and len(rows) > 1 and len({row["file"] for row in rows}) == 1:
@@ -159,32 +165,25 @@ def _says_nothing(texts: Sequence[str] | None) -> bool:
     return texts is not None and set(texts) <= {"0", "-"}
 
 
-def _width(columns: dict[str, list[str]], *, least: bool = False) -> int:
-    """Columns of the terminal that a table takes; with `least`, if names are shortened as far as they may be."""
-    widths = {key: max(map(cell_len, [key, *texts])) for key, texts in columns.items()}
-    if least:
-        widths = {key: min(width, _SHORTENED.get(key, width)) for key, width in widths.items()}
-    return sum(widths.values()) + _GAP * (len(widths) - 1)
+def _least_width(columns: Columns) -> int:
+    """Columns of the terminal that a table takes, if paths are shortened as far as they may be."""
+    return sum(map(_least, columns.items())) + _GAP * (len(columns) - 1)
 
 
-def _shorten(columns: dict[str, list[str]], width: int) -> None:
-    """Make names fit: files first, down to what they may be, then the names of tensors."""
-    for key in reversed(_SHORTENED):
-        over = _width(columns) - width
-        if over > 0 and key in columns:
-            widest = max(map(cell_len, columns[key]))
-            limit = max(widest - over, min(_SHORTENED[key], widest))
-            columns[key] = [_middle(text, limit) for text in columns[key]]
+def _least(column: tuple[str, Sequence[str]]) -> int:
+    key, texts = column
+    width = max(map(cell_len, [key, *texts]))
+    return min(width, _SHORTEST_PATH) if key == "file" else width
 
 
-def _show_blocks(console: Console, rows: Sequence[Row]) -> None:
-    """Rows on a narrow terminal: a line with the name, and below it the other fields."""
-    columns = _columns_of(rows)
-    names = [key for key in ("name", "file") if key in columns]
+def _show_blocks(console: Console, columns: Columns) -> None:
+    """Rows where there is no room for a table: a line with the name, and below it the other fields."""
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
-        for key in names:
-            console.print(Text(_middle(values.pop(key), console.width), style="bold"), soft_wrap=True)
+        if "name" in values:
+            console.print(Text(values.pop("name"), style="bold"), soft_wrap=True)
+        if "file" in values:
+            console.print(_middle(values.pop("file"), console.width), soft_wrap=True)
         fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items()]
         for line in _packed(fields, console.width - 2, separator="  "):
             console.print(f"  {line}", soft_wrap=True)

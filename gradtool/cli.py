@@ -34,7 +34,8 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "gradtool.NormRe
     \b
     Examples:
       gradtool norm grads/ --top 5
-      gradtool norm rank*.safetensors --json | jq .data.norm
+      gradtool norm rank*.safetensors --concat --json | jq .data.norm
+      gradtool norm micro_*.safetensors --by-file --fail-above 5
     """
     return gradtool.norm(paths, **options)
 
@@ -48,6 +49,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "gradtool.ClipRe
     \b
     Examples:
       gradtool clip grads/ --max-norm 1.0
+      gradtool clip rank*.safetensors --concat --max-norm 1.0
       gradtool clip scaled.safetensors --output clipped.safetensors \\
           --unscale 1024 --max-norm 1.0
     """

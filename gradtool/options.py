@@ -43,6 +43,7 @@ Sets = Annotated[Paths, Option("Files, folders or index files.", "PATH...")]
 Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
 Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
 
+_Concat = Annotated[bool, Option("Tensors of the same name in several paths are parts of one vector.", default=False)]
 _NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", 2.0, POSITIVE)]
 
 
@@ -115,6 +116,8 @@ class NormOptions(Reading, total=False):
     top: Annotated[
         int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
     ]
+    by_file: Annotated[bool, Option("Report the norm of each path by itself, too.", default=False)]
+    concat: _Concat
     fail_above: Annotated[
         float | None, Option("Report a norm above X as a problem, with exit code 1.", "X", range=NOT_NAN)
     ]
@@ -132,6 +135,7 @@ class ClipOptions(Rewriting, total=False):
         Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    concat: _Concat
     total_norm: Annotated[
         float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)
     ]

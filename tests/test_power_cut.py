@@ -48,7 +48,7 @@ CASES = {
     ),
     "clip-two-folders": Case(
         lambda root: (shards(root / "a", 0, 1), one_file(root / "b")),
-        lambda root, **options: gradtool.clip([root / "a", root / "b"], max_norm=1, **options),
+        lambda root, **options: gradtool.clip([root / "a", root / "b"], max_norm=1, concat=True, **options),
         ("a", "b"),
     ),
     "accumulate-set": Case(

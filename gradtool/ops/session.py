@@ -52,15 +52,21 @@ class Call(NamedTuple):
     began: float
 
     @classmethod
-    def of(cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE)) -> Self:
-        """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any."""
+    def of(
+        cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE), unique_names: bool = False
+    ) -> Self:
+        """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any.
+
+        With `unique_names`, no name may be selected in several of the paths.
+        """
         began = perf_counter()
         named = checks.paths(paths)
         if chosen["files_from"] is not None:
             named += read_path_list(os.fspath(chosen["files_from"]))
         choice = backends.choose(chosen["backend"], chosen["device"])
         engine = Threads(choice.backend, chosen["threads"] or default_threads(), chosen["progress"])
-        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice.why, began)
+        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names)
+        return cls(inputs, engine, choice.why, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""

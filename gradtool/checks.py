@@ -75,10 +75,11 @@ def word(option: str, value: Any) -> str:
 
 
 def one_of(option: str, value: Any, known: Collection[str]) -> str:
-    """One of the known words."""
-    if not isinstance(value, str) or value not in known:
+    """One of the known words, given in upper or lower case."""
+    words = {one.lower(): one for one in known}
+    if not isinstance(value, str) or value.lower() not in words:
         raise UsageError(f"{option} must be one of {', '.join(known)}, not {value!r}")
-    return value
+    return words[value.lower()]
 
 
 def patterns(option: str, values: Any) -> list[str]:

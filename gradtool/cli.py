@@ -69,6 +69,7 @@ def accumulate(
       gradtool accumulate buffer.safetensors micro_*.safetensors
       gradtool accumulate mean.safetensors rank*/ --create --mean \\
           --weight-key num_tokens --max-norm 1
+      gradtool accumulate sums micro_*.safetensors --create --shard-like model/
     """
     return gradtool.accumulate(buffer, gradients, **options)
 

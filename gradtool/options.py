@@ -17,6 +17,7 @@ from gradtool.checks import (
     POSITIVE,
     POSITIVE_FINITE,
     Range,
+    size,
 )
 
 
@@ -29,6 +30,8 @@ class Option(NamedTuple):
     range: Range | None = None
     unset: str = ""
     short: str = ""
+    # Converts a value, if its type does not say how.
+    check: Callable[[str, Any], Any] | None = None
 
 
 # The first type of a union decides how a value is checked.
@@ -163,7 +166,15 @@ class AccumulateOptions(Rewriting, total=False):
         Option("Tensors missing on either side: write nothing, or add the others.", default="error"),
     ]
     create: Annotated[
-        bool, Option("Create the buffer, one file with the names and shapes of the first gradient.", default=False)
+        bool, Option("Create the buffer, a file with the names and shapes of the first gradient.", default=False)
+    ]
+    shard_like: Annotated[
+        StrPath | None,
+        Option("Create a folder instead, sharded as the set PATH is: same files, same tensors in each.", "PATH"),
+    ]
+    max_shard_size: Annotated[
+        int | str | None,
+        Option("Create a folder of files of at most SIZE, such as 5GB or 1GiB, with an index.", "SIZE", check=size),
     ]
     dtype: Annotated[
         Dtype | None, Option(f"Storage type of the created buffer: {', '.join(get_args(Dtype))}.", "TYPE", unset="F32")

@@ -18,11 +18,11 @@ from gradtool.store.transaction.inputs import Inputs, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.engines import Found, Pass
     from gradtool.options import Paths, Reading, Writing
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.newset import NewSet
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import NewIndex, Output, OutputOptions
@@ -75,9 +75,9 @@ class Call(NamedTuple):
 
     @contextlib.contextmanager
     def open_to_write(
-        self, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
+        self, options: OutputOptions, *, writes: int | None = None, created: NewSet | None = None
     ) -> Iterator[tuple[Session, Output]]:
-        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new file."""
+        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new one."""
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
         with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):

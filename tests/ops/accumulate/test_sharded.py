@@ -57,6 +57,7 @@ def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
         assert (result.tensors, result.elements, result.bytes) == (3, 30, 30 * NUMPY_TYPES[dtype].itemsize)
         files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
         assert result.files_written == measured.files == len(files)
+        assert (folder / INDEX).exists() == (len(files) > 1)
         assert result.bytes_written == sum(path.stat().st_size for path in files)
         for path in files:
             with safe_open(path, "numpy") as opened:
@@ -186,10 +187,11 @@ def test_two_runs_do_not_create_the_same_folder(tmp_path, grads):
     assert list(contents(tmp_path / "new")) == [*NAMES, INDEX]
 
 
-def test_a_file_that_another_program_makes_meanwhile_is_not_overwritten(tmp_path, grads):
-    theirs = tmp_path / "new" / NAMES[1]
+@pytest.mark.parametrize("name", [NAMES[1], INDEX])
+def test_a_file_that_another_program_makes_meanwhile_is_not_overwritten(tmp_path, grads, name):
+    theirs = tmp_path / "new" / name
     with pytest.raises(OSError, match="another program created it"):
         accumulate(
             tmp_path / "new", grads, create=True, max_shard_size=1, progress=lambda *_: theirs.write_text("theirs")
         )
-    assert contents(tmp_path / "new") == {NAMES[1]: b"theirs"}
+    assert contents(tmp_path / "new") == {name: b"theirs"}

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)")
+_UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
 
 class Range(NamedTuple):
@@ -67,6 +73,26 @@ def whole(option: str, value: Any) -> int:
         raise UsageError(f"{option} must be a whole number, not {value!r}") from error
 
 
+def size(option: str, value: Any) -> int:
+    """A number of bytes, or a text that may have a unit: 5GB is 5·10⁹ bytes, 1GiB is 2³⁰."""
+    try:
+        nbytes = _bytes_in(value) if isinstance(value, str) else operator.index(value)
+    except TypeError:
+        nbytes = 0
+    if nbytes < 1:
+        raise UsageError(f"{option} must be a size, such as 5GB, 500MB, 1GiB or a number of bytes, not {value!r}")
+    return nbytes
+
+
+def _bytes_in(text: str) -> int:
+    """The bytes that a text stands for; 0 if it is no size."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return 0
+    number, unit = match.groups()
+    return int(float(number) * _UNITS.get(unit.upper(), 0))
+
+
 def word(option: str, value: Any) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value:
@@ -75,10 +101,11 @@ def word(option: str, value: Any) -> str:
 
 
 def one_of(option: str, value: Any, known: Collection[str]) -> str:
-    """One of the known words."""
-    if not isinstance(value, str) or value not in known:
+    """One of the known words, given in upper or lower case."""
+    words = {one.lower(): one for one in known}
+    if not isinstance(value, str) or value.lower() not in words:
         raise UsageError(f"{option} must be one of {', '.join(known)}, not {value!r}")
-    return value
+    return words[value.lower()]
 
 
 def patterns(option: str, values: Any) -> list[str]:

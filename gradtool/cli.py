@@ -36,7 +36,8 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "NormResult":
     \b
     Examples:
       gradtool norm grads/ --top 5
-      gradtool norm rank*.safetensors --json | jq .data.norm
+      gradtool norm rank*.safetensors --concat --json | jq .data.norm
+      gradtool norm micro_*.safetensors --by-file --fail-above 5
     """
     from gradtool.ops.norm import norm as run
 
@@ -52,6 +53,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "ClipResult":
     \b
     Examples:
       gradtool clip grads/ --max-norm 1.0
+      gradtool clip rank*.safetensors --concat --max-norm 1.0
       gradtool clip scaled.safetensors --output clipped.safetensors \\
           --unscale 1024 --max-norm 1.0
     """
@@ -71,6 +73,7 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
       gradtool accumulate buffer.safetensors micro_*.safetensors
       gradtool accumulate mean.safetensors rank*/ --create --mean \\
           --weight-key num_tokens --max-norm 1
+      gradtool accumulate sums micro_*.safetensors --create --shard-like model/
     """
     from gradtool.ops.accumulate import accumulate as run
 

@@ -172,7 +172,7 @@ def _parameter(one: Declared) -> inspect.Parameter:
 def _plain(types: Sequence[Any]) -> Any:
     """The type of a value on the command line: a flag, a number, text, or several."""
     for one in types:
-        if one in {bool, int, float}:
+        if one in {bool, int, float} and str not in types:
             return one
         if get_origin(one) in {Iterable, Sequence}:
             return list[float] if get_args(one) == (float,) else list[str]

@@ -17,6 +17,7 @@ from gradtool.checks import (
     POSITIVE,
     POSITIVE_FINITE,
     Range,
+    size,
 )
 
 
@@ -29,6 +30,8 @@ class Option(NamedTuple):
     range: Range | None = None
     unset: str = ""
     short: str = ""
+    # Converts a value, if its type does not say how.
+    check: Callable[[str, Any], Any] | None = None
 
 
 # The first type of a union decides how a value is checked.
@@ -43,6 +46,7 @@ Sets = Annotated[Paths, Option("Files, folders or index files.", "PATH...")]
 Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
 Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
 
+_Concat = Annotated[bool, Option("Tensors of the same name in several paths are parts of one vector.", default=False)]
 _NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", 2.0, POSITIVE)]
 
 
@@ -120,6 +124,8 @@ class NormOptions(Reading, total=False):
     top: Annotated[
         int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
     ]
+    by_file: Annotated[bool, Option("Report the norm of each path by itself, too.", default=False)]
+    concat: _Concat
     fail_above: Annotated[
         float | None, Option("Report a norm above X as a problem, with exit code 1.", "X", range=NOT_NAN)
     ]
@@ -137,6 +143,7 @@ class ClipOptions(Rewriting, total=False):
         Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    concat: _Concat
     total_norm: Annotated[
         float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)
     ]
@@ -164,7 +171,15 @@ class AccumulateOptions(Rewriting, total=False):
         Option("Tensors missing on either side: write nothing, or add the others.", default="error"),
     ]
     create: Annotated[
-        bool, Option("Create the buffer, one file with the names and shapes of the first gradient.", default=False)
+        bool, Option("Create the buffer, a file with the names and shapes of the first gradient.", default=False)
+    ]
+    shard_like: Annotated[
+        StrPath | None,
+        Option("Create a folder instead, sharded as the set PATH is: same files, same tensors in each.", "PATH"),
+    ]
+    max_shard_size: Annotated[
+        int | str | None,
+        Option("Create a folder of files of at most SIZE, such as 5GB or 1GiB, with an index.", "SIZE", check=size),
     ]
     dtype: Annotated[
         Dtype | None, Option(f"Storage type of the created buffer: {', '.join(get_args(Dtype))}.", "TYPE", unset="F32")

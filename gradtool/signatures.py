@@ -101,7 +101,7 @@ class Declared(NamedTuple):
             return None
         if self.choices:
             return checks.one_of(self.flag, value, self.choices)
-        check, accepted = _CHECKS.get(self.types[0]), self.option.range
+        check, accepted = self.option.check or _CHECKS.get(self.types[0]), self.option.range
         plain = check(self.flag, value) if check else value
         if accepted and not accepted.holds(plain):
             raise UsageError(f"{self.flag} must be {accepted.words}, not {plain!r}")

@@ -12,6 +12,25 @@ def test_a_path_that_is_none_is_a_usage_error():
             checks.path("a path", value)
 
 
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        ("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("1GiB", 2**30), ("2 kib", 2048), ("1.5tb", 1500 * 10**9),
+        ("10B", 10), ("123", 123), (7, 7), (np.int64(9), 9), ("999999999999999TiB", 999_999_999_999_999 * 2**40),
+    ],
+)  # fmt: skip
+def test_a_size_may_have_a_unit(value, nbytes):
+    assert checks.size("--size", value) == pytest.approx(nbytes, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "GB", "5G", "5 GB ", "-1", "+1", "0", "0GB", "0.5", "1e9", "5XB", "٣", 0, -1, 1.5]
+)
+def test_a_size_that_is_none_is_a_usage_error(value):
+    with pytest.raises(UsageError, match="^--size must be a size, such as 5GB, 500MB, 1GiB or a number of bytes, not"):
+        checks.size("--size", value)
+
+
 def test_a_flag_that_is_neither_true_nor_false_is_a_usage_error():
     assert checks.flag("--quiet", 1) is True
     with pytest.raises(UsageError, match="--quiet must be true or false, not array"):

@@ -90,7 +90,7 @@ def test_a_path_that_is_no_text_works(tmp_path):
 def test_files_from_standard_input(tmp_path):
     paths = [write(tmp_path / f"{i} .safetensors", {"a": encode([2], "F32")}) for i in range(4)]
     text = "\0".join(map(str, paths)) + "\0"
-    assert gradtool_json("norm", "--files-from", "-", input=text)["data"]["norm"] == 4.0
+    assert gradtool_json("norm", "--concat", "--files-from", "-", input=text)["data"]["norm"] == 4.0
 
 
 # A dry run imports everything first, for another user may not be able to read this environment.

@@ -134,6 +134,72 @@ def test_a_new_output_folder_is_there_as_a_whole_or_not_at_all(tmp_path, kind, p
     assert new.exists()
 
 
+CREATIONS = {
+    "like": lambda source: ["--shard-like", source],
+    "size": lambda _: ["--max-shard-size", "2KB", "--no-fsync"],
+}
+
+
+@PARTS
+@pytest.mark.parametrize("how", CREATIONS)
+@pytest.mark.parametrize("kind", ["kill", "SIGTERM", "ENOSPC"])
+def test_a_sharded_buffer_is_created_as_a_whole_or_not_at_all(tmp_path, kind, how, part):
+    shards(tmp_path / "in", 3, 300)
+    new = tmp_path / "new" / "buffer"
+    options = ["--create", *CREATIONS[how](tmp_path / "in")]
+    assert run("accumulate", tmp_path / "expected", tmp_path / "in", *options).code == 0
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
+    assert len(wanted) == {"like": 4, "size": 10}[how]
+    command = ["accumulate", new, tmp_path / "in", *options]
+    last = run(*command, fault="kill@0").steps
+    made = set()
+    for step in numbers(part, last):
+        shutil.rmtree(new.parent, ignore_errors=True)
+        done = run(*command, fault=f"{kind}@{step}")
+        assert done.code in {"kill": (0, KILLED), "SIGTERM": (0, 143), "ENOSPC": (0, 5)}[kind]
+        looked = run("norm", new)
+        assert looked.code in (0, 3, 5), looked
+        if kind == "kill" or "run gradtool recover to try again" in done.err:
+            assert run("recover", tmp_path).code == 0
+        there = {path.name: path.read_bytes() for path in new.parent.rglob("*") if path.is_file()}
+        assert there == (wanted if new.parent.exists() else {}), (step, done, list(tmp_path.rglob("*")))
+        # Nobody read a part of it, nor all of it before that was certain.
+        assert looked.code != 0 or there == wanted, (step, looked)
+        beside = sorted(path.name for path in tmp_path.iterdir() if path != new.parent)
+        assert beside == ["expected", "in"], (step, done)
+        made.add(new.exists())
+        if done.steps < step:
+            break
+        run("recover", tmp_path)
+    assert made == {False, True}
+
+
+@PARTS
+def test_a_killed_creation_can_be_made_again_without_being_recovered_first(tmp_path, part):
+    shards(tmp_path / "in", 3, 300)
+    new = tmp_path / "buffer"
+    command = ["accumulate", new, tmp_path / "in", "--create", "--shard-like", tmp_path / "in"]
+    last = run(*command, fault="kill@0").steps
+    wanted = {path.name: path.read_bytes() for path in new.iterdir()}
+    codes = set()
+    for step in numbers(part, last):
+        shutil.rmtree(new)
+        if run(*command, fault=f"kill@{step}").code == 0:
+            break
+        # Of other files, which must not be mixed with those of the killed run.
+        done = run("accumulate", new, tmp_path / "in", "--create", "--max-shard-size", "1MB")
+        codes.add(done.code)
+        there = {path.name: path.read_bytes() for path in new.iterdir()}
+        if done.code == 0:
+            assert list(there) == ["model.safetensors"], (step, there.keys())
+        else:
+            assert (done.code, there) == (3, wanted), (step, done)
+            assert "already exists and is not empty; leave out --create to add to it" in done.err
+        assert run("recover", tmp_path).code == 0
+        assert sorted(path.name for path in new.iterdir()) == sorted(there), step
+    assert codes == {0, 3}
+
+
 @scenes([1, 3], modes=["replace", "inplace", "replace-no-fsync"], sampled=several_files_with_syncs)
 def test_a_signal_at_any_step_ends_a_run_that_tells_what_became_of_the_files(scene):
     codes = set()

@@ -93,6 +93,16 @@ def test_so_are_those_of_accumulate(given, message):
         complete("accumulate", options.AccumulateOptions, given)
 
 
+def test_a_choice_may_be_given_in_any_case_and_is_kept_as_it_is_declared():
+    given = {"dtype": "bf16", "backend": "CPU", "nonfinite": "Skip", "write": "replace"}
+    chosen = complete("accumulate", options.AccumulateOptions, given)
+    assert {name: chosen[name] for name in given} == {
+        "dtype": "BF16", "backend": "cpu", "nonfinite": "skip", "write": "replace",
+    }  # fmt: skip
+    for name in STORAGE:
+        assert complete("accumulate", options.AccumulateOptions, {"dtype": name.lower()})["dtype"] == name
+
+
 def test_a_limit_that_is_no_number_is_a_usage_error():
     with pytest.raises(UsageError, match="^--fail-above must be a number, not nan$"):
         complete("norm", options.NormOptions, {"fail_above": math.nan})

@@ -48,7 +48,7 @@ CASES = {
     ),
     "clip-two-folders": Case(
         lambda root: (shards(root / "a", 0, 1), one_file(root / "b")),
-        lambda root, **options: gradtool.clip([root / "a", root / "b"], max_norm=1, **options),
+        lambda root, **options: gradtool.clip([root / "a", root / "b"], max_norm=1, concat=True, **options),
         ("a", "b"),
     ),
     "accumulate-set": Case(
@@ -73,13 +73,20 @@ CASES = {
         lambda root, **options: gradtool.clip(root / "set", max_norm=1, output_dir=root / "out", **options),
         ("out",),
     ),
+    "created-output-folder": Case(
+        lambda root: shards(root / "set", 0, 1),
+        lambda root, **options: gradtool.accumulate(
+            root / "out", root / "set", create=True, shard_like=root / "set", **options
+        ),
+        ("out",),
+    ),
 }
 EVERY = [
     f"{case}-{mode}" for case in CASES for mode in ("replace", "inplace") if "output" not in case or mode == "replace"
 ]
 SAMPLED = [
     *("clip-file-inplace", "clip-set-replace", "clip-two-folders-inplace"),
-    *("layernorm-set-replace", "new-output-folder-replace"),
+    *("layernorm-set-replace", "new-output-folder-replace", "created-output-folder-replace"),
 ]
 CRASHED = [
     *("clip-file-replace", "clip-file-inplace", "clip-set-replace"),

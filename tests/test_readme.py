@@ -124,7 +124,7 @@ def test_links_lead_somewhere(page):
 
 
 CALLS = {
-    "norm": ["sample_data/sharded", "--per-tensor"],
+    "norm": ["sample_data/sharded", "--per-tensor", "--by-file"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": ["sample_data/buffer.safetensors", "sample_data/micro_0.safetensors", "--per-gradient"],
     "zero": ["sample_data/sharded"],
@@ -137,9 +137,13 @@ def test_the_output_page_lists_the_keys_of_json_in_their_order(checkout, command
     data = gradtool_json(command, *CALLS[command], cwd=checkout[0])["data"]
     page = (ROOT / "docs" / "output.md").read_text()
     (lists,) = re.findall(rf"^### {command}\n.*?^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    of_data, *of_rows = [re.findall(r"\w+", part) for part in lists.split(":")]
     rows = [key for key in data if key.startswith("per_")]
-    # The list of rows is called like its key, the last one before it.
+    of_data, of_rows = [], []
+    # A list of rows is called like its key, the last one before its colon; a semicolon ends it.
+    for part in lists.split(";"):
+        before, *after = [re.findall(r"\w+", half) for half in part.split(":")]
+        of_data += before
+        of_rows += after
     assert of_data == list(data)
     assert of_rows == [list(data[key][0]) for key in rows]
 

@@ -41,18 +41,22 @@ TIMING_KEYS = [
     "write_gb_per_s", "commit_seconds", "total_seconds", "total_gb_per_s",
 ]  # fmt: skip
 ROW_KEYS = ["name", "file", "dtype", "shape", "norm", "max_abs", "nan", "inf", "zeros"]
+FILE_ROW_KEYS = ["file", "tensors", "elements", "norm", "max_abs", "nan", "inf", "zeros"]
 CLIPPED_ROW_KEYS = ["name", "file", "dtype", "shape", "norm_before", "norm_after", "coef", "clipped"]
 
 
 def test_the_keys_of_norm_in_json_are_pinned(tmp_path):
-    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor")
+    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor", "--by-file")
     assert list(answer) == ["gradtool", "schema", "command", "status", "exit_code", "data", "errors"]
     assert [answer[key] for key in ("gradtool", "schema", "command", "status", "exit_code", "errors")] == [
         "0.1.0", 1, "norm", "ok", 0, [],
     ]  # fmt: skip
-    assert list(answer["data"]) == ["norm", "max_abs", *FACT_KEYS[:1], *FACT_KEYS[2:], *CALL_KEYS, "per_tensor"]
+    assert list(answer["data"]) == [
+        "norm", "max_abs", "norm_type", "nan", "inf", "zeros", *CALL_KEYS, "per_tensor", "per_file",
+    ]  # fmt: skip
     assert list(answer["data"]["timings"]) == TIMING_KEYS
     assert [list(row) for row in answer["data"]["per_tensor"]] == [ROW_KEYS] * 2
+    assert [list(row) for row in answer["data"]["per_file"]] == [FILE_ROW_KEYS]
     assert (answer["data"]["norm"], answer["data"]["zeros"]) == (5.0, 2)
 
 

@@ -27,12 +27,14 @@ def approx(value):
 @pytest.mark.parametrize("key", FINITE)
 def test_norms_are_torchs(key):
     entry = EXPECTED[key]
-    result = gradtool.norm(paths_of(key), per_tensor=True)
+    result = gradtool.norm(paths_of(key), per_tensor=True, concat=True)
     assert result.norm == approx(entry["norm_2"])
     assert (result.tensors, result.elements, result.zeros) == (entry["tensors"], entry["elements"], entry["zeros"])
     for order in ("1", "3", "inf"):
         if f"norm_{order}" in entry:
-            assert gradtool.norm(paths_of(key), norm_type=float(order)).norm == approx(entry[f"norm_{order}"])
+            assert gradtool.norm(paths_of(key), norm_type=float(order), concat=True).norm == approx(
+                entry[f"norm_{order}"]
+            )
     if "per_tensor" in entry:
         assert {row.name: row.norm for row in result.per_tensor} == {
             name: approx(value) for name, value in entry["per_tensor"].items()
@@ -41,7 +43,7 @@ def test_norms_are_torchs(key):
 
 @pytest.mark.parametrize("key", FINITE)
 def test_coefficients_are_torchs(key, tmp_path):
-    result = gradtool.clip(paths_of(key), max_norm=1.0, output_dir=tmp_path / "out")
+    result = gradtool.clip(paths_of(key), max_norm=1.0, concat=True, output_dir=tmp_path / "out")
     assert result.coef == approx(EXPECTED[key]["coef"])
     assert result.norm_after == pytest.approx(1.0, rel=2e-3)
 

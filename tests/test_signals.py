@@ -161,7 +161,7 @@ def test_a_second_signal_ends_a_result_that_nobody_reads(tmp_path):
 
 
 def test_sigkill_in_the_middle_leaves_every_file_as_it_was(tmp_path):
-    paths = [write(tmp_path / f"{i}.safetensors", {"a": np.ones(1_000_000, np.float32)}) for i in range(3)]
+    paths = [write(tmp_path / f"{i}.safetensors", {f"a{i}": np.ones(1_000_000, np.float32)}) for i in range(3)]
     before = snapshot(tmp_path)
     command = [sys.executable, "-P", "-c", SLOW_WRITES, "clip", *map(str, paths), "--max-norm", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as running:

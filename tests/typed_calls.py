@@ -6,6 +6,10 @@ gradtool.clip("grads", max_norm=1, threads=4, nonfinite="zero", include=["a"], p
 gradtool.accumulate("buffer", ["a", "b"], weight=[1, 2], dtype="BF16", missing="skip", write="inplace")
 gradtool.layernorm_backward("acts", kind="rmsnorm", y_grad="dY", backend="cuda", device=1)
 gradtool.recover("grads", force=True)
+gradtool.norm(["a", "b"], by_file=True, concat=True)
+gradtool.accumulate("buffer", "grad", create=True, max_shard_size="5GB")
+gradtool.accumulate("buffer", "grad", create=True, max_shard_size=5_000_000_000)
+gradtool.accumulate("buffer", "grad", create=True, shard_like="model")
 
 gradtool.clip("grads", max_nrom=1)  # type: ignore[call-arg]
 gradtool.clip("grads", max_norm="1")  # type: ignore[arg-type]
@@ -14,5 +18,7 @@ gradtool.norm("grads", backend="gpu")  # type: ignore[arg-type]
 gradtool.norm("grads", output="copy")  # type: ignore[call-arg]
 gradtool.zero("grads", write="in-place")  # type: ignore[arg-type]
 gradtool.accumulate("buffer", "grad", dtype="I32")  # type: ignore[arg-type]
+gradtool.accumulate("buffer", "grad", dtype="bf16")  # type: ignore[arg-type]
+gradtool.accumulate("buffer", "grad", max_shard_size=1.5)  # type: ignore[arg-type]
 gradtool.layernorm_backward("acts", kind="batchnorm")  # type: ignore[arg-type]
 gradtool.recover("grads", progress=None)  # type: ignore[call-arg]

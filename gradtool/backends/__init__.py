@@ -208,7 +208,7 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
         BackendUnavailableError: this machine does not have the backend.
     """
     source = "" if name is not None else "GRADTOOL_BACKEND: "
-    asked = (os.environ.get("GRADTOOL_BACKEND") or "auto") if name is None else name
+    asked = (os.environ.get("GRADTOOL_BACKEND") or "auto").lower() if name is None else name
     if asked not in ("auto", "cpu", "cuda"):
         raise UsageError(f"{source}no backend is called {asked!r}; there are auto, cpu and cuda")
     if asked == "cuda":

@@ -73,7 +73,8 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     chosen = complete("clip", ClipOptions, options)
     policy = Policy.of(chosen)
     output_options = output_options_of(chosen)
-    with Call.of(paths, chosen).open_to_write(output_options) as (session, output):
+    call = Call.of(paths, chosen, unique_names=not chosen["concat"])
+    with call.open_to_write(output_options) as (session, output):
         before = session.run(Measure(session.selected, policy.spec, leaves=True))
         norms = _checked_norms(session, policy, before)
         decision = decide(policy, session.selected, before, norms)

@@ -107,6 +107,14 @@ class Measurement:
             setattr(copied, name, getattr(self, name)[list(numbers)])
         return copied
 
+    def between(self, first: int, end: int) -> Measurement:
+        """A view of consecutive tensors: those with the numbers from `first` up to `end`."""
+        view = copy(self)
+        tiles = self._first_tile[first : end + 1]
+        vars(view).update({name: getattr(self, name)[tiles[0] : tiles[-1]] for name in _TILE_FIELDS})
+        vars(view).update({name: getattr(self, name)[first:end] for name in _FACTS}, _first_tile=tiles - tiles[0])
+        return view
+
     @property
     def is_finite(self) -> bool:
         """Whether no NaN and no Inf was summed."""

@@ -15,9 +15,10 @@ from gradtool.options import NormOptions, Vector
 from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradtool.ops.measurement import Measurement
+    from gradtool.ops.session import Session
     from gradtool.store.format.gradset import Selected
 
 
@@ -36,6 +37,20 @@ class TensorNorm:
     zeros: int
 
 
+@dataclass(frozen=True)
+class FileNorm:
+    """What was found in one path, which is `file` as it was given; `max_abs` leaves NaN out."""
+
+    file: str
+    tensors: int
+    elements: int
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
 @dataclass(frozen=True, repr=False)
 class NormResult(Facts):
     """What was found in all selected tensors, taken as one vector."""
@@ -44,6 +59,7 @@ class NormResult(Facts):
 
     norm: float
     per_tensor: tuple[TensorNorm, ...]
+    per_file: tuple[FileNorm, ...]
     problems: tuple[Problem, ...]
 
 
@@ -53,6 +69,9 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
 
     (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
+
+    Tensors of one name in several paths are refused, because nothing says whether they are parts of one vector, unless
+    `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these.
 
     Returns:
         The result. NaN, Inf and a norm above `fail_above` are not raised; they are its `problems`.
@@ -65,17 +84,21 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     """
     chosen = complete("norm", NormOptions, options)
     top, limit = chosen["top"], chosen["fail_above"]
-    session = Call.of(paths, chosen).open_to_read(ignore_unfinished=chosen["ignore_journal"])
+    by_file = chosen["by_file"]
+    call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
+    session = call.open_to_read(ignore_unfinished=chosen["ignore_journal"])
     found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
     norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
+    files = list(_file_rows(call.inputs.paths, session, found)) if by_file else []
+    limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
     problems = nonfinite_problems(session.selected, found)
-    if limit is not None and not norms.whole <= limit:
-        problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
+    problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
     return NormResult(
         **facts(session, session.selected, found),
         norm=norms.whole,
         per_tensor=tuple(rows if top is None else _largest(rows, top)),
+        per_file=tuple(files),
         problems=tuple(problems),
     )
 
@@ -93,6 +116,29 @@ def _row(one: Selected, found: Measurement, number: int, value: float) -> Tensor
         inf=int(found.inf[number]),
         zeros=int(found.zeros[number]),
     )
+
+
+def _file_rows(paths: Sequence[str], session: Session, found: Measurement) -> Iterator[FileNorm]:
+    """The row of each path."""
+    first = 0
+    for path, one in zip(paths, session.opened.sets, strict=True):
+        selected = session.opened.selected_in(one.shards)
+        own = found.between(first, first + len(selected))
+        first += len(selected)
+        yield FileNorm(
+            file=path,
+            tensors=len(selected),
+            elements=sum(one.tensor.elements for one in selected),
+            norm=own.norms().whole,
+            max_abs=own.largest,
+            nan=int(own.nan.sum()),
+            inf=int(own.inf.sum()),
+            zeros=int(own.zeros.sum()),
+        )
+
+
+def _above(norm: float, limit: float, file: str | None) -> Problem:
+    return Problem("above-limit", f"the norm {norm!r} is above the limit {limit!r}", file)
 
 
 def _largest(rows: Sequence[TensorNorm], count: int) -> list[TensorNorm]:

@@ -19,12 +19,12 @@ from gradtool.store.transaction.inputs import Inputs, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.backends import Choice
     from gradtool.engines import Found, Pass
     from gradtool.options import Paths, Reading, Writing
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.newset import NewSet
     from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
@@ -83,8 +83,13 @@ class Call(NamedTuple):
     began: float
 
     @classmethod
-    def of(cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE)) -> Self:
-        """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any."""
+    def of(
+        cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE), unique_names: bool = False
+    ) -> Self:
+        """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any.
+
+        With `unique_names`, no name may be selected in several of the paths.
+        """
         began = perf_counter()
         named = checks.paths(paths)
         if chosen["files_from"] is not None:
@@ -92,7 +97,8 @@ class Call(NamedTuple):
         choice = backends.choose(chosen["backend"], chosen["device"])
         threads, progress = chosen["threads"] or default_threads(), chosen["progress"]
         engine = Threads(choice.backend, min(threads, MOST_THREADS), progress if callable(progress) else None)
-        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice, threads, began)
+        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names)
+        return cls(inputs, engine, choice, threads, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""
@@ -101,9 +107,9 @@ class Call(NamedTuple):
 
     @contextlib.contextmanager
     def open_to_write(
-        self, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
+        self, options: OutputOptions, *, writes: int | None = None, created: NewSet | None = None
     ) -> Iterator[tuple[Session, Output]]:
-        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new file."""
+        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new one."""
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
         with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):

@@ -42,6 +42,8 @@ def test_the_environment_names_the_backend_where_no_argument_does(monkeypatch):
     with pytest.raises(BackendUnavailableError):
         choose()
     assert choose("cpu").backend.name == choose("auto").backend.name == "cpu"
+    monkeypatch.setenv("GRADTOOL_BACKEND", "CPU")
+    assert choose().backend.name == "cpu"
     monkeypatch.setenv("GRADTOOL_BACKEND", "")
     assert choose().backend.name == "cpu"
     monkeypatch.setenv("GRADTOOL_BACKEND", "tpu")

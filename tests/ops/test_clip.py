@@ -109,7 +109,7 @@ def test_all_sets_of_a_call_are_one_vector(tmp_path):
         tmp_path / "set", {"1.safetensors": {"a": encode([2], "F32")}, "2.safetensors": {"b": encode([4], "F32")}}
     )
     other = write(tmp_path / "other", {"a": encode([4], "F32")})
-    result = clip([tmp_path / "set", other], max_norm=3, eps=0)
+    result = clip([tmp_path / "set", other], max_norm=3, eps=0, concat=True)
     assert (result.norm_before, result.coef, result.files) == (6.0, 0.5, 3)
     assert read(tmp_path / "set" / "1.safetensors")["a"].tolist() == [1.0]
     assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [2.0]
@@ -231,7 +231,7 @@ def test_a_disk_that_fills_up_in_the_middle_changes_nothing(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "pwritev", fill_up)
     with pytest.raises(SystemRefusedError, match="No space left"):
-        clip(paths, max_norm=1, threads=1)
+        clip(paths, max_norm=1, concat=True, threads=1)
     assert snapshot(tmp_path) == before
 
 
@@ -489,9 +489,9 @@ def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
     one = write(tmp_path / "1" / "x.safetensors", {"a": encode([3], "F32")})
     two = write(tmp_path / "2" / "x.safetensors", {"a": encode([3], "F32")})
     with pytest.raises(UsageError, match="single input"):
-        clip([one, two], max_norm=1, output=tmp_path / "out")
+        clip([one, two], max_norm=1, concat=True, output=tmp_path / "out")
     with pytest.raises(UsageError, match="two inputs"):
-        clip([one, two], max_norm=1, output_dir=tmp_path / "out")
+        clip([one, two], max_norm=1, concat=True, output_dir=tmp_path / "out")
     with pytest.raises(UsageError, match="is a folder"):
         clip(one, max_norm=1, output=tmp_path)
     os.mkfifo(tmp_path / "fifo")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from gradtool import checks
 from gradtool.errors import UsageError
-from gradtool.ops.accumulate.buffer import OpenBuffer, checked_buffer
+from gradtool.ops.accumulate.buffer import OpenBuffer, checked_buffer, new_set
 from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.steps import add, leave
@@ -64,9 +63,10 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
     output_options = output_options_of(chosen)
     if policy.create and output_options.is_elsewhere:
         raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")
-    path = checked_buffer(buffer, create=policy.create)
+    path = checked_buffer(buffer, policy)
+    created = new_set(path, policy) if policy.create else None
     call = Call.of([*([] if policy.create else [path]), *checks.paths(gradients)], chosen)
-    owned, created = (0, Path(path)) if policy.create else (1, None)
+    owned = 1 if created is None else 0
     with call.open_to_write(output_options, writes=owned, created=created) as (session, output):
         offered = session.opened.sets[owned:]
         if not offered:
@@ -75,7 +75,7 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         if created is None:
             into = OpenBuffer(session.opened.selected_in(output.shards))
         else:
-            into = OpenBuffer.create(created, offered[0], selected[0], policy.dtype or "F32")
+            into = OpenBuffer.create(created, offered[0], selected[0])
         weights = weights_of(offered, policy.weights, policy.weight_key)
         matched = match(into.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
         done = (add if chosen["update"] else leave)(session, policy, into, matched, output)

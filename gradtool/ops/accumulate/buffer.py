@@ -1,69 +1,84 @@
-"""The buffer that gradients are added to: an open gradient set, or a file that is being created."""
+"""The buffer that gradients are added to: an open gradient set, or one that is being created."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool import checks
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
-from gradtool.store.format.gradset import Selected
+from gradtool.store.format.gradset import Selected, open_sets
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.format.layout import Layout, lay_out, new_tensor
+from gradtool.store.format.layout import Layout, lay_out
+from gradtool.store.format.newset import NewSet
 from gradtool.store.transaction.destination import NewFile
+from gradtool.store.transaction.output import NewIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from gradtool.backends import NormSpec
     from gradtool.ops.accumulate.match import Contribution
+    from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.session import Session
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.output import Output
 
 
-def checked_buffer(buffer: Any, *, create: bool) -> str:
-    """The path of the buffer, which must exist, or must not if it is to be created."""
+def checked_buffer(buffer: Any, policy: Policy) -> str:
+    """The path of the buffer, which must exist, or must not if it is to be created; or only as an empty folder."""
     path = checks.path("BUFFER", buffer)
     there = os.path.lexists(path)
-    if create and there:
+    if policy.is_sharded and path.endswith((".safetensors", INDEX_SUFFIX)):
+        raise UsageError(f"--shard-like and --max-shard-size make a folder, and {path} names a file")
+    if policy.create and there and not (policy.is_sharded and os.path.isdir(path)):  # noqa: PTH112 - may raise
         raise BadInputError("already exists; leave out --create to add to it", file=path, code="exists")
-    if create and path.endswith((os.sep, INDEX_SUFFIX)):
-        raise UsageError(f"--create makes a single file, which {path} does not name")
-    if not create and not there:
+    if policy.create and not policy.is_sharded and path.endswith((os.sep, INDEX_SUFFIX)):
+        raise UsageError(f"--create makes a single file, which {path} does not name; --max-shard-size makes a folder")
+    if not policy.create and not there:
         raise BadInputError("no such file; --create makes it from the first gradient", file=path, code="missing-file")
     return path
 
 
+def new_set(path: str, policy: Policy) -> NewSet:
+    """The buffer that is to be created."""
+    like = None if policy.shard_like is None else open_sets([policy.shard_like])[0]
+    return NewSet(Path(path), policy.dtype or "F32", like, policy.max_shard_size)
+
+
 class OpenBuffer(NamedTuple):
-    """The tensors of a buffer; `layout` is that of a file that is being created."""
+    """The tensors of a buffer; `layouts` and `indexes` are those of files that are being created."""
 
     targets: Sequence[Selected]
-    layout: Layout | None = None
+    layouts: Sequence[Layout] = ()
+    indexes: Sequence[NewIndex] | None = None
 
     @classmethod
-    def create(cls, path: Path, first: GradientSet, selected: Sequence[Selected], dtype: str) -> Self:
-        """A new file with the names and shapes of the first gradient."""
+    def create(cls, created: NewSet, first: GradientSet, selected: Sequence[Selected]) -> Self:
+        """A new buffer with the names and shapes of the first gradient."""
         metadata = first.shards[0].metadata
         # The framework that wrote it, which readers ask for; all else is about that gradient alone.
         kept = {key: metadata[key] for key in ("format",) if key in metadata}
-        tensors = [new_tensor(one.tensor.name, dtype, one.tensor.shape) for one in selected]
-        return cls.of_layout(lay_out(path, tensors, kept))
+        files = created.files(selected)
+        index = created.index_over(files)
+        indexes = [] if index is None else [NewIndex(index[0], None, index[1])]
+        return cls.of_layouts([lay_out(path, tensors, kept) for path, tensors in files.items()], indexes)
 
     @classmethod
-    def of_layout(cls, layout: Layout) -> Self:
-        """A new file of this layout."""
-        return cls([Selected(layout.shard, tensor) for tensor in layout.shard.tensors], layout)
+    def of_layouts(cls, layouts: Sequence[Layout], indexes: Sequence[NewIndex] | None) -> Self:
+        """New files of these layouts."""
+        targets = [Selected(one.shard, tensor) for one in layouts for tensor in one.shard.tensors]
+        return cls(targets, layouts, indexes)
 
     def with_metadata(self, more: dict[str, str]) -> Self:
-        """The same new file with more in its metadata; a buffer that exists keeps its own."""
-        if self.layout is None:
+        """The same new files with more in their metadata; a buffer that exists keeps its own."""
+        if not self.layouts:
             return self
-        shard = self.layout.shard
-        return self.of_layout(lay_out(shard.path, shard.tensors, shard.metadata | more))
+        shards = [one.shard for one in self.layouts]
+        return self.of_layouts([lay_out(one.path, one.tensors, one.metadata | more) for one in shards], self.indexes)
 
     def measure_without(self, session: Session, numbers: Iterable[int], spec: NormSpec) -> Measurement:
         """A measurement of all targets, of which those with the given numbers are still missing."""
@@ -72,17 +87,16 @@ class OpenBuffer(NamedTuple):
         if not others:
             return found
         left = [self.targets[number] for number in others]
-        if self.layout is None:
+        if not self.layouts:
             return found.updated(others, session.run(Measure(left, spec)))
         zeros = Measurement(left, spec)
         zeros.zeros[:] = [one.tensor.elements for one in left]
         return found.updated(others, zeros)
 
     def files(self, output: Output, changed: Sequence[Selected]) -> list[NewFile]:
-        """The files to be written: the new one, or those with a changed tensor, and elsewhere copies of the others."""
-        if self.layout is not None:
-            shard = self.layout.shard
-            return [NewFile(shard, shard.size, self.layout.header, copies=(), replaces=False)]
+        """The files to be written: new ones, or those with a changed tensor, and elsewhere copies of the others."""
+        if self.layouts:
+            return [NewFile(one.shard, one.shard.size, one.header, copies=(), replaces=False) for one in self.layouts]
         shards = {one.shard for one in changed}
         files = output.files(changed)
         return [one if one.shard in shards else one._replace(copies=[(0, one.size, 0)]) for one in files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.backends import NormSpec
@@ -27,6 +28,8 @@ class Policy(NamedTuple):
     missing: str
     create: bool
     dtype: str | None
+    shard_like: str | None
+    max_shard_size: int | None
     max_norm: float | None
     clip_each: float | None
     norm_type: float
@@ -36,6 +39,7 @@ class Policy(NamedTuple):
     @classmethod
     def of(cls, chosen: AccumulateOptions) -> Self:
         """The policy of complete options; raises `UsageError` where these contradict each other."""
+        shard_like, shard_size = chosen["shard_like"], chosen["max_shard_size"]
         policy = cls(
             overwrite=chosen["overwrite"],
             weights=chosen["weight"] or None,
@@ -44,6 +48,8 @@ class Policy(NamedTuple):
             missing=chosen["missing"],
             create=chosen["create"],
             dtype=chosen["dtype"],
+            shard_like=None if shard_like is None else os.fspath(shard_like),
+            max_shard_size=None if shard_size is None else int(shard_size),
             max_norm=chosen["max_norm"],
             clip_each=chosen["clip_each"],
             norm_type=chosen["norm_type"],
@@ -54,6 +60,10 @@ class Policy(NamedTuple):
             raise UsageError("--weight and --weight-key exclude each other")
         if policy.dtype is not None and not policy.create:
             raise UsageError("--dtype is the type of a buffer that --create makes")
+        if policy.is_sharded and not policy.create:
+            raise UsageError("--shard-like and --max-shard-size are about a buffer that --create makes")
+        if policy.shard_like is not None and policy.max_shard_size is not None:
+            raise UsageError("--shard-like and --max-shard-size exclude each other")
         return policy
 
     @property
@@ -65,6 +75,11 @@ class Policy(NamedTuple):
     def keeps(self) -> bool:
         """Whether the old content of the buffer is part of the sum."""
         return not (self.overwrite or self.create)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a buffer that is created is a folder of files."""
+        return self.shard_like is not None or self.max_shard_size is not None
 
     @property
     def skips_missing(self) -> bool:

@@ -77,7 +77,7 @@ def add(
         before, sum_norm = sums.before, sums.after.norms().whole
         coef = policy.sum_coef(sums.after, sum_norm)
         adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
-    with session.writing(output, buffer.files(output, adding.targets)) as destination:
+    with session.writing(output, buffer.files(output, adding.targets), buffer.indexes) as destination:
         found = session.run(adding, destination)
         _refuse_nonfinite(session, policy, adding, found)
         rest = buffer.measure_without(session, numbers, policy.spec)

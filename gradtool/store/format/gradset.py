@@ -97,6 +97,21 @@ def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can
             raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name, code="dtype")
 
 
+def refuse_shared_names(selected: Iterable[Selected]) -> None:
+    """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
+    home: dict[str, Shard] = {}
+    for shard, tensor in selected:
+        other = home.setdefault(tensor.name, shard)
+        if other is not shard:
+            raise BadInputError(
+                f"is in {other.path} too; use gradtool accumulate for the norm of the sum, gradtool norm --by-file for "
+                "each one's own norm, or --concat for one vector of them all, as for ranks that each hold a part",
+                file=shard.path,
+                tensor=tensor.name,
+                code="shared-name",
+            )
+
+
 def foreign_index(one: GradientSet) -> Path | None:
     """The index that maps a file which was named alone, if there is one: it would not know of added tensors."""
     return index_of(one.shards[0].path) if one.index is None and len(one.shards) == 1 else None
@@ -170,8 +185,9 @@ def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
         for tensor in shard.tensors:
             other = home.setdefault(tensor.name, shard)
             if other is not shard:
-                message = f"is in {other.path.name} too; name the files one by one if they are not shards of one set"
-                raise BadInputError(message, file=shard.path, tensor=tensor.name, code="duplicate-name")
+                message = f"is in {other.path.name} too; if they are not shards of one set, name the files one by one"
+                hint = "(norm and clip: with --concat if they are parts of one vector)"
+                raise BadInputError(f"{message} {hint}", file=shard.path, tensor=tensor.name, code="duplicate-name")
     return home
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.gradset import open_sets, refuse_dtypes, select
+from gradtool.store.format.gradset import open_sets, refuse_dtypes, refuse_shared_names, select
 from gradtool.store.transaction.guard import Scope, refuse_unfinished, refuse_unfinished_at
 
 if TYPE_CHECKING:
@@ -42,17 +42,23 @@ class OpenSets:
 
 
 class Inputs(NamedTuple):
-    """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None."""
+    """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None.
+
+    With `unique_names`, no name may be selected in several sets.
+    """
 
     paths: Sequence[str]
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     dtypes: Sequence[str] | None = None
+    unique_names: bool = False
 
     def open(self) -> OpenSets:
         """Read the headers, and check all that can be checked before a byte of data is read."""
         sets = open_sets(self.paths)
         selected = select(sets, self.include, self.exclude)
+        if self.unique_names and len(sets) > 1:
+            refuse_shared_names(selected)
         if self.dtypes is not None:
             refuse_dtypes(selected, self.dtypes)
         return OpenSets(sets, selected)

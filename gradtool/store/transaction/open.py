@@ -8,10 +8,11 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, os_errors_about
 from gradtool.store import signals
 from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
+from gradtool.store.transaction.files import PREFIX
 from gradtool.store.transaction.guard import Scope, refuse_unfinished
 from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
 from gradtool.store.transaction.locks import InUse
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from gradtool.store.format.newset import NewSet
     from gradtool.store.transaction.output import OutputOptions
     from gradtool.store.transaction.transaction import Transaction
 
@@ -33,32 +35,60 @@ _PAUSE_SECONDS = 0.01
 
 @contextlib.contextmanager
 def open_to_write(
-    inputs: Inputs, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
+    inputs: Inputs, options: OutputOptions, *, writes: int | None = None, created: NewSet | None = None
 ) -> Iterator[tuple[OpenSets, Output]]:
     """Open inputs and lock the files that will be written, until the end of the block.
 
     Crashed runs that left one of them unfinished are recovered first. Of the sets, the first `writes` are written, or
-    all; or else the file to be `created`.
+    all; or else the set to be `created`.
 
     Raises:
         UsageError: the options do not fit the inputs.
+        BadInputError: an input is invalid, or the folder to be created has files.
         SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.
     """
+    if created is not None and created.folder is not None:
+        if not options.only_reads:
+            _recover_creation(created.folder)
+        _refuse_used(created.folder)
     if options.only_reads:
         opened = open_to_read(inputs)
-        yield opened, Output.of(options, opened.sets, writes, created)
+        yield opened, Output.of(options, opened, writes, created)
         return
     opened = _open_to_write(inputs, time.monotonic() + options.lock_timeout)
-    output = Output.of(options, opened.sets, writes, created)
+    output = Output.of(options, opened, writes, created)
     with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
         is_held = _try_to_acquire(transaction, options.lock_timeout)
         if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
-            output = Output.of(options, opened.sets, writes, created)
+            output = Output.of(options, opened, writes, created)
         for target in output.targets:
             transaction.locate(target)
         refuse_unfinished((shard.path for shard in opened.shards), own=transaction.id)
         yield opened, output.held_by(transaction) if is_held else output
+
+
+def _recover_creation(folder: Path) -> None:
+    """Recover a crashed run that was creating a folder, which is then gone, or whole."""
+    if any(name.startswith(PREFIX) for name in _names_in(folder)):
+        for one in (one for place in Scope.of(str(folder)) for one in _recovered_at(place)):
+            if isinstance(one, InUse):
+                raise one.error(folder)
+
+
+def _refuse_used(folder: Path) -> None:
+    """Raise `BadInputError` for a folder that is to be created and has files already, but for hidden ones of runs."""
+    if not all(name.startswith(PREFIX) for name in _names_in(folder)):
+        message = "already exists and is not empty; leave out --create to add to it"
+        raise BadInputError(message, file=folder, code="exists")
+
+
+def _names_in(folder: Path) -> list[str]:
+    """All names in a folder; none if it does not exist."""
+    if not os.path.isdir(folder):  # noqa: PTH112 - Path's own raises without permission
+        return []
+    with os_errors_about(folder):
+        return os.listdir(folder)  # noqa: PTH208 - names, not paths
 
 
 def _open_to_write(inputs: Inputs, deadline: float) -> OpenSets:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
+    from gradtool.store.format.newset import NewSet
     from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.inputs import OpenSets
 
 _REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
 
@@ -52,34 +54,44 @@ class OutputOptions(NamedTuple):
 
 
 class NewIndex(NamedTuple):
-    """An index to be written: the one that it comes from, as it was when it was read, and the new content."""
+    """An index to be written: the one that it comes from, as it was when it was read, and the new content.
+
+    Without `stat` it is created.
+    """
 
     path: Path
-    stat: os.stat_result
+    stat: os.stat_result | None
     content: bytes
 
 
 class Output(NamedTuple):
-    """The options, checked against the sets that are written; or the one file that is `created` instead.
+    """The options, checked against the sets that are written; or the files that are `created` instead.
 
-    `mode` is that of new files. `transaction` holds the locks, if they have been taken.
+    `mode` is that of new files. `folder` is made if it does not exist. `transaction` holds the locks, if they have been
+    taken.
     """
 
     options: OutputOptions
     sets: Sequence[GradientSet]
     mode: int
-    created: Path | None = None
+    created: Sequence[Path] = ()
+    folder: Path | None = None
     transaction: Transaction | None = None
 
     @classmethod
-    def of(cls, options: OutputOptions, sets: Sequence[GradientSet], writes: int | None, created: Path | None) -> Self:
-        """The output of a call that reads the sets, and writes the first of them or all.
+    def of(cls, options: OutputOptions, opened: OpenSets, writes: int | None, created: NewSet | None) -> Self:
+        """The output of a call that reads the sets, and writes the first of them or all, or one like the first.
 
         Raises:
             UsageError: the options do not fit the inputs.
+            BadInputError: the new set cannot be like the first.
         """
-        shards = [shard for one in sets for shard in one.shards]
-        output = cls(options, sets[:writes], new_mode(shard.stat for shard in shards), created)
+        sets, shards = opened.sets, opened.shards
+        folder = None if options.folder is None else Path(options.folder)
+        output = cls(options, sets[:writes], new_mode(shard.stat for shard in shards), folder=folder)
+        if created is not None:
+            first = opened.selected_in(sets[0].shards)
+            output = output._replace(created=created.targets(first), folder=created.folder)
         if options.in_place and (options.is_elsewhere or created is not None):
             raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
         if options.file is not None and options.folder is not None:
@@ -104,8 +116,8 @@ class Output(NamedTuple):
     @property
     def targets(self) -> list[Path]:
         """Every file that may be written, with the indexes."""
-        if self.created is not None:
-            return [self.created]
+        if self.created:
+            return list(self.created)
         indexes = [one.index for one in self.sets if one.index]
         return [self._target(path) for path in (*(shard.path for shard in self.shards), *indexes)]
 
@@ -132,9 +144,9 @@ class Output(NamedTuple):
 
     def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
         """The paths that were written, as the caller named them, after those files were."""
-        elsewhere = self.options.file or self.options.folder or self.created
-        if elsewhere is not None:
-            return (str(elsewhere),) if shards else ()
+        elsewhere = [self.options.file] if self.options.file else [self.folder] if self.folder else self.created
+        if elsewhere:
+            return (str(elsewhere[0]),) if shards else ()
         return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
 
     def refuse_existing(self) -> None:
@@ -146,8 +158,7 @@ class Output(NamedTuple):
 
     def new_transaction(self) -> Transaction:
         """The transaction that will lock the targets; it does nothing yet."""
-        folder = self.options.folder
-        return Transaction(Targets(self.targets, None if folder is None else Path(folder)), fsync=self.options.fsync)
+        return Transaction(Targets(self.targets, self.folder), fsync=self.options.fsync)
 
     def held_by(self, transaction: Transaction) -> Self:
         """The same, with the locks that a transaction has taken."""
@@ -204,8 +215,8 @@ class Output(NamedTuple):
 
     def _write_indexes(self, replacement: Replacement, indexes: Sequence[NewIndex]) -> None:
         for path, stat, content in indexes:
-            target = self._target(path)
-            staged = replacement.stage(target, len(content), None if self.is_elsewhere else stat, mode=self.mode)
+            target, original = self._target(path), None if self.is_elsewhere else stat
+            staged = replacement.stage(target, len(content), original, mode=self.mode, is_new=stat is None)
             try:
                 fd = staged.open(os.O_WRONLY)
                 try:

@@ -36,6 +36,8 @@ class Replacement:
         self._transaction = transaction
         self._staged: list[Staged] = []
         self._backups: list[tuple[Folder, str]] = []
+        # Temporaries whose targets are linked.
+        self._linked: list[tuple[Folder, str]] = []
         self._committed = False
 
     def __enter__(self) -> Self:
@@ -44,7 +46,7 @@ class Replacement:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._transaction.needs_recovery:
             return
-        files = [*((one.folder, one.temporary.name) for one in self._staged), *self._backups]
+        files = [*((one.folder, one.temporary.name) for one in self._staged), *self._linked, *self._backups]
         gone = [remove(folder, name) for folder, name in files]
         self._transaction.leaves_files = not all(gone)
         if error is not None:
@@ -131,7 +133,12 @@ class Replacement:
         try:
             for move, staged in zip(moves, self._staged, strict=True):
                 begun.append(move)
-                staged.take_place()
+                if staged.take_place():
+                    self._linked.append((staged.folder, staged.temporary.name))
+            # Those of several stay until the links are synced: recovery needs each file under one of its names.
+            while self._linked and not several:
+                # The target is complete; that the temporary may stay for a while is no failure.
+                remove(*self._linked.pop())
         except GradtoolError as error:
             if several:
                 self._revoke(error, begun)

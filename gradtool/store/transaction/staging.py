@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs
 from gradtool.store.format.header import version_of
-from gradtool.store.transaction.files import remove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,16 +49,18 @@ class Staged(NamedTuple):
         now, before = self.folder.status(self.name), self.original
         return before is None or (now is not None and version_of(now) == version_of(before))
 
-    def take_place(self) -> None:
-        """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file."""
+    def take_place(self) -> bool:
+        """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file.
+
+        Returns whether the temporary is left, as a second name of a target that did not exist.
+        """
         with os_errors_about(self.target):
             if not self.temporary.is_there:
                 raise changed_meanwhile(self.temporary.path)
             if self.is_new and self._link():
-                # The target is complete; that the temporary may stay for a while is no failure.
-                remove(self.folder, self.temporary.name)
-            else:
-                self.folder.rename(self.temporary.name, self.name)
+                return True
+            self.folder.rename(self.temporary.name, self.name)
+            return False
 
     def was_swapped(self) -> bool:
         """Whether another file took the temporary's name at the very instant of the rename."""

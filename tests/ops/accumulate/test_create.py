@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 from buffers import f32, lay_out, refused
-from support import VALUE_TYPES, bits_of, encode, read, write_index
+from support import VALUE_TYPES, bits_of, encode, gradtool, read, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, norm
 
@@ -35,6 +35,14 @@ def test_a_created_buffer_has_the_type_that_was_asked_for(tmp_path, dtype):
     accumulate(tmp_path / "new", grads, create=True, dtype=dtype)
     assert read(tmp_path / "new")["a"].tobytes() == encode([2, -2], dtype).tobytes()
     assert metadata_of(tmp_path / "new") is None
+
+
+def test_the_type_may_be_given_in_lower_case(tmp_path):
+    _, grads = lay_out(tmp_path, f32(), f32(1.5, -2))
+    done = gradtool("accumulate", tmp_path / "new", *grads, "--create", "--dtype", "f8_e4m3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read(tmp_path / "new")["a"].tobytes() == encode([1.5, -2], "F8_E4M3").tobytes()
+    assert accumulate(tmp_path / "wide", grads, create=True, dtype="bf16").bytes == 4
 
 
 @pytest.mark.parametrize(("weights", "total"), [(("3", "4"), "7"), (("3", "0.5"), "3.5")])

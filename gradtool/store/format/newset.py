@@ -1,0 +1,117 @@
+"""A gradient set that is to be created: its files, and the tensors in each."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import BadInputError, Problem
+from gradtool.store.format.index import INDEX_SUFFIX
+from gradtool.store.format.layout import new_tensor
+from gradtool.store.format.limits import refuse_large_index, refuse_long
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.format.tensors import Tensor
+
+# What huggingface's save_pretrained calls the files of a model, and what loaders look for in a folder.
+_STEM = "model"
+
+
+class NewSet(NamedTuple):
+    """A set that will have the tensors of another one, all of one type.
+
+    It is one file; or a folder, if it is to have the files of the set `like`, or files of at most `shard_bytes`.
+    """
+
+    path: Path
+    dtype: str
+    like: GradientSet | None = None
+    shard_bytes: int | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that is to be created, if it is one."""
+        return None if self.like is None and self.shard_bytes is None else self.path
+
+    def files(self, selected: Sequence[Selected]) -> dict[Path, list[Tensor]]:
+        """The tensors of each file: those selected in another set, without a place yet.
+
+        Raises:
+            BadInputError: the set `like` has no such tensor; each one is named.
+        """
+        tensors = [new_tensor(one.tensor.name, self.dtype, one.tensor.shape) for one in selected]
+        if self.like is not None:
+            _refuse_unknown(self.like, selected)
+            return _in_files_of(self.like, tensors, self.path)
+        if self.shard_bytes is None:
+            return {self.path: tensors}
+        parts = _by_size(tensors, self.shard_bytes)
+        if len(parts) == 1:
+            return {self.path / f"{_STEM}.safetensors": tensors}
+        names = [f"{_STEM}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+        return {self.path / name: part for name, part in zip(names, parts, strict=True)}
+
+    def index_over(self, files: Mapping[Path, Sequence[Tensor]]) -> tuple[Path, bytes] | None:
+        """The index of these files and its content; None if there is none: for one file, or if `like` has none.
+
+        Raises:
+            BadInputError: it would be beyond the limits of what is read.
+        """
+        if self.folder is None:
+            return None
+        like = None if self.like is None else self.like.index
+        if like is None and (self.like is not None or len(files) == 1):
+            return None
+        path = self.folder / (f"{_STEM}{INDEX_SUFFIX}" if like is None else like.name)
+        weight_map = {one.name: file.name for file, tensors in files.items() for one in tensors}
+        total = sum(one.nbytes for tensors in files.values() for one in tensors)
+        document = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"
+        refuse_long(path, "the index", len(text))
+        refuse_large_index(path, text)
+        return path, text
+
+    def targets(self, selected: Sequence[Selected]) -> list[Path]:
+        """Every file that will be created, the index last."""
+        files = self.files(selected)
+        index = self.index_over(files)
+        return [*files, *([] if index is None else [index[0]])]
+
+
+def _refuse_unknown(like: GradientSet, selected: Sequence[Selected]) -> None:
+    """Raise `BadInputError` for tensors that have no place in the files of a set, or if there is no tensor at all."""
+    known = {tensor.name for shard in like.shards for tensor in shard.tensors}
+    message = f"is not in {like.path} (--shard-like); name the set of the same model, or use --exclude"
+    problems = [
+        Problem("extra-tensor", message, str(one.shard.path), one.tensor.name)
+        for one in selected
+        if one.tensor.name not in known
+    ]
+    if problems:
+        raise BadInputError.of(problems)
+    if not selected:
+        raise BadInputError("the first gradient has no tensor; --shard-like makes no file for it", code="no-match")
+
+
+def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> dict[Path, list[Tensor]]:
+    """The tensors in the files and in the order in which a set has them; a file that would have none is left out."""
+    new = {one.name: one for one in tensors}
+    parts = [(shard.path.name, [new[one.name] for one in shard.tensors if one.name in new]) for shard in like.shards]
+    return {folder / name: part for name, part in parts if part}
+
+
+def _by_size(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """The tensors in order, in parts of at most so many bytes; a tensor of more is a part of its own."""
+    parts: list[list[Tensor]] = [[]]
+    filled = 0
+    for one in tensors:
+        if filled and one.nbytes and filled + one.nbytes > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(one)
+        filled += one.nbytes
+    return parts

@@ -98,6 +98,14 @@ def test_paths_are_shortened_in_the_middle_and_names_are_not(grads):
         assert (path.startswith(head), path.endswith(tail), len(row[1]) >= 24) == (True, True, True)
 
 
+def test_a_file_that_is_the_name_of_its_row_is_never_left_out(grads):
+    for columns in (60, 80, 200):
+        lines = plain(on_terminal(columns, "norm", "--by-file", grads)[1]).splitlines()
+        (heading,) = [line for line in lines if line.startswith("file ")]
+        assert heading.split()[-1] in {"norm", "abs", "zeros", "inf"}
+        assert "norm" in heading.split()
+
+
 def test_names_that_leave_no_room_for_a_table_head_a_few_lines(grads):
     lines = plain(on_terminal(64, "norm", "--top", "2", grads)[1]).splitlines()
     at = lines.index(NAMES[7])

@@ -125,7 +125,9 @@ def _middle(text: str, width: int) -> str:
 def _show_table(console: Console, columns: Columns) -> bool:
     """One line a row, if there is room. Columns that find none are left out, and named below."""
     fitting, left_out = dict(columns), []
-    for key in sorted(_LEFT_OUT, key=lambda key: not _says_nothing(columns.get(key))):
+    # Where rows have no other name, the file is it.
+    droppable = [key for key in _LEFT_OUT if key != "file" or "name" in columns]
+    for key in sorted(droppable, key=lambda key: not _says_nothing(columns.get(key))):
         if _least_width(fitting) <= console.width:
             break
         if fitting.pop(key, None) is not None:

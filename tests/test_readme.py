@@ -144,9 +144,11 @@ def test_the_output_page_lists_the_keys_of_json_in_their_order(checkout, command
     assert of_rows == [list(data[key][0]) for key in rows]
 
 
-def test_the_output_page_names_every_error_code():
+def test_the_output_page_names_every_code_of_errors_and_warnings():
     source = "\n".join(path.read_text() for path in (ROOT / "gradtool").rglob("*.py"))
     raised = set(re.findall(r'\bcode(?:: \w+)?\s*=\s*"([a-z-]+)"|\bProblem\(\s*"([a-z-]+)"', source))
-    table = (ROOT / "docs" / "output.md").read_text().partition("## Error codes")[2].partition("\n## ")[0]
-    named = set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE))
-    assert named == {code or other for code, other in raised} - {"skipped"}
+    page = (ROOT / "docs" / "output.md").read_text()
+    tables = [page.partition(f"## {title}")[2].partition("\n## ")[0] for title in ("Error codes", "Warnings")]
+    errors, warnings = [set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE)) for table in tables]
+    assert errors | warnings == {code or other for code, other in raised}
+    assert warnings == {"skipped", "weight-dropped"}

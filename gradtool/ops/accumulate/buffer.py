@@ -12,6 +12,7 @@ from gradtool.ops.passes import Measure
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out, new_tensor
+from gradtool.store.format.metadata import SPARE
 from gradtool.store.transaction.destination import NewFile
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from gradtool.backends import NormSpec
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.session import Session
+    from gradtool.ops.totals import Total
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.transaction.output import Output
+    from gradtool.store.transaction.output import Metadata, Output
 
 
 def checked_buffer(buffer: Any, *, create: bool) -> str:
@@ -39,10 +41,11 @@ def checked_buffer(buffer: Any, *, create: bool) -> str:
 
 
 class OpenBuffer(NamedTuple):
-    """The tensors of a buffer; `layout` is that of a file that is being created."""
+    """The tensors of a buffer: of a set that is there, or of a file that is being created, which has a `layout`."""
 
     targets: Sequence[Selected]
     layout: Layout | None = None
+    there: GradientSet | None = None
 
     @classmethod
     def create(cls, path: Path, first: GradientSet, selected: Sequence[Selected], dtype: str) -> Self:
@@ -58,12 +61,12 @@ class OpenBuffer(NamedTuple):
         """A new file of this layout."""
         return cls([Selected(layout.shard, tensor) for tensor in layout.shard.tensors], layout)
 
-    def with_metadata(self, more: dict[str, str]) -> Self:
-        """The same new file with more in its metadata; a buffer that exists keeps its own."""
+    def with_total(self, key: str, total: Total) -> Self:
+        """The same new file with a total in its metadata; a buffer that is there keeps its own."""
         if self.layout is None:
             return self
         shard = self.layout.shard
-        return self.of_layout(lay_out(shard.path, shard.tensors, shard.metadata | more))
+        return self.of_layout(lay_out(shard.path, shard.tensors, shard.metadata | total.entries(key), spare=SPARE))
 
     def measure_without(self, session: Session, numbers: Iterable[int], spec: NormSpec) -> Measurement:
         """A measurement of all targets, of which those with the given numbers are still missing."""
@@ -78,13 +81,13 @@ class OpenBuffer(NamedTuple):
         zeros.zeros[:] = [one.tensor.elements for one in left]
         return found.updated(others, zeros)
 
-    def files(self, output: Output, changed: Sequence[Selected]) -> list[NewFile]:
-        """The files to be written: the new one, or those with a changed tensor, and elsewhere copies of the others."""
+    def files(self, output: Output, changed: Sequence[Selected], metadata: Metadata | None = None) -> list[NewFile]:
+        """The files to be written: the new one, or those in which tensors or metadata change, and elsewhere all."""
         if self.layout is not None:
             shard = self.layout.shard
             return [NewFile(shard, shard.size, self.layout.header, copies=(), replaces=False)]
         shards = {one.shard for one in changed}
-        files = output.files(changed)
+        files = output.files(changed, metadata)
         return [one if one.shard in shards else one._replace(copies=[(0, one.size, 0)]) for one in files]
 
 

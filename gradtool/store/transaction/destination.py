@@ -209,7 +209,6 @@ class Overwritten:
         channel.overwrite(self.files[shard][1], begin, view, [(0, len(view))], self.in_place)
 
     def _put_header(self, shard: Shard, channel: Channel) -> None:
-        channel.touch(shard)
         self.put(channel, shard, 0, memoryview(self.files[shard][0].header))
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:

@@ -58,7 +58,7 @@ def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Seq
         "status": _STATUS.get(exit_code, "error"),
         "exit_code": exit_code,
         "data": data,
-        "errors": [{key: value for key, value in asdict(one).items() if value is not None} for one in problems],
+        "errors": [_known(asdict(one)) for one in problems],
     }
     sys.stdout.write(json.dumps(envelope, allow_nan=False) + "\n")
 
@@ -128,6 +128,8 @@ def _data(result: CallFacts) -> dict[str, Any]:
     """The fields of a result for JSON: its own facts, those of the call, its rows."""
     data = asdict(result)
     data.pop("problems", None)
+    if "warnings" in data:
+        data["warnings"] = [_known(one) for one in data["warnings"]]
     call = [key for key in _CALL if key in data]
     if "timings" in data:
         data["timings"] = dict(_timings(result.timings, result.seconds))
@@ -135,6 +137,11 @@ def _data(result: CallFacts) -> dict[str, Any]:
     ordered = {key: data[key] for key in (*own, *call, *filter(_is_rows, data))}
     exact: dict[str, Any] = _exact(ordered)
     return exact
+
+
+def _known(problem: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a problem that say something."""
+    return {key: value for key, value in problem.items() if value is not None}
 
 
 def _is_rows(key: str) -> bool:

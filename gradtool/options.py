@@ -202,6 +202,10 @@ class AccumulateOptions(Rewriting, total=False):
 class ZeroOptions(Rewriting, total=False):
     """The options of `zero`."""
 
+    weight_key: Annotated[
+        str | None, Option("Set the weight under KEY in the files' metadata to 0 where there is one.", "KEY")
+    ]
+
 
 class LayerNormOptions(Rewriting, total=False):
     """The options of `layernorm_backward`."""

@@ -45,18 +45,56 @@ def layers(folder, count, size):
         write_index(folder, files)
 
 
+TOTAL = {"n": "5", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+
+
+def weighted(folder, count, size, metadata=TOTAL, padding=32, first=0):
+    """A set with a total weight in the metadata of each shard, and room for another one; without the `first` shards."""
+    for i in range(first, count):
+        path = folder / (f"model-{i}.safetensors" if count > 1 else "model.safetensors")
+        write(path, tensors(i, size), metadata, padding)
+
+
+def unweighted(folder, count, size):
+    """A set whose headers have no room for a total."""
+    weighted(folder, count, size, {"format": "pt"}, padding=0)
+
+
+def micro_batch(folder, count, size):
+    """A gradient with a weight; of several shards, the first is missing, so that nothing is added there."""
+    weighted(folder, count, size, {"n": "30000"}, first=int(count > 1))
+
+
 class Case(NamedTuple):
-    """A command on a set of files: what it is given, and what it says on the command line."""
+    """A command on a set of files: what it is given, and what it says on the command line.
+
+    `other` is a set beside them that is only read. With `grows`, there is no room to do it in place.
+    """
 
     make: object
     arguments: object
+    other: object = None
+    grows: bool = False
 
 
 CASES = {
     "clip": Case(shards, lambda path: ["clip", path, "--max-norm", "1"]),
-    "accumulate": Case(shards, lambda path: ["accumulate", path, path.parent / "other"]),
+    "accumulate": Case(shards, lambda path: ["accumulate", path, path.parent / "other"], shards),
     "zero": Case(shards, lambda path: ["zero", path]),
     "layernorm": Case(layers, lambda path: ["layernorm-backward", path]),
+    # These change headers: of the same length, and of files with no other change; with zeros; and longer ones.
+    "total": Case(
+        weighted,
+        lambda path: ["accumulate", path, path.parent / "other", "--weight-key", "n", "--missing", "skip"],
+        micro_batch,
+    ),
+    "zero-total": Case(weighted, lambda path: ["zero", path]),
+    "new-total": Case(
+        unweighted,
+        lambda path: ["accumulate", path, path.parent / "other", "--weight-key", "n", "--overwrite"],
+        weighted,
+        grows=True,
+    ),
 }
 
 
@@ -71,9 +109,9 @@ class Scene:
         self.root = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
         home = self.root / "fresh"
         self._case.make(home / "set", count, size)
-        if case == "accumulate":
+        if self._case.other is not None:
             # In a folder of its own: only what is written to is looked at.
-            shards(home / "other", count, size)
+            self._case.other(home / "other", count, size)
         self.path = self.root / "now" / "set"
         if count == 1:
             self.path /= "model.safetensors"
@@ -101,7 +139,7 @@ class Scene:
 
     def _arguments(self):
         arguments = self._case.arguments(self.path)
-        # The other set of `accumulate`, which lies beside the one that is written to.
+        # The set that is only read lies beside the one that is written to.
         return [self.root / "now" / "other" if str(one).endswith("other") else one for one in arguments]
 
     def recover(self, **death):

@@ -57,7 +57,6 @@ def test_help_has_a_heading_for_each_group_of_options_and_fits_80_columns(comman
     lines = gradtool(command, "--help").stdout.splitlines()
     groups = {
         "norm": ["Options", "Selection", "Compute"],
-        "zero": ["Selection", "Output", "Compute"],
         "recover": ["Options"],
     }.get(command, ["Options", "Selection", "Output", "Compute"])
     headings = [line for line in lines if re.fullmatch(r"\w+:", line)]

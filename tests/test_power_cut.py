@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from crashes import FAST, layers, tensors
+from crashes import FAST, layers, micro_batch, tensors, weighted
 from power import File, Op, Place, cuts
 from support import write, write_index
 from tiers import PARTS, in_parts, up_to
@@ -59,6 +59,16 @@ CASES = {
         lambda root: shards(root / "set", 0, 1, 2),
         lambda root, **options: gradtool.zero(root / "set", **options),
     ),
+    "total-set": Case(
+        lambda root: (weighted(root / "set", 3, 150), micro_batch(root / "other", 3, 150)),
+        lambda root, **options: gradtool.accumulate(
+            root / "set", root / "other", weight_key="n", missing="skip", **options
+        ),
+    ),
+    "zero-total-file": Case(
+        lambda root: weighted(root / "set", 1, 150),
+        lambda root, **options: gradtool.zero(root / "set", **options),
+    ),
     "layernorm-set": Case(
         lambda root: layers(root / "set", 2, 600),
         lambda root, **options: gradtool.layernorm_backward(root / "set", **options),
@@ -85,7 +95,7 @@ EVERY = [
     f"{case}-{mode}" for case in CASES for mode in ("replace", "inplace") if "output" not in case or mode == "replace"
 ]
 SAMPLED = [
-    *("clip-file-inplace", "clip-set-replace", "clip-two-folders-inplace"),
+    *("clip-file-inplace", "clip-set-replace", "clip-two-folders-inplace", "total-set-inplace"),
     *("layernorm-set-replace", "new-output-folder-replace", "created-output-folder-replace"),
 ]
 CRASHED = [

@@ -103,15 +103,21 @@ def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
     assert gradtool(*command, "--quiet").stderr == ""
 
 
+def test_a_total_that_is_dropped_is_warned_of_on_stderr_and_in_json(tmp_path):
+    metadata = {"n": "5", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+    path = write(tmp_path / "sum", {"a": encode([1], "F32"), "b": encode([2], "F32")}, metadata)
+    message = "only some of its tensors were zeroed; dropped from its metadata: 'n' = '5'. To keep it true, zero all"
+    answer = gradtool_json("zero", path, "--include", "a", "--dry-run")
+    assert answer["data"]["warnings"] == [{"code": "weight-dropped", "message": message, "file": str(path)}]
+    done = gradtool("zero", path, "--include", "a")
+    assert (done.returncode, done.stderr) == (0, f"gradtool: warning: {path}: {message}\n")
+    assert "warnings" not in done.stdout
+
+
 def test_the_keys_of_zero_in_json_are_pinned(tmp_path):
     answer = gradtool_json("zero", sample(tmp_path))
-    assert list(answer["data"]) == [
-        "wrote",
-        "elements",
-        "bytes",
-        *WRITTEN_KEYS,
-        *(key for key in CALL_KEYS if key not in {"elements", "bytes"}),
-    ]
+    rest = [key for key in CALL_KEYS if key not in {"elements", "bytes"}]
+    assert list(answer["data"]) == ["wrote", "elements", "bytes", *WRITTEN_KEYS, *rest]
     assert (answer["data"]["elements"], answer["data"]["files_written"]) == (4, 1)
 
 

@@ -79,7 +79,8 @@ def test_the_weighted_mean_of_the_micro_batches_is_a_float64_sum_rounded_once(tm
         wide = (128.0 * first[name].astype(np.float64) + 96.0 * second[name].astype(np.float64)) / 224.0
         assert array.tobytes() == wide.astype(np.float32).tobytes()
     with safe_open(tmp_path / "mean", framework="numpy") as opened:
-        assert opened.metadata() == {"format": "pt", "num_tokens": "224"}
+        marks = {"gradtool.weight_key": "num_tokens", "gradtool.weighted": "mean"}
+        assert opened.metadata() == {"format": "pt", "num_tokens": "224"} | marks
 
 
 def test_the_layer_norm_is_torchs(tmp_path):

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Unpack
 from gradtool.ops.passes import NOTHING, by_shard
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
 from gradtool.options import Sets, ZeroOptions
 from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from gradtool.errors import Problem
     from gradtool.ops.session import Session
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.destination import NewFile
-    from gradtool.store.transaction.output import Output
+    from gradtool.store.transaction.output import Metadata, Output
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,23 +48,43 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("zero", ZeroOptions, options)
+    key = checked_key(chosen["weight_key"])
     output_options = output_options_of(chosen)
     with Call.of(paths, chosen, dtypes=None).open_to_write(output_options) as (session, output):
-        files = _files(session, output)
+        metadata = _new_metadata(session, key)
+        files = _files(session, output, metadata.entries)
         with session.writing(output, files) as destination:
             session.run(NOTHING, destination)
     return ZeroResult(
-        **call_facts(session, session.selected, why="nothing to compute"),
+        **call_facts(session, session.selected, why="nothing to compute", warnings=metadata.warnings),
         **written(session, output, destination),
     )
 
 
-def _files(session: Session, output: Output) -> list[NewFile]:
+def _new_metadata(session: Session, key: str | None) -> NewMetadata:
+    """The total weight of what is zeroed is 0: the one that gradtool stored, and the one under a key."""
+    entries: dict[Shard, Mapping[str, str | None]] = {}
+    warnings: list[Problem] = []
+    for one in session.opened.sets:
+        keys = [name for name in (key, stored_key(one)) if name is not None and has(one, name)]
+        zeroed = session.opened.selected_in(one.shards)
+        if not (keys and any(has_values(chosen.tensor) for chosen in zeroed)):
+            continue
+        if is_whole(one, zeroed):
+            new = changed(one, dict.fromkeys(keys, "0"))
+        else:
+            new = without(one, key, "only some of its tensors were zeroed", "To keep it true, zero all")
+        entries |= new.entries
+        warnings += new.warnings
+    return NewMetadata(entries, warnings)
+
+
+def _files(session: Session, output: Output, metadata: Metadata) -> list[NewFile]:
     """The files to be written: copies of what is not zeroed, and zeros."""
     selected = [one for one in session.selected if one.tensor.nbytes]
     wanted = by_shard(selected)
     files = []
-    for file in output.files(selected):
+    for file in output.files(selected, metadata):
         zeros = [(tensor.begin, tensor.end) for _, tensor in wanted.get(file.shard, ())]
         files.append(file._replace(zeros=zeros, copies=_copies(file.shard, zeros)))
     return files

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool._version import __version__
 from gradtool.errors import EXIT_FOUND, EXIT_OK
-from gradtool.report.facts import data_of
+from gradtool.report.facts import data_of, known_of
 from gradtool.report.lines import lines_of
 
 if TYPE_CHECKING:
@@ -45,6 +45,6 @@ def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Seq
         "status": _STATUS.get(exit_code, "error"),
         "exit_code": exit_code,
         "data": data,
-        "errors": [{key: value for key, value in asdict(one).items() if value is not None} for one in problems],
+        "errors": [known_of(asdict(one)) for one in problems],
     }
     sys.stdout.write(json.dumps(envelope, allow_nan=False) + "\n")

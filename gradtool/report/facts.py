@@ -27,11 +27,18 @@ def data_of(result: Result) -> dict[str, Any]:
     """The fields of a result for JSON: what users call for, its other facts, those that others have too, its rows."""
     data = asdict(result)
     data.pop("problems", None)
+    if "warnings" in data:
+        data["warnings"] = [known_of(one) for one in data["warnings"]]
     shared = [key for key in _SHARED if key in data]
     first = [key for key in ("wrote", *result.headline) if key in data]
     own = [key for key in data if key not in (*first, *_SHARED) and not is_rows(key)]
     exact: dict[str, Any] = _exact({key: data[key] for key in (*first, *own, *shared, *filter(is_rows, data))})
     return exact
+
+
+def known_of(problem: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an error or a warning that say something."""
+    return {key: value for key, value in problem.items() if value is not None}
 
 
 def is_rows(key: str) -> bool:

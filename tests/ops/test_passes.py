@@ -15,6 +15,7 @@ from gradtool.engines.threads import Threads
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.match import match
 from gradtool.ops.passes import Measure, Rewrite
+from gradtool.ops.totals import Total
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.open import open_to_write
@@ -82,7 +83,11 @@ def test_the_passes_of_accumulate_in_other_processes(tmp_path, pool):
         targets = opened.selected_in(output.shards)
         offered = [(one, opened.selected_in(one.shards)) for one in opened.sets[1:]]
         adding = Add(
-            targets, match(targets, offered, [0.3, -2.0], skip=False), Rule(rounds=False), SPEC, measures_before=True
+            targets,
+            match(targets, offered, [Total(0.3), Total(-2.0)], skip=False),
+            Rule(rounds=False),
+            SPEC,
+            measures_before=True,
         )
         sums = run_in(pool, adding)
         assert (sums.before.norms().whole, sums.after.norms().whole) == (result.norm_before, result.sum_norm)

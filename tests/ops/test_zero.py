@@ -5,6 +5,7 @@ import pytest
 from support import bits_of, build, encode, read, snapshot, with_header, write, write_index
 
 from gradtool import BadInputError, zero
+from gradtool.store.format.header import read_shard
 
 
 @pytest.fixture
@@ -120,3 +121,54 @@ def test_bad_input_changes_nothing(tmp_path):
     with pytest.raises(BadInputError, match="matches no tensor"):
         zero(tmp_path / "x", include=["nope"])
     assert snapshot(tmp_path) == before
+
+
+SUM = {"gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+PLAIN = {"n": "5", "m": "6", "format": "pt"}
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+@pytest.mark.parametrize(
+    ("old", "key", "new"),
+    [
+        (PLAIN | SUM, None, PLAIN | SUM | {"n": "0"}),
+        (PLAIN | SUM, "m", PLAIN | SUM | {"n": "0", "m": "0"}),
+        (PLAIN, "m", PLAIN | {"m": "0"}),
+        (PLAIN, None, PLAIN),
+        (PLAIN, "other", PLAIN),
+        (SUM | {"n": "0"}, "n", SUM | {"n": "0"}),
+    ],
+)
+def test_what_is_zeroed_stands_for_no_weight(tmp_path, mode, old, key, new):
+    path = write(tmp_path / "x", {"a": np.ones(3), "ids": np.arange(3, dtype=np.int32)}, old, padding=7)
+    result = zero(path, weight_key=key, exclude=["ids"], write=mode)
+    zeroed = build({"a": np.zeros(3), "ids": np.arange(3, dtype=np.int32)}, old, padding=7)
+    shard = read_shard(path)
+    assert (list(shard.metadata.items()), result.warnings) == (list(new.items()), ())
+    assert path.read_bytes()[shard.data_start :] == zeroed[shard.data_start :]
+    assert old != new or path.read_bytes() == zeroed
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+@pytest.mark.parametrize("key", [None, "n", "m"])
+def test_what_is_zeroed_in_part_has_no_total_any_more(tmp_path, mode, key):
+    shards = {"1.safetensors": {"a": np.ones(3)}, "2.safetensors": {"b": np.ones(3)}}
+    for name, tensors in shards.items():
+        write(tmp_path / "set" / name, tensors, PLAIN | SUM)
+    result = zero(tmp_path / "set", include=["a"], weight_key=key, write=mode)
+    kept = {name: text for name, text in PLAIN.items() if name not in ("n", key)}
+    assert [read_shard(tmp_path / "set" / name).metadata for name in shards] == [kept] * 2
+    (warning,) = result.warnings
+    lost = "'m' = '6', 'n' = '5'" if key == "m" else "'n' = '5'"
+    why = "only some of its tensors were zeroed"
+    assert warning.message == f"{why}; dropped from its metadata: {lost}. To keep it true, zero all"
+    assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [1, 1, 1]
+
+
+def test_each_set_has_a_total_of_its_own(tmp_path):
+    paths = [write(tmp_path / name, {name: np.ones(3)}, PLAIN | SUM) for name in ("a", "b")]
+    plain = write(tmp_path / "c", {"c": np.ones(3)}, PLAIN)
+    paths.append(write(tmp_path / "d", {"d": np.ones(3), "a": np.ones(2)}, PLAIN | SUM))
+    result = zero([*paths, plain], include=["^a$"])
+    assert [read_shard(path).metadata.get("n") for path in (*paths, plain)] == ["0", "5", None, "5"]
+    assert [one.file for one in result.warnings] == [str(paths[2])]

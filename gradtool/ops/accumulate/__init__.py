@@ -73,7 +73,7 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
             raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
         selected = [session.opened.selected_in(one.shards) for one in offered]
         if created is None:
-            into = OpenBuffer(session.opened.selected_in(output.shards))
+            into = OpenBuffer(session.opened.selected_in(output.shards), there=output.sets[0])
         else:
             into = OpenBuffer.create(created, offered[0], selected[0])
         weights = weights_of(offered, policy.weights, policy.weight_key)

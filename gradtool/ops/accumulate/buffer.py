@@ -13,6 +13,7 @@ from gradtool.ops.passes import Measure
 from gradtool.store.format.gradset import Selected, open_sets
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out
+from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.output import NewIndex
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.session import Session
+    from gradtool.ops.totals import Total
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.transaction.output import Output
+    from gradtool.store.transaction.output import Metadata, Output
 
 
 def checked_buffer(buffer: Any, policy: Policy) -> str:
@@ -50,11 +52,12 @@ def new_set(path: str, policy: Policy) -> NewSet:
 
 
 class OpenBuffer(NamedTuple):
-    """The tensors of a buffer; `layouts` and `indexes` are those of files that are being created."""
+    """The tensors of a buffer: a set that is `there`, or files that are being created (`layouts`, and `indexes`)."""
 
     targets: Sequence[Selected]
     layouts: Sequence[Layout] = ()
     indexes: Sequence[NewIndex] | None = None
+    there: GradientSet | None = None
 
     @classmethod
     def create(cls, created: NewSet, first: GradientSet, selected: Sequence[Selected]) -> Self:
@@ -73,12 +76,13 @@ class OpenBuffer(NamedTuple):
         targets = [Selected(one.shard, tensor) for one in layouts for tensor in one.shard.tensors]
         return cls(targets, layouts, indexes)
 
-    def with_metadata(self, more: dict[str, str]) -> Self:
-        """The same new files with more in their metadata; a buffer that exists keeps its own."""
+    def with_total(self, key: str, total: Total) -> Self:
+        """The same new files with a total in their metadata; a buffer that is there keeps its own."""
         if not self.layouts:
             return self
-        shards = [one.shard for one in self.layouts]
-        return self.of_layouts([lay_out(one.path, one.tensors, one.metadata | more) for one in shards], self.indexes)
+        shards, entries = [one.shard for one in self.layouts], total.entries(key)
+        layouts = [lay_out(one.path, one.tensors, one.metadata | entries, spare=SPARE) for one in shards]
+        return self.of_layouts(layouts, self.indexes)
 
     def measure_without(self, session: Session, numbers: Iterable[int], spec: NormSpec) -> Measurement:
         """A measurement of all targets, of which those with the given numbers are still missing."""
@@ -93,12 +97,12 @@ class OpenBuffer(NamedTuple):
         zeros.zeros[:] = [one.tensor.elements for one in left]
         return found.updated(others, zeros)
 
-    def files(self, output: Output, changed: Sequence[Selected]) -> list[NewFile]:
-        """The files to be written: new ones, or those with a changed tensor, and elsewhere copies of the others."""
+    def files(self, output: Output, changed: Sequence[Selected], metadata: Metadata | None = None) -> list[NewFile]:
+        """The files to be written: new ones, or those in which tensors or metadata change, and elsewhere all."""
         if self.layouts:
             return [NewFile(one.shard, one.shard.size, one.header, copies=(), replaces=False) for one in self.layouts]
         shards = {one.shard for one in changed}
-        files = output.files(changed)
+        files = output.files(changed, metadata)
         return [one if one.shard in shards else one._replace(copies=[(0, one.size, 0)]) for one in files]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops.accumulate.broadcast import is_broadcastable
+from gradtool.ops.totals import Total, total_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,18 +16,27 @@ if TYPE_CHECKING:
 
 
 class Contribution(NamedTuple):
-    """One gradient set: its tensors by the number of the buffer's tensor that they are for, and its weight."""
+    """One gradient set: its tensors by the number of the buffer's tensor that they are for, and its weight.
+
+    A sum is the gradient times its weight already.
+    """
 
     path: Path
     tensors: dict[int, Selected]
     weight: float
     # What clipping the gradient by itself multiplies it by.
     coef: float = 1.0
+    is_sum: bool = False
 
     @property
     def factor(self) -> float:
         """What its values are multiplied by."""
-        return self.weight * self.coef
+        return self.coef if self.is_sum else self.weight * self.coef
+
+    @property
+    def unscale(self) -> float:
+        """What its values are divided by to get the gradient; a sum of weight 0 stays as it is."""
+        return abs(self.weight) or 1.0 if self.is_sum else 1.0
 
 
 _REMEDY = "nothing written. Rename tensors, or use --missing skip to add only those whose names match"
@@ -36,7 +45,7 @@ _REMEDY = "nothing written. Rename tensors, or use --missing skip to add only th
 def match(
     targets: Sequence[Selected],
     gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
-    weights: Sequence[float],
+    weights: Sequence[Total],
     *,
     skip: bool,
 ) -> list[Contribution]:
@@ -64,7 +73,7 @@ def match(
             for number, one in matched.items()
             if not is_broadcastable(one.tensor.shape, targets[number].tensor.shape)
         ]
-        contributions.append(Contribution(gradient.path, matched, weight))
+        contributions.append(Contribution(gradient.path, matched, weight.weight, is_sum=weight.is_sum))
     if problems:
         raise BadInputError.of(problems, remedy)
     return contributions
@@ -105,7 +114,7 @@ def _misfit(one: Selected, target: Selected) -> Problem:
     return Problem("shape", message, str(one.shard.path), one.tensor.name)
 
 
-def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None, key: str | None) -> list[float]:
+def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None, key: str | None) -> list[Total]:
     """The weight of each gradient: as given, or as its files have it under `key`, or else 1.
 
     Raises:
@@ -113,34 +122,10 @@ def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None
         BadInputError: a file has no such key, or no finite number under it, or shards of one set differ.
     """
     if key is not None:
-        return [_weight_of(gradient, key) for gradient in gradients]
+        return [total_of(gradient, key) for gradient in gradients]
     if weights is None:
-        return [1.0] * len(gradients)
+        return [Total(1.0)] * len(gradients)
     if len(weights) != len(gradients):
         given, wanted = len(weights), len(gradients)
         raise UsageError(f"--weight is given {given} times, and there are {wanted} gradients; give one for each")
-    return list(weights)
-
-
-def _weight_of(gradient: GradientSet, key: str) -> float:
-    found: dict[float, Path] = {}
-    for shard in gradient.shards:
-        if key not in shard.metadata:
-            raise BadInputError(f"no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
-        text = shard.metadata[key]
-        try:
-            # Python reads 1_000 and the digits of every script too; metadata that says so may mean something else.
-            weight = float(text) if text.isascii() and "_" not in text else math.nan
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight):
-            message = f"{key!r} = {text!r} in its metadata is not a number; use --weight"
-            raise BadInputError(message, file=shard.path, code="weight")
-        found[weight] = shard.path
-    if len(found) > 1:
-        (one, here), (other, there), *_ = found.items()
-        message = (
-            f"has {key!r} = {other:g} in its metadata, where {here.name} of the same set has {one:g}; use --weight"
-        )
-        raise BadInputError(message, file=there, code="weight")
-    return next(iter(found))
+    return [Total(weight) for weight in weights]

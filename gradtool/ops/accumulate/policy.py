@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool.backends import NormSpec
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.clip_policy import clip_coef
+from gradtool.ops.totals import checked_key
 from gradtool.reduction import total
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Policy(NamedTuple):
         policy = cls(
             overwrite=chosen["overwrite"],
             weights=chosen["weight"] or None,
-            weight_key=chosen["weight_key"],
+            weight_key=checked_key(chosen["weight_key"]),
             mean=chosen["mean"],
             missing=chosen["missing"],
             create=chosen["create"],
@@ -104,9 +105,15 @@ class Policy(NamedTuple):
 
     def weight_sum(self, weights: Sequence[float]) -> float:
         """What the weights add up to; raises `BadInputError` where nothing can be divided by it that must be."""
-        sum_ = total(weights)
-        if math.isinf(sum_):
-            raise BadInputError("the sum of the weights overflows float64", code="weight")
+        sum_ = added_up(weights)
         if self.mean and sum_ == 0:
             raise BadInputError("the weights add up to 0; there is no mean", code="weight")
         return sum_
+
+
+def added_up(weights: Sequence[float]) -> float:
+    """What weights add up to; raises `BadInputError` if that overflows."""
+    sum_ = total(weights)
+    if math.isinf(sum_):
+        raise BadInputError("the sum of the weights overflows float64", code="weight")
+    return sum_

@@ -80,7 +80,7 @@ def _limited(
     policy: Policy, one: Contribution, found: Measurement, *, is_taken: bool
 ) -> tuple[Contribution, GradientRow]:
     """A gradient with the coefficient that limits its norm, and its row."""
-    norm = found.norms().whole
+    norm = found.norms(unscale=one.unscale).whole
     if policy.clip_each is not None and policy.clip_each < math.inf and found.is_finite and math.isinf(norm):
         raise BadInputError("norm overflows float64 and cannot be clipped; nothing written", file=one.path)
     limited = one._replace(coef=policy.coef(policy.clip_each, norm))

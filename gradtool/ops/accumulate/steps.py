@@ -9,8 +9,10 @@ from gradtool.errors import NonFiniteError
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
+from gradtool.ops.accumulate.total import new_total, refuse_nonzero
 from gradtool.ops.passes import NOTHING, Measure
 from gradtool.ops.results import nonfinite_problems, overflow_problems
+from gradtool.ops.totals import Total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,8 +67,8 @@ def add(
     screened = screen(session, policy, contributions)
     weight_sum = policy.weight_sum([one.weight for one in screened.taken])
     if policy.weight_key is not None:
-        text = str(int(weight_sum) if weight_sum.is_integer() else weight_sum)
-        buffer = buffer.with_metadata({policy.weight_key: text})
+        buffer = buffer.with_total(policy.weight_key, Total(weight_sum, is_sum=not policy.mean))
+    (metadata, told), needs_zeros = new_total(buffer, policy, screened.taken)
     rule = Rule(policy.keeps, weight_sum if policy.mean else None)
     numbers = numbers_of(screened.taken)
     adding = _adding(policy, buffer, screened.taken, rule)
@@ -77,23 +79,27 @@ def add(
         before, sum_norm = sums.before, sums.after.norms().whole
         coef = policy.sum_coef(sums.after, sum_norm)
         adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
-    with session.writing(output, buffer.files(output, adding.targets), buffer.indexes) as destination:
+    files = buffer.files(output, adding.targets, metadata)
+    with session.writing(output, files, buffer.indexes) as destination:
         found = session.run(adding, destination)
         _refuse_nonfinite(session, policy, adding, found)
         rest = buffer.measure_without(session, numbers, policy.spec)
-    before = before or found.before
+        measured = before or found.before
+        before = None if measured is None else rest.updated(numbers, measured)
+        if needs_zeros and before is not None:
+            refuse_nonzero(buffer, policy.weight_key, before)
     after = rest.updated(numbers, found.after)
     return Done(
         targets=buffer.targets,
         found=after,
         destination=destination,
-        norm_before=None if before is None else rest.updated(numbers, before).norms().whole,
+        norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         weight_sum=weight_sum,
         rows=screened.rows,
         sum_norm=sum_norm,
         coef=coef,
-        warnings=screened.warnings,
+        warnings=[*screened.warnings, *told],
     )
 
 

@@ -66,6 +66,19 @@ def read_shard(path: Path) -> Shard:
         return shard
 
 
+def read_text(shard: Shard) -> bytes:
+    """The JSON of a shard's header, once more.
+
+    Raises:
+        SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
+    """
+    with _opened(shard.path) as (fd, status):
+        text = _pread(fd, shard.data_start - 8, 8)
+        if version_of(status) != version_of(shard.stat) or not is_unchanged(fd, shard.stat):
+            raise changed_meanwhile(shard.path)
+        return text
+
+
 def version_of(status: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -25,8 +25,8 @@ class Layout(NamedTuple):
     shard: Shard
 
 
-def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> Layout:
-    """A file of these tensors, in this order, with new offsets.
+def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str], *, spare: int = 0) -> Layout:
+    """A file of these tensors, in this order, with new offsets, and `spare` bytes in its header.
 
     Raises:
         BadInputError: it would be beyond the limits of what is read.
@@ -39,13 +39,19 @@ def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) 
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         placed.append(tensor._replace(begin=begin, end=end))
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text = padded(text, spare)
     refuse_long(path, "the header", len(text))
     refuse_large_header(path, text)
     start = 8 + len(text)
     moved = tuple(one._replace(begin=start + one.begin, end=start + one.end) for one in placed)
     shard = Shard(path, start, start + end, dict(metadata), moved, os.stat_result([0] * 10))
     return Layout(len(text).to_bytes(8, "little") + text, shard)
+
+
+def padded(text: bytes, spare: int) -> bytes:
+    """The JSON of a header with `spare` spaces behind it, and those that align the tensors."""
+    length = len(text) + spare
+    return text.ljust(length + -length % _ALIGNMENT)
 
 
 def new_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -37,34 +37,41 @@ class Block(NamedTuple):
 
 
 def plan(
-    shard: Shard, wanted: Iterable[tuple[int, Tensor]], unit: int, *, whole: bool = False, nbytes: int | None = None
+    shard: Shard,
+    wanted: Iterable[tuple[int, Tensor]],
+    unit: int,
+    *,
+    whole: bool = False,
+    start: int = 0,
+    nbytes: int | None = None,
 ) -> Iterator[Block]:
     """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
     `wanted` are the tensors in file order, each with its number for the spans. With `whole`, blocks without spans cover
-    the rest of the file, for a copy of it. A block has at most `nbytes`, which must have room for a unit.
+    the rest of the file from byte `start` on, for a copy of it. A block has at most `nbytes`, which must have room for
+    a unit.
     """
     nbytes = tuning.BLOCK_BYTES if nbytes is None else nbytes
-    begin = position = 0
+    begin = position = start
     spans: list[Span] = []
     for number, tensor in wanted:
         elements = tensor.elements
         if not elements:
             continue
         itemsize = tensor.nbytes // elements
-        if not position or tensor.begin - position > _BRIDGE_BYTES:
+        if position == start or tensor.begin - position > _BRIDGE_BYTES:
             yield from _cut(shard, begin, position, spans, nbytes)
             if whole:
                 yield from _cut(shard, position, tensor.begin, [], nbytes)
             begin, spans = tensor.begin, []
-        start = 0
-        while start < elements:
-            at = tensor.begin + start * itemsize
-            left, room = elements - start, (begin + nbytes - at) // itemsize
+        done = 0
+        while done < elements:
+            at = tensor.begin + done * itemsize
+            left, room = elements - done, (begin + nbytes - at) // itemsize
             fitting = left if left <= room else max(room, 0) // unit * unit
             if fitting and len(spans) < tuning.BLOCK_SPANS:
-                spans.append(Span(number, tensor.dtype, start, fitting, at - begin))
-                start += fitting
+                spans.append(Span(number, tensor.dtype, done, fitting, at - begin))
+                done += fitting
                 continue
             # The block is full. The bytes before the next element may themselves be more than a block.
             end = min(at, begin + nbytes)

@@ -33,6 +33,8 @@ class NewFile(NamedTuple):
 
     `header` is a new header. `copies` are copied from the shard, as (begin, end, where they go); None if a pass
     writes every block of the file. `zeros` are ranges to be zeroed. In place, `changes` bytes are overwritten.
+    `metadata` are entries of the metadata that get a new text, or none. What a pass writes lies `shift` bytes further
+    on than in the shard.
     """
 
     shard: Shard
@@ -42,11 +44,26 @@ class NewFile(NamedTuple):
     zeros: Sequence[tuple[int, int]] = ()
     changes: int = 0
     replaces: bool = True
+    metadata: Mapping[str, str | None] | None = None
+    shift: int = 0
+
+    def with_header(self, header: bytes) -> Self:
+        """The same file with another header, which may be longer: the bytes behind it move."""
+        start = self.shard.data_start
+        shift = len(header) - start
+        copies = self.copies
+        if copies is not None:
+            behind = [(max(begin, start), end) for begin, end, _ in copies if end > start]
+            copies = [(begin, end, begin + shift) for begin, end in behind]
+        changes = self.changes + len(header)
+        return self._replace(header=header, size=self.size + shift, copies=copies, changes=changes, shift=shift)
 
     @property
     def ranges(self) -> list[tuple[int, int]] | None:
         """The ranges that get written: all, unless there are zeros, which a new file has as holes."""
-        return [(to, to + end - begin) for begin, end, to in self.copies or ()] if self.zeros else None
+        copied = [(to, to + end - begin) for begin, end, to in self.copies or ()]
+        header = [(0, len(self.header))] if self.header else []
+        return header + copied if self.zeros else None
 
 
 class Destination(Protocol):
@@ -146,10 +163,13 @@ class NewFiles:
         """All of each file that a pass writes whole, and of others the wanted tensors."""
         for shard, (new, _) in self.files.items():
             if new.copies is None or shard in wanted:
-                yield from plan(shard, wanted.get(shard, ()), unit, whole=new.copies is None, nbytes=nbytes)
+                start = shard.data_start if new.header else 0
+                whole = new.copies is None
+                yield from plan(shard, wanted.get(shard, ()), unit, whole=whole, start=start, nbytes=nbytes)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        channel.write(self.files[block.shard][1], block.begin, view)
+        new, file = self.files[block.shard]
+        channel.write(file, block.begin + new.shift, view)
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         channel.write(self.files[shard][1], begin, view)
@@ -184,8 +204,10 @@ class Overwritten:
         return DISCARD.nbytes(selected) + zeros
 
     def tasks(self) -> Iterator[Task]:
-        """Zeros; all else stays where it is."""
+        """Headers and zeros; all else stays where it is."""
         for shard, (new, _) in self.files.items():
+            if new.header:
+                yield partial(self._put_header, shard)
             for begin, end in new.zeros:
                 for at, stop in _cut(begin, end):
                     yield partial(self._zero, shard, at, stop)
@@ -198,6 +220,9 @@ class Overwritten:
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         channel.overwrite(self.files[shard][1], begin, view, [(0, len(view))], self.in_place)
+
+    def _put_header(self, shard: Shard, channel: Channel) -> None:
+        self.put(channel, shard, 0, memoryview(self.files[shard][0].header))
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:
         channel.touch(shard)

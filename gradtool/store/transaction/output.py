@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError, from_os_error
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_regular
+from gradtool.store.format.metadata import rewritten
 from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
@@ -20,13 +21,16 @@ from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
     from gradtool.store.format.newset import NewSet
     from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets
+
+    # For each file whose metadata change, the entries that get a new text, or none.
+    Metadata = Mapping[Shard, Mapping[str, str | None]]
 
 _REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
 
@@ -131,15 +135,16 @@ class Output(NamedTuple):
         """Whether the inputs are left alone."""
         return self.options.is_elsewhere
 
-    def files(self, changed: Iterable[Selected]) -> list[NewFile]:
-        """The files to be written when those tensors change: theirs, or all of them where the output is elsewhere."""
+    def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
+        """The files to be written when those tensors and entries of metadata change; elsewhere, all of them."""
         changes: dict[Shard, int] = {}
+        metadata = metadata or {}
         for one in changed:
             changes[one.shard] = changes.get(one.shard, 0) + one.tensor.nbytes
         return [
-            NewFile(shard, shard.size, changes=changes.get(shard, 0))
+            NewFile(shard, shard.size, changes=changes.get(shard, 0), metadata=metadata.get(shard))
             for shard in self.shards
-            if self.is_elsewhere or shard in changes
+            if self.is_elsewhere or shard in changes or shard in metadata
         ]
 
     def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
@@ -170,7 +175,11 @@ class Output(NamedTuple):
 
         An exception in the block leaves every file as it was. `indexes` are written too; by default a copy of each
         where the output is elsewhere.
+
+        Raises:
+            BadInputError: in place, the header of a file has no room for new metadata.
         """
+        files = [_with_metadata(file, in_place=self.options.in_place) for file in files]
         if self.options.dry_run or not (files or self.is_elsewhere):
             yield DISCARD
             return
@@ -241,6 +250,17 @@ def explained(transaction: Transaction) -> Iterator[None]:
                 f"{problem.message}; {_REMEDY}", file=problem.file, tensor=problem.tensor, code="unfinished"
             ) from error
         raise
+
+
+def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
+    """The file with the header that its new metadata ask for, if there are any."""
+    if not file.metadata:
+        return file
+    new = file.with_header(rewritten(file.shard, file.metadata))
+    if in_place and new.shift:
+        message = "its header has no room for new metadata in place; use --write replace this time, which makes room"
+        raise BadInputError(message, file=file.shard.path, code="header")
+    return new
 
 
 def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, tuple[NewFile, File]]:

@@ -50,7 +50,8 @@ def test_a_created_buffer_carries_the_sum_of_the_weights_on(tmp_path, weights, t
     metadata = [{"n": weights[0], "format": "pt"}, {"n": weights[1]}]
     _, grads = lay_out(tmp_path, f32(), f32(1), f32(1), metadata=metadata)
     accumulate(tmp_path / "new", grads, create=True, weight_key="n")
-    assert metadata_of(tmp_path / "new") == {"format": "pt", "n": total}
+    marks = {"gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+    assert metadata_of(tmp_path / "new") == {"format": "pt", "n": total} | marks
     assert read(tmp_path / "new")["a"].tolist() == [float(total)]
 
 
@@ -65,7 +66,8 @@ def test_a_gradient_that_is_left_out_still_gives_the_created_buffer_its_names(tm
     _, grads = lay_out(tmp_path, f32(), f32(math.nan, 1), f32(1, 2), metadata=metadata)
     result = accumulate(tmp_path / "new", grads, create=True, nonfinite="skip", weight_key="n", mean=True)
     assert read(tmp_path / "new")["a"].tolist() == [1, 2]
-    assert (metadata_of(tmp_path / "new"), result.weight_sum) == ({"n": "4"}, 4)
+    marks = {"gradtool.weight_key": "n", "gradtool.weighted": "mean"}
+    assert (metadata_of(tmp_path / "new"), result.weight_sum) == ({"n": "4"} | marks, 4)
 
 
 def test_create_refuses_a_buffer_that_is_there_and_everything_else_one_that_is_not(tmp_path):

@@ -40,6 +40,10 @@ def like(tmp_path):
     return tmp_path / "model"
 
 
+# How a mean is marked that has a total weight.
+MARKS = {"gradtool.weight_key": "n", "gradtool.weighted": "mean"}
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -61,7 +65,7 @@ def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
         assert result.bytes_written == sum(path.stat().st_size for path in files)
         for path in files:
             with safe_open(path, "numpy") as opened:
-                assert opened.metadata() == {"format": "pt", "n": "4"}
+                assert opened.metadata() == {"format": "pt", "n": "4"} | MARKS
             for name, array in load_file(path).items() if expected else ():
                 assert array.tobytes() == expected[name].tobytes()
 

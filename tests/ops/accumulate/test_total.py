@@ -1,0 +1,394 @@
+"""The total weight in a buffer's metadata: it is true after every operation, or gone, with a warning."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from buffers import f32, refused
+from hypothesis import given
+from hypothesis import strategies as st
+from support import encode, read, snapshot, write, write_index
+from tiers import PARTS, examples
+
+from gradtool import BadInputError, UsageError, accumulate, clip, zero
+
+SUM = {"gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+MEAN = {"gradtool.weight_key": "n", "gradtool.weighted": "mean"}
+
+
+def metadata_of(path):
+    content = path.read_bytes()
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+
+
+def values_of(path):
+    return read(path)["a"].tolist()
+
+
+@pytest.fixture
+def grads(tmp_path):
+    """Gradients of 3 and 1, whose sum is 11 and whose mean is 2.75; and one more, of 4."""
+    values = {"g3": (3, 3), "g1": (2, 1), "g4": (5, 4)}
+    return [write(tmp_path / name, {"a": f32(value)}, {"n": str(n)}) for name, (value, n) in values.items()]
+
+
+def made(path, grads, **options):
+    """A buffer that was created from gradients."""
+    accumulate(path, grads, create=True, weight_key="n", **options)
+    return path
+
+
+def added(path, grads, **options):
+    """What adding says: its warnings, the metadata and the values."""
+    result = accumulate(path, grads, **options)
+    return [one.message for one in result.warnings], metadata_of(path), values_of(path)
+
+
+MODES = pytest.mark.parametrize("write_mode", ["replace", "inplace"])
+
+
+@MODES
+def test_adding_to_a_sum_adds_to_its_total(tmp_path, grads, write_mode):
+    path = made(tmp_path / "sum", grads[:2])
+    assert (metadata_of(path), values_of(path)) == ({"n": "4"} | SUM, [11])
+    assert added(path, grads[2], weight_key="n", write=write_mode) == ([], {"n": "8"} | SUM, [31])
+
+
+@MODES
+@pytest.mark.parametrize("mean", [False, True])
+def test_overwriting_stores_the_total_of_what_is_there_now(tmp_path, grads, write_mode, mean):
+    path = made(tmp_path / "buffer", grads[:2], mean=not mean)
+    found = added(path, grads[::2], overwrite=True, weight_key="n", mean=mean, write=write_mode)
+    assert found == ([], {"n": "7"} | (MEAN if mean else SUM), f32(29 / 7 if mean else 29).tolist())
+
+
+def test_overwriting_a_file_without_a_total_stores_one_after_its_own_metadata(tmp_path):
+    path = write(tmp_path / "plain", {"a": f32(9), "b": np.zeros((0, 2))}, {"step": "7", "format": "pt"})
+    both = write(tmp_path / "both", {"a": f32(3), "b": np.zeros((0, 2))}, {"n": "3"})
+    assert added(path, both, overwrite=True, weight_key="n") == (
+        [], {"step": "7", "format": "pt", "n": "3"} | SUM, [9],
+    )  # fmt: skip
+    assert list(metadata_of(path))[:3] == ["step", "format", "n"]
+
+
+@MODES
+@pytest.mark.parametrize("mean", [False, True])
+def test_what_is_added_to_a_zeroed_buffer_is_its_total(tmp_path, grads, write_mode, mean):
+    path = made(tmp_path / "buffer", grads[:2], mean=not mean)
+    zeroed = zero(path, write=write_mode)
+    assert zeroed.warnings == ()
+    assert metadata_of(path) == {"n": "0"} | (SUM if mean else MEAN)
+    expected = [], {"n": "8"} | (MEAN if mean else SUM), [3.875 if mean else 31]
+    assert added(path, grads, weight_key="n", mean=mean, write=write_mode) == expected
+
+
+def test_a_skipped_gradient_does_not_count_towards_the_total(tmp_path, grads):
+    path = made(tmp_path / "sum", grads[:1])
+    bad = write(tmp_path / "bad", {"a": f32(math.nan)}, {"n": "50"})
+    warned, metadata, values = added(path, [bad, grads[1]], weight_key="n", nonfinite="skip")
+    assert (len(warned), metadata, values) == (1, {"n": "4"} | SUM, [11])
+
+
+def test_a_clipped_sum_stands_for_its_weights_all_the_same(tmp_path, grads):
+    path = made(tmp_path / "sum", grads[:2], max_norm=1, eps=0)
+    assert added(path, grads[2], weight_key="n", max_norm=2, eps=0) == ([], {"n": "8"} | SUM, [2])
+    clip(path, max_norm=1, eps=0)
+    assert (metadata_of(path), values_of(path)) == ({"n": "8"} | SUM, [1])
+
+
+DROPPED = {
+    "without the key": ({}, {}, "gradients were added without --weight-key", "use --weight-key n"),
+    "overwritten without the key": ({}, {"overwrite": True}, "overwritten without --weight-key", "use --weight-key n"),
+    "to a mean": ({"mean": True}, {"weight_key": "n"}, "added to a mean", "accumulate NEW OLD GRAD... --create --mean"),
+    "to a mean without the key": ({"mean": True}, {}, "added without --weight-key", "accumulate NEW OLD GRAD..."),
+    "a mean to a sum": ({}, {"weight_key": "n", "mean": True}, "a mean was added to a sum", "leave out --mean"),
+    "with given weights": ({}, {"weight": [4]}, "gradients were added without --weight-key", "use --weight-key n"),
+    "with other weights": ({}, {"weight_key": "m"}, "added with weights from 'm'", "use --weight-key n"),
+}
+
+
+@MODES
+@pytest.mark.parametrize("case", DROPPED)
+def test_a_total_that_is_no_longer_true_is_dropped_with_a_warning(tmp_path, grads, write_mode, case):
+    create, add, why, remedy = DROPPED[case]
+    path = made(tmp_path / "buffer", grads[:2], **create)
+    grad = write(tmp_path / "grad", {"a": f32(1)}, {"n": "4", "m": "5"})
+    (warning,), metadata, _ = added(path, grad, write=write_mode, **add)
+    assert metadata == {}
+    assert why in warning
+    assert "; dropped from its metadata: 'n' = '4'. " in warning
+    assert remedy in warning
+
+
+def test_another_key_takes_the_place_of_the_total_when_a_buffer_is_overwritten(tmp_path, grads):
+    path = made(tmp_path / "buffer", grads[:2])
+    grad = write(tmp_path / "grad", {"a": f32(7)}, {"m": "5"})
+    (warning,), metadata, values = added(path, grad, overwrite=True, weight_key="m")
+    assert metadata == {"m": "5", "gradtool.weight_key": "m", "gradtool.weighted": "sum"}
+    assert "dropped from its metadata: 'n' = '4'" in warning
+    assert values == [35]
+
+
+def test_an_unmarked_buffer_loses_the_weight_that_is_no_longer_true_and_nothing_else(tmp_path, grads):
+    path = write(tmp_path / "micro", {"a": f32(1)}, {"format": "pt", "n": "3", "m": "1"})
+    (warning,), metadata, values = added(path, grads[0], weight_key="n")
+    assert (metadata, values) == ({"format": "pt", "m": "1"}, [10])
+    assert "gradients were added to a mean; dropped from its metadata: 'n' = '3'" in warning
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"weight": [2]}, {"weight_key": "n"}])
+def test_buffers_without_a_total_get_none(tmp_path, grads, options):
+    own = {"n": "3"} if "weight_key" not in options else {"m": "3"}
+    path = write(tmp_path / "plain", {"a": f32(1)}, own | {"format": "pt"}, padding=3)
+    header = path.read_bytes()[: -values_of(path).__len__() * 4]
+    accumulate(path, grads[0], **options)
+    assert path.read_bytes().startswith(header)
+
+
+@MODES
+@pytest.mark.parametrize("options", [{"dry_run": True}, {"update": False}])
+def test_nothing_changes_where_nothing_is_written(tmp_path, grads, options, write_mode):
+    path = made(tmp_path / "mean", grads[:2], mean=True)
+    before = snapshot(tmp_path)
+    result = accumulate(path, grads[2], weight_key="n", write=write_mode, **options)
+    assert snapshot(tmp_path) == before
+    assert [one.code for one in result.warnings] == (["weight-dropped"] if "dry_run" in options else [])
+
+
+@MODES
+def test_a_part_of_a_buffer_cannot_have_another_total_than_the_rest(tmp_path, write_mode):
+    tensors = {"a": f32(1), "b": f32(2), "ids": np.arange(3, dtype=np.int32)}
+    grad = write(tmp_path / "grad", tensors, {"n": "3"})
+    for options in ({"include": ["a"]}, {"include": ["a"], "overwrite": True}):
+        made(tmp_path / "sum", grad, exclude=["ids"])
+        (warning,), metadata, _ = added(tmp_path / "sum", grad, weight_key="n", write=write_mode, **options)
+        assert "some of its tensors" in warning
+        assert metadata == {}
+        (tmp_path / "sum").unlink()
+    made(tmp_path / "sum", grad, exclude=["ids"])
+    only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "2"})
+    # What a gradient lacks counts as zeros, but is not overwritten by zeros.
+    assert added(tmp_path / "sum", only_a, weight_key="n", missing="skip") == ([], {"n": "5"} | SUM, [13])
+    (warning,), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", overwrite=True)
+    assert metadata == {}
+
+
+def test_tensors_that_carry_no_values_are_no_part_of_the_buffer(tmp_path):
+    path = write(tmp_path / "buffer", {"a": f32(1), "ids": np.arange(3, dtype=np.int32)}, {"n": "0"})
+    grad = write(tmp_path / "grad", {"a": f32(1), "ids": np.arange(3, dtype=np.int32)}, {"n": "3"})
+    assert added(path, grad, weight_key="n", exclude=["ids"], overwrite=True) == ([], {"n": "3"} | SUM, [3])
+    zero(path, exclude=["ids"])
+    assert metadata_of(path) == {"n": "0"} | SUM
+
+
+@MODES
+def test_every_shard_has_the_same_total_even_if_no_tensor_of_it_changes(tmp_path, write_mode):
+    shards = {"1.safetensors": {"a": f32(1)}, "2.safetensors": {"b": f32(2)}, "3.safetensors": {"e": f32()}}
+    write_index(tmp_path / "set", shards)
+    grad = write(tmp_path / "grad", {"a": f32(5), "b": f32(6), "e": f32()}, {"n": "3"})
+    accumulate(tmp_path / "set", grad, weight_key="n", overwrite=True)
+    only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "2"})
+    result = accumulate(tmp_path / "set", only_a, weight_key="n", missing="skip", write=write_mode)
+    found = [metadata_of(tmp_path / "set" / name) for name in shards]
+    assert (found, result.files_written) == ([{"n": "5"} | SUM] * 3, 3)
+    assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [18]
+    assert values_of(tmp_path / "set" / "1.safetensors") == [25]
+
+
+def test_shards_that_differ_have_no_total(tmp_path):
+    for number, metadata in ((1, {"n": "4"} | SUM), (2, {"n": "4"} | MEAN)):
+        write(tmp_path / "set" / f"{number}.safetensors", {f"{'ab'[number - 1]}": f32(1)}, metadata)
+    with pytest.raises(BadInputError, match=r"2.safetensors: has a mean by its metadata, where 1.safetensors of the"):
+        accumulate(tmp_path / "new", tmp_path / "set", create=True, weight_key="n")
+    grad = write(tmp_path / "grad", {"a": f32(5), "b": f32(6)}, {"n": "3"})
+    (warning,) = accumulate(tmp_path / "set", grad, weight_key="n").warnings
+    assert (warning.code, warning.file) == ("weight-dropped", str(tmp_path / "set"))
+    assert "its own weight cannot be read" in warning.message
+    assert [metadata_of(path) for path in sorted((tmp_path / "set").iterdir())] == [{}, {}]
+
+
+def test_elsewhere_the_copies_get_the_new_total(tmp_path, grads):
+    path = made(tmp_path / "sum", grads[:2])
+    before = snapshot(tmp_path)
+    accumulate(path, grads[2], weight_key="n", output=tmp_path / "out")
+    zero(path, output_dir=tmp_path / "zeros")
+    assert {one: kept for one, kept in snapshot(tmp_path).items() if one in before} == before
+    assert (metadata_of(tmp_path / "out"), values_of(tmp_path / "out")) == ({"n": "8"} | SUM, [31])
+    assert metadata_of(tmp_path / "zeros" / "sum") == {"n": "0"} | SUM
+
+
+def test_a_total_that_has_no_room_in_place_is_refused_and_the_other_way_to_write_makes_room(tmp_path, grads):
+    path = write(tmp_path / "plain", {"a": f32(1)}, {"n": "3"})
+    options = {"weight_key": "n", "overwrite": True}
+    for more in ({}, {"dry_run": True}):
+        assert refused(BadInputError, tmp_path, path, grads, write="inplace", **options, **more) == [
+            ("header", None, "plain")
+        ]
+    accumulate(path, grads, **options)
+    huge = write(tmp_path / "huge", {"a": f32(0)}, {"n": "-1.2345678901234567e+300"})
+    size = path.stat().st_size
+    assert added(path, huge, write="inplace", **options)[1] == {"n": "-1.2345678901234567e+300"} | SUM
+    assert path.stat().st_size == size
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [("224", "224"), ("224.0", "224"), ("0.1", "0.1"), ("1e15", "1000000000000000"), ("1e300", "1e+300"), ("-2", "-2")],
+)
+def test_whole_totals_are_written_as_integers(tmp_path, weight, text):
+    made(tmp_path / "new", write(tmp_path / "g", {"a": encode([0], "F64")}, {"n": weight}))
+    assert metadata_of(tmp_path / "new")["n"] == text
+
+
+def test_a_sum_is_added_as_it_is_and_counts_with_its_weight(tmp_path, grads):
+    sum_, mean = made(tmp_path / "sum", grads[:2]), made(tmp_path / "mean", grads[:2], mean=True)
+    for one in (sum_, mean):
+        options = {"create": True, "mean": True, "weight_key": "n", "per_gradient": True}
+        result = accumulate(tmp_path / f"of_{one.name}", [one, grads[2]], **options)
+        assert values_of(tmp_path / f"of_{one.name}") == [31 / 8]
+        assert ([row.weight for row in result.per_gradient], result.weight_sum) == ([4, 4], 8)
+    # Without the key, and with weights that are given, it is a file like any other.
+    accumulate(tmp_path / "plain", [sum_, mean], create=True, weight=[2, 4])
+    assert (values_of(tmp_path / "plain"), metadata_of(tmp_path / "plain")) == ([33], {})
+
+
+def test_a_sum_is_clipped_as_the_gradient_that_it_stands_for(tmp_path, grads):
+    sum_, mean = made(tmp_path / "sum", grads[:2]), made(tmp_path / "mean", grads[:2], mean=True)
+    rows = []
+    for one in (sum_, mean):
+        options = {"create": True, "weight_key": "n", "clip_each": 1, "eps": 0, "per_gradient": True}
+        rows.append(accumulate(tmp_path / f"of_{one.name}", one, **options).per_gradient[0])
+        assert values_of(tmp_path / f"of_{one.name}") == [4]
+    assert (rows[0].norm, rows[0].coef) == (rows[1].norm, rows[1].coef) == (2.75, 1 / 2.75)
+
+
+def test_a_zeroed_sum_adds_nothing_and_has_norm_0(tmp_path, grads):
+    sum_ = made(tmp_path / "sum", grads[:2])
+    zero(sum_)
+    options = {"create": True, "mean": True, "weight_key": "n", "clip_each": 9, "per_gradient": True}
+    result = accumulate(tmp_path / "new", [sum_, grads[2]], **options)
+    assert (values_of(tmp_path / "new"), result.per_gradient[0].norm) == ([5], 0)
+
+
+def test_a_sum_of_other_weights_and_a_mark_that_says_neither_are_refused(tmp_path):
+    path = write(tmp_path / "buffer", {"a": f32(0)})
+    grad = write(tmp_path / "g1", {"a": f32(1)}, {"m": "2", "n": "4"} | SUM)
+    assert refused(BadInputError, tmp_path, path, grad, weight_key="m") == [("weight", None, "g1")]
+    grad = write(tmp_path / "g1", {"a": f32(1)}, {"n": "4", "gradtool.weighted": "both"})
+    assert refused(BadInputError, tmp_path, path, grad, weight_key="n") == [("weight", None, "g1")]
+    assert refused(UsageError, tmp_path, path, grad, weight_key="gradtool.weighted") == [("usage", None, None)]
+
+
+@MODES
+@pytest.mark.parametrize("max_norm", [None, 5])
+def test_a_buffer_that_stands_for_no_weight_must_be_zeroed(tmp_path, grads, write_mode, max_norm):
+    options = {"weight_key": "n", "write": write_mode, "max_norm": max_norm}
+    path = write(tmp_path / "buffer", {"a": f32(1e-30)}, {"n": "0"} | MEAN, padding=50)
+    before = path.read_bytes()
+    with pytest.raises(BadInputError, match="'n' = 0 in its metadata, but it is not all zeros; nothing written"):
+        accumulate(path, grads, **options)
+    assert path.read_bytes() == before
+    write(path, {"a": f32(-0.0)}, {"n": "0"}, padding=99)
+    accumulate(path, grads, **options)
+    assert metadata_of(path) == {"n": "8"} | SUM
+
+
+def test_weights_that_cancel_out_leave_a_sum_that_can_be_added_to(tmp_path, grads):
+    minus = write(tmp_path / "minus", {"a": f32(1)}, {"n": "-3"})
+    path = made(tmp_path / "sum", [grads[0], minus])
+    assert (metadata_of(path), values_of(path)) == ({"n": "0"} | SUM, [6])
+    assert refused(BadInputError, tmp_path, path, grads[2], weight_key="n", mean=True) == [("weight", None, "sum")]
+    assert added(path, grads[2], weight_key="n") == ([], {"n": "4"} | SUM, [26])
+
+
+def test_a_total_beyond_float64_is_refused(tmp_path):
+    huge = write(tmp_path / "huge", {"a": f32(0)}, {"n": "1e308"})
+    path = made(tmp_path / "sum", huge)
+    assert refused(BadInputError, tmp_path, path, huge, weight_key="n") == [("weight", None, None)]
+
+
+class Tree:
+    """Micro-batches with numbers of tokens, merged in a random tree of steps."""
+
+    def __init__(self, folder, rng):
+        self.folder, self._rng, self._count = folder, rng, 0
+        self.leaves = []
+
+    def _new(self):
+        self._count += 1
+        return self.folder / f"{self._count}.safetensors"
+
+    def leaf(self):
+        tokens, grad = int(self._rng.integers(1, 500)), self._rng.standard_normal(2)
+        self.leaves.append((tokens, grad))
+        return write(self._new(), {"a": grad}, {"n": str(tokens)})
+
+    def merge(self, how, parts):
+        """Merge files into one, in one of several ways."""
+        path = self._new()
+        options = {"weight_key": "n", "dtype": "F64"}
+        if how in {"create", "create mean"}:
+            accumulate(path, parts, create=True, mean="mean" in how, **options)
+            return path
+        # Into a buffer that held something else.
+        accumulate(path, self._spare(), create=True, mean="mean" in how, **options)
+        del options["dtype"]
+        if "overwrite" in how:
+            accumulate(path, parts[:1], overwrite=True, mean="mean" in how, write="inplace", **options)
+            parts = parts[1:]
+        else:
+            zero(path, write="inplace")
+        if how == "zero, then the mean":
+            accumulate(path, parts, mean=True, **options)
+        else:
+            for part in parts:
+                accumulate(path, part, **options)
+        return path
+
+    def _spare(self):
+        return write(self._new(), {"a": self._rng.standard_normal(2)}, {"n": "77"})
+
+    def mean(self, top):
+        accumulate(self.folder / "root", top, create=True, mean=True, dtype="F64", weight_key="n")
+        return self.folder / "root"
+
+
+HOW = ["create", "create mean", "overwrite, then add", "zero, then add", "zero, then the mean"]
+TREES = st.recursive(
+    st.just("leaf"),
+    lambda parts: st.tuples(st.sampled_from(HOW), st.lists(parts, min_size=1, max_size=3)),
+    max_leaves=8,
+)
+
+
+@PARTS
+def test_a_mean_of_means_and_sums_is_the_mean_of_all_whatever_the_tree(tmp_path_factory, part):
+    @examples(150, part)
+    @given(st.lists(TREES, min_size=1, max_size=3), st.integers(0, 1000))
+    def check(top, seed):
+        tree = Tree(tmp_path_factory.mktemp("tree"), np.random.default_rng(seed))
+
+        def build(one):
+            return tree.leaf() if one == "leaf" else tree.merge(one[0], [build(part) for part in one[1]])
+
+        root = tree.mean([build(one) for one in top])
+        tokens, values = map(np.array, zip(*tree.leaves, strict=True))
+        flat = (tokens[:, None] * values).sum(0) / tokens.sum()
+        assert read(root)["a"] == pytest.approx(flat, rel=1e-12, abs=1e-12)
+        assert metadata_of(root)["n"] == str(tokens.sum())
+
+    check()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_levels_give_the_flat_mean(tmp_path, how):
+    """128 and 96 tokens on one node, 50 on another, 10 on a third; each way to merge them."""
+    tree = Tree(tmp_path, np.random.default_rng(5))
+    grads = {"1": (128, [1.0, 2]), "2": (96, [3.0, -1]), "3": (50, [0.5, 8]), "4": (10, [-7.0, 4])}
+    micro = [write(tmp_path / name, {"a": np.array(g)}, {"n": str(n)}) for name, (n, g) in grads.items()]
+    nodes = [tree.merge(how, micro[:2]), tree.merge("create mean", micro[2:3]), micro[3]]
+    total = tree.mean(nodes)
+    assert metadata_of(total)["n"] == "284"
+    flat = sum(n * np.array(g) for n, g in grads.values()) / 284
+    assert read(total)["a"] == pytest.approx(flat, rel=1e-15)

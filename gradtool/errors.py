@@ -121,10 +121,12 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
+NO_SUCH_FILE = "no such file"
+NO_SUCH_FOLDER = "no such folder"
 # The message and the error code of each.
 _BAD_INPUT = {
-    errno.ENOENT: ("no such file", "missing-file"),
-    errno.ENOTDIR: ("no such file", "missing-file"),
+    errno.ENOENT: (NO_SUCH_FILE, "missing-file"),
+    errno.ENOTDIR: (NO_SUCH_FILE, "missing-file"),
     errno.ENAMETOOLONG: ("the name is too long", "missing-file"),
     errno.ELOOP: ("symbolic links form a loop", "missing-file"),
     errno.EISDIR: ("is a folder, not a file", ""),

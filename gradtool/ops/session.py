@@ -56,11 +56,12 @@ class Call(NamedTuple):
         """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any."""
         began = perf_counter()
         named = checks.paths(paths)
-        if chosen["files_from"] is not None:
-            named += read_path_list(os.fspath(chosen["files_from"]))
+        listed = None if chosen["files_from"] is None else read_path_list(os.fspath(chosen["files_from"]))
+        named += listed.paths if listed else []
         choice = backends.choose(chosen["backend"], chosen["device"])
         engine = Threads(choice.backend, chosen["threads"] or default_threads(), chosen["progress"])
-        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice.why, began)
+        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, listed)
+        return cls(inputs, engine, choice.why, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""

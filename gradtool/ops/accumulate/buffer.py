@@ -6,12 +6,13 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool import checks
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import NO_SUCH_FILE, BadInputError, UsageError
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out, new_tensor
+from gradtool.store.format.paths import is_there, refuse_output
 from gradtool.store.transaction.destination import NewFile
 
 if TYPE_CHECKING:
@@ -28,13 +29,20 @@ if TYPE_CHECKING:
 def checked_buffer(buffer: Any, *, create: bool) -> str:
     """The path of the buffer, which must exist, or must not if it is to be created."""
     path = checks.path("BUFFER", buffer)
-    there = os.path.lexists(path)
+    there = is_there(path)
+    if create:
+        refuse_output(path)
     if create and there:
         raise BadInputError("already exists; leave out --create to add to it", file=path, code="exists")
     if create and path.endswith((os.sep, INDEX_SUFFIX)):
         raise UsageError(f"--create makes a single file, which {path} does not name")
     if not create and not there:
-        raise BadInputError("no such file; --create makes it from the first gradient", file=path, code="missing-file")
+        from gradtool.store.format.missing import no_such_file  # only needed for the error
+
+        message = no_such_file(path)
+        # The reason why, or the path that may be meant, comes last.
+        message = message.replace(NO_SUCH_FILE, f"{NO_SUCH_FILE}; --create makes it from the first gradient", 1)
+        raise BadInputError(message, file=path, code="missing-file")
     return path
 
 

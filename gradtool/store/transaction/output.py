@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, from_os_error
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_regular
+from gradtool.store.format.paths import refuse_output
 from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
@@ -76,9 +77,12 @@ class Output(NamedTuple):
 
         Raises:
             UsageError: the options do not fit the inputs.
+            BadInputError: an output is a URL, or a path that the shell should have expanded.
         """
         shards = [shard for one in sets for shard in one.shards]
         output = cls(options, sets[:writes], new_mode(shard.stat for shard in shards), created)
+        for path in filter(None, (options.file, options.folder)):
+            refuse_output(path)
         if options.in_place and (options.is_elsewhere or created is not None):
             raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
         if options.file is not None and options.folder is not None:

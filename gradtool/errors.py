@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Sequence
 
 EXIT_OK = 0
@@ -164,6 +164,14 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
     if error.errno in _BAD_INPUT:
         message, code = _BAD_INPUT[error.errno]
         return BadInputError(message, file=file, code=code)
+    if error.errno == errno.EACCES:
+        from gradtool import permissions  # only needed for the error
+
+        if (denied := permissions.missing(os.fspath(file))) is not None:
+            file, what = denied
+            refused = SystemRefusedError(f"{error.strerror}: {what}; check its permissions", file=file)
+            refused.errno = error.errno
+            return refused
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0)
     refused = SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)

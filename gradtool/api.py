@@ -70,7 +70,13 @@ def in_python(message: str) -> str:
     message = re.sub(
         r"\bgradtool (norm|clip|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?", _call, message
     )
+    message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", _given, message)
     return re.sub(r"--(no-)?([a-z](?:[a-z-]*[a-z])?)(?:([ =])((?:[A-Za-z0-9_]+(?:, | or )?)+))?", _argument, message)
+
+
+def _given(found: re.Match[str]) -> str:
+    name = found[1].replace("-", "_")
+    return f"{name}=" if name in _declared() else found[0]
 
 
 def _call(found: re.Match[str]) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Sequence
 
 EXIT_OK = 0
@@ -122,10 +122,12 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
+NO_SUCH_FILE = "no such file"
+NO_SUCH_FOLDER = "no such folder"
 # The message and the error code of each.
 _BAD_INPUT = {
-    errno.ENOENT: ("no such file", "missing-file"),
-    errno.ENOTDIR: ("no such file", "missing-file"),
+    errno.ENOENT: (NO_SUCH_FILE, "missing-file"),
+    errno.ENOTDIR: (NO_SUCH_FILE, "missing-file"),
     errno.ENAMETOOLONG: ("the name is too long", "missing-file"),
     errno.ELOOP: ("symbolic links form a loop", "missing-file"),
     errno.EISDIR: ("is a folder, not a file", ""),
@@ -163,6 +165,14 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
     if error.errno in _BAD_INPUT:
         message, code = _BAD_INPUT[error.errno]
         return BadInputError(message, file=file, code=code)
+    if error.errno == errno.EACCES:
+        from gradtool import permissions  # only needed for the error
+
+        if (denied := permissions.missing(os.fspath(file))) is not None:
+            file, what = denied
+            refused = SystemRefusedError(f"{error.strerror}: {what}; check its permissions", file=file)
+            refused.errno = error.errno
+            return refused
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0)
     refused = SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)

@@ -103,6 +103,7 @@ def test_arrays_in_place_of_paths_are_told_how_to_be_saved(given):
         ("leave out --write inplace, --output and --create", 'leave out write="inplace", output and create=True'),
         ("--x names it; --threads must be at least 1", "x names it; threads must be at least 1"),
         ("use --no-update or --no-clobber", "use update=False or no_clobber=True"),
+        ("--include 'a b' matches nothing", "include='a b' matches nothing"),
         ("use gradtool recover --force", "use gradtool.recover(force=True)"),
         ("gradtool recover, or the next run", "gradtool.recover(), or the next run"),
         ("a --name that is no option", "a --name that is no option"),

@@ -128,9 +128,8 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
     path.parent.chmod(0o755)
     assert (done.returncode, done.stdout) == (5, "")
     refused = path.parent if sealed == "folder" else path
-    assert done.stderr == (
-        f"gradtool: error: {refused}: Permission denied; check the permissions of the file and its folder\n"
-    )
+    what = "folder may not be written to" if sealed == "folder" else "file may not be read"
+    assert done.stderr == f"gradtool: error: {refused}: Permission denied: this {what}; check its permissions\n"
     assert kept(path) == before
     assert len(list(path.parent.iterdir())) == 1
 

@@ -11,6 +11,7 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefused
 from gradtool.options import RecoverOptions, Sets
 from gradtool.signatures import complete, documented
 from gradtool.store import signals
+from gradtool.store.format.paths import is_there, refuse_urls
 from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
@@ -61,6 +62,7 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
     named = checks.paths(paths)
     if not named:
         raise UsageError("no path is given; name a file, a folder or an index")
+    refuse_urls(named)
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0
@@ -77,11 +79,13 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
             raise
         removed += swept
         _sort(found, rows, problems)
-    missing = [path for path in named if not os.path.lexists(path)]
+    missing = [path for path in named if not is_there(path)]
     if problems:
         raise _failed(problems, rows)
     if missing and not rows:
-        raise BadInputError("no such file", file=missing[0], code="missing-file")
+        from gradtool.store.format.missing import no_such_file  # only needed for the error
+
+        raise BadInputError(no_such_file(missing[0]), file=missing[0], code="missing-file")
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 

@@ -92,12 +92,12 @@ class Call(NamedTuple):
         """
         began = perf_counter()
         named = checks.paths(paths)
-        if chosen["files_from"] is not None:
-            named += read_path_list(os.fspath(chosen["files_from"]))
+        listed = None if chosen["files_from"] is None else read_path_list(os.fspath(chosen["files_from"]))
+        named += listed.paths if listed else []
         choice = backends.choose(chosen["backend"], chosen["device"])
         threads, progress = chosen["threads"] or default_threads(), chosen["progress"]
         engine = Threads(choice.backend, min(threads, MOST_THREADS), progress if callable(progress) else None)
-        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names)
+        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names, listed)
         return cls(inputs, engine, choice, threads, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool import checks
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import NO_SUCH_FILE, BadInputError, UsageError
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
 from gradtool.store.format.gradset import Selected, open_sets
@@ -15,6 +15,7 @@ from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
+from gradtool.store.format.paths import is_there, refuse_output
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.output import NewIndex
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 def checked_buffer(buffer: Any, policy: Policy) -> str:
     """The path of the buffer, which must exist, or must not if it is to be created; or only as an empty folder."""
     path = checks.path("BUFFER", buffer)
-    there = os.path.lexists(path)
+    there = is_there(path)
+    if policy.create:
+        refuse_output(path)
     if policy.is_sharded and path.endswith((".safetensors", INDEX_SUFFIX)):
         raise UsageError(f"--shard-like and --max-shard-size make a folder, and {path} names a file")
     if policy.create and there and not (policy.is_sharded and os.path.isdir(path)):  # noqa: PTH112 - may raise
@@ -41,7 +44,12 @@ def checked_buffer(buffer: Any, policy: Policy) -> str:
     if policy.create and not policy.is_sharded and path.endswith((os.sep, INDEX_SUFFIX)):
         raise UsageError(f"--create makes a single file, which {path} does not name; --max-shard-size makes a folder")
     if not policy.create and not there:
-        raise BadInputError("no such file; --create makes it from the first gradient", file=path, code="missing-file")
+        from gradtool.store.format.missing import no_such_file  # only needed for the error
+
+        message = no_such_file(path)
+        # The reason why, or the path that may be meant, comes last.
+        message = message.replace(NO_SUCH_FILE, f"{NO_SUCH_FILE}; --create makes it from the first gradient", 1)
+        raise BadInputError(message, file=path, code="missing-file")
     return path
 
 

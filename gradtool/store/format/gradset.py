@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, UsageError, os_errors_about, shortened
+from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, os_errors_about, shortened
 from gradtool.store.format.header import Shard, read_shard
 from gradtool.store.format.index import INDEX_SUFFIX, index_of, read_weight_map
+from gradtool.store.format.paths import is_there
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
 
 
@@ -36,8 +38,8 @@ class Selected(NamedTuple):
     tensor: Tensor
 
 
-def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
-    """Open every set of one call: read and check all headers, but no data.
+def open_sets(paths: Sequence[str | os.PathLike[str]], listed: PathList | None = None) -> list[GradientSet]:
+    """Open every set of one call: read and check all headers, but no data. The last paths may be those of a list.
 
     Raises:
         UsageError: no path is given.
@@ -47,12 +49,17 @@ def open_sets(paths: Sequence[str | os.PathLike[str]]) -> list[GradientSet]:
     """
     if not paths:
         raise UsageError("no path is given; name a file, a folder, an index, or use --files-from")
-    for path in paths:
-        # A Path drops the slash, and with it that a folder is meant.
-        if str(path).endswith(os.sep) and not os.path.isdir(path):  # noqa: PTH112
-            raise BadInputError("no such folder", file=path, code="missing-file")
-    sets = [_open_set(Path(path)) for path in paths]
-    _refuse_same_file(shard for one in sets for shard in one.shards)
+    sets: list[GradientSet] = []
+    for number, path in enumerate(paths):
+        try:
+            sets.append(_open_named(os.fspath(path)))
+        except BadInputError as error:
+            from gradtool.store.format.named import named_at  # only needed for the error
+
+            if (explained := named_at(paths, listed, number).explained(error)) is None:
+                raise
+            raise explained from error
+    _refuse_same_file(sets, paths, listed)
     return sets
 
 
@@ -82,7 +89,10 @@ def _matching(names: set[str], patterns: Sequence[re.Pattern[str]], option: str)
     for pattern in patterns:
         found = set(filter(pattern.search, names))
         if not found:
-            raise BadInputError(f"{option} {pattern.pattern!r} matches no tensor name", code="no-match")
+            from gradtool.store.format.globs import hint  # only needed for the error
+
+            what = f"{option} {pattern.pattern!r} matches no tensor name{hint(option, pattern.pattern, names)}"
+            raise BadInputError(what, code="no-match")
         matching |= found
     return matching
 
@@ -124,8 +134,18 @@ def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
             with warnings.catch_warnings(action="ignore"):
                 compiled.append(re.compile(pattern))
         except (re.error, OverflowError, RecursionError) as error:
-            raise UsageError(f"{option} {pattern!r} is not a regular expression: {error}") from error
+            from gradtool.store.format.globs import hint  # only needed for the error
+
+            what = f"{option} {pattern!r} is not a regular expression: {error}{hint(option, pattern)}"
+            raise UsageError(what) from error
     return compiled
+
+
+def _open_named(path: str) -> GradientSet:
+    # A Path drops the slash, and with it that a folder is meant.
+    if path.endswith(os.sep) and not (is_there(path) and os.path.isdir(path)):  # noqa: PTH112
+        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
+    return _open_set(Path(path))
 
 
 def _open_set(path: Path) -> GradientSet:
@@ -146,7 +166,9 @@ def _open_folder(folder: Path) -> GradientSet:
         return _open_index(folder, folder / indexes[0])
     files = [folder / name for name in names if name.endswith(".safetensors")]
     if not files:
-        raise BadInputError("has no .safetensors file", file=folder, code="missing-file")
+        from gradtool.store.format.contents import without_safetensors  # only needed for the error
+
+        raise BadInputError(without_safetensors(folder), file=folder, code="missing-file")
     shards = tuple(map(read_shard, files))
     _shards_by_tensor(shards)
     return GradientSet(folder, shards)
@@ -156,7 +178,7 @@ def _open_index(path: Path, index: Path) -> GradientSet:
     """An index and its shards, checked against each other in both directions."""
     weight_map = read_weight_map(index)
     shards = tuple(_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))
-    _refuse_same_file(shards)
+    _refuse_same_shard(index, shards)
     home = _shards_by_tensor(shards)
     names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
@@ -174,7 +196,8 @@ def _read_mapped(index: Path, file: str) -> Shard:
     except BadInputError as error:
         if error.problems[0].code != "missing-file":
             raise
-        message = f"the index names the shard {shortened(file)}, which does not exist"
+        link = ", a symbolic link to a file" if os.path.islink(index.parent / file) else ""  # noqa: PTH114
+        message = f"the index names the shard {shortened(file)}{link}, which does not exist"
         raise BadInputError(message, file=index, code="missing-file") from error
 
 
@@ -191,10 +214,24 @@ def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
     return home
 
 
-def _refuse_same_file(shards: Iterable[Shard]) -> None:
+def _refuse_same_shard(index: Path, shards: Iterable[Shard]) -> None:
     home: dict[tuple[int, int], Shard] = {}
     for shard in shards:
         other = home.setdefault(shard.identity, shard)
         if other is not shard:
-            message = f"is the same file as {other.path}; name each file once"
+            message = f"is the same file as {other.path.name}, and the index {index.name} names both; correct the index"
             raise BadInputError(message, file=shard.path, code="duplicate-file")
+
+
+def _refuse_same_file(
+    sets: Sequence[GradientSet], paths: Sequence[str | os.PathLike[str]], listed: PathList | None
+) -> None:
+    home: dict[tuple[int, int], tuple[Shard, int]] = {}
+    for number, one in enumerate(sets):
+        for shard in one.shards:
+            other, first = home.setdefault(shard.identity, (shard, number))
+            if other is not shard:
+                from gradtool.store.format.named import named_at, named_twice  # only needed for the error
+
+                way, other_way = named_at(paths, listed, number), named_at(paths, listed, first)
+                raise named_twice(shard.path, way, other.path, other_way)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_OTHER_FORMATS = {b"PK\x03\x04": "a zip archive, as torch.save writes", b"\x80\x02": "a pickle", b"GGUF": "GGUF"}
-
 
 @dataclass(frozen=True, eq=False)
 class Shard:
@@ -56,11 +54,13 @@ def read_shard(path: Path) -> Shard:
     with _opened(path) as (fd, status):
         try:
             shard = _read_shard(path, fd, status)
-        except BadInputError:
+        except BadInputError as error:
             # It may look invalid only because it is being written.
-            if is_unchanged(path, status):
-                raise
-            raise changed_meanwhile(path) from None
+            if not is_unchanged(path, status):
+                raise changed_meanwhile(path) from None
+            if (other := _other_format(path, fd, status.st_size)) is not None:
+                raise other from error
+            raise
         if not is_unchanged(path, status):
             raise changed_meanwhile(path)
         return shard
@@ -116,7 +116,7 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         try:
             status = os.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
-                raise BadInputError("is a folder, not a file", file=path)
+                raise BadInputError("is a folder, not a file; name the folder itself, or rename it", file=path)
             if not stat.S_ISREG(status.st_mode):
                 raise BadInputError("is not a regular file", file=path)
             yield fd, status
@@ -202,8 +202,6 @@ def _pread(fd: int, length: int, offset: int) -> bytes:
 
 def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
     """What is wrong with a file whose header cannot even be read; `start` is its first eight bytes."""
-    if (other := _other_format(path, start)) is not None:
-        return other
     if len(start) < 8:  # noqa: PLR2004 - the length field
         return BadInputError(f"is not a safetensors file: {size} bytes are too few", file=path)
     length = int.from_bytes(start, "little")
@@ -214,17 +212,15 @@ def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
     return BadInputError(f"{what}; copy it again", file=path)
 
 
-def _other_format(path: Path, start: bytes) -> BadInputError | None:
-    for magic, name in _OTHER_FORMATS.items():
-        if start.startswith(magic):
-            return BadInputError(f"is not a safetensors file but {name}; convert it first", file=path)
-    return None
+def _other_format(path: Path, fd: int, size: int) -> BadInputError | None:
+    """The error for a refused file that is something else than a safetensors file."""
+    from gradtool.store.format import sniff  # only needed for what is refused
+
+    return sniff.foreign(path, _pread(fd, sniff.HEAD, 0), size)
 
 
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
     """What is wrong with a file that the library refused; its own `verdict` if we find nothing."""
-    if (other := _other_format(path, len(text).to_bytes(8, "little"))) is not None:
-        return other
     try:
         refuse_wrong_offsets(path, text, size)
     except BadInputError as error:

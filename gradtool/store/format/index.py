@@ -36,7 +36,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, BadInputError):
             raise
-        raise BadInputError(f"is not a valid index: {shortened(repr(error))}", file=index) from error
+        raise _other_format(index, text) or BadInputError(
+            f"is not a valid index: {shortened(repr(error))}", file=index
+        ) from error
     for name, file in zip(weight_map, files, strict=True):
         if not is_file_name(file):
             message = f"the index maps it to {shortened(repr(file))}; a shard must lie beside its index"
@@ -57,6 +59,13 @@ def index_of(file: Path) -> Path | None:
             if file.name in read_weight_map(index).values():
                 return index
     return None
+
+
+def _other_format(index: Path, text: bytes) -> BadInputError | None:
+    """The error for a refused index that is something else than JSON."""
+    from gradtool.store.format import sniff  # only needed for what is refused
+
+    return sniff.foreign_index(index, text[: sniff.HEAD], len(text))
 
 
 def _without_duplicates(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,10 +6,61 @@ import os
 import re
 import select
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, os_errors_about
+from gradtool.errors import BadInputError, from_os_error, os_errors_about
 from gradtool.store.format.limits import MAX_PATH_LIST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
+
+
+def url_message(path: str) -> str | None:
+    """What is wrong with a path that is a URL; None for any other path."""
+    match = _URL.match(path)
+    if match is None:
+        return None
+    scheme = match[1].lower()
+    if scheme == "file":
+        return "is a URL, not a path; leave out file://"
+    example = f" (such as with {_DOWNLOADERS[scheme]})" if scheme in _DOWNLOADERS else ""
+    return f"is a URL, which gradtool cannot read; download the file{example} or mount the storage first"
+
+
+def is_there(path: str) -> bool:
+    """Whether there is something at a path, if only a broken link.
+
+    Raises:
+        SystemRefusedError: a folder on the way may not be entered.
+    """
+    try:
+        os.lstat(path)
+    except PermissionError as error:
+        raise from_os_error(error, path) from error
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def refuse_urls(paths: Iterable[str]) -> None:
+    """Raise `BadInputError` for the first URL, unless there is a file of that name."""
+    for path in paths:
+        if (message := url_message(path)) is not None and not is_there(path):
+            raise BadInputError(message, file=path, code="missing-file")
+
+
+def refuse_output(path: str) -> None:
+    """Raise `BadInputError` for an output whose folder the shell, or a mount, should have provided."""
+    if _URL.match(path):
+        message = "is a URL, which gradtool cannot write to; name a local path and upload the result"
+    elif path.partition(os.sep)[0] == "~" and not os.path.lexists("~"):
+        message = "the shell did not expand the ~; leave it out of quotes, or write $HOME"
+    else:
+        return
+    raise BadInputError(message, file=path, code="missing-file")
 
 
 def is_file_name(name: Any) -> bool:
@@ -24,7 +75,15 @@ def is_file_name(name: Any) -> bool:
     return True
 
 
-def read_path_list(source: str) -> list[str]:
+class PathList(NamedTuple):
+    """The paths in a file or stream; `head` is its first bytes."""
+
+    where: str
+    paths: list[str]
+    head: bytes
+
+
+def read_path_list(source: str) -> PathList:
     """The paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
 
     Raises:
@@ -38,7 +97,12 @@ def read_path_list(source: str) -> list[str]:
         else:
             with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
                 text = file.read(MAX_PATH_LIST + 1)
+    head = text[:512]
     if len(text) > MAX_PATH_LIST:
+        from gradtool.store.format.sniff import foreign_list  # only needed for the error
+
+        if (no_list := foreign_list(where, head)) is not None:
+            raise no_list
         message = f"has over {MAX_PATH_LIST:,} bytes, the limit for a list of paths"
         raise BadInputError(message, file=where, code="limit")
     separator = b"\0" if b"\0" in text else b"\n"
@@ -46,7 +110,7 @@ def read_path_list(source: str) -> list[str]:
     paths = [os.fsdecode(line) for line in re.findall(b"[^%b]+" % separator, text)]
     if not paths:
         raise BadInputError("names no file", file=where)
-    return paths
+    return PathList(where, paths, head)
 
 
 def _read_stdin() -> bytes:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
+    from gradtool.store.format.paths import PathList
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ class Inputs(NamedTuple):
     exclude: Sequence[str] = ()
     dtypes: Sequence[str] | None = None
     unique_names: bool = False
+    # The list that the last of the paths come from.
+    listed: PathList | None = None
 
     def open(self) -> OpenSets:
         """Read the headers, and check all that can be checked before a byte of data is read."""
-        sets = open_sets(self.paths)
+        sets = open_sets(self.paths, self.listed)
         selected = select(sets, self.include, self.exclude)
         if self.unique_names and len(sets) > 1:
             refuse_shared_names(selected)

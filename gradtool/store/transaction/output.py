@@ -11,6 +11,7 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefused
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_regular
 from gradtool.store.format.metadata import rewritten
+from gradtool.store.format.paths import refuse_output
 from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
@@ -51,6 +52,13 @@ class OutputOptions(NamedTuple):
         """Whether the inputs are left alone."""
         return self.file is not None or self.folder is not None
 
+    def refuse_wrong_paths(self) -> None:
+        """Raise an error where the output can be meant for no file or folder of this system."""
+        if self.file == "-":
+            raise UsageError("--output - is not supported: results are files, not streams. Use ./- for a file named -")
+        for path in filter(None, (self.file, self.folder)):
+            refuse_output(path)
+
     @property
     def only_reads(self) -> bool:
         """Whether no input is written."""
@@ -88,7 +96,8 @@ class Output(NamedTuple):
 
         Raises:
             UsageError: the options do not fit the inputs.
-            BadInputError: the new set cannot be like the first.
+            BadInputError: the new set cannot be like the first; or an output is a URL, or a path that the shell should
+                have expanded.
         """
         sets, shards = opened.sets, opened.shards
         folder = None if options.folder is None else Path(options.folder)
@@ -96,14 +105,13 @@ class Output(NamedTuple):
         if created is not None:
             first = opened.selected_in(sets[0].shards)
             output = output._replace(created=created.targets(first), folder=created.folder)
+        options.refuse_wrong_paths()
         if options.in_place and (options.is_elsewhere or created is not None):
             raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
         if options.file is not None and options.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
         if options.no_clobber and not options.is_elsewhere:
             raise UsageError("--no-clobber is about the files of --output and --output-dir; give one of these")
-        if options.file == "-":
-            raise UsageError("--output - is not supported: results are files, not streams. Use ./- for a file named -")
         if options.file is not None and options.file.endswith(os.sep):
             raise UsageError(f"--output {options.file} names a folder; use --output-dir")
         if options.file is not None and (len(output.shards) > 1 or output.sets[0].index):

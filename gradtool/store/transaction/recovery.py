@@ -78,7 +78,9 @@ def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | I
     try:
         folder = Folder.at(scope.folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadInputError("no such folder", file=scope.folder, code="missing-file") from error
+        from gradtool.store.format.missing import no_such_folder  # only needed for the error
+
+        raise BadInputError(no_such_folder(str(scope.folder)), file=scope.folder, code="missing-file") from error
     except OSError as error:
         raise from_os_error(error, scope.folder) from error
     with folder:

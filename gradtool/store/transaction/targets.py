@@ -134,7 +134,9 @@ class Targets:
                 try:
                     self._followed[path] = self._opened_folder(path)
                 except (FileNotFoundError, NotADirectoryError) as error:
-                    raise BadInputError("no such folder", file=path, code="missing-file") from error
+                    from gradtool.store.format.missing import no_such_folder  # only needed for the error
+
+                    raise BadInputError(no_such_folder(path), file=path, code="missing-file") from error
         return self._followed[path]
 
     def _opened_folder(self, path: str) -> tuple[Folder, list[_Link]]:

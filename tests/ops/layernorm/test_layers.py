@@ -130,7 +130,7 @@ def test_no_y_grad_and_a_prefix_that_is_not_there_are_refused(tmp_path):
     assert [one.code for one in refused(tmp_path, BadInputError)] == ["no-match"]
     two_layers(tmp_path)
     (problem,) = refused(tmp_path, BadInputError, prefix=["a.0", "b"])
-    assert problem.message == "prefix 'b' has no tensor Y_grad"
+    assert problem.message == "prefix='b' has no tensor Y_grad"
 
 
 @pytest.mark.parametrize("name", ["Y_grad", "X", "scale", "mean", "inv_std_dev"])

@@ -112,7 +112,7 @@ def test_one_file_under_two_names_in_an_index_is_bad_input(tmp_path):
         open_sets(index)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, '{"weight_map": null}', "\x00"])
+@pytest.mark.parametrize("text", [" ", "{", "[]", "{}", "[" * 100_000, '{"weight_map": null}', "\x00"])
 def test_an_index_that_is_none_is_bad_input(tmp_path, text):
     index = tmp_path / "m.safetensors.index.json"
     index.write_text(text)
@@ -141,8 +141,9 @@ def test_the_same_file_twice_is_bad_input_by_whatever_name(tmp_path):
     (tmp_path / "link").symlink_to(path)
     os.link(path, tmp_path / "hard")
     for other in (path, tmp_path / "link", tmp_path / "hard", tmp_path):
-        with pytest.raises(BadInputError, match="same file"):
+        with pytest.raises(BadInputError, match="named twice") as caught:
             open_sets([path, other])
+        assert caught.value.problems[0].code == "duplicate-file"
 
 
 @pytest.mark.parametrize("separator", ["\n", "\0"])
@@ -150,14 +151,14 @@ def test_paths_come_from_a_file(tmp_path, separator):
     awkward = "b c" if separator == "\n" else "b\nc"
     paths = [str(write(tmp_path / name, {name: ONES})) for name in ("a", awkward)]
     (tmp_path / "list").write_text(separator.join(paths) + separator)
-    assert read_path_list(str(tmp_path / "list")) == paths
+    assert read_path_list(str(tmp_path / "list")).paths == paths
     assert len(open_sets(paths)) == 2
 
 
 def test_paths_come_from_standard_input(tmp_path, monkeypatch):
     path = write(tmp_path / "a", {"a": ONES})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(os.fsencode(path) + b"\0")))
-    assert read_path_list("-") == [str(path)]
+    assert read_path_list("-").paths == [str(path)]
 
 
 def test_an_empty_list_of_paths_is_bad_input(tmp_path):
@@ -216,7 +217,7 @@ def test_an_index_of_a_link_finds_the_shards_beside_the_link(tmp_path):
 
 def test_standard_input_may_be_text_alone(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-    assert read_path_list("-") == ["a", "b"]
+    assert read_path_list("-").paths == ["a", "b"]
 
 
 def test_without_standard_input_there_are_no_paths_on_it(monkeypatch):
@@ -264,4 +265,4 @@ def test_a_pipe_that_does_not_block_is_read_to_its_end(monkeypatch):
     monkeypatch.setattr("select.poll", Poll)
     with os.fdopen(reader) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        assert read_path_list("-") == ["a", "b", "c"]
+        assert read_path_list("-").paths == ["a", "b", "c"]

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -78,10 +79,11 @@ def test_a_file_without_tensors_is_fine(tmp_path):
 
 
 BAD = {
-    "empty": (b"", "0 bytes are too few"),
+    "empty": (b"", "is an empty file, not a safetensors file; copy or download it again"),
     "seven bytes": (b"1234567", "7 bytes are too few"),
     "text": (b"hello, this is no safetensors file at all", "not a safetensors file"),
-    "torch.save": (b"PK\x03\x04" + bytes(60), "a zip archive, as torch.save writes"),
+    "pickle": (pickle.dumps({"a": [1.0] * 9}), "is a pickle, not a safetensors file; convert it"),
+    "torch.save": (b"PK\x03\x04" + bytes(60), "is a zip archive, not a safetensors file; unpack it"),
     "header over the limit": (with_header({}, length=100_000_001), "100,000,001 bytes, where 50,000,000"),
     "header cut off": (with_header({}, length=50), "the header says 50 bytes of header, the file has 10"),
     "no JSON": (with_header(b"{nope}"), "JSON"),

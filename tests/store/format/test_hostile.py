@@ -108,9 +108,16 @@ def shape(*dimensions, data_offsets=(0, 8)):
 # By what is hostile: what makes it, and what is said.
 CORPUS = {
     # Lengths.
-    "a length field of all ones": (raw(b"\xff" * 8 + bytes(100)), "over the limit"),
+    "a length field of all ones": (
+        raw(b"\xff" * 8 + bytes(100)),
+        "is a file of an unknown format (its first bytes are ff ff ff ff ff ff ff ff)",
+    ),
     "a length field just below 2**63": (
         raw((2**63 - 1).to_bytes(8, "little")),
+        "is a file of an unknown format (its first bytes are ff ff ff ff ff ff ff 7f)",
+    ),
+    "a length field just below 2**63 before a header": (
+        raw((2**63 - 1).to_bytes(8, "little") + b"{}"),
         "9,223,372,036,854,775,807 bytes, where 50,000,000",
     ),
     "a length beyond the end": (raw(with_header({}, length=3)), "the file has 10 bytes"),
@@ -174,7 +181,7 @@ CORPUS = {
     "a deep index": (index(b'{"weight_map":' + b"[" * 100_000), "not a valid index"),
     "an index of many digits": (index(b"9" * 1_000_000), "not a valid index"),
     "an index that is no UTF-8": (index(b'{"weight_map":{"\xff":"1.safetensors"}}'), "not a valid index"),
-    "an empty index": (index(b""), "not a valid index"),
+    "an empty index": (index(b""), "is an empty file, not an index"),
     "an index that is a number": (index(b"NaN"), "not a valid index"),
     # What is no file.
     "a link to itself": (link_to_itself, "symbolic links form a loop"),

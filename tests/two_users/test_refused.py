@@ -1,0 +1,84 @@
+"""What a user may not do: the error names the file or the folder that refuses, and what may not be done to it."""
+
+import pytest
+from neighbours import folder_of, grads, state
+from users import ALICE, run_as
+
+ENTERED = "this folder may not be entered"
+LISTED = "this folder may not be listed"
+WRITTEN = "this folder may not be written to"
+
+
+@pytest.fixture
+def place(root):
+    """Folders of another user, each with a file: to be entered by nobody else, not to be listed, not to be written."""
+    for name, mode in (("shut", 0o700), ("unlisted", 0o711), ("fixed", 0o755), ("open", 0o777)):
+        grads(0, folder_of(0, root / name, mode) / "x.safetensors")
+    (root / "shut/in").mkdir()
+    grads(0, root / "open/sealed.safetensors", 0o600, seed=2)
+    grads(0, root / "open/fixed.safetensors", 0o644, seed=3)
+    return root
+
+
+FOLDERS = ("shut", "unlisted", "fixed", "open")
+
+
+def files_of(place):
+    return {path: one for path, one in state(place).items() if not path.is_dir()}
+
+
+# By the arguments: the file or folder that is named, and what may not be done to it.
+REFUSED = {
+    "norm open/sealed.safetensors": ("open/sealed.safetensors", "this file may not be read"),
+    "norm open": ("open/sealed.safetensors", "this file may not be read"),
+    "norm shut/x.safetensors": ("shut", ENTERED),
+    "norm shut/in/missing": ("shut", ENTERED),
+    "norm shut/in/": ("shut", ENTERED),
+    "norm shut": ("shut", ENTERED),
+    "norm unlisted": ("unlisted", LISTED),
+    "norm --files-from shut/list": ("shut", ENTERED),
+    "clip --max-norm 1 shut/x.safetensors": ("shut", ENTERED),
+    "clip --max-norm 1 fixed/x.safetensors": ("fixed", WRITTEN),
+    "clip --max-norm 1 fixed/x.safetensors --write inplace": ("fixed", WRITTEN),
+    "clip --max-norm 1 unlisted/x.safetensors": ("unlisted", LISTED),
+    "clip --max-norm 1 open/fixed.safetensors --write inplace": (
+        "open/fixed.safetensors",
+        "this file may not be written to",
+    ),
+    "clip --max-norm 1 open/x.safetensors --output fixed/y": ("fixed", WRITTEN),
+    "clip --max-norm 1 open/x.safetensors --output shut/y": ("shut", ENTERED),
+    "clip --max-norm 1 open/x.safetensors --output shut/in/y": ("shut", ENTERED),
+    "clip --max-norm 1 open/x.safetensors --output-dir fixed": ("fixed", WRITTEN),
+    "clip --max-norm 1 open/x.safetensors --output-dir fixed/new/deeper": ("fixed", WRITTEN),
+    "clip --max-norm 1 open/x.safetensors --output-dir shut/in/new": ("shut", ENTERED),
+    "accumulate fixed/x.safetensors open/x.safetensors": ("fixed", WRITTEN),
+    "accumulate shut/x.safetensors open/x.safetensors": ("shut", ENTERED),
+    "accumulate --create fixed/new open/x.safetensors": ("fixed", WRITTEN),
+    "accumulate --create shut/new open/x.safetensors": ("shut", ENTERED),
+    "zero fixed/x.safetensors": ("fixed", WRITTEN),
+    "recover shut/in": ("shut", ENTERED),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_is_refused_is_named_and_nothing_is_changed(place, call):
+    culprit, what = REFUSED[call]
+    before = files_of(place)
+    # Text, because a Path drops the slash at its end.
+    words = [f"{place}/{word}" if word.partition("/")[0] in FOLDERS else word for word in call.split()]
+    answer = run_as(ALICE, *words)
+    assert (answer.code, answer.out) == (5, "")
+    line = f"{place / culprit}: Permission denied: {what}; check its permissions"
+    assert answer.err == f"gradtool: error: {line}\n"
+    assert files_of(place) == before
+
+
+def test_a_link_into_a_folder_that_may_not_be_entered_names_that_folder(place):
+    (place / "open/link.safetensors").symlink_to(place / "shut/x.safetensors")
+    answer = run_as(ALICE, "norm", place / "open/link.safetensors")
+    assert answer.err == f"gradtool: error: {place}/shut: Permission denied: {ENTERED}; check its permissions\n"
+
+
+def test_what_may_be_read_is_read_though_its_folder_may_not_be_listed_or_written(place):
+    for name in ("unlisted", "fixed"):
+        assert run_as(ALICE, "norm", place / name / "x.safetensors").code == 0

@@ -17,7 +17,7 @@ from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from gradtool.engines import Found, Pass
@@ -67,14 +67,30 @@ class Call(NamedTuple):
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
         return Session(opened, self.engine, self.backend_why, self.began)
 
+    def look(self, options: OutputOptions) -> OpenSets:
+        """What the call names as `open_to_write` will open it, with nothing locked."""
+        from gradtool.store.transaction.open import look
+
+        return look(self.inputs, options)
+
     @contextlib.contextmanager
     def open_to_write(
-        self, options: OutputOptions, *, writes: int | None = None, created: Path | None = None
+        self,
+        options: OutputOptions,
+        *,
+        writes: int | None = None,
+        created: Path | None = None,
+        homes: Collection[Path] | None = None,
     ) -> Iterator[tuple[Session, Output]]:
-        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new file."""
+        """Open what the call names, locked where it is written.
+
+        That is the first `writes` sets, or all, or those that have one of the files of `homes`; or the file to be
+        `created`.
+        """
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
-        with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):
+        written = open_to_write(self.inputs, options, writes=writes, created=created, homes=homes)
+        with written as (opened, output):
             try:
                 yield Session(opened, self.engine, self.backend_why, self.began), output
             finally:

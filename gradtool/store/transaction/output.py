@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -20,7 +21,7 @@ from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
@@ -71,14 +72,22 @@ class Output(NamedTuple):
     transaction: Transaction | None = None
 
     @classmethod
-    def of(cls, options: OutputOptions, sets: Sequence[GradientSet], writes: int | None, created: Path | None) -> Self:
-        """The output of a call that reads the sets, and writes the first of them or all.
+    def of(
+        cls,
+        options: OutputOptions,
+        sets: Sequence[GradientSet],
+        writes: int | None = None,
+        created: Path | None = None,
+        homes: Collection[Path] | None = None,
+    ) -> Self:
+        """The output of a call that reads the sets, and writes the first of them, or those with a file of `homes`.
 
         Raises:
             UsageError: the options do not fit the inputs.
         """
         shards = [shard for one in sets for shard in one.shards]
-        output = cls(options, sets[:writes], new_mode(shard.stat for shard in shards), created)
+        written = sets[:writes] if homes is None else _sets_with(homes, sets, options)
+        output = cls(options, written, new_mode(shard.stat for shard in shards), created)
         if options.in_place and (options.is_elsewhere or created is not None):
             raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
         if options.file is not None and options.folder is not None:
@@ -86,7 +95,8 @@ class Output(NamedTuple):
         if options.file is not None and options.file.endswith(os.sep):
             raise UsageError(f"--output {options.file} names a folder; use --output-dir")
         if options.file is not None and (len(output.shards) > 1 or output.sets[0].index):
-            raise UsageError("--output takes a single input file; use --output-dir for several")
+            what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
+            raise UsageError(f"--output {what}; use --output-dir for several files")
         # Not Path's questions, which raise where there is no permission.
         there, is_folder = os.path.lexists(options.folder or ""), os.path.isdir(options.folder or "")  # noqa: PTH112
         if there and not is_folder:
@@ -208,6 +218,17 @@ def explained(transaction: Transaction) -> Iterator[None]:
                 f"{problem.message}; {_REMEDY}", file=problem.file, tensor=problem.tensor, code="unfinished"
             ) from error
         raise
+
+
+def _sets_with(homes: Collection[Path], sets: Sequence[GradientSet], options: OutputOptions) -> list[GradientSet]:
+    """The sets that have one of the files; where the output is elsewhere, only those files of them."""
+    found = [one for one in sets if any(shard.path in homes for shard in one.shards)]
+    if not options.is_elsewhere:
+        return found
+    own = [tuple(shard for shard in one.shards if shard.path in homes) for one in found]
+    # A single file needs no index.
+    indexes = [one.index if options.file is None else None for one in found]
+    return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
 
 
 def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, tuple[NewFile, File]]:

@@ -62,18 +62,18 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     """
     chosen = complete("norm", NormOptions, options)
     top, limit = chosen["top"], chosen["fail_above"]
-    session = Call.of(paths, chosen).open_to_read(ignore_unfinished=chosen["ignore_journal"])
-    found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
-    norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
-    rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
-    problems = nonfinite_problems(session.selected, found)
-    if limit is not None and not norms.whole <= limit:
-        problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
-    return NormResult(
-        **facts(session, session.selected, found, norms.whole),
-        per_tensor=tuple(rows if top is None else _largest(rows, top)),
-        problems=tuple(problems),
-    )
+    with Call.of(paths, chosen).open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
+        found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
+        norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
+        rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
+        problems = nonfinite_problems(session.selected, found)
+        if limit is not None and not norms.whole <= limit:
+            problems.append(Problem("above-limit", f"the norm {norms.whole!r} is above the limit {limit!r}"))
+        return NormResult(
+            **facts(session, session.selected, found, norms.whole),
+            per_tensor=tuple(rows if top is None else _largest(rows, top)),
+            problems=tuple(problems),
+        )
 
 
 def _row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:

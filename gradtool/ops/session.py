@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+import numpy as np
+
 from gradtool import backends, checks
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
@@ -62,10 +64,12 @@ class Call(NamedTuple):
         engine = Threads(choice.backend, chosen["threads"] or default_threads(), chosen["progress"])
         return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice.why, began)
 
-    def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
+    @contextlib.contextmanager
+    def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[Session]:
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
-        return Session(opened, self.engine, self.backend_why, self.began)
+        with _quiet_arithmetic():
+            yield Session(opened, self.engine, self.backend_why, self.began)
 
     def look(self, options: OutputOptions) -> OpenSets:
         """What the call names as `open_to_write` will open it, with nothing locked."""
@@ -90,11 +94,16 @@ class Call(NamedTuple):
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
         written = open_to_write(self.inputs, options, writes=writes, created=created, homes=homes)
-        with written as (opened, output):
+        with _quiet_arithmetic(), written as (opened, output):
             try:
                 yield Session(opened, self.engine, self.backend_why, self.began), output
             finally:
                 self.engine.close()
+
+
+def _quiet_arithmetic() -> np.errstate:
+    """Without numpy's warnings, for the thread of the call; engines see to their own threads."""
+    return np.errstate(all="ignore")
 
 
 def output_options_of(chosen: Writing) -> OutputOptions:

@@ -58,8 +58,7 @@ def find_layers(opened: OpenSets, form: Form, prefixes: Sequence[str]) -> list[L
 
     Raises:
         BadInputError: there is none, or none of a prefix that is asked for; a tensor is missing, or its type or size
-            does not fit; a result would take the name of an input, or of another
-            result.
+            does not fit; two results would have one name.
     """
     lookup, suffix = Lookup(opened.sets, form), form.suffixes["y_grad"]
     gradients = list(lookup.gradients(opened.selected, prefixes))
@@ -98,18 +97,7 @@ def _layer(one: Found, lookup: Lookup, form: Form) -> Layer:
     ]
     layer = Layer(stem(one.prefix), one.owner, one.y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
     refuse_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)
-    _refuse_overwritten(layer)
     return layer
-
-
-def _refuse_overwritten(layer: Layer) -> None:
-    """An input that was given an output's name may only be replaced by its like."""
-    news = {output.name: output for output in layer.outputs}
-    for one in layer.inputs:
-        new = news.get(one.tensor.name)
-        if new is not None and (new.dtype, new.shape) != (one.tensor.dtype, one.tensor.shape):
-            message = f"is an input, and a result of {new.dtype} {list(new.shape)} would take its name"
-            raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name)
 
 
 def _refuse_equal_results(layers: Sequence[Layer]) -> None:
@@ -124,16 +112,21 @@ def _refuse_equal_results(layers: Sequence[Layer]) -> None:
 
 
 def refuse_overwritten_inputs(layers: Sequence[Layer]) -> None:
-    """Raise `BadInputError` if a result that goes beside the inputs has the name of another layer's input there."""
+    """Raise `BadInputError` if a result beside the inputs has the name of one, but for an X_grad like its Y_grad."""
     owners = {layer.owner.path: layer.owner for layer in layers}
     sets = {shard: owner.path for owner in owners.values() for shard in owner.shards}
-    results = {(layer.owner.path, output.name): layer for layer in layers for output in layer.outputs}
+    results = {(layer.owner.path, output.name): (layer, output) for layer in layers for output in layer.outputs}
     for layer in layers:
         for one in layer.inputs:
-            other = results.get((sets[one.shard], one.tensor.name), layer) if one.shard in sets else layer
-            if other is not layer:
-                message = f"is an input of {layer.name!r}, and a result of {other.name!r} would take its name"
-                raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name)
+            if one.shard not in sets or (sets[one.shard], one.tensor.name) not in results:
+                continue
+            other, new = results[sets[one.shard], one.tensor.name]
+            if other is layer and (new.dtype, new.shape) == (one.tensor.dtype, one.tensor.shape):
+                continue
+            whose = "an input" if other is layer else f"an input of {layer.name!r}"
+            result = f"a result of {new.dtype} {list(new.shape)}" if other is layer else f"a result of {other.name!r}"
+            message = f"is {whose}, and {result} would take its name"
+            raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name)
 
 
 def _split(x: Selected, axis: int) -> tuple[int, int]:

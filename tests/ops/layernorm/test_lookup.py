@@ -142,7 +142,8 @@ def test_a_path_whose_layers_are_not_selected_is_not_locked_either(tmp_path):
     assert not gradients(other, "m.")
 
 
-def test_a_file_that_gets_a_layer_before_it_is_locked_is_not_written(tmp_path, monkeypatch):
+@pytest.mark.parametrize("option", [None, "output", "output_dir", "dry_run"])
+def test_a_file_that_gets_a_layer_before_it_is_locked_is_not_written(tmp_path, monkeypatch, option):
     acts, weights, _ = split(tmp_path, "scale")
     found = layernorm.homes_of
 
@@ -152,11 +153,13 @@ def test_a_file_that_gets_a_layer_before_it_is_locked_is_not_written(tmp_path, m
         return homes
 
     monkeypatch.setattr(layernorm, "homes_of", homes_of)
-    before = read(acts)
+    before = acts.read_bytes()
+    options = {} if option is None else {option: True if option == "dry_run" else tmp_path / "out"}
     with pytest.raises(SystemRefusedError, match="was changed by another program") as caught:
-        layernorm_backward([acts, weights])
+        layernorm_backward([acts, weights], **options)
     assert caught.value.problems[0].file == str(weights)
-    assert list(read(acts)) == list(before)
+    assert acts.read_bytes() == before
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"write": "inplace"}])

@@ -101,12 +101,15 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
     """Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
     The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
-    missing. --include and --exclude select layers by the name of their Y_grad. With --output or --output-dir, only the
-    gradients are written, and only there.
+    missing. What the path of a Y_grad does not have is taken from the other paths, which are only read.
+
+    --include and --exclude select layers by the name of their Y_grad. With --output or --output-dir, only the gradients
+    are written, and only there.
 
     \b
     Examples:
       gradtool layernorm-backward step_100/ --output-dir grads/
+      gradtool layernorm-backward acts.safetensors weights.safetensors
       gradtool layernorm-backward acts.safetensors \\
           --kind rmsnorm --scale-offset 1 --prefix model.norm
     """

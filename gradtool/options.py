@@ -212,6 +212,7 @@ class LayerNormOptions(Rewriting, total=False):
 
     kind: Annotated[Literal["layernorm", "rmsnorm"], Option("Kind of layer.", default="layernorm")]
     invertible: Annotated[bool, Option("Read Y (and bias) instead of X (and mean).", default=False)]
+    affine: Annotated[bool, Option("Layers have a scale; without, it counts as 1 and gets no gradient.", default=True)]
     axis: Annotated[int, Option("First axis normalized over; negative ones count from the end.", "N", -1)]
     norm_eps: Annotated[
         float, Option("Added to the variance, for statistics that are computed.", "E", 1e-5, NOT_NEGATIVE_FINITE)
@@ -228,6 +229,9 @@ class LayerNormOptions(Rewriting, total=False):
     bias: Annotated[str, Option("Name of the bias, read in the invertible form.", "NAME", "bias")]
     mean: Annotated[str, Option("Name of the mean of each row.", "NAME", "mean")]
     inv_std_dev: Annotated[str, Option("Name of 1 / sqrt(variance + eps) of each row.", "NAME", "inv_std_dev")]
+    x_grad: Annotated[str, Option("Name for the gradient of X.", "NAME", "X_grad")]
+    scale_grad: Annotated[str, Option("Name for the gradient of the weight.", "NAME", "scale_grad")]
+    bias_grad: Annotated[str, Option("Name for the gradient of the bias.", "NAME", "bias_grad")]
     x_grad_in_place: Annotated[bool, Option("Write X_grad in place of Y_grad, which is dropped.", default=False)]
 
 

@@ -5,6 +5,7 @@ import gradtool
 gradtool.clip("grads", max_norm=1, threads=4, nonfinite="zero", include=["a"], progress=print)
 gradtool.accumulate("buffer", ["a", "b"], weight=[1, 2], dtype="BF16", missing="skip", write="inplace")
 gradtool.layernorm_backward("acts", kind="rmsnorm", y_grad="dY", backend="cuda", device=1)
+gradtool.layernorm_backward(["acts", "model"], affine=False, scale_grad="weight", output="grads")
 gradtool.recover("grads", force=True)
 gradtool.norm(["a", "b"], by_file=True, concat=True)
 gradtool.accumulate("buffer", "grad", create=True, max_shard_size="5GB")

@@ -7,6 +7,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gradtool.engines import Found, Pass, Worker
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import run
@@ -57,7 +59,9 @@ class Threads:
     def _do(
         self, task: Callable[[Worker, Found], None], destination: Destination, found: Found, channel: Channel
     ) -> None:
-        task(Worker(channel, self.backend, destination, self._resident), found)
+        # NaN, Inf and overflow are results; they are counted, and need no warning.
+        with np.errstate(all="ignore"):
+            task(Worker(channel, self.backend, destination, self._resident), found)
 
     def _counter(self, title: str, whole: int) -> Callable[[int], None] | None:
         """What is told of the bytes that a pass reads."""

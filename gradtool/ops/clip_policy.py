@@ -6,8 +6,6 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
-
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError
@@ -127,5 +125,4 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
 @lru_cache(maxsize=64)
 def _rounded(dtype: str, value: float) -> float:
     """A number in the type that tensors of a storage type compute in; nearly always the same few for all tensors."""
-    with np.errstate(over="ignore"):
-        return float(STORAGE[dtype].work.type(value))
+    return float(STORAGE[dtype].work.type(value))

@@ -86,21 +86,21 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     top, limit = chosen["top"], chosen["fail_above"]
     by_file = chosen["by_file"]
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
-    session = call.open_to_read(ignore_unfinished=chosen["ignore_journal"])
-    found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
-    norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
-    rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
-    files = list(_file_rows(call.inputs.paths, session, found)) if by_file else []
-    limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
-    problems = nonfinite_problems(session.selected, found)
-    problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
-    return NormResult(
-        **facts(session, session.selected, found),
-        norm=norms.whole,
-        per_tensor=tuple(rows if top is None else _largest(rows, top)),
-        per_file=tuple(files),
-        problems=tuple(problems),
-    )
+    with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
+        found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
+        norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
+        rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
+        files = list(_file_rows(call.inputs.paths, session, found)) if by_file else []
+        limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
+        problems = nonfinite_problems(session.selected, found)
+        problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
+        return NormResult(
+            **facts(session, session.selected, found),
+            norm=norms.whole,
+            per_tensor=tuple(rows if top is None else _largest(rows, top)),
+            per_file=tuple(files),
+            problems=tuple(problems),
+        )
 
 
 def _row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:

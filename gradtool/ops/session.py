@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+import numpy as np
+
 from gradtool import backends, checks
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
@@ -18,7 +20,8 @@ from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     from gradtool.backends import Choice
     from gradtool.engines import Found, Pass
@@ -100,19 +103,37 @@ class Call(NamedTuple):
         inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names, listed)
         return cls(inputs, engine, choice, threads, began)
 
-    def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
+    @contextlib.contextmanager
+    def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[Session]:
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
-        return self._session(opened)
+        with _quiet_arithmetic():
+            yield self._session(opened)
+
+    def look(self, options: OutputOptions) -> OpenSets:
+        """What the call names as `open_to_write` will open it, with nothing locked."""
+        from gradtool.store.transaction.open import look
+
+        return look(self.inputs, options)
 
     @contextlib.contextmanager
     def open_to_write(
-        self, options: OutputOptions, *, writes: int | None = None, created: NewSet | None = None
+        self,
+        options: OutputOptions,
+        *,
+        writes: int | None = None,
+        created: NewSet | None = None,
+        homes: Collection[Path] | None = None,
     ) -> Iterator[tuple[Session, Output]]:
-        """Open what the call names, locked where it is written: the first `writes` sets, or all, or a new one."""
+        """Open what the call names, locked where it is written.
+
+        That is the first `writes` sets, or all, or those that have one of the files of `homes`; or the set to be
+        `created`.
+        """
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
-        with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):
+        written = open_to_write(self.inputs, options, writes=writes, created=created, homes=homes)
+        with _quiet_arithmetic(), written as (opened, output):
             try:
                 yield self._session(opened), output
             finally:
@@ -125,6 +146,11 @@ class Call(NamedTuple):
         if self.asked_threads <= MOST_THREADS:
             return []
         return [Problem("threads", f"--threads {self.asked_threads} is more than {MOST_THREADS}; using {MOST_THREADS}")]
+
+
+def _quiet_arithmetic() -> np.errstate:
+    """Without numpy's warnings, for the thread of the call; engines see to their own threads."""
+    return np.errstate(all="ignore")
 
 
 def output_options_of(chosen: Writing) -> OutputOptions:

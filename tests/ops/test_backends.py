@@ -99,6 +99,9 @@ CALLS = {
     ),
     "zero": lambda folder, **options: gradtool.zero(grads(folder / "g"), include=["t1"], **options),
     "layernorm": lambda folder, **options: gradtool.layernorm_backward(layers(folder), **options),
+    "layernorm without weights": lambda folder, **options: gradtool.layernorm_backward(
+        layers(folder), affine=False, **options
+    ),
     "rmsnorm": lambda folder, **options: gradtool.layernorm_backward(layers(folder, "BF16"), kind="rmsnorm", **options),
 }
 

@@ -33,8 +33,8 @@ def test_one_name_in_two_paths_is_refused(tmp_path, ranks, call):
     (problem,) = caught.value.problems
     assert (problem.code, problem.file, problem.tensor) == ("shared-name", str(ranks[1]), "w")
     assert problem.message == (
-        f"is in {ranks[0]} too; use gradtool accumulate for the norm of the sum, gradtool norm --by-file for each "
-        f"one's own norm, or --concat for one vector of them all, as for ranks that each hold a part"
+        f"is in {ranks[0]} too; use gradtool.accumulate() for the norm of the sum, gradtool.norm(by_file=True) for each "
+        f"one's own norm, or concat=True for one vector of them all, as for ranks that each hold a part"
     )
     assert snapshot(tmp_path) == before
 
@@ -47,7 +47,8 @@ def test_the_command_refuses_it_too_unless_it_is_told_to_concatenate(tmp_path, r
     listed.write_text("\n".join(map(str, ranks)))
     for paths in (ranks, ["--files-from", listed]):
         assert gradtool(*arguments, *paths).returncode == 3
-    assert gradtool_json(*arguments, "--files-from", listed, "--concat")["data"]["norm"] == 5.0
+    found = gradtool_json(*arguments, "--files-from", listed, "--concat")["data"]
+    assert found.get("norm", found.get("norm_before")) == 5.0
 
 
 def test_with_concat_the_paths_are_one_vector(ranks):
@@ -65,7 +66,8 @@ def test_with_concat_the_paths_are_one_vector(ranks):
 @pytest.mark.parametrize(("options", "expected"), [({"exclude": "w"}, 0.0), ({"include": "only"}, 0.0)])
 def test_only_selected_tensors_can_collide(ranks, options, expected):
     for call in CALLS.values():
-        assert call(ranks, **options).norm == expected
+        found = call(ranks, **options)
+        assert (found.norm_before if call is CALLS["clip"] else found.norm) == expected
         with pytest.raises(BadInputError, match="'w': is in"):
             call(ranks, include="^w|only0$")
 
@@ -82,7 +84,7 @@ def test_a_folder_an_index_and_a_file_are_paths_too(tmp_path):
 
 def test_one_name_twice_in_a_folder_stays_an_error_that_says_how_to_concatenate(tmp_path, ranks):
     for call in CALLS.values():
-        with pytest.raises(BadInputError, match="name the files one by one .norm and clip: with --concat") as caught:
+        with pytest.raises(BadInputError, match="name the files one by one .norm and clip: with concat=True") as caught:
             call(tmp_path, concat=True)
         assert caught.value.problems[0].code == "duplicate-name"
     with pytest.raises(BadInputError, match="is in 0.safetensors too"):
@@ -92,7 +94,7 @@ def test_one_name_twice_in_a_folder_stays_an_error_that_says_how_to_concatenate(
 
 def test_what_does_not_make_one_vector_of_its_paths_takes_any_names(tmp_path, ranks):
     assert zero(ranks, output_dir=tmp_path / "zeros").tensors == 4
-    assert accumulate(tmp_path / "sum", ranks, create=True, include="w").norm == 7.0
+    assert accumulate(tmp_path / "sum", ranks, create=True, include="w").norm_after == 7.0
     layer = {"n.Y_grad": f32(1, 2), "n.X": f32(3, 5), "n.scale": ONES}
     layers = [write(tmp_path / name, layer) for name in ("x", "y")]
     assert layernorm_backward(layers, output_dir=tmp_path / "layers").layers == 2

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
-from gradtool.errors import UsageError
+from gradtool.errors import UsageError, changed_meanwhile
 from gradtool.ops.layernorm.backward import Backward, LayerPlan
+from gradtool.ops.layernorm.forms import Form, refuse_equal_names
 from gradtool.ops.layernorm.index import new_indexes, refuse_foreign_index
-from gradtool.ops.layernorm.layers import Form, find_layers
+from gradtool.ops.layernorm.layers import find_layers, homes_of, refuse_overwritten_inputs
 from gradtool.ops.layernorm.patches import Options, Patches
 from gradtool.ops.layernorm.placement import apart, beside
 from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
 from gradtool.ops.layernorm.wide_rows import sum_wide_rows
+from gradtool.ops.passes import in_file_order
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import LayerNormOptions, Sets
@@ -20,10 +22,12 @@ from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
     from gradtool.ops.session import Session
+    from gradtool.store.transaction.output import OutputOptions
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,8 +54,10 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
     and InvertibleLayerNormalizationGrad.
 
     The tensors of a layer share a prefix, such as `blocks.0.norm.`: `Y_grad`, `X`, `scale`, and `mean` and
-    `inv_std_dev` unless they are to be computed. `include` and `exclude` select layers by the name of their Y_grad.
-    With `output` or `output_dir`, only the gradients are written, and the inputs stay unchanged.
+    `inv_std_dev` unless they are to be computed. What the path of a Y_grad does not have is taken from the other paths,
+    which are only read. `include` and `exclude` select layers by the name of their Y_grad. With `output` or
+    `output_dir`, only the gradients are written, and the inputs stay unchanged. Without `affine`, a layer has no scale,
+    which counts as 1, and no bias; X_grad is the only result.
 
     Raises:
         NonFiniteError: a result is NaN or Inf; nothing is written.
@@ -61,25 +67,21 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("layernorm_backward", LayerNormOptions, options)
-    names = {
-        "y_grad": chosen["y_grad"],
-        "x": chosen["x"],
-        "y": chosen["y"],
-        "scale": chosen["scale"],
-        "bias": chosen["bias"],
-        "mean": chosen["mean"],
-        "inv_std_dev": chosen["inv_std_dev"],
-    }
-    form = Form(chosen["kind"] == "rmsnorm", chosen["invertible"], chosen["axis"], names)
+    form = Form.of(chosen)
     settings = Options(form, chosen["norm_eps"], chosen["scale_offset"])
     output_options = output_options_of(chosen)
     x_grad_in_place = chosen["x_grad_in_place"]
     if x_grad_in_place and output_options.is_elsewhere:
         raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
-    with Call.of(paths, chosen, dtypes=None).open_to_write(output_options) as (session, output):
-        layers = find_layers(session.opened.sets, session.selected, form, chosen["prefix"])
+    refuse_equal_names(form, is_elsewhere=output_options.is_elsewhere)
+    call = Call.of(paths, chosen, dtypes=None)
+    homes = _homes(call, output_options, form, chosen["prefix"])
+    with call.open_to_write(output_options, homes=homes) as (session, output):
+        layers = find_layers(session.opened, form, chosen["prefix"])
+        _refuse_other_homes(layers, homes)
         files = apart(layers) if output.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
         if not output.is_elsewhere:
+            refuse_overwritten_inputs(layers)
             refuse_foreign_index(files, layers)
         if output_options.in_place:
             refuse_new_headers(files, layers)
@@ -89,13 +91,27 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
                 refuse_nonfinite_results(session, layers, files, found)
             rows = rows_of(layers, found)
     return LayerNormResult(
-        **call_facts(session, [one for layer in layers for one in layer.inputs]),
+        **call_facts(session, in_file_order(one for layer in layers for one in layer.inputs)),
         **written(session, output, destination),
         kind=chosen["kind"],
         invertible=form.invertible,
         layers=len(layers),
         per_layer=tuple(rows),
     )
+
+
+def _homes(call: Call, options: OutputOptions, form: Form, prefixes: Sequence[str]) -> set[Path] | None:
+    """Of several paths, the files that get results; None for one path, or if there are no layers."""
+    if len(call.inputs.paths) == 1:
+        return None
+    return homes_of(call.look(options), form, prefixes) or None
+
+
+def _refuse_other_homes(layers: Sequence[Layer], homes: set[Path] | None) -> None:
+    """Raise `SystemRefusedError` for a layer in a file that had none when the files to be locked were chosen."""
+    for layer in layers:
+        if homes is not None and layer.y_grad.shard.path not in homes:
+            raise changed_meanwhile(layer.y_grad.shard.path)
 
 
 def _backward(session: Session, options: Options, layers: Sequence[Layer], files: Files) -> Backward:

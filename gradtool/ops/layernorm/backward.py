@@ -47,9 +47,15 @@ class LayerPlan(NamedTuple):
     places: Sequence[Place]
 
     @property
+    def has_sums(self) -> bool:
+        """Whether it has weights, whose gradients are sums over rows."""
+        return self.layer.scale is not None
+
+    @property
     def nbytes(self) -> int:
         """What is read of it, about."""
-        return sum(one.tensor.nbytes for one in self.layer.inputs) * (2 if self.patches.is_wide else 1)
+        times = 2 if self.patches.is_wide and self.has_sums else 1
+        return sum(one.tensor.nbytes for one in self.layer.inputs) * times
 
 
 @dataclass(frozen=True)
@@ -94,18 +100,18 @@ class LayerTasks:
         Wide rows are read twice: first for the gradient of X, row by row, so that few cut tiles wait to be measured;
         then for those of scale and bias, stretch by stretch, so that few sums are kept.
         """
-        patches = self.plan.patches
+        patches, has_sums = self.plan.patches, self.plan.has_sums
         at_once = patches.groups_at_once(backend.block_bytes)
         if patches.is_wide:
             for group in range(patches.groups):
                 for stretch in patches.stretches:
                     yield OnPatch(self, stretch, group, 1, sums=False)
-        for stretch in patches.stretches:
+        for stretch in patches.stretches if has_sums or not patches.is_wide else ():
             if not patches.groups:
                 yield partial(self.finish, stretch)
             for group in range(0, patches.groups, at_once):
                 groups = min(at_once, patches.groups - group)
-                yield OnPatch(self, stretch, group, groups, writes=not patches.is_wide)
+                yield OnPatch(self, stretch, group, groups, writes=not patches.is_wide, sums=has_sums)
 
     def finish(self, stretch: tuple[int, int], worker: Worker, found: Gradients) -> None:
         """Write the gradients of scale and bias of a stretch, of which no row is missing."""
@@ -115,7 +121,7 @@ class LayerTasks:
             self.write(number, Values(stretch[0], view, view), worker, found)
         found.finish(self.number, stretch)
         self.plan.patches.forget()
-        found.spend(self.number, math.inf if self.plan.rows is None else self.plan.rows.began)
+        found.spend(self.number)
 
     def write(self, output: int, values: Values, worker: Worker, found: Gradients) -> None:
         """Measure and write a part of an output: 0 for the gradient of X, 1 for that of scale, 2 for that of bias."""
@@ -170,7 +176,8 @@ class OnPatch:
         if self.writes:
             start = patches.start(self.stretch, self.group)
             self.of.write(0, Values(start, x_grad, data), worker, found)
-        found.spend(number, began)
+        rows = self.of.plan.rows
+        found.spend(number, began if rows is None else rows.began)
         if self.sums:
             columns = found.columns(number, self.stretch, patches.groups)
             if columns.add(self.group, self.groups, grads, worker.backend):

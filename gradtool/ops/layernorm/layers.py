@@ -7,42 +7,33 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
+from gradtool.ops.layernorm.lookup import Lookup, stem
 from gradtool.store.format.gradset import Selected, refuse_dtypes
 from gradtool.store.format.layout import new_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
+    from gradtool.ops.layernorm.forms import Form
+    from gradtool.ops.layernorm.lookup import Found
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.tensors import Tensor
-
-
-class Form(NamedTuple):
-    """Which of the four backward passes it is, and what the tensors are called after a layer's prefix."""
-
-    rms: bool
-    invertible: bool
-    axis: int
-    suffixes: Mapping[str, str]
-
-    @property
-    def has_bias_grad(self) -> bool:
-        """Whether there is a bias to have a gradient."""
-        return not self.rms
+    from gradtool.store.transaction.inputs import OpenSets
 
 
 class Layer(NamedTuple):
     """One layer: `x` is its input, or in the invertible form its output; (rows, columns) is how its shape is split.
 
-    `mean` and `inv_std_dev` are None where they are to be computed, `mean` also where none is needed, and `bias` where
-    the form does not read it.
+    `scale` is None for a layer without weights. `mean` and `inv_std_dev` are None where they are to be computed, `mean`
+    also where none is needed, and `bias` where the form does not read it. `outputs` begin with the gradient of X.
     """
 
     name: str
     owner: GradientSet
     y_grad: Selected
     x: Selected
-    scale: Selected
+    scale: Selected | None
     bias: Selected | None
     mean: Selected | None
     inv_std_dev: Selected | None
@@ -57,96 +48,84 @@ class Layer(NamedTuple):
         return [one for one in parts if one is not None]
 
 
-def find_layers(
-    sets: Sequence[GradientSet], wanted: Sequence[Selected], form: Form, prefixes: Sequence[str]
-) -> list[Layer]:
-    """The layers whose gradient of the output is among the wanted tensors, in the order of the files.
+def homes_of(opened: OpenSets, form: Form, prefixes: Sequence[str]) -> set[Path]:
+    """The files that have a layer's gradient of the output, which are those that get results."""
+    return {one.y_grad.shard.path for one in Lookup(opened.sets, form).gradients(opened.selected, prefixes)}
+
+
+def find_layers(opened: OpenSets, form: Form, prefixes: Sequence[str]) -> list[Layer]:
+    """The layers whose gradient of the output is among the selected tensors, in the order of the files.
 
     Raises:
         BadInputError: there is none, or none of a prefix that is asked for; a tensor is missing, or its type or size
-            does not fit.
+            does not fit; two results would have one name.
     """
-    suffix = form.suffixes["y_grad"]
-    layers, found = [], set()
-    chosen = {(one.shard, one.tensor.name) for one in wanted}
-    for owner in sets:
-        home = {tensor.name: Selected(shard, tensor) for shard in owner.shards for tensor in shard.tensors}
-        for name, one in home.items():
-            prefix = name.removesuffix(suffix)
-            if name.endswith(suffix) and _is_prefix(prefix, home, form) and (one.shard, name) in chosen:
-                named = {prefix, _stem(prefix)}
-                if not prefixes or not named.isdisjoint(prefixes):
-                    found |= named
-                    layers.append(_layer(owner, home, prefix, form))
-    where = sets[0].path if len(sets) == 1 else None
+    lookup, suffix = Lookup(opened.sets, form), form.suffixes["y_grad"]
+    gradients = list(lookup.gradients(opened.selected, prefixes))
+    found = {name for one in gradients for name in (one.prefix, stem(one.prefix))}
+    layers = [_layer(one, lookup, form) for one in gradients]
+    where = opened.sets[0].path if len(opened.sets) == 1 else None
     for prefix in prefixes:
         if prefix not in found:
             raise BadInputError(f"--prefix {prefix!r} has no tensor {suffix}", file=where, code="no-match")
     if not layers:
         message = f"no tensor name ends in {suffix}; use --y-grad to give its name"
         raise BadInputError(message, file=where, code="no-match")
+    _refuse_equal_results(layers)
     return layers
 
 
-def _is_prefix(prefix: str, home: Mapping[str, Selected], form: Form) -> bool:
-    """Whether a name is cut at a separator, and not in the middle of a word."""
-    if prefix.endswith("_"):
-        # It may be either; X decides.
-        return prefix + form.suffixes["y" if form.invertible else "x"] in home
-    return not prefix or not prefix[-1].isalnum()
-
-
-def _stem(prefix: str) -> str:
-    return prefix if prefix[-1:].isalnum() else prefix[:-1]
-
-
-def _layer(owner: GradientSet, home: Mapping[str, Selected], prefix: str, form: Form) -> Layer:
-    def find(role: str) -> Selected | None:
-        return home.get(prefix + form.suffixes[role])
-
-    y_grad = home[prefix + form.suffixes["y_grad"]]
-
-    def need(role: str, why: str = "") -> Selected:
-        found = find(role)
-        if found is None:
-            missing = prefix + form.suffixes[role]
-            message = f"is missing, but needed with {y_grad.tensor.name!r}{why}; --{role.replace('_', '-')} names it"
-            raise BadInputError(message, file=owner.path, tensor=missing, code="missing-tensor")
-        return found
-
-    x = need("y" if form.invertible else "x")
+def _layer(one: Found, lookup: Lookup, form: Form) -> Layer:
+    x = lookup.need(one, form.x)
     rows, columns = _split(x, form.axis)
-    _check_size(y_grad, x.tensor.shape, exact=True)
-    scale = need("scale")
-    _check_size(scale, x.tensor.shape[form.axis :])
-    bias = need("bias", ", to invert the layer") if form.invertible and not form.rms else None
-    mean = None if form.rms or form.invertible else find("mean")
-    why = " because it cannot be computed without X" if form.invertible else ""
-    inv_std_dev = need("inv_std_dev", why) if form.invertible else find("inv_std_dev")
-    if bias is not None:
-        _check_size(bias, x.tensor.shape[form.axis :])
-    for one in (mean, inv_std_dev):
-        if one is not None:
-            _check_size(one, x.tensor.shape[: form.axis])
+    of_row, of_column = x.tensor.shape[: form.axis], x.tensor.shape[form.axis :]
+    _check_size(one.y_grad, x.tensor.shape, exact=True)
+    scale = lookup.need(one, "scale") if form.affine else None
+    bias = lookup.need(one, "bias", ", to invert the layer") if "bias" in form.inputs else None
+    mean = lookup.find(one, "mean") if "mean" in form.inputs else None
+    why = " because it cannot be computed without X"
+    inv_std_dev = lookup.need(one, "inv_std_dev", why) if form.invertible else lookup.find(one, "inv_std_dev")
+    for part, shape in ((scale, of_column), (bias, of_column), (mean, of_row), (inv_std_dev, of_row)):
+        if part is not None:
+            _check_size(part, shape)
+    # The gradient of X is like X, those of scale and bias are like scale.
+    like = {"x_grad": x, "scale_grad": scale, "bias_grad": scale}
     outputs = [
-        new_tensor(f"{prefix}X_grad", x.tensor.dtype, x.tensor.shape),
-        new_tensor(f"{prefix}scale_grad", scale.tensor.dtype, scale.tensor.shape),
+        new_tensor(one.prefix + form.suffixes[role], of.tensor.dtype, of.tensor.shape)
+        for role, of in like.items()
+        if of is not None and role in form.results
     ]
-    if form.has_bias_grad:
-        outputs.append(new_tensor(f"{prefix}bias_grad", scale.tensor.dtype, scale.tensor.shape))
-    layer = Layer(_stem(prefix), owner, y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
+    layer = Layer(stem(one.prefix), one.owner, one.y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
     refuse_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)
-    _refuse_overwritten(layer)
     return layer
 
 
-def _refuse_overwritten(layer: Layer) -> None:
-    """An input that was given an output's name may only be replaced by its like."""
-    news = {output.name: output for output in layer.outputs}
-    for one in layer.inputs:
-        new = news.get(one.tensor.name)
-        if new is not None and (new.dtype, new.shape) != (one.tensor.dtype, one.tensor.shape):
-            message = f"is an input, and a result of {new.dtype} {list(new.shape)} would take its name"
+def _refuse_equal_results(layers: Sequence[Layer]) -> None:
+    """Raise `BadInputError` if two results of a set have one name, as prefixes within prefixes may make them have."""
+    results: dict[tuple[Path, str], Layer] = {}
+    for layer in layers:
+        for output in layer.outputs:
+            other = results.setdefault((layer.owner.path, output.name), layer)
+            if other is not layer:
+                message = f"would be a result of both {other.name!r} and {layer.name!r}"
+                raise BadInputError(message, file=layer.owner.path, tensor=output.name, code="duplicate-name")
+
+
+def refuse_overwritten_inputs(layers: Sequence[Layer]) -> None:
+    """Raise `BadInputError` if a result beside the inputs has the name of one, but for an X_grad like its Y_grad."""
+    owners = {layer.owner.path: layer.owner for layer in layers}
+    sets = {shard: owner.path for owner in owners.values() for shard in owner.shards}
+    results = {(layer.owner.path, output.name): (layer, output) for layer in layers for output in layer.outputs}
+    for layer in layers:
+        for one in layer.inputs:
+            if one.shard not in sets or (sets[one.shard], one.tensor.name) not in results:
+                continue
+            other, new = results[sets[one.shard], one.tensor.name]
+            if other is layer and (new.dtype, new.shape) == (one.tensor.dtype, one.tensor.shape):
+                continue
+            whose = "an input" if other is layer else f"an input of {layer.name!r}"
+            result = f"a result of {new.dtype} {list(new.shape)}" if other is layer else f"a result of {other.name!r}"
+            message = f"is {whose}, and {result} would take its name"
             raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name)
 
 
@@ -166,12 +145,8 @@ def _check_size(one: Selected, shape: tuple[int, ...], *, exact: bool = False) -
         return
     if not exact and (_squeezed(own) == _squeezed(shape) or own == (math.prod(shape),)):
         return
-    raise BadInputError(
-        f"has shape {list(own)}, needs {list(shape)}",
-        file=one.shard.path,
-        tensor=one.tensor.name,
-        code="shape",
-    )
+    message = f"has shape {list(own)}, needs {list(shape)}"
+    raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name, code="shape")
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

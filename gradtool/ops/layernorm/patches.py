@@ -14,7 +14,8 @@ from gradtool.errors import BadInputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gradtool.ops.layernorm.layers import Form, Layer
+    from gradtool.ops.layernorm.forms import Form
+    from gradtool.ops.layernorm.layers import Layer
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.channel import Channel
 
@@ -102,21 +103,27 @@ class Patches:
         if kept is not None and kept[0] == stretch:
             return kept[1], kept[2]
         layer, count = self._layer, stretch[1] - stretch[0]
-        scale = _values(layer.scale, stretch[0], count, channel) + self._options.scale_offset
+        scale = np.ones(count)
+        if layer.scale is not None:
+            scale = _values(layer.scale, stretch[0], count, channel) + self._options.scale_offset
         bias = None
         if self._options.form.invertible:
             bias = np.zeros(count) if layer.bias is None else _values(layer.bias, stretch[0], count, channel)
-            zeros = np.flatnonzero(scale == 0)
-            if zeros.size:
-                what = "plus --scale-offset is" if self._options.scale_offset else "is"
-                raise BadInputError(
-                    f"{what} 0 in column {stretch[0] + zeros[0]}, which the invertible form divides by",
-                    file=layer.scale.shard.path,
-                    tensor=layer.scale.tensor.name,
-                    code="zero-scale",
-                )
+            self._refuse_zeros(scale, stretch)
         self._scales = stretch, scale, bias
         return scale, bias
+
+    def _refuse_zeros(self, scale: Floats, stretch: tuple[int, int]) -> None:
+        """Raise `BadInputError` for a scale that nothing can be divided by."""
+        zeros, own = np.flatnonzero(scale == 0), self._layer.scale
+        if zeros.size and own is not None:
+            what = "plus --scale-offset is" if self._options.scale_offset else "is"
+            raise BadInputError(
+                f"{what} 0 in column {stretch[0] + zeros[0]}, which the invertible form divides by",
+                file=own.shard.path,
+                tensor=own.tensor.name,
+                code="zero-scale",
+            )
 
 
 def too_large(layer: Layer) -> BadInputError:
@@ -127,8 +134,7 @@ def too_large(layer: Layer) -> BadInputError:
 
 def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
     """The inverse standard deviation of rows, from the sums of squared distances from their means."""
-    with np.errstate(all="ignore"):
-        found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
+    found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
     if np.isinf(found).any():
         message = "has a row of variance 0; --norm-eps must be above 0"
         raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")

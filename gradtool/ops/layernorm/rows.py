@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 class LayerRow:
     """One layer: its shape as `rows` of `columns` elements, the norms of its gradients, and how long it took.
 
-    `bias_grad_norm` is None where there is no bias. GB/s counts what was read and written for the layer.
+    `scale_grad_norm` is None where there is no scale, and `bias_grad_norm` where there is no bias. GB/s counts what was
+    read and written for the layer.
     """
 
     shape: tuple[int, ...]
     rows: int
     columns: int
     x_grad_norm: float
-    scale_grad_norm: float
+    scale_grad_norm: float | None
     bias_grad_norm: float | None
     seconds: float
     gb_per_s: float
@@ -43,16 +44,17 @@ def rows_of(layers: Sequence[Layer], found: Gradients) -> list[LayerRow]:
     """One row for each layer."""
     norms, rows = iter(found.measurement.norms(per_tensor=True).tensors), []
     for layer, seconds in zip(layers, found.seconds, strict=True):
-        own = [next(norms) for _ in layer.outputs]
+        x_grad, *own = [next(norms) for _ in layer.outputs]
+        scale_grad, bias_grad = [*own, None, None][:2]
         nbytes = sum(one.tensor.nbytes for one in layer.inputs) + sum(output.nbytes for output in layer.outputs)
         rows.append(
             LayerRow(
                 shape=layer.x.tensor.shape,
                 rows=layer.rows,
                 columns=layer.columns,
-                x_grad_norm=own[0],
-                scale_grad_norm=own[1],
-                bias_grad_norm=own[2] if len(own) > 2 else None,  # noqa: PLR2004
+                x_grad_norm=x_grad,
+                scale_grad_norm=scale_grad,
+                bias_grad_norm=bias_grad,
                 seconds=seconds,
                 gb_per_s=nbytes / seconds / 1e9 if seconds else 0.0,
                 name=layer.name,

@@ -1,4 +1,8 @@
-"""Rows that are longer than a patch: what each row needs is summed before its gradients are computed."""
+"""Rows that are longer than a patch: what each row needs is summed before its gradients are computed.
+
+A backend sums each stretch of a row by itself, and the sums of the stretches are added in order. So the chunks of a
+wide row are not simply added from the first to the last; docs/numerics.md has the whole order.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gradtool.store.transaction.output import Output, explained
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from gradtool.store.format.newset import NewSet
@@ -35,12 +35,17 @@ _PAUSE_SECONDS = 0.01
 
 @contextlib.contextmanager
 def open_to_write(
-    inputs: Inputs, options: OutputOptions, *, writes: int | None = None, created: NewSet | None = None
+    inputs: Inputs,
+    options: OutputOptions,
+    *,
+    writes: int | None = None,
+    created: NewSet | None = None,
+    homes: Collection[Path] | None = None,
 ) -> Iterator[tuple[OpenSets, Output]]:
     """Open inputs and lock the files that will be written, until the end of the block.
 
     Crashed runs that left one of them unfinished are recovered first. Of the sets, the first `writes` are written, or
-    all; or else the set to be `created`.
+    all, or those that have one of the files of `homes`; or else the set to be `created`.
 
     Raises:
         UsageError: the options do not fit the inputs.
@@ -53,15 +58,15 @@ def open_to_write(
         _refuse_used(created.folder)
     if options.only_reads:
         opened = open_to_read(inputs)
-        yield opened, Output.of(options, opened, writes, created)
+        yield opened, Output.of(options, opened, writes, created, homes)
         return
     opened = _open_to_write(inputs, time.monotonic() + options.lock_timeout)
-    output = Output.of(options, opened, writes, created)
+    output = Output.of(options, opened, writes, created, homes)
     with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
         is_held = _try_to_acquire(transaction, options.lock_timeout)
         if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
-            output = Output.of(options, opened, writes, created)
+            output = Output.of(options, opened, writes, created, homes)
         for target in output.targets:
             transaction.locate(target)
         refuse_unfinished((shard.path for shard in opened.shards), own=transaction.id)
@@ -89,6 +94,17 @@ def _names_in(folder: Path) -> list[str]:
         return []
     with os_errors_about(folder):
         return os.listdir(folder)  # noqa: PTH208 - names, not paths
+
+
+def look(inputs: Inputs, options: OutputOptions) -> OpenSets:
+    """Open inputs as `open_to_write` will, but lock nothing: what they hold decides which of them are written.
+
+    Raises:
+        SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.
+    """
+    return (
+        open_to_read(inputs) if options.only_reads else _open_to_write(inputs, time.monotonic() + options.lock_timeout)
+    )
 
 
 def _open_to_write(inputs: Inputs, deadline: float) -> OpenSets:

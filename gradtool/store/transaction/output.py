@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -91,8 +92,15 @@ class Output(NamedTuple):
     transaction: Transaction | None = None
 
     @classmethod
-    def of(cls, options: OutputOptions, opened: OpenSets, writes: int | None, created: NewSet | None) -> Self:
-        """The output of a call that reads the sets, and writes the first of them or all, or one like the first.
+    def of(
+        cls,
+        options: OutputOptions,
+        opened: OpenSets,
+        writes: int | None = None,
+        created: NewSet | None = None,
+        homes: Collection[Path] | None = None,
+    ) -> Self:
+        """The output of a call that writes the first of the open sets, or those with a file of `homes`, or a new one.
 
         Raises:
             UsageError: the options do not fit the inputs.
@@ -101,7 +109,8 @@ class Output(NamedTuple):
         """
         sets, shards = opened.sets, opened.shards
         folder = None if options.folder is None else Path(options.folder)
-        output = cls(options, sets[:writes], new_mode(shard.stat for shard in shards), folder=folder)
+        written = sets[:writes] if homes is None else _sets_with(homes, sets, options)
+        output = cls(options, written, new_mode(shard.stat for shard in shards), folder=folder)
         if created is not None:
             first = opened.selected_in(sets[0].shards)
             output = output._replace(created=created.targets(first), folder=created.folder)
@@ -115,7 +124,8 @@ class Output(NamedTuple):
         if options.file is not None and options.file.endswith(os.sep):
             raise UsageError(f"--output {options.file} names a folder; use --output-dir")
         if options.file is not None and (len(output.shards) > 1 or output.sets[0].index):
-            raise UsageError("--output takes a single input file; use --output-dir for several")
+            what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
+            raise UsageError(f"--output {what}; use --output-dir for several files")
         # Not Path's questions, which raise where there is no permission.
         there, is_folder = os.path.lexists(options.folder or ""), os.path.isdir(options.folder or "")  # noqa: PTH112
         if there and not is_folder:
@@ -269,6 +279,17 @@ def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
         message = "its header has no room for new metadata in place; use --write replace this time, which makes room"
         raise BadInputError(message, file=file.shard.path, code="header")
     return new
+
+
+def _sets_with(homes: Collection[Path], sets: Sequence[GradientSet], options: OutputOptions) -> list[GradientSet]:
+    """The sets that have one of the files; where the output is elsewhere, only those files of them."""
+    found = [one for one in sets if any(shard.path in homes for shard in one.shards)]
+    if not options.is_elsewhere:
+        return found
+    own = [tuple(shard for shard in one.shards if shard.path in homes) for one in found]
+    # A single file needs no index.
+    indexes = [one.index if options.file is None else None for one in found]
+    return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
 
 
 def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, tuple[NewFile, File]]:

@@ -48,3 +48,41 @@ def test_a_statistic_that_is_there_is_taken_though_the_other_is_computed(tmp_pat
     path = write(tmp_path / "x", tensors)
     layernorm_backward(path)
     assert_all(gradients(path), reference(tensors, **FORMS["layernorm"]), "F32", "F32")
+
+
+def summed(terms, stretch):
+    """The sum of a row in the order of docs/numerics.md; stretches, chunks and lanes are taken one after another."""
+    total = 0.0
+    for begin in range(0, terms.size, stretch):
+        own = terms[begin : begin + stretch]
+        # 1,024 columns are 32 steps of 32 lanes; -0 changes no sum that began with +0.
+        steps = np.concatenate([own, np.full(-own.size % 1024, -0.0)]).reshape(-1, 32, 32)
+        lanes = np.zeros((len(steps), 32))
+        for step in range(32):
+            lanes = lanes + steps[:, step]
+        while lanes.shape[1] > 1:
+            lanes = lanes[:, 0::2] + lanes[:, 1::2]
+        part = 0.0
+        for chunk in lanes[:, 0].tolist():
+            part += chunk
+        total += part
+    return total
+
+
+def test_the_sums_of_a_wide_row_are_those_of_its_stretches_in_order(tmp_path):
+    columns = 3 * 262_144 + 1025
+    tensors = layer((1, columns), types=("F64",) * 3, statistics=False, seed=3)
+    path = write(tmp_path / "x", tensors)
+    layernorm_backward(path, fsync=False)
+    (x,), (y_grad,), scale = tensors["X"], tensors["Y_grad"], tensors["scale"]
+
+    def x_grad(stretch):
+        mean = summed(x, stretch) / columns
+        r = 1 / np.sqrt(summed((x - mean) ** 2, stretch) / columns + 1e-5)
+        xh, weighted = (x - mean) * r, y_grad * scale
+        means = summed(weighted, stretch) / columns, summed(weighted * xh, stretch) / columns
+        return ((weighted - means[0] - xh * means[1]) * r).tobytes()
+
+    assert gradients(path)["X_grad"].tobytes() == x_grad(262_144)
+    # The order decides bits here, or nothing would be tested.
+    assert x_grad(262_144) != x_grad(columns)

@@ -33,8 +33,8 @@ def test_one_name_in_two_paths_is_refused(tmp_path, ranks, call):
     (problem,) = caught.value.problems
     assert (problem.code, problem.file, problem.tensor) == ("shared-name", str(ranks[1]), "w")
     assert problem.message == (
-        f"is in {ranks[0]} too; use gradtool.accumulate() for the norm of the sum, gradtool.norm(by_file=True) for each "
-        f"one's own norm, or concat=True for one vector of them all, as for ranks that each hold a part"
+        f"is in {ranks[0]} too; use gradtool.accumulate() for the norm of the sum, gradtool.norm(by_file=True) for "
+        "each one's own norm, or concat=True for one vector of them all, as for ranks that each hold a part"
     )
     assert snapshot(tmp_path) == before
 

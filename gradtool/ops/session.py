@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
-    from gradtool.store.transaction.output import NewIndex, Output, OutputOptions
+    from gradtool.store.transaction.output import NewIndex, Output
+    from gradtool.store.transaction.output_options import OutputOptions
 
 # More would only take memory.
 MOST_THREADS = 256
@@ -155,7 +156,7 @@ def _quiet_arithmetic() -> np.errstate:
 
 def output_options_of(chosen: Writing) -> OutputOptions:
     """The options of a call that say where it writes."""
-    from gradtool.store.transaction.output import OutputOptions  # not needed by what only reads
+    from gradtool.store.transaction.output_options import OutputOptions  # not needed by what only reads
 
     output, output_dir = chosen["output"], chosen["output_dir"]
     return OutputOptions(

@@ -19,7 +19,7 @@ from gradtool.ops.totals import Total
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.open import open_to_write
-from gradtool.store.transaction.output import OutputOptions
+from gradtool.store.transaction.output_options import OutputOptions
 
 TENSORS = {"a": (70_000, "F32"), "b": (200_001, "BF16"), "c": (5, "F64"), "d": (131_072, "F16"), "e": (3000, "F32")}
 SPEC = NormSpec()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
     from gradtool.ops.session import Session
-    from gradtool.store.transaction.output import OutputOptions
+    from gradtool.store.transaction.output_options import OutputOptions
 
 
 @dataclass(frozen=True, repr=False)

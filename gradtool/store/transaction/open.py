@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.format.newset import NewSet
-    from gradtool.store.transaction.output import OutputOptions
+    from gradtool.store.transaction.output_options import OutputOptions
     from gradtool.store.transaction.transaction import Transaction
 
 _NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)

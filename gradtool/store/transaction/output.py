@@ -12,7 +12,6 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefused
 from gradtool.store import fs, signals
 from gradtool.store.format.header import read_regular
 from gradtool.store.format.metadata import rewritten
-from gradtool.store.format.paths import refuse_output
 from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
@@ -30,40 +29,12 @@ if TYPE_CHECKING:
     from gradtool.store.format.newset import NewSet
     from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets
+    from gradtool.store.transaction.output_options import OutputOptions
 
     # For each file whose metadata change, the entries that get a new text, or none.
     Metadata = Mapping[Shard, Mapping[str, str | None]]
 
 _REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
-
-
-class OutputOptions(NamedTuple):
-    """The options of every operation that writes."""
-
-    file: str | None = None
-    folder: str | None = None
-    no_clobber: bool = False
-    dry_run: bool = False
-    in_place: bool = False
-    fsync: bool = True
-    lock_timeout: float = 0.0
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the inputs are left alone."""
-        return self.file is not None or self.folder is not None
-
-    def refuse_wrong_paths(self) -> None:
-        """Raise an error where the output can be meant for no file or folder of this system."""
-        if self.file == "-":
-            raise UsageError("--output - is not supported: results are files, not streams. Use ./- for a file named -")
-        for path in filter(None, (self.file, self.folder)):
-            refuse_output(path)
-
-    @property
-    def only_reads(self) -> bool:
-        """Whether no input is written."""
-        return self.dry_run or self.is_elsewhere
 
 
 class NewIndex(NamedTuple):
@@ -114,22 +85,10 @@ class Output(NamedTuple):
         if created is not None:
             first = opened.selected_in(sets[0].shards)
             output = output._replace(created=created.targets(first), folder=created.folder)
-        options.refuse_wrong_paths()
-        if options.in_place and (options.is_elsewhere or created is not None):
-            raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
-        if options.file is not None and options.folder is not None:
-            raise UsageError("--output and --output-dir exclude each other")
-        if options.no_clobber and not options.is_elsewhere:
-            raise UsageError("--no-clobber is about the files of --output and --output-dir; give one of these")
-        if options.file is not None and options.file.endswith(os.sep):
-            raise UsageError(f"--output {options.file} names a folder; use --output-dir")
+        options.check(creates=created is not None)
         if options.file is not None and (len(output.shards) > 1 or output.sets[0].index):
             what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
             raise UsageError(f"--output {what}; use --output-dir for several files")
-        # Not Path's questions, which raise where there is no permission.
-        there, is_folder = os.path.lexists(options.folder or ""), os.path.isdir(options.folder or "")  # noqa: PTH112
-        if there and not is_folder:
-            raise UsageError(f"--output-dir {options.folder} is no folder")
         if options.is_elsewhere:
             refuse_collisions(output.targets, shards, [one.index for one in sets if one.index])
         output.refuse_existing()

@@ -62,7 +62,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
 
     coef = max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_; eps=1e-7 gives Lucid's clip_grad_norm, eps=0
     that of Optax and Keras. If coef < 1, every element becomes round(g · coef), with coef rounded to float32 (F64:
-    float64) and one rounding to the storage type; if coef >= 1, no byte is written. The norm is that of
+    float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
     `gradtool.norm`.
 
     Raises:

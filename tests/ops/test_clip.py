@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
+from support import QUIET_NANS, VALUE_TYPES, bits_of, build, encode, read, rounded_once, snapshot, write, write_index
 
 from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
 
@@ -44,12 +44,12 @@ def test_extreme_values_are_clipped_and_not_turned_to_zeros(tmp_path, dtype, val
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
-def test_every_element_is_one_product_in_float32_and_one_rounding(tmp_path, dtype):
+def test_every_element_is_an_exact_product_rounded_once(tmp_path, dtype):
     array = encode(np.random.default_rng(6).standard_normal(100_000) * 3, dtype)
     path = one_file(tmp_path, a=array)
     result = clip(path, max_norm=7.5)
-    work = np.float64 if dtype == "F64" else np.float32
-    expected = (array.astype(work) * work(result.coef)).astype(array.dtype)
+    coef = result.coef if dtype == "F64" else float(np.float32(result.coef))
+    expected = rounded_once(array.astype(np.float64) * coef, dtype)
     assert np.array_equal(bits_of(read(path)["a"]), bits_of(expected))
     assert result.norm_after == norm(path).norm
 
@@ -251,6 +251,34 @@ def test_f8_e4m3_results_beyond_its_range_are_an_error_though_they_are_no_infini
     path = one_file(tmp_path, a=encode([400, 1], "F8_E4M3"))
     with pytest.raises(NonFiniteError, match="overflow F8_E4M3"):
         clip(path, max_norm=1e6, unscale=0.5)
+
+
+@pytest.mark.parametrize("value", [448, -448])
+def test_f8_e4m3_results_beyond_its_range_propagate_as_the_one_nan(tmp_path, value):
+    path = one_file(tmp_path, a=encode([value, 1], "F8_E4M3"))
+    clip(path, max_norm=math.inf, unscale=0.5, nonfinite="propagate")
+    assert bits_of(read(path)["a"]).tolist() == [0x7F, 0x40]
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_a_nan_is_written_without_sign_and_payload_and_left_alone_where_nothing_is_written(tmp_path, dtype):
+    array = encode([1, 1, 1], dtype)
+    bits_of(array)[:2] = QUIET_NANS[dtype]
+    bits_of(array)[1] |= 1 << (8 * array.dtype.itemsize - 1)
+    path = one_file(tmp_path, a=array)
+    clip(path, max_norm=math.inf, nonfinite="propagate")
+    assert read(path)["a"].tobytes() == array.tobytes()
+    clip(path, max_norm=math.inf, unscale=2, nonfinite="propagate")
+    assert bits_of(read(path)["a"]).tolist() == [*[QUIET_NANS[dtype]] * 2, int(bits_of(encode([0.5], dtype))[0])]
+
+
+def test_max_value_is_rounded_once_to_the_type_of_the_tensor(tmp_path):
+    path = one_file(tmp_path, **{dtype: encode([3.0, -3.0], dtype) for dtype in VALUE_TYPES})
+    limit = 1.0004882812509095
+    clip(path, max_value=limit)
+    found = {name: array.astype(float).tolist() for name, array in read(path).items()}
+    rounded = {"F64": limit, "F32": 1.00048828125, "F16": 1.0009765625, "BF16": 1.0, "F8_E4M3": 1.0, "F8_E5M2": 1.0}
+    assert found == {dtype: [value, -value] for dtype, value in rounded.items()}
 
 
 def test_a_limit_of_minus_zero_is_zero(tmp_path):

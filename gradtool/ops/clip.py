@@ -68,7 +68,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
-        BadInputError: a file, index or tensor is invalid.
+        BadInputError: a file, index or tensor is invalid, or a coefficient is out of range for its type.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """

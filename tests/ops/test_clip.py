@@ -194,7 +194,7 @@ def test_an_infinite_limit_changes_nothing_not_even_beside_an_infinity(tmp_path)
 
 
 def test_numpy_scalars_are_taken_as_numbers(tmp_path):
-    path = one_file(tmp_path, a=np.full(100, 3e38, np.float32))
+    path = one_file(tmp_path, a=np.full(100, 3e36, np.float32))
     result = clip(path, max_norm=np.float32(1.0), unscale=np.float32(1.0), eps=np.float64(0))
     assert type(result.coef) is type(result.norm_before) is float
     assert read(path)["a"].tolist() == pytest.approx([0.1] * 100, rel=1e-5)
@@ -400,7 +400,7 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
     path = one_file(tmp_path, a=np.full(4, 1.7e308))
     assert not clip(path, max_norm=math.inf).clipped
     assert clip(path, max_norm=1e300, total_norm=1e308, dry_run=True).clipped
-    result = clip(path, max_norm=1, unscale=1e10, dry_run=True)
+    result = clip(path, max_norm=1e10, unscale=1e10, dry_run=True)
     assert result.norm_before == pytest.approx(3.4e298)
     assert clip(path, max_value=1e300, unscale=1e10).norm_before == pytest.approx(3.4e298)
 
@@ -412,14 +412,63 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
         (np.ones(2, np.float32), {"unscale": 1e-310}),
         (np.full(2, 1e30, np.float32), {"unscale": 1e60, "max_norm": 1e9}),
         (np.full(2, 1e37, np.float32), {"max_norm": 1e-10}),
+        (np.full(4, 1e30, np.float32), {"max_norm": 1e-12}),
+        (np.full(4, 1e300), {"max_norm": 1e-30}),
+        (np.full(4, 1e300), {"max_norm": 1e-8}),
+        (np.full(4, 1e300), {"max_norm": 1e-30, "per_tensor": True}),
+        (np.full(4, 1e300), {"max_norm": 1e-30, "unscale": 1e-200}),
+        (np.full(4, 1e300), {"max_norm": 1e-30, "norm_type": math.inf}),
+        (np.ones(2), {"max_norm": 1e-30, "total_norm": 1e300}),
+        (np.ones(2), {"max_norm": 1, "total_norm": 1e308, "eps": 1.7e308}),
+        (np.ones(2), {"max_norm": math.inf, "unscale": 1e308}),
+        (np.ones(2, np.float32), {"max_norm": math.inf, "unscale": 2e38}),
+        (np.ones(2, np.float32), {"max_norm": None, "max_value": 1, "unscale": 2e38}),
+        (encode([1, 1], "F16"), {"max_norm": math.inf, "unscale": 2e38}),
+        (encode([1, 1], "F8_E5M2"), {"max_norm": 1e-38}),
     ],
 )
-def test_a_factor_that_rounds_to_zero_or_infinity_is_refused(tmp_path, array, options):
+def test_a_coefficient_that_its_type_holds_only_in_part_is_refused(tmp_path, array, options):
     path = one_file(tmp_path, a=array)
     before = snapshot(tmp_path)
-    with pytest.raises(BadInputError, match="out of range for float|overflows float64"):
+    with pytest.raises(BadInputError, match="out of range for float|overflows float64") as caught:
         clip(path, **({"max_norm": 1} | options))
     assert snapshot(tmp_path) == before
+    assert caught.value.exit_code == 3
+
+
+def test_a_coefficient_is_refused_only_where_a_tensor_needs_it_in_a_type_that_is_too_small(tmp_path):
+    path = one_file(tmp_path, wide=np.full(4, 1e30), narrow=encode([1], "BF16"))
+    with pytest.raises(BadInputError, match="5e-43 is out of range for float32 .*, its type for BF16") as caught:
+        clip(path, max_norm=1e-12, eps=0)
+    assert caught.value.problems[0].tensor == "narrow"
+    result = clip(path, max_norm=1e-12, eps=0, exclude=["narrow"])
+    assert result.norm_after == pytest.approx(1e-12, rel=1e-15)
+    path = one_file(tmp_path, wide=np.full(4, 1e30), narrow=encode([1], "BF16"))
+    rows = clip(path, max_norm=1e-12, eps=0, per_tensor=True).per_tensor
+    assert [row.norm_after for row in rows] == pytest.approx([1e-12, 1e-12], rel=2.0**-8)
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [("F64", 2.0**-1022), ("F32", 2.0**-126), ("F16", 2.0**-126)])
+def test_the_smallest_coefficient_is_the_smallest_normal_number(tmp_path, dtype, smallest):
+    path = one_file(tmp_path, a=encode([1], dtype))
+    result = clip(path, max_norm=smallest, eps=0)
+    assert (result.coef, result.norm_after) == (smallest, 0.0 if dtype == "F16" else smallest)
+    path = one_file(tmp_path, a=encode([1], dtype))
+    with pytest.raises(BadInputError, match="out of range"):
+        clip(path, max_norm=smallest * (1 - 2.0**-20), eps=0)
+
+
+@pytest.mark.parametrize("value", [3.0, 1e300])
+def test_a_coefficient_of_zero_is_that_of_a_limit_of_zero(tmp_path, value):
+    path = one_file(tmp_path, a=np.array([value]))
+    result = clip(path, max_norm=0)
+    assert (result.coef, read(path)["a"].tolist()) == (0.0, [0.0])
+
+
+def test_clipping_in_two_steps_reaches_what_one_step_cannot(tmp_path):
+    path = one_file(tmp_path, a=np.full(4, 1e300))
+    clip(path, max_norm=1e100)
+    assert clip(path, max_norm=1e-30).norm_after == pytest.approx(1e-30, rel=1e-15)
 
 
 def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):

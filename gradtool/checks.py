@@ -20,15 +20,23 @@ _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
 
 class Range(NamedTuple):
-    """The values an option may have: in words, and as a test."""
+    """The values an option may have: in words, and as a test; and why no others, where that is not plain."""
 
     words: str
     holds: Callable[[Any], bool]
+    why: str = ""
 
 
 NOT_NEGATIVE = Range("0 or more", lambda value: value >= 0)
 NOT_NEGATIVE_FINITE = Range("0 or more and finite", lambda value: 0 <= value < math.inf)
-POSITIVE = Range("above 0", lambda value: value > 0)
+# A sum of powers is off by 51 · 2^-53 at most: 8 for a power, 31 for the additions in a lane, 11 for folding the lanes
+# and 1 for adding the tiles. The norm is off by that times 1/P, and by 1e-13 for the last power.
+SMALLEST_ORDER = 0.01
+ORDER = Range(
+    f"{SMALLEST_ORDER} or more",
+    lambda value: value >= SMALLEST_ORDER,
+    "below, rounding errors grow beyond 1e-12",
+)
 POSITIVE_FINITE = Range("above 0 and finite", lambda value: 0 < value < math.inf)
 AT_LEAST_ONE = Range("at least 1", lambda value: value >= 1)
 FINITE = Range("finite", math.isfinite)

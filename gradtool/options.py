@@ -14,7 +14,7 @@ from gradtool.checks import (
     NOT_NAN,
     NOT_NEGATIVE,
     NOT_NEGATIVE_FINITE,
-    POSITIVE,
+    ORDER,
     POSITIVE_FINITE,
     Range,
     size,
@@ -47,7 +47,7 @@ Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
 Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
 
 _Concat = Annotated[bool, Option("Tensors of the same name in several paths are parts of one vector.", default=False)]
-_NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", 2.0, POSITIVE)]
+_NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", 2.0, ORDER)]
 
 
 class Selection(TypedDict, total=False):

@@ -104,7 +104,8 @@ class Declared(NamedTuple):
         check, accepted = self.option.check or _CHECKS.get(self.types[0]), self.option.range
         plain = check(self.flag, value) if check else value
         if accepted and not accepted.holds(plain):
-            raise UsageError(f"{self.flag} must be {accepted.words}, not {plain!r}")
+            why = f": {accepted.why}" if accepted.why else ""
+            raise UsageError(f"{self.flag} must be {accepted.words}, not {plain!r}{why}")
         return plain
 
 

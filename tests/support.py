@@ -42,6 +42,15 @@ COMMAND = [sys.executable, "-P", "-m", "gradtool"]
 ONES = np.ones(2, np.float32)
 # What a backend finds in a block.
 FACTS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
+# The only NaN that is ever written, by type.
+QUIET_NANS = {
+    "F64": 0x7FF8_0000_0000_0000,
+    "F32": 0x7FC0_0000,
+    "F16": 0x7E00,
+    "BF16": 0x7FC0,
+    "F8_E4M3": 0x7F,
+    "F8_E5M2": 0x7E,
+}
 VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -85,6 +94,33 @@ def encode(values, dtype):
     """Numbers as an array of a storage type."""
     with np.errstate(all="ignore"):
         return np.asarray(values).astype(NUMPY_TYPES[dtype])
+
+
+@np.errstate(all="ignore")
+def rounded_once(values, dtype):
+    """Float64 values in a storage type: the nearest of all its values, or of two the one with the even code.
+
+    Found by comparing exact distances, because ml_dtypes goes through float32. What overflows is infinite, or NaN where
+    there is no infinity; every NaN is the quiet one.
+    """
+    kind = NUMPY_TYPES[dtype]
+    if kind.itemsize >= 4:
+        codes = bits_of(values.astype(kind))
+        return np.where(np.isnan(values), QUIET_NANS[dtype], codes).astype(codes.dtype).view(kind)
+    unsigned = np.arange(2 ** (8 * kind.itemsize - 1)).astype(f"u{kind.itemsize}")
+    numbers = unsigned.view(kind).astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    # One step more, to which what overflows is nearest.
+    numbers = np.append(numbers, 2 * numbers[-1] - numbers[-2])
+    magnitudes = np.minimum(np.abs(values), numbers[-1])
+    above = np.clip(np.searchsorted(numbers, magnitudes), 1, len(numbers) - 1)
+    # Exact where it matters: a distance between neighbours is, unless it is longer than the other one.
+    below, up = magnitudes - numbers[above - 1], numbers[above] - magnitudes
+    codes = np.where((up < below) | ((up == below) & (above % 2 == 0)), above, above - 1).astype(unsigned.dtype)
+    sign = unsigned.dtype.type(1 << (8 * kind.itemsize - 1))
+    codes = np.where(np.signbit(values), codes | sign, codes)
+    is_nan = np.isnan(values) | np.isnan(codes.view(kind).astype(np.float64))
+    return np.where(is_nan, QUIET_NANS[dtype], codes).astype(unsigned.dtype).view(kind)
 
 
 def gaussian(elements, dtype, seed=3):

@@ -143,7 +143,8 @@ class Backend(Protocol):
     ) -> BlockSums:
         """Multiply each piece by its factor, clamp it to [-limit, limit], write it, and sum what was written.
 
-        Factor and limit are rounded to the type that the piece computes in. NaN stays NaN.
+        The factor is rounded to float32 (for F64, to float64), the limit to the type of the piece, and the exact
+        product, once, to the type of the piece. NaN stays NaN.
         """
 
     def accumulate(

@@ -59,12 +59,14 @@ HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits
     uint32_t anchor = (uint32_t)(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = as_bits(as_float(magnitude) + as_float(anchor)) - anchor;
     uint32_t code = magnitude < rebias + (1u << 23) ? subnormal : (normal > overflow ? overflow : normal);
-    return magnitude > 0x7f800000u ? nan : sign | code;
+    /* Where nothing is infinite, a value that overflows is NaN, too. */
+    int is_nan = overflow == nan ? code == nan : magnitude > 0x7f800000u;
+    return is_nan ? nan : sign | code;
 }
 
 HELPER float f16_to_float(uint32_t code) { return as_float(widen_small(code, 5, 10, 0x7c00u)); }
 HELPER float bf16_to_float(uint32_t code) { return as_float(code << 16); }
-/* E4M3 has no infinity: a value that overflows becomes its only special code, a NaN. */
+/* E4M3 has no infinity: a value that overflows becomes NaN. */
 HELPER float f8_e4m3_to_float(uint32_t code) { return as_float(widen_small(code, 4, 3, 0x7fu)); }
 HELPER float f8_e5m2_to_float(uint32_t code) { return as_float(widen_small(code, 5, 2, 0x7cu)); }
 
@@ -76,6 +78,30 @@ HELPER uint16_t float_to_bf16(float value)
 {
     uint32_t bits = as_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
+}
+
+/* Of a type of 16 bits or fewer, as bits of float32: its smallest normal value; k in the exponent, k being by how many
+ * bits its mantissa is shorter; and the magnitude from which round_product is no longer right. */
+struct format { uint32_t lowest, spare, bound; };
+
+HELPER struct format format_of(enum dtype dtype)
+{
+    struct format f16 = {113u << 23, 13u << 23, 0x47800000u}, bf16 = {1u << 23, 16u << 23, 0x77800000u};
+    struct format f8_e4m3 = {121u << 23, 20u << 23, 0x43f00000u}, f8_e5m2 = {113u << 23, 21u << 23, 0x47800000u};
+    return dtype == F16 ? f16 : dtype == BF16 ? bf16 : dtype == F8_E4M3 ? f8_e4m3 : f8_e5m2;
+}
+
+HELPER uint32_t sign_of(float value) { return as_bits(value) & 0x80000000u; }
+
+/* The magnitude, in bits, of the product of two numbers rounded once to the values of a type, if it is below the bound.
+ *
+ * The anchor is a power of two, 2^k times the product's, or times the smallest normal value if that is larger. The unit
+ * in the last place of anchor + product is that of the type, and fmaf rounds this sum once. */
+HELPER uint32_t round_product(float value, float factor, struct format format)
+{
+    uint32_t exponent = as_bits(value * factor) & 0x7f800000u;
+    float anchor = as_float((exponent > format.lowest ? exponent : format.lowest) + format.spare);
+    return as_bits(fmaf(fabsf(value), fabsf(factor), anchor) - anchor);
 }
 
 /* The code of a value that needs no rounding; every NaN becomes the quiet one. */

@@ -1,7 +1,7 @@
 /* The Python module of the compiled kernels. The headers beside this file have the arithmetic.
  *
  * Every kernel has a reference in numpy (cpu.py, tiles.py) that defines the bits, and needs one pass over memory where
- * numpy needs several. Products and sums are rounded separately (-ffp-contract=off), lanes are added in order, and a
+ * numpy needs several. Nothing is fused that is not written so (-ffp-contract=off), lanes are added in order, and a
  * written NaN is the quiet NaN of its type.
  *
  * A row at a time is widened into a buffer in the L1 cache. The loops over that buffer are simple enough for the compiler

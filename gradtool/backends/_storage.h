@@ -14,8 +14,18 @@
 /* One build runs on every x86-64 machine and uses its widest vectors. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HAS_FMA __builtin_cpu_supports("x86-64-v3")
 #else
 #define VECTOR
+#endif
+
+/* Whether fmaf is an instruction in VECTOR functions; elsewhere it is slow. */
+#ifndef HAS_FMA
+#ifdef __FP_FAST_FMAF
+#define HAS_FMA 1
+#else
+#define HAS_FMA 0
+#endif
 #endif
 
 /* Plain `inline` is not enough: GCC does not inline it into a clone for another processor. */
@@ -78,8 +88,8 @@ static void load_row(enum dtype dtype, const char *source, float *row, int n)
     }
 }
 
-/* Rounds a row, stores it, and sets it to the values that were stored. */
-static void store_row(enum dtype dtype, float *row, char *target, int n)
+/* Rounds a row and stores it. */
+static void put_row(enum dtype dtype, float *row, char *target, int n)
 {
     ALIGNED uint32_t codes[LANES];
     switch (dtype) {
@@ -90,7 +100,13 @@ static void store_row(enum dtype dtype, float *row, char *target, int n)
     default: narrow_f8_e5m2(row, codes, n); break;
     }
     memcpy(target, codes, (size_t)(ITEMSIZE[dtype] * n));
-    load_row(dtype, (const char *)codes, row, n);
+}
+
+/* Rounds a row, stores it, and sets it to the values that were stored. */
+static void store_row(enum dtype dtype, float *row, char *target, int n)
+{
+    put_row(dtype, row, target, n);
+    if (dtype != F32) load_row(dtype, target, row, n);
 }
 
 /* Rounds to odd: an inexact value is truncated and its last bit set, so that the next rounding gives what a single one
@@ -119,6 +135,37 @@ static void store_wide32(enum dtype dtype, const double *wide, float *row, char 
     if (dtype == F32) row_nearest(wide, row, n);
     else row_odd(wide, row, n);
     store_row(dtype, row, target, n);
+}
+
+/* A number rounded once to a storage type. */
+static double round_to(enum dtype dtype, double value)
+{
+    float rounded;
+    char room[sizeof rounded];
+    if (dtype == F64) return value;
+    store_wide32(dtype, &value, &rounded, room, 1);
+    return rounded;
+}
+
+/* ---- products, rounded once ------------------------------------------------------------------------------------- */
+
+/* Products rounded to odd. The product of two float32 is exact in float64. */
+VECTOR static void row_scale_odd(float *row, float factor, int n)
+{
+    for (int j = 0; j < n; j++) row[j] = double_to_odd((double)row[j] * (double)factor);
+}
+
+/* Sets a row to its products with a factor, rounded once to the values of a type, if the largest magnitude, whose bits
+ * it returns, is below the bound of the format. */
+VECTOR static uint32_t row_round(float *row, float factor, struct format format, int n)
+{
+    uint32_t largest = 0;
+    for (int j = 0; j < n; j++) {
+        uint32_t magnitude = round_product(row[j], factor, format);
+        largest = magnitude > largest ? magnitude : largest;
+        row[j] = as_float(magnitude | sign_of(row[j] * factor));
+    }
+    return largest;
 }
 
 #endif

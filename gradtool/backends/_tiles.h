@@ -93,6 +93,27 @@ struct job { enum term term; int writes, drops; double factor, limit; const doub
         if (job.term == ABSOLUTE) row_absolutes##BITS(row, lanes, n);                                                  \
     } while (0)
 
+/* Multiplies a row, clamps it, stores it, and sets it to the values that were stored. */
+static void scale_row(struct job job, enum dtype dtype, float *row, char *data, int n)
+{
+    float factor = (float)job.factor;
+    int clamps = job.limit < INFINITY;
+    if (job.drops) row_drop32(row, n);
+    if (dtype != F32 && HAS_FMA) {
+        struct format format = format_of(dtype);
+        if (row_round(row, factor, format, n) < format.bound) {
+            if (clamps) row_clamp32(row, (float)job.limit, n);
+            put_row(dtype, row, data, n);
+            return;
+        }
+        load_row(dtype, data, row, n);
+        if (job.drops) row_drop32(row, n);
+    }
+    (dtype == F32 ? row_scale32 : row_scale_odd)(row, factor, n);
+    if (clamps) row_clamp32(row, (float)job.limit, n);
+    store_row(dtype, row, data, n);
+}
+
 static void row32(struct job job, enum dtype dtype, char *data, int n, double *lanes, struct stats *stats)
 {
     ALIGNED float row[LANES];
@@ -101,12 +122,7 @@ static void row32(struct job job, enum dtype dtype, char *data, int n, double *l
     } else {
         load_row(dtype, data, row, n);
     }
-    if (job.writes) {
-        if (job.drops) row_drop32(row, n);
-        row_scale32(row, (float)job.factor, n);
-        if (job.limit < INFINITY) row_clamp32(row, (float)job.limit, n);
-        store_row(dtype, row, data, n);
-    }
+    if (job.writes) scale_row(job, dtype, row, data, n);
     ROW(32);
 }
 
@@ -203,12 +219,13 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
 static void run_pieces(struct job job, char *block, const int64_t *piece, Py_ssize_t k, const double *factors,
                        double *sum, int32_t *exponent, double *max_abs, int64_t *count)
 {
+    double limit = job.limit;
     for (Py_ssize_t i = 0; i < k; i++, piece += 3, count += 4) {
         enum dtype dtype = (enum dtype)piece[0];
         char *data = block + piece[1];
         int64_t elements = piece[2];
         struct stats stats = {0, 0, 0, 0, -1};
-        if (job.writes) job.factor = factors[i];
+        if (job.writes) job.factor = factors[i], job.limit = round_to(dtype, limit);
         for (int64_t start = 0; start < elements; start += TILE) {
             int64_t size = elements - start < TILE ? elements - start : TILE;
             struct stats own = sum_tile(job, dtype, data + start * ITEMSIZE[dtype], size, sum++, exponent++);

@@ -1,9 +1,8 @@
 """The storage types that carry values: from stored codes to numbers, and from numbers to codes.
 
-Arithmetic is float32 for types of 32 bits and fewer and float64 for F64. Widening is exact. Narrowing rounds once, to
-nearest even, and writes every NaN as the type's quiet NaN, so that no result depends on how a processor passes on the
-payload of a NaN. A value that overflows the type becomes infinite, or in F8_E4M3, which has no infinity, a NaN of the
-same sign.
+Widening is exact, to float64 for F64 and to float32 for all others. Narrowing rounds once, to nearest even, and writes
+every NaN as the type's quiet NaN, so that no result depends on how a processor passes on the sign and the payload of a
+NaN. A value that overflows the type becomes infinite, or in F8_E4M3, which has no infinity, the quiet NaN.
 
 Formats: IEEE 754 binary64/32/16, bfloat16, and FP8 as in "FP8 Formats for Deep Learning" (arXiv:2209.05433).
 """
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Storage(NamedTuple):
-    """One storage type: its number in the compiled kernels, the type of its codes, and the type it computes in."""
+    """One storage type: its number in the compiled kernels, and the types of its codes, its values and its factors."""
 
     name: str
     code: int
@@ -66,9 +65,9 @@ class Storage(NamedTuple):
         return self.narrow(singles if self.name == "F32" else _to_odd(singles, values))
 
     def rounded(self, value: float) -> float:
-        """A number rounded to the type `work`, and then to this type."""
+        """A number rounded once to this type, to nearest even."""
         with np.errstate(over="ignore"):
-            return float(self.widen(self.narrow(np.array([value]).astype(self.work)))[0])
+            return float(self.widen(self.narrow_wide(np.array([value], np.float64)))[0])
 
 
 STORAGE = {
@@ -132,5 +131,6 @@ def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]
     subnormal = (np.abs(values) + anchor).view(np.uint32) - anchor.view(np.uint32)
     is_subnormal = magnitude < rebias + np.uint32(1 << 23)
     sign = (bits >> np.uint32(31)) << np.uint32(storage.exponent_bits + storage.mantissa_bits)
-    codes: NDArray[Any] = (sign | np.where(is_subnormal, subnormal, normal)).astype(storage.bits)
+    unsigned = np.where(is_subnormal, subnormal, normal)
+    codes: NDArray[Any] = np.where(unsigned == storage.quiet_nan, unsigned, sign | unsigned).astype(storage.bits)
     return codes

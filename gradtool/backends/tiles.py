@@ -64,15 +64,16 @@ def _empty(pieces: Sequence[Piece]) -> BlockSums:
 
 
 def _scale(raw: NDArray[np.uint8], storage: Storage, factor: float, limit: float, *, drop_nonfinite: bool) -> None:
-    values = _widened(raw, storage)
+    # The product of two float32 is exact in float64, so there is one rounding.
+    values = _widened(raw, storage).astype(np.float64)
     if drop_nonfinite:
         values[~np.isfinite(values)] = 0
-    bound = values.dtype.type(limit)
-    values *= values.dtype.type(factor)
+    bound = storage.rounded(limit)
+    values *= float(storage.work.type(factor))
     # Not numpy's clip, whose zero has another sign in other versions if the limit is 0.
     values[values < -bound] = -bound
     values[values > bound] = bound
-    raw[:] = storage.narrow(values).view(np.uint8)
+    raw[:] = storage.narrow_wide(values).view(np.uint8)
 
 
 def _widened(raw: NDArray[np.uint8], storage: Storage) -> NDArray[Any]:

@@ -60,13 +60,13 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
 
     coef = max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_; eps=1e-7 gives Lucid's clip_grad_norm, eps=0
     that of Optax and Keras. If coef < 1, every element becomes round(g · coef), with coef rounded to float32 (F64:
-    float64) and one rounding to the storage type; if coef >= 1, no byte is written. The norm is that of
+    float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
     `gradtool.norm`.
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
-        BadInputError: a file, index or tensor is invalid.
+        BadInputError: a file, index or tensor is invalid, or a coefficient is out of range for its type.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
 
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
@@ -18,12 +21,20 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
 
 
+# Below, a float64 loses precision, and then is 0.
+SMALLEST_NORMAL = sys.float_info.min
+
+
 def clip_coef(limit: float | None, norm: float, eps: float) -> float:
-    """The coefficient limit / (norm + eps), infinite where there is nothing to clip; NaN goes through."""
+    """The coefficient limit / (norm + eps), infinite where there is nothing to clip; NaN goes through.
+
+    It is 0 for a limit of 0 or an infinite norm. A quotient that underflows is the smallest number above 0.
+    """
     # An infinite limit changes nothing, not even where the norm is infinite too.
-    if limit is None or math.isinf(limit):
+    if limit is None or math.isinf(limit) or norm + eps == 0:
         return math.inf
-    return limit / (norm + eps) if norm + eps else math.inf
+    is_zero = limit == 0 or math.isinf(norm)
+    return limit / (norm + eps) or (0.0 if is_zero else math.ulp(0.0))
 
 
 class Policy(NamedTuple):
@@ -106,13 +117,8 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
     for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype
         rounded = _rounded(dtype, factor)
-        if factor and (rounded == 0 or math.isinf(rounded)):
-            raise BadInputError(
-                f"factor {factor!r} is out of range for {STORAGE[dtype].work}, in which {dtype} computes; "
-                "nothing written",
-                file=one.shard.path,
-                tensor=one.tensor.name,
-            )
+        if own and (own < SMALLEST_NORMAL or not _is_precise(dtype, factor)):
+            raise _imprecise(one, own if own < SMALLEST_NORMAL else factor)
         clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
@@ -124,5 +130,22 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
 
 @lru_cache(maxsize=64)
 def _rounded(dtype: str, value: float) -> float:
-    """A number in the type that tensors of a storage type compute in; nearly always the same few for all tensors."""
+    """A number in the type of the factors of a storage type; nearly always the same few for all tensors."""
     return float(STORAGE[dtype].work.type(value))
+
+
+@lru_cache(maxsize=64)
+def _is_precise(dtype: str, factor: float) -> bool:
+    """Whether the type of the factors has a normal number for one that is not 0; True for NaN."""
+    rounded = _rounded(dtype, factor)
+    return not (rounded < np.finfo(STORAGE[dtype].work).tiny or math.isinf(rounded))
+
+
+def _imprecise(one: Selected, factor: float) -> BadInputError:
+    work = np.finfo(STORAGE[one.tensor.dtype].work)
+    return BadInputError(
+        f"the coefficient {factor!r} is out of range for {work.dtype} ({work.tiny:.3g} to {work.max:.3g}), its type "
+        f"for {one.tensor.dtype}; nothing written. Clip in several steps",
+        file=one.shard.path,
+        tensor=one.tensor.name,
+    )

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from support import (
     FACTS,
     NUMPY_TYPES,
+    QUIET_NANS,
     VALUE_TYPES,
     bits_of,
     block_of,
     canonical_tile_sums,
     encode,
     gaussian,
+    rounded_once,
     stored,
 )
 
@@ -58,20 +60,61 @@ def test_the_maximum_norm_sums_nothing_and_still_finds_the_maximum(backend):
     assert found.sums.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4])
-@pytest.mark.parametrize("factor", [0.377, 1 / 3, 1e-4, 0.9999999, 0.0, 3.7e-40, 41.5])
-def test_scaling_is_a_float32_product_rounded_once_for_every_bit_pattern(backend, dtype, factor):
-    storage = STORAGE[dtype]
-    codes = np.arange(2 ** (8 * storage.bits.itemsize)).astype(storage.bits)
-    array = codes.view(NUMPY_TYPES[dtype])
-    block, pieces = block_of(array)
+SMALL_TYPES = [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4]
+
+
+def every_value(dtype):
+    """As float64, by code."""
+    codes = np.arange(2 ** (8 * STORAGE[dtype].bits.itemsize)).astype(STORAGE[dtype].bits)
+    with np.errstate(invalid="ignore"):
+        return codes.view(NUMPY_TYPES[dtype]).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", SMALL_TYPES)
+@pytest.mark.parametrize("factor", [0.377, 1 / 3, 1e-4, 0.9999999, 0.0, 2.0**-126, 41.5, 1e30, math.nan])
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_scaling_is_an_exact_product_rounded_once_for_every_bit_pattern(backend, dtype, factor, is_finite):
+    codes = np.arange(2 ** (8 * STORAGE[dtype].bits.itemsize)).astype(STORAGE[dtype].bits)
+    array, values = codes.view(NUMPY_TYPES[dtype]), every_value(dtype)
+    # Kernels may do rows of numbers faster than those with NaN or Inf among them.
+    order = np.argsort(~np.isfinite(values), kind="stable") if is_finite else np.argsort(codes % 251, kind="stable")
+    block, pieces = block_of(array[order])
     backend.scale(block, pieces, [factor], math.inf, NormSpec())
     with np.errstate(all="ignore"):
-        product = array.astype(np.float32) * np.float32(factor)
-        expected = product.astype(array.dtype)
-    ours, numbers = stored(block, pieces[0]), ~np.isnan(product)
-    assert np.array_equal(bits_of(ours)[numbers], bits_of(expected)[numbers])
-    assert (bits_of(ours)[~numbers] == storage.quiet_nan).all()
+        # Exact in float64, because both have 24 bits at most.
+        expected = rounded_once(values[order] * float(np.float32(factor)), dtype)
+    assert np.array_equal(bits_of(stored(block, pieces[0])), bits_of(expected))
+
+
+# By type: a factor, and how many products a rounding to float32 before the last one would get wrong.
+TWICE = {"F16": (0.6257861852645874, 32), "BF16": (0.7191780805587769, 254), "F8_E4M3": (1 / 6, 2)}
+TWICE |= {"F8_E5M2": (0.0875, 1)}
+
+
+@pytest.mark.parametrize("dtype", TWICE)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_product_is_rounded_to_float32_first(backend, dtype, sign):
+    factor, count = TWICE[dtype]
+    values = every_value(dtype)
+    array = encode(sign * values[np.isfinite(values) & ~np.signbit(values)], dtype)
+    block, pieces = block_of(array)
+    backend.scale(block, pieces, [factor], math.inf, NormSpec())
+    products = array.astype(np.float64) * float(np.float32(factor))
+    once, twice = (rounded_once(one, dtype) for one in (products, products.astype(np.float32).astype(np.float64)))
+    assert np.count_nonzero(bits_of(once) != bits_of(twice)) == count
+    assert np.array_equal(bits_of(stored(block, pieces[0])), bits_of(once))
+
+
+@pytest.mark.parametrize("dtype", SMALL_TYPES)
+def test_what_overflows_is_infinite_and_f8_e4m3_has_a_nan_without_a_sign_instead(backend, dtype):
+    values = every_value(dtype)
+    largest = float(values[np.isfinite(values)].max())
+    block, pieces = block_of(encode([largest, -largest, math.nan, -math.nan, 1, -1], dtype))
+    found = backend.scale(block, pieces, [2.0], math.inf, NormSpec())
+    nan, two = QUIET_NANS[dtype], encode([2.0, -2.0], dtype)
+    overflow = [nan, nan] if dtype == "F8_E4M3" else bits_of(encode([math.inf, -math.inf], dtype)).tolist()
+    assert bits_of(stored(block, pieces[0])).tolist() == [*overflow, nan, nan, *bits_of(two).tolist()]
+    assert (found.nan[0], found.inf[0]) == ((4, 0) if dtype == "F8_E4M3" else (2, 2))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F64"])
@@ -107,6 +150,22 @@ def test_the_limit_clamps_and_leaves_nan_alone(backend, dtype):
     ours = stored(block, pieces[0]).astype(np.float64)
     expected = np.clip(array.astype(np.float64), -0.5, 0.5)
     assert np.array_equal(ours, expected, equal_nan=True)
+
+
+# In F16 the nearest of the first is 1.0009765625, but that of its nearest float32 is 1.
+LIMITS = [1.0004882812509095, 0.1, 3.0000001, 1e-8, 65_519.9, 1e6, 1e300, 1e-300, 459.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+@pytest.mark.parametrize("limit", [*LIMITS, *(1.0 + one / 2**12 + 2.0**-40 for one in range(0, 4096, 255))])
+def test_the_limit_is_rounded_once_to_the_type(backend, dtype, limit):
+    array = encode([300, -300, 0.0, 2.0**-9, math.nan], dtype)
+    block, pieces = block_of(array)
+    backend.scale(block, pieces, [1.0], limit, NormSpec())
+    bound = float(rounded_once(np.array([limit]), dtype).astype(np.float64)[0])
+    bound = math.inf if math.isnan(bound) else bound
+    expected = np.clip(array.astype(np.float64), -bound, bound)
+    assert np.array_equal(stored(block, pieces[0]).astype(np.float64), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import NUMPY_TYPES, VALUE_TYPES, encode
+from support import NUMPY_TYPES, VALUE_TYPES, encode, rounded_once
 
 from gradtool.backends import Patch
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.storage import STORAGE
 
 
 def patch_of(rows, columns, x_dtype="F32", y_dtype="F32", *, inverted=False, rms=False, height=None, seed=0):
@@ -111,15 +110,29 @@ def test_each_group_of_rows_is_summed_by_itself_and_groups_are_added_in_order(ba
     assert totals[1, 0] == ((0.25 + (1.0 + 1e17)) + (-1e17 + 1.0)) + 2.0
 
 
-def test_the_result_is_rounded_once_to_its_type(backend):
-    for dtype in VALUE_TYPES:
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_the_result_is_rounded_once_to_its_type(backend, dtype):
+    # The last is beyond the smaller types.
+    for factor in (1.0, 1e-3, 1e6):
         patch = patch_of(5, 70, "BF16", "F16")
+        patch.inv_std_dev[:] *= factor
         means = np.zeros(5), np.zeros(5)
         wide, out = memoryview(bytearray(350 * 8)), memoryview(bytearray(350 * NUMPY_TYPES[dtype].itemsize))
         backend.layer_norm_grads(patch, means, wide, "F64")
         backend.layer_norm_grads(patch, means, out, dtype)
-        expected = STORAGE[dtype].narrow_wide(np.frombuffer(wide, np.float64))
-        assert bytes(out) == expected.tobytes()
+        assert bytes(out) == rounded_once(np.frombuffer(wide, np.float64), dtype).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4])
+def test_the_result_is_not_rounded_to_float32_first(backend, dtype):
+    """Just above and below the middle of two values, by less than float32 can tell."""
+    values = np.arange(0x38, 0x40, dtype=f"u{NUMPY_TYPES[dtype].itemsize}").view(NUMPY_TYPES[dtype]).astype(np.float64)
+    middles = np.outer((values[:-1] + values[1:]) / 2, [1 - 2.0**-50, 1, 1 + 2.0**-50, -1 - 2.0**-50]).ravel()
+    patch = patch_of(1, middles.size, "F64", "F64", rms=True)._replace(y_grad=memoryview(middles.tobytes()))
+    patch.inv_std_dev[:], patch.scale[:] = 1, 1
+    out = memoryview(bytearray(middles.size * NUMPY_TYPES[dtype].itemsize))
+    backend.layer_norm_grads(patch, (np.zeros(1), np.zeros(1)), out, dtype)
+    assert bytes(out) == rounded_once(middles, dtype).tobytes()
 
 
 @given(

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, VALUE_TYPES, bits_of
+from support import NUMPY_TYPES, QUIET_NANS, VALUE_TYPES, bits_of, rounded_once
 
 from gradtool.backends.storage import STORAGE
 
@@ -45,9 +45,21 @@ def test_narrowing_rounds_to_nearest_even_as_others_do(dtype):
     with np.errstate(all="ignore"):
         values = hard_to_round(dtype)
         values = values[~np.isnan(values)]
-        theirs = values.astype(NUMPY_TYPES[dtype])
+        theirs = rounded_once(values.astype(np.float64), dtype)
         ours = STORAGE[dtype].narrow(values)
     assert np.array_equal(ours, bits_of(theirs))
+
+
+@pytest.mark.parametrize("dtype", SMALL_TYPES)
+def test_values_that_float32_holds_are_rounded_as_others_do(dtype):
+    """The truth that all tests of rounding share, against numpy and ml_dtypes."""
+    with np.errstate(all="ignore"):
+        values = hard_to_round(dtype)
+        theirs = values.astype(NUMPY_TYPES[dtype])
+        ours = rounded_once(values.astype(np.float64), dtype)
+        numbers = ~np.isnan(theirs.astype(np.float64))
+    assert np.array_equal(bits_of(ours)[numbers], bits_of(theirs)[numbers])
+    assert (bits_of(ours)[~numbers] == QUIET_NANS[dtype]).all()
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -63,7 +75,17 @@ def test_every_nan_is_written_as_the_one_quiet_nan(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "value", "stored"),
-    [("F64", 0.1, 0.1), ("F32", 0.1, 0.10000000149011612), ("BF16", 0.1, 0.10009765625), ("F16", 1e6, np.inf)],
+    [
+        ("F64", 0.1, 0.1),
+        ("F32", 0.1, 0.10000000149011612),
+        ("BF16", 0.1, 0.10009765625),
+        ("F16", 1e6, np.inf),
+        # Just above the middle of two values, by less than float32 can tell.
+        ("F16", 1.0004882812509095, 1.0009765625),
+        ("BF16", 1.00390625 + 2.0**-40, 1.0078125),
+        ("F8_E4M3", 1.0625 + 2.0**-40, 1.125),
+        ("F8_E5M2", 1.125 + 2.0**-40, 1.25),
+    ],
 )
 def test_rounded_is_what_a_number_becomes_in_storage(dtype, value, stored):
     assert STORAGE[dtype].rounded(value) == stored

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import VALUE_TYPES, bits_of, build, encode, read, snapshot, write, write_index
+from support import QUIET_NANS, VALUE_TYPES, bits_of, build, encode, read, rounded_once, snapshot, write, write_index
 
 from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
 
@@ -44,12 +44,12 @@ def test_extreme_values_are_clipped_and_not_turned_to_zeros(tmp_path, dtype, val
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
-def test_every_element_is_one_product_in_float32_and_one_rounding(tmp_path, dtype):
+def test_every_element_is_an_exact_product_rounded_once(tmp_path, dtype):
     array = encode(np.random.default_rng(6).standard_normal(100_000) * 3, dtype)
     path = one_file(tmp_path, a=array)
     result = clip(path, max_norm=7.5)
-    work = np.float64 if dtype == "F64" else np.float32
-    expected = (array.astype(work) * work(result.coef)).astype(array.dtype)
+    coef = result.coef if dtype == "F64" else float(np.float32(result.coef))
+    expected = rounded_once(array.astype(np.float64) * coef, dtype)
     assert np.array_equal(bits_of(read(path)["a"]), bits_of(expected))
     assert result.norm_after == norm(path).norm
 
@@ -194,7 +194,7 @@ def test_an_infinite_limit_changes_nothing_not_even_beside_an_infinity(tmp_path)
 
 
 def test_numpy_scalars_are_taken_as_numbers(tmp_path):
-    path = one_file(tmp_path, a=np.full(100, 3e38, np.float32))
+    path = one_file(tmp_path, a=np.full(100, 3e36, np.float32))
     result = clip(path, max_norm=np.float32(1.0), unscale=np.float32(1.0), eps=np.float64(0))
     assert type(result.coef) is type(result.norm_before) is float
     assert read(path)["a"].tolist() == pytest.approx([0.1] * 100, rel=1e-5)
@@ -251,6 +251,34 @@ def test_f8_e4m3_results_beyond_its_range_are_an_error_though_they_are_no_infini
     path = one_file(tmp_path, a=encode([400, 1], "F8_E4M3"))
     with pytest.raises(NonFiniteError, match="overflow F8_E4M3"):
         clip(path, max_norm=1e6, unscale=0.5)
+
+
+@pytest.mark.parametrize("value", [448, -448])
+def test_f8_e4m3_results_beyond_its_range_propagate_as_the_one_nan(tmp_path, value):
+    path = one_file(tmp_path, a=encode([value, 1], "F8_E4M3"))
+    clip(path, max_norm=math.inf, unscale=0.5, nonfinite="propagate")
+    assert bits_of(read(path)["a"]).tolist() == [0x7F, 0x40]
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_a_nan_is_written_without_sign_and_payload_and_left_alone_where_nothing_is_written(tmp_path, dtype):
+    array = encode([1, 1, 1], dtype)
+    bits_of(array)[:2] = QUIET_NANS[dtype]
+    bits_of(array)[1] |= 1 << (8 * array.dtype.itemsize - 1)
+    path = one_file(tmp_path, a=array)
+    clip(path, max_norm=math.inf, nonfinite="propagate")
+    assert read(path)["a"].tobytes() == array.tobytes()
+    clip(path, max_norm=math.inf, unscale=2, nonfinite="propagate")
+    assert bits_of(read(path)["a"]).tolist() == [*[QUIET_NANS[dtype]] * 2, int(bits_of(encode([0.5], dtype))[0])]
+
+
+def test_max_value_is_rounded_once_to_the_type_of_the_tensor(tmp_path):
+    path = one_file(tmp_path, **{dtype: encode([3.0, -3.0], dtype) for dtype in VALUE_TYPES})
+    limit = 1.0004882812509095
+    clip(path, max_value=limit)
+    found = {name: array.astype(float).tolist() for name, array in read(path).items()}
+    rounded = {"F64": limit, "F32": 1.00048828125, "F16": 1.0009765625, "BF16": 1.0, "F8_E4M3": 1.0, "F8_E5M2": 1.0}
+    assert found == {dtype: [value, -value] for dtype, value in rounded.items()}
 
 
 def test_a_limit_of_minus_zero_is_zero(tmp_path):
@@ -372,7 +400,7 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
     path = one_file(tmp_path, a=np.full(4, 1.7e308))
     assert not clip(path, max_norm=math.inf).clipped
     assert clip(path, max_norm=1e300, total_norm=1e308, dry_run=True).clipped
-    result = clip(path, max_norm=1, unscale=1e10, dry_run=True)
+    result = clip(path, max_norm=1e10, unscale=1e10, dry_run=True)
     assert result.norm_before == pytest.approx(3.4e298)
     assert clip(path, max_value=1e300, unscale=1e10).norm_before == pytest.approx(3.4e298)
 
@@ -384,14 +412,63 @@ def test_a_norm_beyond_float64_matters_only_where_the_coefficient_is_made_of_it(
         (np.ones(2, np.float32), {"unscale": 1e-310}),
         (np.full(2, 1e30, np.float32), {"unscale": 1e60, "max_norm": 1e9}),
         (np.full(2, 1e37, np.float32), {"max_norm": 1e-10}),
+        (np.full(4, 1e30, np.float32), {"max_norm": 1e-12}),
+        (np.full(4, 1e300), {"max_norm": 1e-30}),
+        (np.full(4, 1e300), {"max_norm": 1e-8}),
+        (np.full(4, 1e300), {"max_norm": 1e-30, "per_tensor": True}),
+        (np.full(4, 1e300), {"max_norm": 1e-30, "unscale": 1e-200}),
+        (np.full(4, 1e300), {"max_norm": 1e-30, "norm_type": math.inf}),
+        (np.ones(2), {"max_norm": 1e-30, "total_norm": 1e300}),
+        (np.ones(2), {"max_norm": 1, "total_norm": 1e308, "eps": 1.7e308}),
+        (np.ones(2), {"max_norm": math.inf, "unscale": 1e308}),
+        (np.ones(2, np.float32), {"max_norm": math.inf, "unscale": 2e38}),
+        (np.ones(2, np.float32), {"max_norm": None, "max_value": 1, "unscale": 2e38}),
+        (encode([1, 1], "F16"), {"max_norm": math.inf, "unscale": 2e38}),
+        (encode([1, 1], "F8_E5M2"), {"max_norm": 1e-38}),
     ],
 )
-def test_a_factor_that_rounds_to_zero_or_infinity_is_refused(tmp_path, array, options):
+def test_a_coefficient_that_its_type_holds_only_in_part_is_refused(tmp_path, array, options):
     path = one_file(tmp_path, a=array)
     before = snapshot(tmp_path)
-    with pytest.raises(BadInputError, match="out of range for float|overflows float64"):
+    with pytest.raises(BadInputError, match="out of range for float|overflows float64") as caught:
         clip(path, **({"max_norm": 1} | options))
     assert snapshot(tmp_path) == before
+    assert caught.value.exit_code == 3
+
+
+def test_a_coefficient_is_refused_only_where_a_tensor_needs_it_in_a_type_that_is_too_small(tmp_path):
+    path = one_file(tmp_path, wide=np.full(4, 1e30), narrow=encode([1], "BF16"))
+    with pytest.raises(BadInputError, match="5e-43 is out of range for float32 .*, its type for BF16") as caught:
+        clip(path, max_norm=1e-12, eps=0)
+    assert caught.value.problems[0].tensor == "narrow"
+    result = clip(path, max_norm=1e-12, eps=0, exclude=["narrow"])
+    assert result.norm_after == pytest.approx(1e-12, rel=1e-15)
+    path = one_file(tmp_path, wide=np.full(4, 1e30), narrow=encode([1], "BF16"))
+    rows = clip(path, max_norm=1e-12, eps=0, per_tensor=True).per_tensor
+    assert [row.norm_after for row in rows] == pytest.approx([1e-12, 1e-12], rel=2.0**-8)
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [("F64", 2.0**-1022), ("F32", 2.0**-126), ("F16", 2.0**-126)])
+def test_the_smallest_coefficient_is_the_smallest_normal_number(tmp_path, dtype, smallest):
+    path = one_file(tmp_path, a=encode([1], dtype))
+    result = clip(path, max_norm=smallest, eps=0)
+    assert (result.coef, result.norm_after) == (smallest, 0.0 if dtype == "F16" else smallest)
+    path = one_file(tmp_path, a=encode([1], dtype))
+    with pytest.raises(BadInputError, match="out of range"):
+        clip(path, max_norm=smallest * (1 - 2.0**-20), eps=0)
+
+
+@pytest.mark.parametrize("value", [3.0, 1e300])
+def test_a_coefficient_of_zero_is_that_of_a_limit_of_zero(tmp_path, value):
+    path = one_file(tmp_path, a=np.array([value]))
+    result = clip(path, max_norm=0)
+    assert (result.coef, read(path)["a"].tolist()) == (0.0, [0.0])
+
+
+def test_clipping_in_two_steps_reaches_what_one_step_cannot(tmp_path):
+    path = one_file(tmp_path, a=np.full(4, 1e300))
+    clip(path, max_norm=1e100)
+    assert clip(path, max_norm=1e-30).norm_after == pytest.approx(1e-30, rel=1e-15)
 
 
 def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):

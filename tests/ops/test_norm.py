@@ -241,6 +241,7 @@ def test_a_selection(tmp_path):
     "arguments",
     [
         {"norm_type": 0},
+        {"norm_type": math.nextafter(0.01, 0)},
         {"norm_type": -1},
         {"norm_type": math.nan},
         {"top": 0},

@@ -17,6 +17,12 @@ DEVICE float cut_to_odd(double value)
         DEVICE float widen(CODE code) { return NAME##_to_float(code); }                                                \
         DEVICE CODE narrow(float value) { return float_to_##NAME(value); }                                             \
         DEVICE CODE narrow_wide(double value) { return narrow(cut_to_odd(value)); }                                    \
+        DEVICE float product(float value, float factor)                                                                \
+        {                                                                                                              \
+            const uint32_t magnitude = round_product(value, factor, format_of(DTYPE));                                 \
+            if (magnitude < format_of(DTYPE).bound) return as_float(magnitude | sign_of(value * factor));              \
+            return cut_to_odd((double)value * (double)factor);                                                         \
+        }                                                                                                              \
     };
 
 SMALL(F16, uint16_t, f16)
@@ -30,6 +36,7 @@ template <> struct Storage<F32> {
     DEVICE float widen(uint32_t code) { return as_float(code); }
     DEVICE uint32_t narrow(float value) { return float_to_f32(value); }
     DEVICE uint32_t narrow_wide(double value) { return narrow((float)value); }
+    DEVICE float product(float value, float factor) { return value * factor; }
 };
 
 template <> struct Storage<F64> {
@@ -38,6 +45,7 @@ template <> struct Storage<F64> {
     DEVICE double widen(uint64_t code) { return as_double(code); }
     DEVICE uint64_t narrow(double value) { return double_to_f64(value); }
     DEVICE uint64_t narrow_wide(double value) { return narrow(value); }
+    DEVICE double product(double value, double factor) { return value * factor; }
 };
 
 // ---- eight neighbours -----------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
         if (WRITES) {
             if (job.drops && magnitude_bits(value) >= infinite) value = 0;
             const Work limit = (Work)job.limit;
-            value *= (Work)piece.factor;
+            value = S::product(value, (Work)piece.factor);
             // Comparisons keep NaN and the sign of zeros.
             if (job.limit <= LARGEST) {
                 value = value < -limit ? -limit : value;

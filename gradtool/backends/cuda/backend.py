@@ -190,7 +190,7 @@ class CudaBackend:
                 facts=results.address + 16 * tiles.total,
                 piece=address,
                 pieces=len(rows),
-                limit=limit,
+                limit=STORAGE[dtype].rounded(limit),
                 order=spec.order,
                 drops=spec.drop_nonfinite,
             )

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.backends import NormSpec
 from gradtool.errors import BadInputError, UsageError
-from gradtool.ops.clip_policy import clip_coef
+from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef
 from gradtool.ops.totals import checked_key
 from gradtool.reduction import total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.measurement import Measurement
     from gradtool.options import AccumulateOptions
+
+
+UNDERFLOWS = f"is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing written"
 
 
 class Policy(NamedTuple):
@@ -101,7 +105,22 @@ class Policy(NamedTuple):
         """What clips the float64 sums, of the given norm; raises `BadInputError` where they cannot be clipped."""
         if sums.is_finite and math.isinf(norm) and self.max_norm != math.inf:
             raise BadInputError("the norm of the sum overflows float64 and cannot be clipped; nothing written")
-        return self.coef(self.max_norm, norm)
+        coef = self.coef(self.max_norm, norm)
+        if 0 < coef < SMALLEST_NORMAL:
+            raise BadInputError(f"the coefficient {coef!r} {UNDERFLOWS}. Use a larger --max-norm")
+        return coef
+
+    def each_coef(self, one: Contribution, found: Measurement, norm: float) -> float:
+        """What clips a gradient of the given norm; raises `BadInputError` where it cannot be clipped."""
+        if self.clip_each is not None and self.clip_each < math.inf and found.is_finite and math.isinf(norm):
+            raise BadInputError("norm overflows float64 and cannot be clipped; nothing written", file=one.path)
+        coef = self.coef(self.clip_each, norm)
+        weighted = abs(one._replace(coef=coef).factor)
+        # A weight alone is taken as it is given.
+        if 0 < coef < SMALLEST_NORMAL or (0 < coef < 1 and one.weight and weighted < SMALLEST_NORMAL):
+            smaller = coef if coef < SMALLEST_NORMAL else weighted
+            raise BadInputError(f"the coefficient {smaller!r} {UNDERFLOWS}. Use a larger --clip-each", file=one.path)
+        return coef
 
     def weight_sum(self, weights: Sequence[float]) -> float:
         """What the weights add up to; raises `BadInputError` where nothing can be divided by it that must be."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, NonFiniteError, Problem
+from gradtool.errors import NonFiniteError, Problem
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems
 
@@ -52,7 +51,7 @@ def screen(session: Session, policy: Policy, contributions: Sequence[Contributio
 
     Raises:
         NonFiniteError: a gradient holds NaN or Inf and may not be left out, or every one does.
-        BadInputError: a norm is beyond float64.
+        BadInputError: a norm is beyond float64, or a coefficient underflows.
     """
     if not policy.screens:
         return Screened(contributions, [GradientRow.unseen(one, taken=True) for one in contributions])
@@ -81,9 +80,7 @@ def _limited(
 ) -> tuple[Contribution, GradientRow]:
     """A gradient with the coefficient that limits its norm, and its row."""
     norm = found.norms(unscale=one.unscale).whole
-    if policy.clip_each is not None and policy.clip_each < math.inf and found.is_finite and math.isinf(norm):
-        raise BadInputError("norm overflows float64 and cannot be clipped; nothing written", file=one.path)
-    limited = one._replace(coef=policy.coef(policy.clip_each, norm))
+    limited = one._replace(coef=policy.each_coef(one, found, norm))
     return limited, GradientRow(
         weight=one.weight,
         taken=is_taken,

@@ -298,3 +298,22 @@ def test_an_infinite_limit_limits_nothing_whatever_the_norm(tmp_path):
     assert refused(BadInputError, tmp_path, path, grads, max_norm=1) == [("input", None, None)]
     assert refused(BadInputError, tmp_path, grads[0], path, clip_each=1) == [("input", None, "buffer")]
     assert accumulate(grads[0], path, clip_each=math.inf, per_gradient=True).per_gradient[0].coef == 1.0
+
+
+def test_a_coefficient_that_underflows_is_refused(tmp_path):
+    path, grads = lay_out(tmp_path, np.full(4, 1e300), np.zeros(4), np.full(4, 1e300))
+    for options in ({"max_norm": 1e-30}, {"max_norm": 1e-8}):
+        assert refused(BadInputError, tmp_path, path, grads, **options) == [("input", None, None)]
+    for options in ({}, {"weight": [0, 1e-250]}, {"weight": [0, -1e-250]}):
+        limit = 1e-30 if not options else 1e230
+        assert refused(BadInputError, tmp_path, path, grads, clip_each=limit, **options) == [("input", None, "g2")]
+    assert accumulate(path, grads, max_norm=0).coef == 0.0
+    assert accumulate(path, grads, clip_each=0, per_gradient=True).per_gradient[1].coef == 0.0
+    # A weight is taken as it is given.
+    assert (
+        accumulate(path, grads[1], weight=1e-310, clip_each=1e305, overwrite=True, per_gradient=True)
+        .per_gradient[0]
+        .coef
+        == 1.0
+    )
+    assert read(path)["a"].tolist() == [1e-310 * 1e300] * 4

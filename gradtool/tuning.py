@@ -15,3 +15,8 @@ WINDOW_ELEMENTS = 1 << 18
 # A patch of a layer norm, and its rows at most. Sums over rows are taken patch by patch, so these two decide bits.
 PATCH_ELEMENTS = 1 << 18
 PATCH_ROWS = 1 << 14
+
+# Of a shard, measured by one task of another process at most: a second of work or so, beside a few ms for the task.
+PART_BYTES = 1 << 30
+# Tasks for each thread of an engine's workers that are in flight: one that runs, and one that waits for it.
+TASKS_IN_FLIGHT = 2

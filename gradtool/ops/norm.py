@@ -65,8 +65,8 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     """
     chosen = complete("norm", NormOptions, options)
     top, limit = chosen["top"], chosen["fail_above"]
-    session = Call.of(paths, chosen).open_to_read(ignore_unfinished=chosen["ignore_journal"])
-    found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
+    with Call.of(paths, chosen).open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
+        found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
     norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
     rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
     problems = nonfinite_problems(session.selected, found)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool import backends, checks
+from gradtool import checks
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.threads import Threads
-from gradtool.errors import Problem
+from gradtool.engines.choose import MOST_THREADS, choose, engine_name
+from gradtool.errors import Problem, UsageError
 from gradtool.store.format.paths import read_path_list
-from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 
@@ -22,16 +21,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.backends import Choice
-    from gradtool.engines import Found, Pass
-    from gradtool.options import Paths, Reading, Writing
+    from gradtool.engines import Engine, Found, Pass
+    from gradtool.options import Compute, Paths, Reading, Rewriting
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import NewIndex, Output, OutputOptions
-
-# More would only take memory.
-MOST_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,9 @@ class Call(NamedTuple):
     """What a call was asked for, checked as far as that can be done without a file: what to open, and the engine."""
 
     inputs: Inputs
-    engine: Threads
-    choice: Choice
+    engine: Engine
+    # The backend, unless workers choose it.
+    choice: Choice | None
     asked_threads: int
     began: float
 
@@ -89,15 +86,17 @@ class Call(NamedTuple):
         named = checks.paths(paths)
         if chosen["files_from"] is not None:
             named += read_path_list(os.fspath(chosen["files_from"]))
-        choice = backends.choose(chosen["backend"], chosen["device"])
-        threads, progress = chosen["threads"] or default_threads(), chosen["progress"]
-        engine = Threads(choice.backend, min(threads, MOST_THREADS), progress if callable(progress) else None)
-        return cls(Inputs(named, chosen["include"], chosen["exclude"], dtypes), engine, choice, threads, began)
+        progress = chosen["progress"]
+        engine, choice = choose(chosen, progress if callable(progress) else None)
+        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes)
+        return cls(inputs, engine, choice, chosen["threads"] or 0, began)
 
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
-        return self._session(opened)
+        session = self._session(opened)
+        session.engine.prepare(None, opened.shards)
+        return session
 
     @contextlib.contextmanager
     def open_to_write(
@@ -108,6 +107,7 @@ class Call(NamedTuple):
 
         with open_to_write(self.inputs, options, writes=writes, created=created) as (opened, output):
             try:
+                self.engine.prepare(output, opened.shards)
                 yield self._session(opened), output
             finally:
                 self.engine.close()
@@ -121,20 +121,32 @@ class Call(NamedTuple):
         return [Problem("threads", f"--threads {self.asked_threads} is more than {MOST_THREADS}; using {MOST_THREADS}")]
 
 
-def output_options_of(chosen: Writing) -> OutputOptions:
+def output_options_of(chosen: Rewriting) -> OutputOptions:
     """The options of a call that say where it writes."""
     from gradtool.store.transaction.output import OutputOptions  # not needed by what only reads
 
     output, output_dir = chosen["output"], chosen["output_dir"]
+    engine, in_place = engine_name(chosen["engine"]), chosen["write"] == "inplace"
+    if in_place and engine != "threads":
+        what = "--write inplace is for --engine threads: an undo log protects what one machine overwrites"
+        raise UsageError(f"{what}. Leave it out to replace the files, as {engine} can")
     return OutputOptions(
         file=None if output is None else os.fspath(output),
         folder=None if output_dir is None else os.fspath(output_dir),
         no_clobber=chosen["no_clobber"],
         dry_run=chosen["dry_run"],
-        in_place=chosen["write"] == "inplace",
+        in_place=in_place,
         fsync=chosen["fsync"],
         lock_timeout=chosen["lock_timeout"],
+        by_workers=engine != "threads",
     )
+
+
+def refuse_engine(chosen: Compute, command: str) -> None:
+    """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
+    engine = engine_name(chosen["engine"])
+    if engine != "threads":
+        raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine}")
 
 
 @dataclass
@@ -142,13 +154,19 @@ class Session:
     """One call: its open sets, the engine, and why that has its backend."""
 
     opened: OpenSets
-    engine: Threads
-    choice: Choice
+    engine: Engine
+    choice: Choice | None
     began: float
     warnings: list[Problem]
     commit_seconds: float = 0.0
     # Where a pass that only reads writes nothing to.
     _nowhere: Destination = DISCARD
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
 
     @property
     def selected(self) -> list[Selected]:

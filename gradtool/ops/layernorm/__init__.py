@@ -14,7 +14,7 @@ from gradtool.ops.layernorm.placement import apart, beside
 from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
 from gradtool.ops.layernorm.wide_rows import sum_wide_rows
 from gradtool.ops.results import CallFacts, Written, call_facts, written
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.options import LayerNormOptions, Sets
 from gradtool.signatures import complete, documented
 
@@ -61,6 +61,7 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("layernorm_backward", LayerNormOptions, options)
+    refuse_engine(chosen, "layernorm-backward")
     names = {
         "y_grad": chosen["y_grad"],
         "x": chosen["x"],

@@ -6,11 +6,12 @@ asked for. Results are taken and dropped one by one, so memory does not grow wit
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from gradtool import tuning
@@ -26,6 +27,7 @@ from gradtool.store.transaction.orders import Built, Ordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from gradtool.engines import Cluster, Progress
     from gradtool.store.format.header import Shard
@@ -84,15 +86,19 @@ class Workers:
         for order in list(destination.orders.values())[:1]:
             roll.call_to_write(order.folder, order.run)
         pending: dict[Future[Any], Part] = {}
+        # Not `wait`, which looks at every future each time.
+        finished: SimpleQueue[Future[Any]] = SimpleQueue()
         try:
             while True:
                 most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in roll.members.values()))
                 while len(pending) < most and (part := next(parts, None)) is not None:
-                    pending[self._submit(part, destination, roll)] = part
+                    future = self._submit(part, destination, roll)
+                    pending[future] = part
+                    future.add_done_callback(finished.put)
                 if not pending:
                     return found
-                finished, _ = wait(pending, timeout=_HEARTBEAT_SECONDS, return_when=FIRST_COMPLETED)
-                for future in finished:
+                with contextlib.suppress(Empty):
+                    future = finished.get(timeout=_HEARTBEAT_SECONDS)
                     part = pending.pop(future)
                     self._take(part, _result(future, part, roll.cluster), found, destination)
                     done += part.nbytes

@@ -52,16 +52,18 @@ class TensorPass:
         return (OnBlock(self.work, one) for one in destination.blocks(wanted, TILE, backend.block_bytes))
 
     def parts(self, destination: Destination) -> Iterator[Part]:
-        """One for each new file; or, where nothing is written, one for each large stretch of a file."""
+        """One for each new file; or, where nothing is written, one for each large stretch of a file, or many small."""
         wanted = by_shard(self.selected, self.shards)
         for shard in destination.shards:
             places = [(number, 0) for number, _ in wanted.get(shard, ())]
             own = [Selected(shard, tensor) for _, tensor in wanted.get(shard, ())]
             yield Part(self.about(own, places), places, [shard], shard, shard.size)
-        for block in () if destination.count else destination.blocks(wanted, TILE, tuning.PART_BYTES):
-            places = [(span.tensor, span.start) for span in block.spans]
-            own = [Selected(block.shard, _stretch(block, span)) for span in block.spans]
-            yield Part(self.about(own, places), places, [block.shard], None, block.end - block.begin)
+        blocks = () if destination.count else destination.blocks(wanted, TILE, tuning.PART_BYTES)
+        for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
+            places = [(span.tensor, span.start) for block in batch for span in block.spans]
+            own = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]
+            nbytes = sum(block.end - block.begin for block in batch)
+            yield Part(self.about(own, places), places, list(dict.fromkeys(one.shard for one in batch)), None, nbytes)
 
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:  # noqa: ARG002
         """The same for parts of tensors, whose places name the whole ones."""
@@ -117,6 +119,20 @@ class Rewrite(TensorPass):
             factors = [self.factors[span.tensor] for span in block.spans]
             found.add(block, worker.backend.scale(data, pieces_of(block), factors, self.limit, self.spec))
         worker.store(block, data)
+
+
+def _batches(blocks: Iterable[Block], nbytes: int) -> Iterator[list[Block]]:
+    """The blocks, the small ones together."""
+    batch: list[Block] = []
+    size = 0
+    for block in blocks:
+        size += block.end - block.begin
+        if batch and (size > nbytes or len(batch) == tuning.PART_FILES):
+            yield batch
+            batch, size = [], block.end - block.begin
+        batch.append(block)
+    if batch:
+        yield batch
 
 
 def _stretch(block: Block, span: Span) -> Tensor:

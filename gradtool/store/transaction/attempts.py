@@ -1,8 +1,8 @@
 """One attempt at a new file, in a process that does not hold the run's locks.
 
-The run may have ended meanwhile, and even have committed another attempt. So an attempt writes only to a temporary that
-it has made itself, and it looks for the run's log: before it begins, now and then, and at its end. Without a log, it
-removes its temporary, which nobody else will.
+The run may have ended meanwhile, and even have committed another attempt. So an attempt writes only to a temporary
+that it has made itself, and it looks for the permit of the run: before and after it makes that, now and then, and at
+its end. Without a permit it removes its temporary, which may have been made too late to be found by the run itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import random
 import time
 from typing import TYPE_CHECKING, Self
 
-from gradtool.errors import SystemRefusedError, os_errors_about
+from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.late import patiently
-from gradtool.store.transaction.files import log_of, name_of
+from gradtool.store.transaction.files import name_of
 from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT, Built
 from gradtool.store.transaction.staging import keep_attributes
 
@@ -39,12 +39,12 @@ class Attempt:
         order = self._order
         with contextlib.ExitStack() as stack, os_errors_about(order.folder / order.name):
             self._folder = stack.enter_context(Folder.at(order.folder))
-            patiently(lambda: self._folder.status(log_of(order.run)))
+            patiently(lambda: self._folder.status(order.permit))
             self.refuse_if_ended()
             self._number, self._fd, self.file = self._create()
             stack.callback(self._close)
             stack.push(self._remove_after_an_error)
-            # Whoever sweeps removes the log last: a temporary that was made too late to be swept finds no log.
+            # If it was made too late to be found, the permit is gone now.
             self.refuse_if_ended()
             self._prepare()
             self._stack = stack.pop_all()
@@ -54,17 +54,19 @@ class Attempt:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
     def look(self) -> None:
-        """Raise `SystemRefusedError` if the run has ended; it is looked up once a second at most."""
+        """Raise `SystemRefusedError` if the run has ended or has no use for this; looked up once a second at most."""
         now = time.monotonic()
         if now > self._looked + _LOOK_SECONDS:
             self._looked = now
             self.refuse_if_ended()
+            if not self.file.is_there:
+                raise changed_meanwhile(self.file.path)
 
     def refuse_if_ended(self) -> None:
-        """Raise `SystemRefusedError` if the run's log is gone."""
-        if self._folder.status(log_of(self._order.run)) is None:
-            what = f"the transaction log {log_of(self._order.run)} is not seen here"
-            message = f"{what}: the run has ended, or the folder is not shared"
+        """Raise `SystemRefusedError` if the permit is gone."""
+        if self._folder.status(self._order.permit) is None:
+            what = f"{self._order.permit} is not seen by a worker"
+            message = f"{what}; the run has ended, or the folder is not shared with it"
             raise SystemRefusedError(message, file=self._order.folder, code="changed")
 
     def finish(self) -> Built:

@@ -203,7 +203,7 @@ class Output(NamedTuple):
         for file in files:
             keeps = file.replaces and not self.is_elsewhere
             target = self._target(file.shard.path)
-            orders[file.shard] = replacement.order(target, file, keeps_attributes=keeps, mode=self.mode)
+            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, mode=self.mode)
         return Ordered(orders, replacement)
 
     def _stage(self, replacement: Replacement, file: NewFile) -> File:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Self
 from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, os_errors_about, unfinished
 from gradtool.store import fs, signals
 from gradtool.store.fs import File
-from gradtool.store.late import patiently
-from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
+from gradtool.store.transaction.files import name_of, remove
 from gradtool.store.transaction.log import Move
-from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT, Order
+from gradtool.store.transaction.orders import Orders
 from gradtool.store.transaction.staging import Staged, keep_attributes, mode_for
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.fs import Folder
-    from gradtool.store.transaction.destination import NewFile
-    from gradtool.store.transaction.orders import Built
+    from gradtool.store.transaction.orders import Built, Order
     from gradtool.store.transaction.transaction import Transaction
 
 
@@ -40,9 +38,8 @@ class Replacement:
         self._transaction = transaction
         self._staged: list[Staged] = []
         self._backups: list[tuple[Folder, str]] = []
-        # The files that other processes build and, of those that are missing still, the target and its mode.
-        self._ordered = False
-        self._missing: dict[tuple[Path, str], tuple[Path, int]] = {}
+        # Of files that other processes build.
+        self.orders = Orders(transaction)
         self._committed = False
 
     def __enter__(self) -> Self:
@@ -52,7 +49,7 @@ class Replacement:
         if self._transaction.needs_recovery:
             return
         files = [*((one.folder, one.temporary.name) for one in self._staged), *self._backups]
-        gone = [remove(folder, name) for folder, name in [*files, *self._attempts()]]
+        gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
         self._transaction.leaves_files = not all(gone)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
@@ -91,34 +88,9 @@ class Replacement:
                         keep_attributes(fd, original_fd, original)
         return file
 
-    def order(self, target: Path, new: NewFile, *, keeps_attributes: bool, mode: int) -> Order:
-        """What another process needs to know to build a file that will become `target`; as `stage`."""
-        folder, name = self._transaction.locate(target)
-        self._transaction.leaves_files = self._ordered = True
-        with os_errors_about(target):
-            mode = mode_for(new.shard.stat if keeps_attributes else None, folder.status(name), mode)
-        self._missing[folder.path, name] = target, mode
-        return Order(new, self._transaction.id, folder.path, name, keeps_attributes, self._transaction.fsync)
-
     def adopt(self, order: Order, built: Built) -> None:
-        """Take what another process has built, if it is what was ordered and not taken yet.
-
-        Raises:
-            SystemRefusedError: it is not.
-        """
-        target, mode = self._missing.pop((order.folder, order.name))
-        folder, name = self._transaction.locate(target)
-        plain = all(type(value) is int for value in built) and FIRST_ATTEMPT <= built.number <= LAST_ATTEMPT
-        temporary = name_of(self._transaction.id, built.number, "tmp") if plain else ""
-        with os_errors_about(target):
-            status, _ = patiently(lambda: folder.status(temporary)) if plain else (None, 0)
-        owner, size = (os.geteuid(), order.new.size)
-        if status is None or (status.st_ino, status.st_size, status.st_uid) != (built.inode, size, owner):
-            raise changed_meanwhile(folder.path / temporary)
-        original = order.new.shard.stat if order.keeps_attributes else None
-        file = File(folder, temporary, status.st_dev, status.st_ino)
-        is_new = not order.new.replaces
-        self._staged.append(Staged(built.number, file, name, target, original, mode, is_new))
+        """Take what another process has built as ordered; raises `SystemRefusedError` if it is something else."""
+        self._staged.append(self.orders.adopted(order, built))
 
     def commit(self) -> None:
         """Sync every temporary, then rename each over its target.
@@ -127,7 +99,8 @@ class Replacement:
             SystemRefusedError: another program changed a file since it was read, or a sync or a rename failed; all
                 files are as they were.
         """
-        for staged in self._built():
+        self.orders.refuse_missing()
+        for staged in self._staged:
             staged.finish(fsync=self._transaction.fsync)
             signals.deliver()
         for staged in self._staged:
@@ -208,21 +181,6 @@ class Replacement:
             problem = error.problems[0]
             message = f"{problem.message}; some files are renamed and some are not; run gradtool recover"
             raise unfinished(message, problem.file) from error
-
-    def _built(self) -> Sequence[Staged]:
-        """Every file, all of which must be built."""
-        if self._missing:
-            raise AssertionError("no worker has built a file that was ordered")
-        return self._staged
-
-    def _attempts(self) -> list[tuple[Folder, str]]:
-        """All temporaries that other processes have made, whether they were taken or not."""
-        run, folders = self._transaction.id, self._transaction.targets.folders if self._ordered else ()
-        found: list[tuple[Folder, str]] = []
-        for folder in folders:
-            with contextlib.suppress(GradtoolError):  # It cannot be listed; attempts then remove what they made.
-                found += [(folder, one) for one in files_of_runs(folder) if run_of(one) == run and one.endswith(".tmp")]
-        return found
 
     def _backup_of(self, staged: Staged) -> tuple[Folder, str]:
         return staged.folder, name_of(self._transaction.id, staged.number, "old")

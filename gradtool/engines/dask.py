@@ -37,15 +37,13 @@ class Dask:
             raise BackendUnavailableError(f"Dask cannot be loaded ({error}); {_INSTALL}", code="engine") from error
         client: Any = Untyped
         # What it would log, we report.
-        self._log = logging.getLogger("distributed")
-        self._level = self._log.level
-        self._log.setLevel(logging.CRITICAL + 1)
+        self._muted = _mute()
         where = {"address": address} if "://" in address else {"scheduler_file": _awaited(address, timeout)}
         try:
             with warnings.catch_warnings(action="ignore"):
                 self._client = client(**where, timeout=timeout, set_as_default=False, name="gradtool")
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            self._log.setLevel(self._level)
+            self._unmute()
             what = f"{self.name} does not answer: {str(error) or type(error).__name__}"
             remedy = "start one with `dask scheduler`, or correct --engine"
             raise SystemRefusedError(f"{what}; {remedy}", code="engine") from error
@@ -76,17 +74,34 @@ class Dask:
             remedy = "see their logs; --threads and smaller shards need less memory"
             return f"every worker that was given the task died, the last one at {last}; {remedy}"
         if isinstance(error, CancelledError):
-            return f"{self.name} gave the task up; run again"
+            try:
+                self.members()
+            except SystemRefusedError as lost:
+                return str(lost)
+            return f"{self.name} gave a task up; run again"
         return f"a worker failed: {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Drop all calls, and disconnect."""
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             self._client.close(timeout=_CLOSE_SECONDS)
-        self._log.setLevel(self._level)
+        self._unmute()
+
+    def _unmute(self) -> None:
+        while self._muted:
+            self._muted.pop().disabled = False
 
     def _lost(self) -> SystemRefusedError:
         return SystemRefusedError(f"{self.name} is lost; start it and its workers again, and run again", code="engine")
+
+
+def _mute() -> list[logging.Logger]:
+    """Disable the logs of Dask, each of which has a level of its own; those that were enabled."""
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]
+    muted = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    for logger in muted:
+        logger.disabled = True
+    return muted
 
 
 def _awaited(path: str, timeout: float) -> str:

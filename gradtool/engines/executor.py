@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 from collections import Counter
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -168,6 +169,8 @@ def _result(future: Future[Any], part: Part, cluster: Cluster) -> Any:
             replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
         )
         raise
+    except CancelledError as error:
+        raise SystemRefusedError(cluster.why(error), code="engine") from error
     except MemoryError as error:
         raise SystemRefusedError("out of memory on a worker; use fewer --threads", code="engine") from error
     except (Exception, SystemExit) as error:

@@ -40,7 +40,10 @@ class Roll:
         self.addresses: dict[tuple[str, int], str] = {}
         self._backend, self._device, self._timeout = backend, device, timeout
         self._backends: Counter[tuple[str, str]] = Counter()
+        # By topic: what is asked, who was asked, and how many have answered.
         self._questions: dict[str, Callable[[], Question]] = {}
+        self._asked: dict[str, set[str]] = {}
+        self._answered: Counter[str] = Counter()
         self._looked = self._seen = monotonic()
 
     @property
@@ -66,7 +69,7 @@ class Roll:
         self._call(run, question)
 
     def watch(self) -> None:
-        """Look after the workers, once a second at most.
+        """Look after the workers, once a second at most; ask those that are new.
 
         Raises:
             SystemRefusedError: the cluster is lost, or has had no worker for too long.
@@ -74,49 +77,52 @@ class Roll:
         now = monotonic()
         if now < self._looked + _LOOK_SECONDS:
             return
-        known, self.members, self._looked = self.members, self.cluster.members(), now
+        self.members, self._looked = self.cluster.members(), now
         if self.members:
             self._seen = now
         elif now > self._seen + self._timeout:
-            raise self._nobody()
-        for ask in self._questions.values() if self.members.keys() - known.keys() else ():
-            self._ask(ask, self.members.keys() - known.keys())
+            what = f"{self.cluster.name} has had no worker for {self._timeout:g} s"
+            raise SystemRefusedError(f"{what}; start some, or wait longer with --worker-timeout", code="engine")
+        for topic in self._questions:
+            self._ask(topic, self.members.keys() - self._asked[topic])
 
-    def _call(self, topic: str, ask: Callable[[], Question]) -> None:
+    def _call(self, topic: str, question: Callable[[], Question]) -> None:
+        """Put a question to all workers, of which there must be one."""
         if topic in self._questions:
             return
-        self._questions[topic] = ask
-        self._seen = monotonic()
-        while not (members := self.cluster.members()):
-            if monotonic() > self._seen + self._timeout:
-                raise self._nobody()
+        self._questions[topic], self._asked[topic] = question, set()
+        self._seen, self._looked = monotonic(), 0.0
+        self.watch()
+        while not self._answered[topic]:
             sleep(_HEARTBEAT_SECONDS)
             signals.deliver()
-        self.members = members
-        self._ask(ask, members.keys())
+            self.watch()
 
-    def _ask(self, ask: Callable[[], Question], addresses: Collection[str]) -> None:
+    def _ask(self, topic: str, addresses: Collection[str]) -> None:
         """Put a question to some workers, and refuse those that cannot do the work."""
         asked: dict[str, tuple[Question, Future[Any]]] = {}
         for address in addresses:
-            one = ask()
+            question = self._questions[topic]()
             executor = self.cluster.executor(address, only=True)
-            asked[address] = one, executor.submit(pickle.loads, call(answer, tuple(one)))
-        deadline = monotonic() + self._timeout
-        left = {future for _, future in asked.values()}
+            asked[address] = question, executor.submit(pickle.loads, call(answer, tuple(question)))
+        deadline, look = monotonic() + self._timeout, monotonic() + _LOOK_SECONDS
+        there, left = self.members, {future for _, future in asked.values()}
         try:
             while left and monotonic() < deadline:
                 _, left = wait(left, timeout=_HEARTBEAT_SECONDS)
                 signals.deliver()
-                if left and monotonic() > self._looked + _LOOK_SECONDS:
-                    self.members, self._looked = self.cluster.members(), monotonic()
-                    left &= {future for address, (_, future) in asked.items() if address in self.members}
-            for address, (one, future) in asked.items():
-                if address in self.members:
-                    self._hear(address, one, future)
+                if left and monotonic() > look:
+                    # One that has died will not answer.
+                    there, look = self.cluster.members(), monotonic() + _LOOK_SECONDS
+                    left &= {future for address, (_, future) in asked.items() if address in there}
+            for address, (question, future) in asked.items():
+                if address in there:
+                    self._hear(address, question, future)
+                    self._answered[topic] += 1
         finally:
             for _, future in asked.values():
                 future.cancel()
+        self._asked[topic] |= asked.keys()
 
     def _hear(self, address: str, question: Question, future: Future[Any]) -> None:
         host = self.members[address].host
@@ -142,10 +148,6 @@ class Roll:
         if process not in self.addresses:
             self._backends[backend] += 1
         self.addresses[process] = address
-
-    def _nobody(self) -> SystemRefusedError:
-        what = f"{self.cluster.name} has had no worker for {self._timeout:g} s"
-        return SystemRefusedError(f"{what}; start some, or wait longer with --worker-timeout", code="engine")
 
 
 def _unfit(message: str) -> BackendUnavailableError:

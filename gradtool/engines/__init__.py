@@ -106,7 +106,7 @@ class Engine(Protocol):
 
 
 class Staff(NamedTuple):
-    """Who did the work of a call: processes, their machines, waits for late files, the backends and why these."""
+    """Who did the work of a call: processes, their machines, waits and moved tasks, the backends and why these."""
 
     workers: int
     hosts: int

@@ -96,8 +96,8 @@ class Dask:
 
 
 def _mute() -> list[logging.Logger]:
-    """Disable the logs of Dask, each of which has a level of its own; those that were enabled."""
-    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]
+    """Disable the logs of Dask and its event loop, each of which has a level of its own; those that were enabled."""
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in {"distributed", "tornado"}]
     muted = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
     for logger in muted:
         logger.disabled = True

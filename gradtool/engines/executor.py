@@ -27,7 +27,7 @@ from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.orders import Built, Ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from concurrent.futures import Future
 
     from gradtool.engines import Cluster, Progress
@@ -86,29 +86,23 @@ class Workers:
         roll, parts = self._known_roll(), one.parts(destination)
         for order in list(destination.orders.values())[:1]:
             roll.call_to_write(order.folder, order.run)
-        pending: dict[Future[Any], Part] = {}
-        # Not `wait`, which looks at every future each time.
-        finished: SimpleQueue[Future[Any]] = SimpleQueue()
+        tasks = _Tasks(roll.cluster)
         try:
             while True:
                 most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in roll.members.values()))
-                while len(pending) < most and (part := next(parts, None)) is not None:
-                    future = self._submit(part, destination, roll)
-                    pending[future] = part
-                    future.add_done_callback(finished.put)
-                if not pending:
+                while len(tasks) < most and (part := next(parts, None)) is not None:
+                    tasks.submit(part, self._payload(part, destination), self._home(part, roll))
+                if not len(tasks):
                     return found
-                with contextlib.suppress(Empty):
-                    future = finished.get(timeout=_HEARTBEAT_SECONDS)
-                    part = pending.pop(future)
+                for part, future in tasks.finished():
                     self._take(part, _result(future, part, roll.cluster), found, destination)
                     done += part.nbytes
                     self._show(one.title, done, whole)
                 signals.deliver()
                 roll.watch()
+                self._retries += tasks.move(roll.members.keys())
         finally:
-            for future in pending:
-                future.cancel()
+            tasks.cancel()
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -120,11 +114,14 @@ class Workers:
             self._roll = Roll(self.join(), self.backend, self.device, self.timeout)
         return self._roll
 
-    def _submit(self, part: Part, destination: Destination, roll: Roll) -> Future[Any]:
+    def _payload(self, part: Part, destination: Destination) -> bytes:
         order = None if part.writes is None else destination.orders[part.writes]
-        job = Job(part._replace(places=()), self.backend, self.device, self.threads, order)
-        home = next((self._homes[shard] for shard in part.reads if shard in self._homes), None)
-        return roll.cluster.executor(home).submit(pickle.loads, call(perform, __version__, packed(job)))
+        return packed(Job(part._replace(places=()), self.backend, self.device, self.threads, order))
+
+    def _home(self, part: Part, roll: Roll) -> str | None:
+        """The worker that may still have the data of a part in memory."""
+        homes = (self._homes.get(shard) for shard in part.reads)
+        return next((home for home in homes if home in roll.members), None)
 
     def _take(self, part: Part, done: Done, found: Any, destination: Destination) -> None:
         """Add a result, after a look at all of it: it comes from another machine."""
@@ -157,6 +154,47 @@ class Workers:
         if self.progress is not None:
             staff = self.staff
             self.progress(f"{title}, {staff.workers} workers, {staff.hosts} hosts", done, max(done, whole))
+
+
+class _Tasks:
+    """The parts that are in flight, each with its call and the worker that it was meant for."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._pending: dict[Future[Any], tuple[Part, bytes, str | None]] = {}
+        # Not `wait`, which looks at every future each time.
+        self._finished: SimpleQueue[Future[Any]] = SimpleQueue()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def submit(self, part: Part, payload: bytes, home: str | None) -> None:
+        """Give a part to some worker, to the one at home if it is free."""
+        future = self._cluster.executor(home).submit(pickle.loads, call(perform, __version__, payload))
+        self._pending[future] = part, payload, home
+        future.add_done_callback(self._finished.put)
+
+    def finished(self) -> Iterator[tuple[Part, Future[Any]]]:
+        """The part that is done next, if that is soon."""
+        with contextlib.suppress(Empty):
+            future = self._finished.get(timeout=_HEARTBEAT_SECONDS)
+            if future in self._pending:
+                part, _, _ = self._pending.pop(future)
+                yield part, future
+
+    def move(self, members: Collection[str]) -> int:
+        """Give what was meant for workers that are gone to any other, which Dask does not always do; how much."""
+        lost = [future for future, (_, _, home) in self._pending.items() if home is not None and home not in members]
+        for future in lost:
+            part, payload, _ = self._pending.pop(future)
+            future.cancel()
+            self.submit(part, payload, None)
+        return len(lost)
+
+    def cancel(self) -> None:
+        """Drop what is in flight."""
+        for future in self._pending:
+            future.cancel()
 
 
 def _result(future: Future[Any], part: Part, cluster: Cluster) -> Any:

@@ -25,7 +25,7 @@ class CallFacts:
     """What every result says of its call: how much it was about, what did it, and how long it took.
 
     `threads` counts those that got work; with workers on other machines, those of one of them. `workers` and `hosts`
-    count processes and machines, and `retries` the waits for files that a machine showed late.
+    count processes and machines, and `retries` waits for late files and tasks that were moved.
     """
 
     # The facts that users call for. They are printed first, and alone in the repr.

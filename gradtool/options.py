@@ -89,6 +89,17 @@ class Compute(TypedDict, total=False):
     threads: Annotated[
         int | None, Option("Number of worker threads.", "N", range=AT_LEAST_ONE, unset="one per core, at most 16")
     ]
+    engine: Annotated[
+        str | None,
+        Option(
+            "Where tasks run: threads, or dask:ADDRESS for the workers of a Dask scheduler.",
+            "ENGINE",
+            unset="$GRADTOOL_ENGINE, or threads",
+        ),
+    ]
+    worker_timeout: Annotated[
+        float, Option("Seconds to wait for a worker of the engine.", "SECONDS", 60.0, POSITIVE_FINITE)
+    ]
 
 
 class Display(TypedDict, total=False):

@@ -33,6 +33,8 @@ _LOWEST, _HIGHEST = 2.0**-900, 2.0**1000
 
 # From this many tile sums on, condensing them pays off; values that lie far apart are left to the last step.
 _MANY, _MAX_CUTS = 256, 6
+# Up to this many are not worth the work.
+_FEW = 8
 
 
 def tile_count(elements: int) -> int:
@@ -83,6 +85,29 @@ def _condensed(sums: Sequence[float] | NDArray[np.float64]) -> list[float]:
         values = values - leading
     rest: list[float] = values[values != 0].tolist()
     return parts + rest
+
+
+def condensed(
+    sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """As few sums as possible, with their exponents, that stand for the same norm to the last bit; never more.
+
+    Where the norm does not follow from exact sums alone, they stay as they are.
+    """
+    if math.isinf(order):
+        return sums[:0], exponents[:0]
+    is_exact = order in (1, 2) or not exponents.any()
+    if len(sums) <= _FEW or order > MAX_SUM_ORDER or not is_exact or not np.isfinite(sums).all():
+        return sums, exponents
+    parts = [
+        (part, exponent)
+        for exponent in np.unique(exponents).tolist()
+        for part in _condensed(sums[exponents == exponent])
+        if part
+    ]
+    if len(parts) >= len(sums):
+        return sums, exponents
+    return np.array([part for part, _ in parts], np.float64), np.array([one for _, one in parts], np.int32)
 
 
 def norm_of(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float, unscale: float = 1.0) -> float:

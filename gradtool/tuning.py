@@ -15,3 +15,10 @@ WINDOW_ELEMENTS = 1 << 18
 # A patch of a layer norm, and its rows at most. Sums over rows are taken patch by patch, so these two decide bits.
 PATCH_ELEMENTS = 1 << 18
 PATCH_ROWS = 1 << 14
+
+# Of a shard, measured by one task of another process at most: a second of work or so, beside some ms for the task.
+PART_BYTES = 1 << 30
+# Small shards are measured together: so many parts of that size, and files, in one task at most.
+SMALL_PARTS, PART_FILES = 16, 256
+# Tasks for each thread of an engine's workers that are in flight: one that runs, and those that wait for it.
+TASKS_IN_FLIGHT = 4

@@ -1,5 +1,7 @@
 """What another process is told to run; a module, because a spawned process imports it by name."""
 
+import os
+
 from gradtool import backends
 from gradtool.engines.threads import Threads
 from gradtool.ops.accumulate.add import Add
@@ -16,3 +18,8 @@ def run_part(one, destination, number):
 
 def targets_of(one):
     return one.targets if isinstance(one, Add) else one.selected
+
+
+def strike_at(fault):
+    """In another process: be struck."""
+    os.environ["GRADTOOL_FAULT"] = fault

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtool.reduction import LANES, exponent_of, fold, is_in_range, norm_of, tile_count, total
+from gradtool.reduction import LANES, condensed, exponent_of, fold, is_in_range, norm_of, tile_count, total
 
 
 def test_a_tile_has_65536_elements():
@@ -172,3 +172,33 @@ def test_sums_are_in_range_up_to_its_ends():
 @pytest.mark.parametrize("magnitude", [1.0, 1.999, 2.0, 5e-324, 2.0**-1022, 1.7e308, 1e-310])
 def test_the_exponent_brings_a_magnitude_between_1_and_2(magnitude):
     assert 1 <= magnitude / math.ldexp(1, exponent_of(magnitude)) < 2
+
+
+@given(
+    count=st.sampled_from([1, 9, 300, 4096]),
+    spread=st.sampled_from([0, 3, 300]),
+    order=st.sampled_from([1.0, 2.0, 3.0, 600.0]),
+    scaled=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_condensed_sums_have_the_norm_of_all(count, spread, order, scaled, seed):
+    rng = np.random.default_rng(seed)
+    values = np.ldexp(rng.random(count), rng.integers(-spread, spread + 1, count)) * (rng.random(count) < 0.9)
+    exponents = (rng.integers(-3, 4, count) * 100 * (values > 0) * scaled).astype(np.int32)
+    parts = [condensed(values[cut], exponents[cut], order) for cut in (slice(0, count // 3), slice(count // 3, None))]
+    sums, powers = (np.concatenate([part[number] for part in parts]) for number in (0, 1))
+    assert len(sums) <= count
+    assert norm_of(sums, powers, order) == norm_of(values, exponents, order)
+
+
+def test_thousands_of_ordinary_sums_condense_to_a_few():
+    sums, exponents = condensed(np.random.default_rng(1).random(4096), np.zeros(4096, np.int32), 2.0)
+    assert len(sums) == len(exponents) <= 8
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_sums_that_are_not_finite_stay_as_they_are(odd):
+    values = np.ones(1000)
+    values[7] = odd
+    sums, _ = condensed(values, np.zeros(1000, np.int32), 2.0)
+    assert sums.tobytes() == values.tobytes()

@@ -31,6 +31,10 @@ CALL_KEYS = [
     "backend",
     "backend_why",
     "threads",
+    "engine",
+    "workers",
+    "hosts",
+    "retries",
     "seconds",
     "timings",
 ]

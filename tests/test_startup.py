@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes")
+HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes", "distributed", "dask")
 PROBE = """
 import sys
 sys.argv = ["gradtool", *{arguments!r}]
@@ -32,7 +32,10 @@ def test_importing_gradtool_imports_nothing_heavy():
 
 def test_a_run_off_a_terminal_imports_no_rich(tmp_path):
     (tmp_path / "x").write_bytes((2).to_bytes(8, "little") + b"{}")
-    code = PROBE.format(arguments=["norm", str(tmp_path / "x")], heavy=("rich", "cupy", "ml_dtypes", "torch"))
+    code = PROBE.format(
+        arguments=["norm", str(tmp_path / "x")],
+        heavy=("rich", "cupy", "ml_dtypes", "torch", "dask", "distributed", "gradtool.engines.executor"),
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
 

@@ -1,22 +1,31 @@
-"""Engines run passes over files. What a pass is, and what its tasks are given to work with, is defined here."""
+"""Engines run passes over files. What a pass is, and what its tasks are given to work with, is defined here.
+
+An engine of this process runs the tasks of a pass in its threads (`threads`). One of other processes gives each of them
+a part of the pass (`executor`); which processes these are is the business of a `Cluster`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from gradtool.errors import DeviceMemoryError
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import halved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+    from concurrent.futures import Executor
 
     from gradtool.backends import Backend, Data
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
-    from gradtool.store.io.channel import Channel
+    from gradtool.store.io.channel import Channel, Clock
     from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.output import Output
+
+    # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
+    Progress = Callable[[str, int, int], None]
 
 
 class Partial(Protocol):
@@ -44,6 +53,91 @@ class Pass(Protocol[Found]):
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Found], None]]:
         """What to do, in any order and on any thread; a task adds what it finds."""
+
+
+@runtime_checkable
+class DivisiblePass(Pass[Found], Protocol):
+    """A pass that other processes can run parts of.
+
+    What it finds has two methods more: `condensed` makes fewer bytes of it, which are sent, and `put` adds what was
+    found in a part with some `places`; it raises `ValueError` for what does not fit there.
+    """
+
+    def parts(self, destination: Destination) -> Iterator[Part]:
+        """The parts, which cover the pass and all files of the destination."""
+
+
+class Part(NamedTuple):
+    """A part of a pass: a pass over fewer tensors, and for each of them its number in the whole and its first element.
+
+    It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
+    """
+
+    work: Pass[Any]
+    places: Sequence[tuple[int, int]]
+    reads: Sequence[Shard]
+    writes: Shard | None
+    nbytes: int
+
+
+class Engine(Protocol):
+    """What runs the passes of a call."""
+
+    @property
+    def name(self) -> str:
+        """As it was asked for."""
+
+    @property
+    def clock(self) -> Clock:
+        """Where the time went so far."""
+
+    @property
+    def staff(self) -> Staff:
+        """Who did the work so far."""
+
+    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
+        """Make sure that these files can be worked on, and written where the output is locked."""
+
+    def run(self, one: Pass[Found], destination: Destination = ...) -> Found:
+        """Run a pass, and write what the destination needs besides."""
+
+    def close(self) -> None:
+        """Free what no pass will need any more."""
+
+
+class Staff(NamedTuple):
+    """Who did the work of a call: processes, their machines, waits and moved tasks, the backends and why these."""
+
+    workers: int
+    hosts: int
+    retries: int
+    backend: str
+    why: str
+
+
+class Member(NamedTuple):
+    """A worker process: its machine, and the tasks that it does at a time."""
+
+    host: str
+    slots: int
+
+
+class Cluster(Protocol):
+    """Worker processes, perhaps on other machines, that `Executor`s submit calls to."""
+
+    name: str
+
+    def members(self) -> Mapping[str, Member]:
+        """The workers, by address; `SystemRefusedError` if the cluster is lost."""
+
+    def executor(self, address: str | None = None, *, only: bool = False) -> Executor:
+        """An executor for all workers; one that prefers the worker at an address, or uses it only."""
+
+    def why(self, error: BaseException) -> str:
+        """What happened to a call that the cluster gave up."""
+
+    def close(self) -> None:
+        """Drop all calls, and leave the cluster."""
 
 
 class Worker(NamedTuple):

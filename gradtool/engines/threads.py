@@ -5,36 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from gradtool.engines import Found, Pass, Worker
+from gradtool.engines import Found, Pass, Staff, Worker
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import run
 from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from gradtool.backends import Backend, Data
+    from gradtool.engines import Progress
     from gradtool.store.format.header import Shard
     from gradtool.store.io.channel import Channel
     from gradtool.store.transaction.destination import Destination
-
-    # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
-    Progress = Callable[[str, int, int], None]
+    from gradtool.store.transaction.output import Output
 
 
 @dataclass
 class Threads:
     """Runs passes on up to `count` threads, and adds up time and bytes over all of them."""
 
+    name: ClassVar = "threads"
+
     backend: Backend
     count: int = 1
     progress: Progress | None = None
+    # Why the backend was chosen.
+    why: str = ""
     clock: Clock = field(default_factory=Clock)
     _resident: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
+
+    @property
+    def staff(self) -> Staff:
+        """This process alone."""
+        return Staff(1, 1, 0, self.backend.name, self.why)
+
+    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
+        """Nothing: this process has opened the files itself."""
 
     def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
         """Run a pass, and write what the destination needs besides."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradtool.reduction import TILE, norm_of, tile_count
+from gradtool.reduction import TILE, condensed, norm_of, tile_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,8 +71,44 @@ class Measurement:
             self.exponents += other.exponents
             self._add_facts(slice(None), 0, other)
 
+    def condensed(self) -> Measurement:
+        """The same norms and facts from fewer values, to be sent; only for `put`."""
+        every = [self._tiles(number) for number in range(len(self.max_abs))]
+        found = [condensed(self.sums[tiles], self.exponents[tiles], self.spec.order) for tiles in every]
+        copied = copy(self)
+        values = {
+            "_first_tile": np.concatenate([[0], np.cumsum([len(sums) for sums, _ in found], dtype=np.int64)]),
+            "sums": np.concatenate([np.zeros(0), *(sums for sums, _ in found)]),
+            "exponents": np.concatenate([np.zeros(0, np.int32), *(exponents for _, exponents in found)]),
+        }
+        vars(copied).update(values)
+        return copied
+
+    def put(self, places: Sequence[tuple[int, int]], other: Measurement) -> None:
+        """Add what was found in parts of tensors; for each the number of its tensor, and the element it begins at.
+
+        Raises:
+            ValueError: it is not about these parts.
+        """
+        if type(other) is not Measurement or other.spec != self.spec or len(other.max_abs) != len(places):
+            raise ValueError("a measurement of other tensors")
+        numbers, starts = np.array(places, np.int64).reshape(-1, 2).T
+        with self._lock:
+            for position, (number, start) in enumerate(places):
+                values = other._tiles(position)
+                first = int(self._first_tile[number]) + start // TILE
+                tiles = slice(first, first + values.stop - values.start)
+                if tiles.stop > self._first_tile[number + 1]:
+                    raise ValueError("a measurement of more tiles")
+                # The other tiles of a part that is condensed stay zero.
+                self.sums[tiles], self.exponents[tiles] = other.sums[values], other.exponents[values]
+            self._add_facts(numbers, starts, other)
+
     def _add_facts(
-        self, tensors: NDArray[np.int64] | slice, starts: Sequence[int] | int, found: BlockSums | Measurement
+        self,
+        tensors: NDArray[np.int64] | slice,
+        starts: Sequence[int] | NDArray[np.int64] | int,
+        found: BlockSums | Measurement,
     ) -> None:
         self.max_abs[tensors] = np.maximum(self.max_abs[tensors], found.max_abs)
         self.nan[tensors] += found.nan

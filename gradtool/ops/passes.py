@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from gradtool import tuning
 from gradtool.backends import NormSpec, Piece
-from gradtool.engines import OnBlock
+from gradtool.engines import OnBlock, Part
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
+from gradtool.store.format.tensors import BITS, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from gradtool.backends import Backend
     from gradtool.engines import Worker
     from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
-    from gradtool.store.io.blocks import Block
+    from gradtool.store.io.blocks import Block, Span
     from gradtool.store.transaction.destination import Destination, Wanted
 
 
@@ -50,6 +51,24 @@ class TensorPass:
         wanted = by_shard(self.selected, self.shards)
         return (OnBlock(self.work, one) for one in destination.blocks(wanted, TILE, backend.block_bytes))
 
+    def parts(self, destination: Destination) -> Iterator[Part]:
+        """One for each new file; or, where nothing is written, one for each large stretch of a file, or many small."""
+        wanted = by_shard(self.selected, self.shards)
+        for shard in destination.shards:
+            places = [(number, 0) for number, _ in wanted.get(shard, ())]
+            own = [Selected(shard, tensor) for _, tensor in wanted.get(shard, ())]
+            yield Part(self.about(own, places), places, [shard], shard, shard.size)
+        blocks = () if destination.count else destination.blocks(wanted, TILE, tuning.PART_BYTES)
+        for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
+            places = [(span.tensor, span.start) for block in batch for span in block.spans]
+            own = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]
+            nbytes = sum(block.end - block.begin for block in batch)
+            yield Part(self.about(own, places), places, list(dict.fromkeys(one.shard for one in batch)), None, nbytes)
+
+    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:  # noqa: ARG002
+        """The same for parts of tensors, whose places name the whole ones."""
+        return replace(self, selected=selected, shards=None)
+
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """What a pass does with a block."""
         raise NotImplementedError
@@ -62,6 +81,10 @@ class Measure(TensorPass):
     title: ClassVar = "measuring"
 
     leaves: bool = False
+
+    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
+        """The same; the next pass may run anywhere."""
+        return replace(super().about(selected, places), leaves=False)
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """Sum a block."""
@@ -84,6 +107,11 @@ class Rewrite(TensorPass):
     factors: Sequence[float]
     limit: float
 
+    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
+        """The same with their factors."""
+        factors = [self.factors[number] for number, _ in places]
+        return replace(super().about(selected, places), factors=factors)
+
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """Rewrite a block."""
         data = worker.load(block)
@@ -91,6 +119,26 @@ class Rewrite(TensorPass):
             factors = [self.factors[span.tensor] for span in block.spans]
             found.add(block, worker.backend.scale(data, pieces_of(block), factors, self.limit, self.spec))
         worker.store(block, data)
+
+
+def _batches(blocks: Iterable[Block], nbytes: int) -> Iterator[list[Block]]:
+    """The blocks, the small ones together."""
+    batch: list[Block] = []
+    size = 0
+    for block in blocks:
+        size += block.end - block.begin
+        if batch and (size > nbytes or len(batch) == tuning.PART_FILES):
+            yield batch
+            batch, size = [], block.end - block.begin
+        batch.append(block)
+    if batch:
+        yield batch
+
+
+def _stretch(block: Block, span: Span) -> Tensor:
+    """A part of a tensor, as a tensor."""
+    begin = block.begin + span.offset
+    return Tensor("", span.dtype, (span.elements,), begin, begin + span.elements * BITS[span.dtype] // 8)
 
 
 def pieces_of(block: Block) -> list[Piece]:

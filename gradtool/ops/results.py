@@ -24,7 +24,8 @@ _SLOW_BYTES = 64 << 20
 class CallFacts:
     """What every result says of its call: how much it was about, what did it, and how long it took.
 
-    `threads` counts those that got work.
+    `threads` counts those that got work; with workers on other machines, those of one of them. `workers` and `hosts`
+    count processes and machines, and `retries` waits for late files and tasks that were moved.
     """
 
     # The facts that users call for. They are printed first, and alone in the repr.
@@ -37,6 +38,10 @@ class CallFacts:
     backend: str
     backend_why: str
     threads: int
+    engine: str
+    workers: int
+    hosts: int
+    retries: int
     seconds: float
     timings: Timings
     warnings: tuple[Problem, ...]
@@ -88,6 +93,10 @@ class CallFields(TypedDict):
     backend: str
     backend_why: str
     threads: int
+    engine: str
+    workers: int
+    hosts: int
+    retries: int
     seconds: float
     timings: Timings
     warnings: tuple[Problem, ...]
@@ -107,18 +116,24 @@ def call_facts(
     session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
 ) -> CallFields:
     """The facts of a call that is done; `selected` are the tensors that it was about."""
-    timings, nbytes = session.timings, sum(one.tensor.nbytes for one in selected)
-    if why is None and nbytes > _SLOW_BYTES and session.choice.remedy is not None:
-        message = f"computed by numpy, several times slower than the compiled kernels; {session.choice.remedy}"
+    staff, timings = session.engine.staff, session.timings
+    nbytes = sum(one.tensor.nbytes for one in selected)
+    remedy = None if session.choice is None else session.choice.remedy
+    if why is None and nbytes > _SLOW_BYTES and remedy is not None:
+        message = f"computed by numpy, several times slower than the compiled kernels; {remedy}"
         warnings = [Problem("slow", message), *warnings]
     return CallFields(
         files=len(session.opened.shards),
         tensors=len(selected),
         elements=sum(one.tensor.elements for one in selected),
         bytes=nbytes,
-        backend=session.engine.backend.name,
-        backend_why=why or session.choice.why,
+        backend=staff.backend,
+        backend_why=why or staff.why,
         threads=max(1, session.engine.clock.workers),
+        engine=session.engine.name,
+        workers=staff.workers,
+        hosts=staff.hosts,
+        retries=staff.retries,
         seconds=timings.total_seconds,
         timings=timings,
         warnings=(*session.warnings, *warnings),

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from gradtool import backends, checks
+from gradtool import checks
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.threads import Threads
-from gradtool.errors import Problem
+from gradtool.engines.choose import MOST_THREADS, choose, engine_name
+from gradtool.errors import Problem, UsageError
 from gradtool.store.format.paths import read_path_list
-from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.backends import Choice
-    from gradtool.engines import Found, Pass
-    from gradtool.options import Paths, Reading, Writing
+    from gradtool.engines import Engine, Found, Pass
+    from gradtool.options import Compute, Paths, Reading, Rewriting
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.newset import NewSet
     from gradtool.store.io.channel import Clock
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import NewIndex, Output
     from gradtool.store.transaction.output_options import OutputOptions
-
-# More would only take memory.
-MOST_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,9 @@ class Call(NamedTuple):
     """What a call was asked for, checked as far as that can be done without a file: what to open, and the engine."""
 
     inputs: Inputs
-    engine: Threads
-    choice: Choice
+    engine: Engine
+    # The backend, unless workers choose it.
+    choice: Choice | None
     asked_threads: int
     began: float
 
@@ -98,18 +95,21 @@ class Call(NamedTuple):
         named = checks.paths(paths)
         listed = None if chosen["files_from"] is None else read_path_list(os.fspath(chosen["files_from"]))
         named += listed.paths if listed else []
-        choice = backends.choose(chosen["backend"], chosen["device"])
-        threads, progress = chosen["threads"] or default_threads(), chosen["progress"]
-        engine = Threads(choice.backend, min(threads, MOST_THREADS), progress if callable(progress) else None)
+        progress = chosen["progress"]
+        engine, choice = choose(chosen, progress if callable(progress) else None)
         inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names, listed)
-        return cls(inputs, engine, choice, threads, began)
+        return cls(inputs, engine, choice, chosen["threads"] or 0, began)
 
     @contextlib.contextmanager
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[Session]:
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
-        with _quiet_arithmetic():
-            yield self._session(opened)
+        try:
+            with _quiet_arithmetic():
+                self.engine.prepare(None, opened.shards)
+                yield self._session(opened)
+        finally:
+            self.engine.close()
 
     def look(self, options: OutputOptions) -> OpenSets:
         """What the call names as `open_to_write` will open it, with nothing locked."""
@@ -136,6 +136,7 @@ class Call(NamedTuple):
         written = open_to_write(self.inputs, options, writes=writes, created=created, homes=homes)
         with _quiet_arithmetic(), written as (opened, output):
             try:
+                self.engine.prepare(output, opened.shards)
                 yield self._session(opened), output
             finally:
                 self.engine.close()
@@ -154,20 +155,32 @@ def _quiet_arithmetic() -> np.errstate:
     return np.errstate(all="ignore")
 
 
-def output_options_of(chosen: Writing) -> OutputOptions:
+def output_options_of(chosen: Rewriting) -> OutputOptions:
     """The options of a call that say where it writes."""
     from gradtool.store.transaction.output_options import OutputOptions  # not needed by what only reads
 
     output, output_dir = chosen["output"], chosen["output_dir"]
+    engine, in_place = engine_name(chosen["engine"]), chosen["write"] == "inplace"
+    if in_place and engine != "threads":
+        what = "--write inplace is for --engine threads: an undo log protects what one machine overwrites"
+        raise UsageError(f"{what}. Leave it out to replace the files, as {engine} can")
     return OutputOptions(
         file=None if output is None else os.fspath(output),
         folder=None if output_dir is None else os.fspath(output_dir),
         no_clobber=chosen["no_clobber"],
         dry_run=chosen["dry_run"],
-        in_place=chosen["write"] == "inplace",
+        in_place=in_place,
         fsync=chosen["fsync"],
         lock_timeout=chosen["lock_timeout"],
+        by_workers=engine != "threads",
     )
+
+
+def refuse_engine(chosen: Compute, command: str) -> None:
+    """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
+    engine = engine_name(chosen["engine"])
+    if engine != "threads":
+        raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine}")
 
 
 @dataclass
@@ -175,8 +188,8 @@ class Session:
     """One call: its open sets, the engine, and why that has its backend."""
 
     opened: OpenSets
-    engine: Threads
-    choice: Choice
+    engine: Engine
+    choice: Choice | None
     began: float
     warnings: list[Problem]
     commit_seconds: float = 0.0

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # The facts that several results have, in the order of the output: those of the output, then those of the call.
 _SHARED = (
     "dry_run", "files_written", "bytes_written", "warnings",
-    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings",
+    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
+    "workers", "hosts", "retries", "seconds", "timings",
 )  # fmt: skip
 # What is printed below the headline, unless all is asked for.
 _BRIEF = ("nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds")

@@ -14,6 +14,7 @@ from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
+from gradtool.store.format.tensors import Tensor
 from gradtool.store.io.blocks import plan
 
 FIELDS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
@@ -130,3 +131,31 @@ def test_each_tensor_has_its_own_norm_and_the_loss_scale_divides_all(selected):
     assert scaled.whole * 2.0**40 == usual.whole == usual.tensors[2]
     assert usual.tensors[3] == 0 < usual.tensors[4] < 1e-240
     assert whole.norms() == (usual.whole, [])
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, np.inf])
+def test_what_is_found_in_stretches_is_put_where_it_belongs(selected, order):
+    spec = NormSpec(order)
+    whole = measured(selected, spec, blocks_of(selected))
+    found = Measurement(selected, spec)
+    for block, data in blocks_of(selected):
+        places = [(span.tensor, span.start) for span in block.spans]
+        own = [Selected(block.shard, Tensor("", span.dtype, (span.elements,), 0, 0)) for span in block.spans]
+        spans = [span._replace(tensor=number, start=0) for number, span in enumerate(block.spans)]
+        part = measured(own, spec, [(block._replace(spans=spans), data)])
+        found.put(places, pickle.loads(pickle.dumps(part.condensed())))  # noqa: S301 - our own
+    assert repr(found.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
+    for fact in FIELDS[2:]:
+        assert getattr(found, fact).tobytes() == getattr(whole, fact).tobytes()
+
+
+def test_a_measurement_of_something_else_is_not_put_anywhere(selected):
+    found, spec = Measurement(selected, NormSpec()), NormSpec()
+    for other, places in [
+        (Measurement(selected, NormSpec(1.0)), [(number, 0) for number in range(len(selected))]),
+        (Measurement(selected[:1], spec), []),
+        (Measurement(selected[1:2], spec), [(0, 0)]),
+        ("a measurement", [(0, 0)]),
+    ]:
+        with pytest.raises(ValueError, match="a measurement of"):
+            found.put(places, other)

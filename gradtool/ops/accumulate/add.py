@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import tuning
 from gradtool.backends.storage import STORAGE
-from gradtool.engines import OnBlock
+from gradtool.engines import OnBlock, Part
 from gradtool.ops.accumulate.read import read
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
@@ -35,6 +35,19 @@ class BeforeAndAfter(NamedTuple):
         if self.before is not None and other.before is not None:
             self.before.merge(other.before)
         self.after.merge(other.after)
+
+    def condensed(self) -> Self:
+        """The same in fewer bytes."""
+        before = None if self.before is None else self.before.condensed()
+        return self._replace(before=before, after=self.after.condensed())
+
+    def put(self, places: Sequence[tuple[int, int]], other: Self) -> None:
+        """Add what was found in a part of the pass with these places."""
+        if (self.before is None) != (other.before is None):
+            raise ValueError("a measurement of another pass")
+        if self.before is not None and other.before is not None:
+            self.before.put(places, other.before)
+        self.after.put(places, other.after)
 
 
 class Add(NamedTuple):
@@ -77,6 +90,24 @@ class Add(NamedTuple):
         tiles = tuning.SUM_TILES * _times_larger(backend)
         nbytes = TILE * max([tiles * min(itemsizes), *itemsizes]) if itemsizes else TILE
         return (OnBlock(self._add, one) for one in destination.blocks(wanted, TILE, nbytes))
+
+    def parts(self, destination: Destination) -> Iterator[Part]:
+        """One for each file of the buffer, with what is added to it, whichever files that is in."""
+        wanted = by_shard(self.targets, self.shards)
+        for shard in destination.shards or wanted:
+            numbers = [number for number, _ in wanted.get(shard, ())]
+            place = {number: position for position, number in enumerate(numbers)}
+            own = [
+                one._replace(tensors={place[n]: one.tensors[n] for n in numbers if n in one.tensors})
+                for one in self.contributions
+            ]
+            gradients = [selected for one in own for selected in one.tensors.values()]
+            reads = dict.fromkeys([*([] if self.is_new else [shard]), *(one.shard for one in gradients)])
+            nbytes = shard.size + sum(one.tensor.nbytes for one in gradients)
+            targets = [self.targets[number] for number in numbers]
+            work = self._replace(targets=targets, contributions=own, shards=None)
+            places = [(number, 0) for number in numbers]
+            yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
 
     def _add(self, block: Block, worker: Worker, found: BeforeAndAfter) -> None:
         channel, backend = worker.channel, worker.backend

@@ -16,7 +16,7 @@ from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_non
 from gradtool.ops.layernorm.wide_rows import sum_wide_rows
 from gradtool.ops.passes import in_file_order
 from gradtool.ops.results import CallFacts, Written, call_facts, written
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.options import LayerNormOptions, Sets
 from gradtool.signatures import complete, documented
 
@@ -67,6 +67,7 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("layernorm_backward", LayerNormOptions, options)
+    refuse_engine(chosen, "layernorm-backward")
     form = Form.of(chosen)
     settings = Options(form, chosen["norm_eps"], chosen["scale_offset"])
     output_options = output_options_of(chosen)

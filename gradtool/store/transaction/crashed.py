@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
@@ -187,7 +188,8 @@ class Crashed:
         first.unlink(lock_of(self._home.run))
 
     def _clear_folder(self, folder: Folder, names: frozenset[str]) -> None:
-        for name in files_of_runs(folder):
+        # Listed twice, because a worker may make a temporary until the permit to do so is gone.
+        for name in itertools.chain(files_of_runs(folder), _listed_later(folder)):
             if run_of(name) == self._home.run and not name.endswith((".run", ".lock")):
                 _remove_ours(folder, name)
         log = folder.status(self._home.path.name)
@@ -209,6 +211,11 @@ def _target_of(folder: Folder, change: Change) -> File | None:
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != change.size:
         return None
     return File(folder, change.name, status.st_dev, status.st_ino)
+
+
+def _listed_later(folder: Folder) -> Iterator[str]:
+    """The files of runs as they are when the first is asked for."""
+    yield from files_of_runs(folder)
 
 
 def _remove_ours(folder: Folder, name: str) -> None:

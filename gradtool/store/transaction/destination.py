@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 from gradtool import tuning
 from gradtool.store.io.blocks import covered, plan
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradtool.store.io.channel import Channel
     from gradtool.store.io.workers import Task
     from gradtool.store.transaction.inplace import InPlace
+    from gradtool.store.transaction.orders import Order
 
     # The tensors of each file that a pass works on, with their numbers, in the order of their bytes.
     Wanted = Mapping[Shard, Sequence[tuple[int, Tensor]]]
@@ -74,6 +75,10 @@ class Destination(Protocol):
         """The transaction whose files are overwritten, if there is one."""
 
     @property
+    def orders(self) -> Mapping[Shard, Order]:
+        """The files that other processes are asked to build; none of a destination that a pass writes to."""
+
+    @property
     def shards(self) -> Collection[Shard]:
         """The files that are written, or take the place of these."""
 
@@ -100,6 +105,8 @@ class Destination(Protocol):
 @dataclass(frozen=True)
 class Discard:
     """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
+
+    orders: ClassVar[Mapping[Shard, Order]] = {}
 
     in_place: InPlace | None = None
     shards = ()
@@ -129,6 +136,8 @@ DISCARD = Discard()
 class NewFiles:
     """New files, which take the place of the old ones later, or are written elsewhere."""
 
+    orders: ClassVar[Mapping[Shard, Order]] = {}
+
     files: Mapping[Shard, tuple[NewFile, File]]
     in_place: InPlace | None = None
 
@@ -145,10 +154,7 @@ class NewFiles:
         return replace(self, files={shard: self.files[shard] for shard in shards})
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
-        whole = {shard for shard, (new, _) in self.files.items() if new.copies is None}
-        copied = sum(end - begin for new, _ in self.files.values() for begin, end, _ in new.copies or ())
-        read = sum(one.tensor.nbytes for one in selected if one.shard not in whole)
-        return sum(shard.size for shard in whole) + copied + read
+        return read_for([new for new, _ in self.files.values()], selected)
 
     def tasks(self) -> Iterator[Task]:
         """Headers and copies; zeros are holes."""
@@ -187,6 +193,8 @@ class NewFiles:
 @dataclass(frozen=True)
 class Overwritten:
     """The files themselves, whose old content is saved before it is overwritten."""
+
+    orders: ClassVar[Mapping[Shard, Order]] = {}
 
     files: Mapping[Shard, tuple[NewFile, File]]
     in_place: InPlace
@@ -228,6 +236,14 @@ class Overwritten:
         channel.touch(shard)
         self.put(channel, shard, begin, memoryview(bytes(end - begin)))
         channel.count(end - begin)
+
+
+def read_for(files: Collection[NewFile], selected: Iterable[Selected]) -> int:
+    """Bytes that are read to write new files, by a pass over the selected tensors, about."""
+    whole = {new.shard for new in files if new.copies is None}
+    copied = sum(end - begin for new in files for begin, end, _ in new.copies or ())
+    read = sum(one.tensor.nbytes for one in selected if one.shard not in whole)
+    return sum(shard.size for shard in whole) + copied + read
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
+from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import new_mode
 from gradtool.store.transaction.targets import Targets, refuse_collisions
@@ -170,7 +171,7 @@ class Output(NamedTuple):
                     in_place.commit()
             else:
                 with Replacement(transaction) as replacement:
-                    yield NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
+                    yield self._built(replacement, files)
                     self._write_indexes(replacement, self._copied_indexes() if indexes is None else indexes)
                     replacement.commit()
 
@@ -188,6 +189,17 @@ class Output(NamedTuple):
         if self.options.file is not None:
             return Path(self.options.file)
         return path if self.options.folder is None else Path(self.options.folder) / path.name
+
+    def _built(self, replacement: Replacement, files: Sequence[NewFile]) -> Destination:
+        """The destination that builds the files: here, or by other processes."""
+        if not self.options.by_workers:
+            return NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
+        orders = {}
+        for file in files:
+            keeps = file.replaces and not self.is_elsewhere
+            target = self._target(file.shard.path)
+            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, mode=self.mode)
+        return Ordered(orders, replacement)
 
     def _stage(self, replacement: Replacement, file: NewFile) -> File:
         original = None if self.is_elsewhere or not file.replaces else file.shard.stat

@@ -19,6 +19,8 @@ class OutputOptions(NamedTuple):
     in_place: bool = False
     fsync: bool = True
     lock_timeout: float = 0.0
+    # Other processes build new files.
+    by_workers: bool = False
 
     @property
     def is_elsewhere(self) -> bool:

@@ -15,6 +15,7 @@ from gradtool.store import fs, signals
 from gradtool.store.fs import File
 from gradtool.store.transaction.files import name_of, remove
 from gradtool.store.transaction.log import Move
+from gradtool.store.transaction.orders import Orders
 from gradtool.store.transaction.staging import Staged, keep_attributes, mode_for
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.fs import Folder
+    from gradtool.store.transaction.orders import Built, Order
     from gradtool.store.transaction.transaction import Transaction
 
 
@@ -38,6 +40,8 @@ class Replacement:
         self._backups: list[tuple[Folder, str]] = []
         # Temporaries whose targets are linked.
         self._linked: list[tuple[Folder, str]] = []
+        # Of files that other processes build.
+        self.orders = Orders(transaction)
         self._committed = False
 
     def __enter__(self) -> Self:
@@ -47,7 +51,7 @@ class Replacement:
         if self._transaction.needs_recovery:
             return
         files = [*((one.folder, one.temporary.name) for one in self._staged), *self._linked, *self._backups]
-        gone = [remove(folder, name) for folder, name in files]
+        gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
         self._transaction.leaves_files = not all(gone)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
@@ -86,6 +90,10 @@ class Replacement:
                         keep_attributes(fd, original_fd, original)
         return file
 
+    def adopt(self, order: Order, built: Built) -> None:
+        """Take what another process has built as ordered; raises `SystemRefusedError` if it is something else."""
+        self._staged.append(self.orders.adopted(order, built))
+
     def commit(self) -> None:
         """Sync every temporary, then rename each over its target.
 
@@ -93,6 +101,7 @@ class Replacement:
             SystemRefusedError: another program changed a file since it was read, or a sync or a rename failed; all
                 files are as they were.
         """
+        self.orders.refuse_missing()
         for staged in self._staged:
             staged.finish(fsync=self._transaction.fsync)
             signals.deliver()

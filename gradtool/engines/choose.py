@@ -1,0 +1,51 @@
+"""Which engine a call uses."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gradtool import backends
+from gradtool.engines.threads import Threads
+from gradtool.errors import UsageError
+from gradtool.store.io.workers import default_threads
+
+if TYPE_CHECKING:
+    from gradtool.backends import Choice
+    from gradtool.engines import Cluster, Engine, Progress
+    from gradtool.options import Compute
+
+# More would only take memory.
+MOST_THREADS = 256
+
+
+def engine_name(given: str | None) -> str:
+    """The engine asked for, by default that of GRADTOOL_ENGINE or "threads"; `UsageError` if there is none."""
+    source = "--engine" if given is not None else "GRADTOOL_ENGINE"
+    name = (os.environ.get("GRADTOOL_ENGINE") or "threads") if given is None else given
+    kind, _, address = name.partition(":")
+    if name != "threads" and (kind != "dask" or not address):
+        raise UsageError(f"{source} must be threads or dask:ADDRESS, not {name!r}")
+    return name
+
+
+def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
+    """The engine of complete options; and the backend, if it is chosen here and not by the workers."""
+    name, threads = engine_name(chosen["engine"]), chosen["threads"]
+    if name == "threads":
+        choice = backends.choose(chosen["backend"], chosen["device"])
+        count = min(threads or default_threads(), MOST_THREADS)
+        return Threads(choice.backend, count, progress, choice.why), choice
+    from gradtool.engines.executor import Workers  # not needed by threads
+
+    timeout = chosen["worker_timeout"]
+    most = None if threads is None else min(threads, MOST_THREADS)
+    join = partial(_join, name.partition(":")[2], timeout)
+    return Workers(name, join, chosen["backend"], chosen["device"], most, timeout, progress), None
+
+
+def _join(address: str, timeout: float) -> Cluster:
+    from gradtool.engines.dask import Dask
+
+    return Dask(address, timeout)

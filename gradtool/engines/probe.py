@@ -1,0 +1,82 @@
+"""What is asked of a worker before it gets work: the version, the backend, and whether it sees and writes the files.
+
+A worker may have another version of gradtool, or none. So questions and answers are plain values.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtool import backends
+from gradtool._version import __version__
+from gradtool.errors import GradtoolError
+from gradtool.store.fs import Folder
+from gradtool.store.late import patiently
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Question(NamedTuple):
+    """What a worker is asked: a file that it must see, and whether it must make `probe` beside it."""
+
+    path: str
+    inode: int
+    probe: str | None
+    backend: str | None
+    device: int | None
+
+
+def answer(question: tuple[Any, ...]) -> dict[str, Any]:
+    """In a worker: who it is, and what is wrong with it, if anything is."""
+    asked = Question(*question)
+    facts: dict[str, Any] = {"version": __version__, "host": os.uname().nodename, "pid": os.getpid()}
+    facts |= {"user": os.geteuid(), "sees": _sees(asked), "error": "", "backend": "", "why": "", "refused": ""}
+    try:
+        choice = backends.choose(asked.backend, asked.device)
+        facts |= {"backend": choice.backend.name, "why": choice.why}
+    except GradtoolError as error:
+        facts["refused"] = str(error)
+    if facts["sees"] and asked.probe is not None:
+        facts["error"] = _failure_to_write(asked)
+    return facts
+
+
+def _sees(asked: Question) -> bool:
+    try:
+        status, _ = patiently(lambda: os.stat(asked.path))  # noqa: PTH116
+    except OSError:
+        return False
+    return status is not None and status.st_ino == asked.inode
+
+
+def _failure_to_write(asked: Question) -> str:
+    """Why a file cannot be made beside the one that is seen; empty if it can."""
+    try:
+        with Folder.at(Path(asked.path).parent) as folder:
+            os.close(folder.create(name := str(asked.probe)))
+            folder.unlink(name)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def complaint(facts: Mapping[str, Any], question: Question) -> str | None:
+    """What is wrong with a worker, after its answer, and the remedy; None if nothing is."""
+    who = f"the worker on {facts['host']}"
+    folder = Path(question.path).parent
+    if facts["version"] != __version__:
+        return f"{who} has gradtool {facts['version']}, this is {__version__}; install the same version there"
+    if not facts["sees"]:
+        remedy = "mount the same file system there, at the same path"
+        return f"{who} does not see {question.path}; {remedy}"
+    if facts["refused"]:
+        return f"{who}: {facts['refused']}"
+    if question.probe is not None and facts["user"] != os.geteuid():
+        remedy = "start the workers as the user who runs the command"
+        return f"{who} runs as user {facts['user']}, and this command as user {os.geteuid()}; {remedy}"
+    if facts["error"]:
+        return f"{who} cannot make files in {folder}: {facts['error']}; make it writable there"
+    return None

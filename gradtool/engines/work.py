@@ -1,0 +1,172 @@
+"""What a worker process does: a part of a pass, on files that it opens by their paths.
+
+A call is sent as one pickle that makes the call when it is read, so that whoever passes it on needs no gradtool. Files
+are sent as paths, and looked at where the pickle is read: they must be those that the command has read the headers of.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import pickle
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtool import backends
+from gradtool._version import __version__
+from gradtool.engines.threads import Threads
+from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
+from gradtool.store.format.header import Shard, is_unchanged
+from gradtool.store.io.workers import default_threads
+from gradtool.store.late import patiently
+from gradtool.store.transaction.attempts import Attempt
+from gradtool.store.transaction.destination import NewFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradtool.engines import Part
+    from gradtool.store.io.channel import Clock
+    from gradtool.store.transaction.orders import Built, Order
+
+HOST = os.uname().nodename
+
+
+class Job(NamedTuple):
+    """A part, what to do it with, and the new file that it writes."""
+
+    part: Part
+    backend: str | None
+    device: int | None
+    threads: int | None
+    order: Order | None
+
+
+class Identity(NamedTuple):
+    """A file as a process sees it; devices have other numbers on other machines."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    digest: bytes
+
+
+class Done(NamedTuple):
+    """What was found and built, the files as they were seen, and who did it; `late` files had to be waited for."""
+
+    found: Any
+    built: Built | None
+    seen: Sequence[Identity]
+    clock: Clock
+    seconds: float
+    host: str
+    pid: int
+    late: int
+
+
+def identity_of(shard: Shard) -> Identity:
+    """A shard as it is seen here; raises `SystemRefusedError` if it is not the one whose header was read."""
+    with os_errors_about(shard.path):
+        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            digest = hashlib.blake2b(os.pread(fd, shard.data_start, 0), digest_size=16).digest()
+            if not is_unchanged(fd, shard.stat):
+                raise changed_meanwhile(shard.path)
+        finally:
+            os.close(fd)
+    return Identity(shard.stat.st_ino, shard.size, shard.stat.st_mtime_ns, digest)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> bytes:
+    """A call of plain values, as a pickle that makes it when it is read."""
+    return pickle.dumps(_Call(function, arguments))
+
+
+def packed(job: Job) -> bytes:
+    """A job as a pickle. Of a shard, only what is needed to read its data is sent."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(job)
+    return buffer.getvalue()
+
+
+def perform(version: str, payload: bytes) -> Done:
+    """Do a job.
+
+    Raises:
+        SystemRefusedError: an input is not the file that the command has read, or reading or writing failed.
+    """
+    if version != __version__:
+        raise SystemRefusedError(f"worker on {HOST} has gradtool {__version__}, the command has {version}")
+    began, late = perf_counter(), _late.count
+    job: Job = pickle.loads(payload)  # noqa: S301 - the engine lets its users run anything here
+    choice = _chosen(job.backend, job.device)
+    threads = Threads(choice.backend, job.threads or default_threads())
+    seen = [identity_of(shard) for shard in job.part.reads]
+    built = None
+    if job.order is None:
+        found = threads.run(job.part.work)
+        _refuse_changed(job.part.reads)
+    else:
+        with Attempt(job.order) as attempt:
+            threads.progress = lambda *_: attempt.look()
+            found = threads.run(job.part.work, NewFiles({job.order.new.shard: (job.order.new, attempt.file)}))
+            _refuse_changed(job.part.reads)
+            built = attempt.finish()
+    threads.close()
+    seconds = perf_counter() - began
+    return Done(found.condensed(), built, seen, threads.clock, seconds, HOST, os.getpid(), _late.count - late)
+
+
+def _refuse_changed(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        if not is_unchanged(shard.path, shard.stat):
+            raise changed_meanwhile(shard.path)
+
+
+@functools.lru_cache(maxsize=4)
+def _chosen(backend: str | None, device: int | None) -> backends.Choice:
+    return backends.choose(backend, device)
+
+
+class _Late:
+    """How often this process has waited for a file to be shown."""
+
+    count = 0
+
+
+_late = _Late()
+
+
+class _Call:
+    """A pickle of this is a call."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+class _Pickler(pickle.Pickler):
+    """Sends shards as what `_seen` needs to find them again."""
+
+    def reducer_override(self, one: Any) -> Any:
+        if type(one) is not Shard:
+            return NotImplemented
+        path, stat = os.path.abspath(one.path), one.stat  # noqa: PTH100 - links are followed where it is opened
+        return _seen, (path, one.data_start, one.size, stat.st_ino, stat.st_mtime_ns)
+
+
+def _seen(path: str, data_start: int, size: int, inode: int, mtime_ns: int) -> Shard:
+    """The shard at a path as it is seen here; one that is yet to be made has no inode."""
+    if not inode:
+        return Shard(Path(path), data_start, size, {}, (), os.stat_result([0] * 10))
+    with os_errors_about(path):
+        status, tries = patiently(lambda: os.stat(path))  # noqa: PTH116
+    _late.count += tries
+    if status is None or (status.st_ino, status.st_size, status.st_mtime_ns) != (inode, size, mtime_ns):
+        raise changed_meanwhile(path)
+    return Shard(Path(path), data_start, size, {}, (), status)

@@ -1,0 +1,111 @@
+"""One attempt at a new file, in a process that does not hold the run's locks.
+
+The run may have ended meanwhile, and even have committed another attempt. So an attempt writes only to a temporary
+that it has made itself, and it looks for the permit of the run: before and after it makes that, now and then, and at
+its end. Without a permit it removes its temporary, which may have been made too late to be found by the run itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Self
+
+from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
+from gradtool.store import fs
+from gradtool.store.fs import File, Folder
+from gradtool.store.late import patiently
+from gradtool.store.transaction.files import name_of
+from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT, Built
+from gradtool.store.transaction.staging import keep_attributes
+
+if TYPE_CHECKING:
+    from gradtool.store.transaction.orders import Order
+
+_TRIES = 10
+_LOOK_SECONDS = 1.0
+
+
+class Attempt:
+    """Builds a temporary as ordered. Used as a context manager, which removes it if an exception leaves the block."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._looked = 0.0
+
+    def __enter__(self) -> Self:
+        order = self._order
+        with contextlib.ExitStack() as stack, os_errors_about(order.folder / order.name):
+            self._folder = stack.enter_context(Folder.at(order.folder))
+            patiently(lambda: self._folder.status(order.permit))
+            self.refuse_if_ended()
+            self._number, self._fd, self.file = self._create()
+            stack.callback(self._close)
+            stack.push(self._remove_after_an_error)
+            # If it was made too late to be found, the permit is gone now.
+            self.refuse_if_ended()
+            self._prepare()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def look(self) -> None:
+        """Raise `SystemRefusedError` if the run has ended or has no use for this; looked up once a second at most."""
+        now = time.monotonic()
+        if now > self._looked + _LOOK_SECONDS:
+            self._looked = now
+            self.refuse_if_ended()
+            if not self.file.is_there:
+                raise changed_meanwhile(self.file.path)
+
+    def refuse_if_ended(self) -> None:
+        """Raise `SystemRefusedError` if the permit is gone."""
+        if self._folder.status(self._order.permit) is None:
+            what = f"{self._order.permit} is not seen by a worker"
+            message = f"{what}; the run has ended, or the folder is not shared with it"
+            raise SystemRefusedError(message, file=self._order.folder, code="changed")
+
+    def finish(self) -> Built:
+        """Sync the temporary; what was built."""
+        with os_errors_about(self.file.path):
+            if self._order.fsync:
+                fs.sync(self._fd)
+            status = os.fstat(self._fd)
+            self.refuse_if_ended()
+            return Built(self._number, status.st_ino, status.st_size)
+
+    def _create(self) -> tuple[int, int, File]:
+        for tries in range(_TRIES):
+            # Not counted, because other attempts for the same run are made elsewhere at the same time.
+            number = random.SystemRandom().randint(FIRST_ATTEMPT, LAST_ATTEMPT)
+            try:
+                return number, *self._folder.create_file(name_of(self._order.run, number, "tmp"))
+            except FileExistsError:
+                if tries == _TRIES - 1:
+                    raise
+        raise AssertionError
+
+    def _prepare(self) -> None:
+        new, keeps_attributes = self._order.new, self._order.keeps_attributes
+        fs.resize(self._fd, new.size)
+        for begin, end in [(0, new.size)] if new.ranges is None else new.ranges:
+            fs.reserve(self._fd, begin, end)
+        if keeps_attributes:
+            original = new.shard.stat
+            replaced = File(self._folder, self._order.name, original.st_dev, original.st_ino)
+            with replaced.opened(os.O_RDONLY) as original_fd:
+                keep_attributes(self._fd, original_fd, original)
+
+    def _close(self) -> None:
+        os.close(self._fd)
+
+    def _remove_after_an_error(self, kind: object, error: object, traceback: object) -> None:  # noqa: ARG002
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                # The name may have been swept.
+                if self.file.is_there:
+                    self._folder.unlink(self.file.name)

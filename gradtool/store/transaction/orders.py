@@ -1,0 +1,161 @@
+"""New files that other processes build: what they are asked for, what they answer, and the destination made of that.
+
+Each attempt at a file builds a temporary of its own, so that none can touch what another one has written: an engine may
+run a task twice, and a worker that it took for dead may go on. The first attempt that is reported is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import GradtoolError, changed_meanwhile, os_errors_about
+from gradtool.store.fs import File
+from gradtool.store.late import patiently
+from gradtool.store.transaction.destination import NewFile, read_for
+from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
+from gradtool.store.transaction.staging import Staged, mode_for
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.fs import Folder
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.io.channel import Channel
+    from gradtool.store.io.workers import Task
+    from gradtool.store.transaction.destination import Wanted
+    from gradtool.store.transaction.replace import Replacement
+    from gradtool.store.transaction.transaction import Transaction
+
+# Numbers of attempts, from here on, are drawn at random; all that a run counts itself are below.
+FIRST_ATTEMPT = 10**8
+LAST_ATTEMPT = 10**9 - 1
+
+
+class Order(NamedTuple):
+    """A new file that another process is to build beside its target, as long as the file `permit` is there.
+
+    With `keeps_attributes`, owner and extended attributes are those of the shard that it replaces. Pickled, it holds no
+    open file.
+    """
+
+    new: NewFile
+    run: str
+    folder: Path
+    name: str
+    permit: str
+    keeps_attributes: bool
+    fsync: bool
+
+
+class Built(NamedTuple):
+    """The temporary that an attempt has built: the number in its name, its inode and its size."""
+
+    number: int
+    inode: int
+    size: int
+
+
+class Orders:
+    """What a run has ordered, and what of that is missing still.
+
+    In each folder, a file that the run makes is the permit to build there.
+    """
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self._permits: dict[Folder, str] = {}
+        # By folder and name, the target and its mode.
+        self._missing: dict[tuple[Path, str], tuple[Path, int]] = {}
+
+    def add(self, target: Path, new: NewFile, *, keeps_attributes: bool, mode: int) -> Order:
+        """Order a file that will become `target`, with the mode that `Replacement.stage` would give it."""
+        folder, name = self._transaction.locate(target)
+        # Until all attempts are removed, the log must stay.
+        self._transaction.leaves_files = True
+        with os_errors_about(target):
+            if folder not in self._permits:
+                _, permit = self._transaction.new_name("tmp")
+                os.close(folder.create(permit))
+                self._permits[folder] = permit
+            mode = mode_for(new.shard.stat if keeps_attributes else None, folder.status(name), mode)
+        self._missing[folder.path, name] = target, mode
+        run, fsync = self._transaction.id, self._transaction.fsync
+        return Order(new, run, folder.path, name, self._permits[folder], keeps_attributes, fsync)
+
+    def adopted(self, order: Order, built: Built) -> Staged:
+        """What was built, if it is what was ordered.
+
+        Raises:
+            SystemRefusedError: it is not.
+        """
+        target, mode = self._missing.pop((order.folder, order.name))
+        folder, name = self._transaction.locate(target)
+        plain = all(type(value) is int for value in built) and FIRST_ATTEMPT <= built.number <= LAST_ATTEMPT
+        temporary = name_of(self._transaction.id, built.number, "tmp") if plain else ""
+        with os_errors_about(target):
+            status, _ = patiently(lambda: folder.status(temporary)) if plain else (None, 0)
+        expected = built.inode, built.size, order.new.size, os.geteuid()
+        if status is None or (status.st_ino, status.st_size, status.st_size, status.st_uid) != expected:
+            raise changed_meanwhile(folder.path / temporary)
+        original = order.new.shard.stat if order.keeps_attributes else None
+        file = File(folder, temporary, status.st_dev, status.st_ino)
+        return Staged(built.number, file, name, target, original, mode, is_new=not order.new.replaces)
+
+    def refuse_missing(self) -> None:
+        """Raise `AssertionError` unless all files are built."""
+        if self._missing:
+            raise AssertionError("no worker has built a file that was ordered")
+
+    def withdraw(self) -> bool:
+        """Remove the permits and then all attempts, taken or not; whether all are gone.
+
+        An attempt that is made later finds no permit, and removes itself.
+        """
+        gone = [remove(folder, permit) for folder, permit in self._permits.items()]
+        for folder in self._permits:
+            with contextlib.suppress(GradtoolError):  # It cannot be listed; attempts then remove what they made.
+                names = [name for name in files_of_runs(folder) if run_of(name) == self._transaction.id]
+                gone += [remove(folder, name) for name in names if name.endswith(".tmp")]
+        return all(gone)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """New files that other processes build; what they have built is adopted, and put in place with all others."""
+
+    orders: Mapping[Shard, Order]
+    replacement: Replacement
+    in_place: None = None
+
+    @property
+    def shards(self) -> Collection[Shard]:
+        return self.orders.keys()
+
+    @property
+    def count(self) -> int:
+        return len(self.orders)
+
+    def adopt(self, shard: Shard, built: Built) -> None:
+        """Take what an attempt has built as the new file."""
+        self.replacement.adopt(self.orders[shard], built)
+
+    def nbytes(self, selected: Iterable[Selected]) -> int:
+        return read_for([order.new for order in self.orders.values()], selected)
+
+    def tasks(self) -> Iterator[Task]:
+        raise NotImplementedError
+
+    def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
+        raise NotImplementedError
+
+    def write(self, channel: Channel, block: Block, view: memoryview) -> None:
+        raise NotImplementedError
+
+    def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
+        raise NotImplementedError

@@ -1,0 +1,285 @@
+"""Real Dask workers on this machine: the same bits as threads, and what becomes of files when something fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from same_results import content_of, facts_of, random_set, soon
+from support import gradtool, gradtool_json, sample, snapshot, write_index
+from tiers import EXHAUSTIVE, numbers
+
+pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
+
+import numpy as np
+from dask_cluster import DaskCluster, is_stopped
+
+CLIP = ["--max-norm", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with DaskCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        cluster.worker()
+        cluster.worker()
+        yield cluster
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A cluster for one test, still without workers, that gives a task up when its first worker dies."""
+    with DaskCluster(tmp_path / "cluster", DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES="0") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards, and what clipping makes of them."""
+    folder = tmp_path / "set"
+    write_index(folder, {f"{i}.safetensors": {f"t{i}": np.full(3000, i + 1, np.float32)} for i in range(3)})
+    shutil.copytree(folder, tmp_path / "new")
+    assert gradtool("clip", tmp_path / "new", *CLIP).returncode == 0
+    return folder
+
+
+def old_and_new(shards):
+    """The content of the shards, before and after they are clipped."""
+    return content_of(shards), content_of(shards.parent / "new")
+
+
+def one_line(done, code):
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, workers):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    sizes = random_set(ours, workers)
+    random_set(tmp_path / "g1", 10 + workers, like=sizes)
+    random_set(tmp_path / "g2", 20 + workers, like=sizes)
+    shutil.copytree(ours, theirs)
+    gradients = [tmp_path / "g1", tmp_path / "g2"]
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        for _ in range(workers):
+            cluster.worker()
+        for command, *rest in (
+            ["norm", "--per-tensor"],
+            ["clip", "--max-norm", "1e-3", "--per-tensor"],
+            ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2"],
+        ):
+            done = cluster.run(command, ours, *rest, "--json")
+            assert (done.returncode, done.stderr) == (0, ""), done
+            data = json.loads(done.stdout)["data"]
+            assert facts_of(data) == facts_of(gradtool_json(command, theirs, *rest)["data"])
+            assert content_of(ours) == content_of(theirs)
+            assert 1 <= data["workers"] <= workers
+            assert (data["hosts"], data["retries"], data["engine"]) == (1, 0, cluster.options[1])
+
+
+def test_an_address_and_the_environment_name_an_engine(tmp_path, cluster):
+    address = json.loads(cluster.file.read_text())["address"]
+    data = gradtool_json("norm", sample(tmp_path), env={"GRADTOOL_ENGINE": f"dask:{address}"})["data"]
+    assert (data["norm"], data["engine"], data["workers"]) == (5.0, f"dask:{address}", 1)
+
+
+def test_nan_is_found_and_nothing_is_written(tmp_path, cluster):
+    write_index(tmp_path, {"0.safetensors": {"a": np.ones(9, np.float32)}, "1.safetensors": {"b": np.full(9, np.nan)}})
+    before = snapshot(tmp_path)
+    done = cluster.run("clip", tmp_path, *CLIP)
+    assert done.returncode == 1
+    assert "tensor 'b': 9 NaN, 0 Inf, the first at index 0" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("part", ["sample", pytest.param("rest", marks=EXHAUSTIVE)])
+def test_a_worker_that_is_killed_at_any_step_is_replaced_by_another_one(tmp_path, shards, part):
+    old, new = old_and_new(shards)
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        for step in numbers(part):
+            mortal = cluster.worker(GRADTOOL_FAULT=f"kill@{step}")
+            run = begun(cluster, shards)
+            assert soon(lambda: run.poll() is not None or mortal.poll() is not None)  # noqa: B023
+            died = mortal.poll() is not None
+            successor = cluster.worker() if died else mortal
+            done = ended(run)
+            assert (done.returncode, done.stderr) == (0, ""), (step, done)
+            assert soon(lambda: content_of(shards) == new), step
+            put_back(shards, old)
+            cluster.retire(successor)
+            if not died:
+                break
+    assert step > 5
+
+
+def begun(cluster, shards):
+    command = cluster.command("clip", shards, *CLIP)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def put_back(shards, old):
+    for name, content in old.items():
+        (shards / name).write_bytes(content)
+
+
+def test_a_task_whose_worker_dies_for_good_leaves_all_old(shards, alone):
+    old, _ = old_and_new(shards)
+    alone.worker(GRADTOOL_FAULT="kill@6")
+    done = alone.run("clip", shards, *CLIP, "--worker-timeout", "20")
+    assert "every worker that was given the task died" in one_line(done, 5)
+    assert soon(lambda: content_of(shards) == old)
+
+
+def test_no_worker_for_too_long_ends_the_run(shards, tmp_path):
+    old, _ = old_and_new(shards)
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        done = cluster.run("clip", shards, *CLIP, "--worker-timeout", "1")
+        assert "has had no worker for 1 s; start some, or wait longer with --worker-timeout" in one_line(done, 5)
+        cluster.worker(GRADTOOL_FAULT="kill@6")
+        done = cluster.run("clip", shards, *CLIP, "--worker-timeout", "1")
+        assert "has had no worker for 1 s" in one_line(done, 5)
+    assert soon(lambda: content_of(shards) == old)
+
+
+def test_a_worker_that_wakes_up_after_the_commit_harms_nothing(tmp_path, shards):
+    _, new = old_and_new(shards)
+    with DaskCluster(tmp_path / "cluster", DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL="1s") as cluster:
+        zombie = cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
+        run = hanging(cluster, shards, zombie)
+        cluster.worker()
+        done = ended(run)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert content_of(shards) == new
+        before = snapshot(shards)
+        assert is_stopped(zombie)
+        zombie.send_signal(signal.SIGCONT)
+        # It goes on, finds that its work is not wanted any more, and says so to its own log.
+        assert soon(
+            lambda: b"SystemRefusedError" in (cluster.folder / "1.log").read_bytes() or zombie.poll() is not None
+        )
+        cluster.retire(zombie)
+        assert snapshot(shards) == before
+
+
+def hanging(cluster, shards, stopped):
+    """A run whose only worker has been stopped in the middle of it."""
+    run = begun(cluster, shards)
+    assert soon(lambda: is_stopped(stopped)), ended(run)
+    return run
+
+
+def ended(run):
+    out, err = run.communicate(timeout=60)
+    return subprocess.CompletedProcess(run.args, run.returncode, out, err)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_whose_worker_hangs(shards, alone, number):
+    old, _ = old_and_new(shards)
+    stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@6")
+    run = hanging(alone, shards, stopped)
+    run.send_signal(number)
+    assert "no file was changed" in one_line(ended(run), 128 + number)
+    assert content_of(shards) == old
+    stopped.send_signal(signal.SIGCONT)
+    alone.retire(stopped)
+    assert content_of(shards) == old
+
+
+def test_a_scheduler_that_dies_ends_the_run(shards, alone):
+    old, _ = old_and_new(shards)
+    stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@6")
+    run = hanging(alone, shards, stopped)
+    alone.scheduler.kill()
+    assert "is lost; start it and its workers again, and run again" in one_line(ended(run), 5)
+    assert content_of(shards) == old
+
+
+def test_a_worker_with_a_full_disk_ends_the_run(shards, alone):
+    old, _ = old_and_new(shards)
+    alone.worker(GRADTOOL_FAULT="ENOSPC@6+")
+    done = alone.run("clip", shards, *CLIP)
+    assert "No space left on device; free some space" in one_line(done, 5)
+    assert soon(lambda: content_of(shards) == old)
+
+
+@pytest.mark.parametrize("part", ["sample", pytest.param("rest", marks=EXHAUSTIVE)])
+def test_a_command_that_is_killed_at_any_step_is_recovered(cluster, shards, part):
+    old, new = old_and_new(shards)
+    states = set()
+    for step in numbers(part):
+        done = cluster.run("clip", shards, *CLIP, env={"GRADTOOL_FAULT": f"kill@{step}"})
+        if done.returncode == 0:
+            assert content_of(shards) == new
+            break
+        assert done.returncode == -signal.SIGKILL, done
+        assert soon(lambda: gradtool("recover", shards).returncode == 0)
+        # A worker may be about to remove what it has made.
+        assert soon(lambda: content_of(shards) in (old, new)), (step, content_of(shards).keys())
+        states.add("old" if content_of(shards) == old else "new")
+        put_back(shards, old)
+    assert states == {"old", "new"}
+
+
+def site(folder, code):
+    """An environment in which Python does something at its start."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder)}
+
+
+UNFIT = {
+    "another version": (
+        "import gradtool._version as one\none.__version__ = '0.0.1'",
+        "has gradtool 0.0.1, this is 0.1.0; install the same version there",
+    ),
+    "no gradtool": ("import sys\nsys.modules['gradtool'] = None", "cannot load gradtool"),
+    "another user": ("import os\nuser = os.geteuid()\nos.geteuid = lambda: user + 1", "start the workers as the user"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_worker_that_is_not_fit_is_refused_by_name(tmp_path, shards, alone, name):
+    old, _ = old_and_new(shards)
+    code, said = UNFIT[name]
+    alone.worker()
+    alone.worker(**site(tmp_path / "site", code))
+    message = one_line(alone.run("clip", shards, *CLIP), 4)
+    assert said in message
+    assert content_of(shards) == old
+
+
+def test_a_worker_without_the_mount_is_refused_by_name(shards, alone):
+    hidden = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs none "{shards}" && exec "$@"', "sh"]
+    try:
+        subprocess.run([*hidden, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no mount namespaces here: {error}")
+    alone.worker()
+    alone.worker(before=hidden)
+    host = os.uname().nodename
+    for command in (["clip", shards, *CLIP], ["norm", shards]):
+        message = one_line(alone.run(*command), 4)
+        assert f"the worker on {host} does not see {shards}" in message
+        assert "mount the same file system there, at the same path" in message
+
+
+def test_dask_that_is_not_installed_is_named_with_the_remedy(tmp_path):
+    env = site(tmp_path / "site", "import sys\nsys.modules['distributed'] = None")
+    done = gradtool("norm", sample(tmp_path), "--engine", "dask:tcp://127.0.0.1:1", env=env)
+    assert "pip install 'gradtool[dask]'" in one_line(done, 4)
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error(tmp_path):
+    done = gradtool(
+        "norm", sample(tmp_path), "--engine", "dask:tcp://127.0.0.1:9", "--worker-timeout", "1", env=NO_FORK
+    )
+    assert "does not answer" in one_line(done, 5)
+    done = gradtool("norm", sample(tmp_path), "--engine", "dask:none.json", "--worker-timeout", "0.1")
+    assert "no scheduler has written it for 0.1 s" in one_line(done, 5)
+
+
+# A process of its own, which the connection of a fork must not outlive.
+NO_FORK = {"PYTHONUTF8": "1"}

@@ -1,0 +1,301 @@
+"""The engine of other processes, on a pool of them: the same bits, and nothing that they return is believed blindly."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from parts import strike_at
+from same_results import content_of, facts_of, random_set, soon
+from support import SAMPLES, encode, sample, snapshot, write
+
+import gradtool
+from gradtool import tuning
+from gradtool._version import __version__
+from gradtool.engines import Member, choose
+from gradtool.engines.probe import Question, answer, complaint
+from gradtool.reduction import TILE
+from gradtool.store.transaction.orders import FIRST_ATTEMPT
+
+
+class Pool:
+    """Processes of this machine as a cluster; `change` is what happens to each result on its way."""
+
+    name = "the pool"
+
+    def __init__(self, pool, change):
+        self._pool, self._change = pool, change
+
+    def members(self):
+        return {"here": Member(os.uname().nodename, 2)}
+
+    def executor(self, address=None, *, only=False):  # noqa: ARG002
+        return self
+
+    def submit(self, function, payload):
+        result = Future()
+
+        def take(done):
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(self._change(done.result()))
+                except BaseException as error:  # noqa: BLE001
+                    result.set_exception(error)
+
+        self._pool.submit(function, payload).add_done_callback(take)
+        return result
+
+    def why(self, error):
+        return f"gave up: {type(error).__name__}: {error}"
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def workers(pool, change=lambda result: result):
+    """Calls with these options run on a pool, in many small parts."""
+    with (
+        mock.patch.object(choose, "_join", return_value=Pool(pool, change)),
+        mock.patch.object(tuning, "PART_BYTES", 16 * TILE),
+    ):
+        yield {"engine": "dask:pool"}
+
+
+def twice(tmp_path, seed):
+    """Two copies of a random set."""
+    sizes = random_set(tmp_path / "ours", seed)
+    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
+    return tmp_path / "ours", tmp_path / "theirs", sizes
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, np.inf, 600.0])
+def test_norm_is_the_same_in_any_parts(tmp_path, pool, order):
+    random_set(tmp_path / "set", 5)
+    # Sums that are out of range take exponents of their own.
+    rng = np.random.default_rng(0)
+    extremes = {"huge": rng.random(9 * TILE + 5) * 1e300, "tiny": rng.random(9 * TILE) * 1e-200}
+    write(tmp_path / "extreme.safetensors", {name: encode(values, "F64") for name, values in extremes.items()})
+    with workers(pool) as there:
+        for path in (tmp_path / "set", tmp_path / "extreme.safetensors"):
+            result = gradtool.norm(path, norm_type=order, per_tensor=True, **there)
+            assert facts_of(result) == facts_of(gradtool.norm(path, norm_type=order, per_tensor=True))
+            assert (result.engine, result.hosts, result.retries) == ("dask:pool", 1, 0)
+            assert result.workers in (1, 2)
+
+
+def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
+    values = np.ones(40 * TILE, np.float32)
+    values[[35 * TILE + 7, 39 * TILE]] = np.nan, np.inf
+    path = write(tmp_path / "x.safetensors", {"a": values})
+    with workers(pool) as there:
+        (problem,) = gradtool.norm(path, **there).problems
+    assert (problem.message, problem.file) == (f"1 NaN, 1 Inf, the first at index {35 * TILE + 7}", str(path))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_clip_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
+    ours, theirs, _ = twice(tmp_path, seed)
+    options = [{"max_norm": 1e-3}, {"max_value": 1e-4}, {"max_norm": 1e-4, "per_tensor": True}][seed % 3]
+    options |= [{}, {"unscale": 8.0, "include": ["t0", "t1", "t7"]}][seed % 2]
+    with workers(pool) as there:
+        result = gradtool.clip(ours, **options, **there)
+    assert facts_of(result) == facts_of(gradtool.clip(theirs, **options))
+    assert content_of(ours) == content_of(theirs)
+
+
+def test_clip_into_a_folder_copies_what_does_not_change(tmp_path, pool):
+    ours, _, _ = twice(tmp_path, 1)
+    before = snapshot(ours)
+    options = {"max_norm": 1e-3, "include": ["t0"]}
+    with workers(pool) as there:
+        gradtool.clip(ours, **options, output_dir=tmp_path / "a" / "b", **there)
+    gradtool.clip(ours, **options, output_dir=tmp_path / "c")
+    assert content_of(tmp_path / "a" / "b") == content_of(tmp_path / "c")
+    assert snapshot(ours) == before
+
+
+def test_mode_and_attributes_of_a_replaced_file_are_kept(tmp_path, pool):
+    path = sample(tmp_path)
+    path.chmod(0o640)
+    with contextlib.suppress(OSError):
+        os.setxattr(path, "user.note", b"kept")
+    attributes = os.listxattr(path)
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(path.name)
+    with workers(pool) as there:
+        gradtool.clip(link, max_norm=1.0, **there)
+    assert (path.stat().st_mode & 0o777, os.listxattr(path), link.is_symlink()) == (0o640, attributes, True)
+
+
+ACCUMULATIONS = {
+    "plain": {},
+    "mean": {"mean": True, "weight": [0.3, -2.5]},
+    "max-norm": {"max_norm": 1e-2},
+    "clip-each": {"clip_each": 1e-2, "per_gradient": True, "nonfinite": "skip"},
+    "overwrite": {"overwrite": True},
+    "no-update": {"update": False},
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATIONS)
+@pytest.mark.parametrize("create", [False, True])
+def test_accumulate_is_the_same_for_any_shards_and_types(tmp_path, pool, name, create):
+    ours, theirs, sizes = twice(tmp_path, 3)
+    for seed in (11, 12):
+        random_set(tmp_path / f"g{seed}", seed, like=sizes)
+    gradients = [tmp_path / "g11", tmp_path / "g12"]
+    options = ACCUMULATIONS[name] | ({"create": True, "dtype": "BF16"} if create else {})
+    if create:
+        ours, theirs = ours / "new.safetensors", theirs / "new.safetensors"
+    with workers(pool) as there:
+        result = gradtool.accumulate(ours, gradients, **options, **there)
+    assert facts_of(result) == facts_of(gradtool.accumulate(theirs, gradients, **options))
+    assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
+
+
+def test_a_nan_in_a_gradient_is_named_and_nothing_is_written(tmp_path, pool):
+    ours, _, sizes = twice(tmp_path, 3)
+    random_set(tmp_path / "g", 4, like=sizes)
+    bad = write(tmp_path / "bad.safetensors", {"t0": np.full(sizes[0], np.nan, np.float32)})
+    before = snapshot(tmp_path)
+    with workers(pool) as there, pytest.raises(gradtool.NonFiniteError) as error:
+        gradtool.accumulate(ours, [tmp_path / "g", bad], missing="skip", **there)
+    assert [(one.file, one.tensor) for one in error.value.problems] == [(str(bad), "t0")]
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call_did(tmp_path, pool, monkeypatch):
+    sample(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with workers(pool) as there:
+        path = Path("x.safetensors")
+
+        def touch(result):
+            if not isinstance(result, dict):  # an answer to the probe
+                os.utime(path)
+            return result
+
+        with workers(pool, touch), pytest.raises(gradtool.SystemRefusedError) as error:
+            gradtool.clip(path, max_norm=1.0, **there)
+    (problem,) = error.value.problems
+    assert (problem.code, problem.file) == ("changed", "x.safetensors")
+    assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def with_built(**changes):
+    """A change of what was built, as a hostile or mistaken worker would report it."""
+    return lambda done: done if done.built is None else done._replace(built=done.built._replace(**changes))
+
+
+LIES = {
+    "another number": with_built(number=FIRST_ATTEMPT),
+    "a number of the run's own": with_built(number=0),
+    "a path": with_built(number="0/../../x"),
+    "a name": with_built(number="1.tmp\n"),
+    "another inode": with_built(inode=1),
+    "another size": with_built(size=1),
+    "no file": lambda done: done._replace(built=None),
+    "no result": lambda _: None,
+    "another host": lambda done: done._replace(host=7),
+    "no files": lambda done: done._replace(seen=[]),
+    "a result of other tensors": lambda done: done._replace(found=gradtool),
+    "other files": lambda done: done._replace(seen=[one._replace(inode=3) for one in done.seen]),
+    "another header": lambda done: done._replace(seen=[one._replace(digest=b"") for one in done.seen]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_worker_that_lies_is_not_believed(tmp_path, pool, lie):
+    random_set(tmp_path, 1)
+    before = snapshot(tmp_path)
+    with (
+        workers(pool, lambda result: result if isinstance(result, dict) else LIES[lie](result)) as there,
+        pytest.raises(gradtool.SystemRefusedError) as error,
+    ):
+        gradtool.clip(tmp_path, max_norm=1e-3, **there)
+    assert error.value.problems[0].code in {"engine", "changed"}
+    assert soon(lambda: snapshot(tmp_path) == before)
+
+
+def test_a_worker_that_dies_ends_the_call_with_one_error(tmp_path):
+    random_set(tmp_path, 1)
+    before = snapshot(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=strike_at, initargs=("kill@6",))
+    with pool, contextlib.ExitStack() as stack:
+        there = stack.enter_context(workers(pool))
+        with pytest.raises(gradtool.SystemRefusedError, match="gave up: BrokenProcessPool"):
+            gradtool.clip(tmp_path, max_norm=1e-3, **there)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"version": "0.0.1"}, f"has gradtool 0.0.1, this is {__version__}; install the same version there"),
+        ({"sees": False}, "does not see /data/log; mount the same file system there, at the same path"),
+        ({"refused": "no GPU"}, "no GPU"),
+        ({"user": os.geteuid() + 1}, "start the workers as the user who runs the command"),
+        ({"error": "Read-only file system"}, "cannot make files in /data: Read-only file system"),
+    ],
+)
+def test_a_worker_that_is_not_fit_is_named_with_the_remedy(facts, said):
+    question = Question("/data/log", 1, "probe", None, None)
+    fit = {"version": __version__, "host": "node7", "sees": True, "refused": "", "user": os.geteuid(), "error": ""}
+    assert complaint(fit, question) is None
+    message = complaint(fit | facts, question)
+    assert message.startswith("the worker on node7")
+    assert said in message
+
+
+def test_a_probe_leaves_nothing(tmp_path):
+    path = sample(tmp_path)
+    question = Question(str(path), path.stat().st_ino, ".gradtool-0123456789ab-123456789.tmp", None, None)
+    facts = answer(tuple(question))
+    assert complaint(facts, question) is None
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert not answer(tuple(question._replace(inode=1)))["sees"]
+
+
+def test_what_is_sent_holds_no_open_file_and_little_else(tmp_path, pool):
+    arrays = {f"t{i}": np.ones(3, np.float32) for i in range(2000)}
+    write(tmp_path / "x.safetensors", arrays, {"note": "n" * 10_000})
+    sent = []
+    dumps = pickle.dumps
+
+    def count(one, *rest):
+        sent.append(len(dumps(one, *rest)))
+        return dumps(one, *rest)
+
+    with mock.patch("gradtool.engines.work.pickle.dumps", count), workers(pool) as there:
+        gradtool.norm(tmp_path, include=["^t7$"], **there)
+    assert max(sent) < 2000
+
+
+@pytest.mark.parametrize(("engine", "said"), [("spark", "'spark'"), ("dask", "'dask'"), ("dask:", "'dask:'")])
+def test_an_engine_that_is_unknown_is_a_usage_error(tmp_path, engine, said):
+    with pytest.raises(gradtool.UsageError, match=f"engine must be threads or dask:ADDRESS, not {said}"):
+        gradtool.norm(sample(tmp_path), engine=engine)
+
+
+def test_what_one_machine_must_do_is_refused_or_done_here(tmp_path, monkeypatch):
+    path = sample(tmp_path)
+    with pytest.raises(gradtool.UsageError, match="an undo log protects what one machine overwrites"):
+        gradtool.clip(path, max_norm=1.0, write="inplace", engine="dask:x")
+    with pytest.raises(gradtool.UsageError, match="layernorm-backward runs on one machine"):
+        gradtool.layernorm_backward(SAMPLES / "layernorm.safetensors", output=tmp_path / "y", engine="dask:x")
+    monkeypatch.setenv("GRADTOOL_ENGINE", "dask:x")
+    assert gradtool.zero(path).engine == "threads"

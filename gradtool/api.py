@@ -15,18 +15,31 @@ from gradtool.report.progress import progress
 from gradtool.signatures import Declared, options_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from gradtool.errors import Problem
+
+# What is said of the shell and of usage lines, and what a function says instead.
+_WORDS = {
+    "the shell did not expand the ~: leave it out of quotes, or write $HOME": "~ is not expanded: use Path.expanduser",
+    "patterns are expanded by the shell, not by gradtool: leave out the quotes": "patterns are not expanded: use glob",
+    " is empty; is a shell variable unset?": " is empty",
+    "gradtool accumulate NEW OLD GRAD...": "gradtool.accumulate(NEW, [OLD, GRAD, ...])",
+    "BUFFER must ": "buffer must ",
+    "BUFFER is ": "buffer is ",
+    "BUFFER - is ": "buffer - is ",
+    "--create writes BUFFER itself": "--create writes buffer itself",
+}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_CLASSES = (
-    options.AccumulateOptions,
-    options.ClipOptions,
-    options.LayerNormOptions,
-    options.NormOptions,
-    options.RecoverOptions,
-    options.ZeroOptions,
-)
+_OPTIONS = {
+    "accumulate": options.AccumulateOptions,
+    "clip": options.ClipOptions,
+    "layernorm_backward": options.LayerNormOptions,
+    "norm": options.NormOptions,
+    "recover": options.RecoverOptions,
+    "zero": options.ZeroOptions,
+}
 
 
 def public(function: _Function) -> _Function:
@@ -34,8 +47,9 @@ def public(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> Any:
-        with _bar(function.__name__, given), _in_python():
-            return function(*arguments, **given)
+        name = function.__name__
+        with _bar(name, given), _in_python(name):
+            return _warned(name, function(*arguments, **given))
 
     # So that it can be pickled: it is not the one of its module.
     call.__module__ = "gradtool"
@@ -52,40 +66,53 @@ def _bar(name: str, given: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def _warned(function: str, result: Any) -> Any:
+    """The result with its warnings rewritten as errors are."""
+    warnings = getattr(result, "warnings", ())
+    return replace(result, warnings=tuple(_problem(one, function) for one in warnings)) if warnings else result
+
+
 @contextlib.contextmanager
-def _in_python() -> Iterator[None]:
+def _in_python(function: str) -> Iterator[None]:
     """Rewrite the messages of an error of the block, which are those of the command line."""
     try:
         yield
     except GradtoolError as error:
-        error.problems = tuple(replace(one, message=in_python(one.message)) for one in error.problems)
+        error.problems = tuple(_problem(one, function) for one in error.problems)
         if error.summary is not None:
-            error.summary = in_python(error.summary)
+            error.summary = in_python(error.summary, function)
         error.args = (error.summary or error.problems[0].message,)
         raise
 
 
-def in_python(message: str) -> str:
-    """The message with options as arguments: `nonfinite="zero"` for `--nonfinite zero`, `mean=True` for `--mean`."""
+def _problem(one: Problem, function: str) -> Problem:
+    return replace(one, message=in_python(one.message, function))
+
+
+def in_python(message: str, function: str | None = None) -> str:
+    """The message of a function: `nonfinite="zero"` for `--nonfinite zero`, `create=True` for `--create`."""
+    declared = _declared(function)
+    for words, instead in _WORDS.items():
+        message = message.replace(words, instead)
     message = re.sub(
         r"\bgradtool (norm|clip|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?", _call, message
     )
-    message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", _given, message)
-    return re.sub(r"--(no-)?([a-z](?:[a-z-]*[a-z])?)(?:([ =])((?:[A-Za-z0-9_]+(?:, | or )?)+))?", _argument, message)
+    message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", functools.partial(_given, declared), message)
+    argument = functools.partial(_argument, declared)
+    return re.sub(r"--(no-)?([a-z](?:[a-z-]*[a-z])?)(?:([ =])((?:[A-Za-z0-9_]+(?:, | or )?)+))?", argument, message)
 
 
-def _given(found: re.Match[str]) -> str:
+def _given(declared: Mapping[str, Declared], found: re.Match[str]) -> str:
     name = found[1].replace("-", "_")
-    return f"{name}=" if name in _declared() else found[0]
+    return f"{name}=" if name in declared else found[0]
 
 
 def _call(found: re.Match[str]) -> str:
     return f"gradtool.{found[1].replace('-', '_')}({(found[2] or '').strip()})"
 
 
-def _argument(found: re.Match[str]) -> str:
+def _argument(declared: Mapping[str, Declared], found: re.Match[str]) -> str:
     negated, name, between, rest = found[1], found[2].replace("-", "_"), found[3] or "", found[4] or ""
-    declared = _declared()
     if negated and name in declared:
         return f"{name}=False{between}{rest}"
     one = declared.get((negated or "").replace("-", "_") + name)
@@ -103,10 +130,12 @@ def _argument(found: re.Match[str]) -> str:
 
 def _choices(name: str) -> set[str]:
     """What an option may be, in any of the operations that have it."""
-    declared = (options_of(cls).get(name) for cls in _CLASSES)
+    declared = (options_of(cls).get(name) for cls in _OPTIONS.values())
     return {choice for one in declared if one is not None for choice in one.choices}
 
 
 @functools.cache
-def _declared() -> dict[str, Declared]:
-    return {name: one for cls in _CLASSES for name, one in options_of(cls).items()}
+def _declared(function: str | None) -> dict[str, Declared]:
+    """All options; of those that differ between functions, such as `mean`, that of the function."""
+    own = [_OPTIONS[function]] if function in _OPTIONS else []
+    return {name: one for cls in (*_OPTIONS.values(), *own) for name, one in options_of(cls).items()}

@@ -117,13 +117,13 @@ def one_of(option: str, value: Any, known: Collection[str]) -> str:
 
 
 def patterns(option: str, values: Any) -> list[str]:
-    """Regular expressions; a single string is one of them, not a series of letters."""
+    """Regular expressions, or prefixes; a single string is one of them, not a series of letters."""
     try:
         several = [values] if isinstance(values, str) else list(values or ())
     except TypeError as error:
-        raise UsageError(f"{option} must be regular expressions, not {values!r}") from error
+        raise UsageError(f"{option} must be strings, not {values!r}") from error
     if not all(isinstance(one, str) for one in several):
-        raise UsageError(f"{option} must be regular expressions, not {values!r}")
+        raise UsageError(f"{option} must be strings, not {values!r}")
     return several
 
 
@@ -132,6 +132,8 @@ def path(what: str, value: Any) -> str:
 
     An empty path would be the current folder, and is nearly always a shell variable that is unset.
     """
+    if hasattr(value, "keys") or (hasattr(value, "dtype") and not isinstance(value, (str, bytes))):
+        raise UsageError(_NOT_DATA)
     try:
         text = os.fsdecode(value)
         os.fsencode(text)
@@ -162,7 +164,9 @@ _NOT_DATA = (
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it is something like an array or a state dict."""
+    """Whether it is something like an array or a state dict; numpy's strings are paths."""
+    if isinstance(value, (str, bytes)):
+        return False
     return hasattr(value, "keys") or hasattr(value, "dtype") or isinstance(value, (int, float))
 
 

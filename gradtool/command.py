@@ -96,11 +96,11 @@ def command(summary: str) -> Callable[[_Function], _Function]:
 def usage_message(error: Any, arguments: Sequence[str]) -> str:
     """What is wrong with a command line, and where to read how it is used."""
     message = error.format_message().rstrip(".")
+    command = next((word for word in arguments if word in COMMANDS), None)
     meant = _MEANT.get(getattr(error, "option_name", ""))
-    if meant is not None:
+    if meant is not None and (command is None or meant.split()[0] in {one.flag for one in declared_of(command)}):
         message = f"No such option: {error.option_name}; use {meant}"
-    command = next((f" {word}" for word in arguments if word in COMMANDS), "")
-    return f"{message} (see gradtool{command} --help)"
+    return f"{message} (see gradtool {command} --help)" if command else f"{message} (see gradtool --help)"
 
 
 def app(arguments: Sequence[str]) -> int:

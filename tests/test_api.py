@@ -107,10 +107,40 @@ def test_arrays_in_place_of_paths_are_told_how_to_be_saved(given):
         ("use gradtool recover --force", "use gradtool.recover(force=True)"),
         ("gradtool recover, or the next run", "gradtool.recover(), or the next run"),
         ("a --name that is no option", "a --name that is no option"),
+        ("BUFFER is empty; is a shell variable unset?", "buffer is empty"),
     ],
 )
 def test_messages_name_arguments(message, in_python):
     assert api.in_python(message) == in_python
+
+
+def test_an_option_of_one_name_is_what_its_function_has():
+    assert api.in_python("leave out --mean", "accumulate") == "leave out mean=True"
+    assert api.in_python("--mean names it", "layernorm_backward") == "mean names it"
+
+
+def test_a_buffer_that_is_an_array_is_told_so_without_its_values():
+    with pytest.raises(gradtool.UsageError, match=r"^paths must be those of safetensors files, not arrays"):
+        gradtool.accumulate({"a": np.ones(2)}, "x")
+
+
+def test_strings_of_numpy_are_paths(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
+    assert gradtool.norm(np.str_(path)).norm == gradtool.norm([np.str_(path)]).norm == 5
+
+
+def test_paths_that_a_shell_would_expand_are_to_be_expanded_in_python(tmp_path):
+    write(tmp_path / "x", {"a": encode([3, 4], "F32")})
+    with pytest.raises(gradtool.BadInputError, match=r"no such file; ~ is not expanded: use Path\.expanduser$"):
+        gradtool.norm("~/x")
+    with pytest.raises(gradtool.BadInputError, match=r"no such file; patterns are not expanded: use glob$"):
+        gradtool.norm(tmp_path / "*")
+
+
+def test_warnings_of_functions_speak_python(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
+    (warning,) = gradtool.norm(path, threads=5000).warnings
+    assert warning.message == "threads 5000 is more than 256; using 256"
 
 
 def test_errors_of_functions_speak_python_and_those_of_commands_do_not(tmp_path):
@@ -130,6 +160,7 @@ def test_a_result_is_shown_in_one_line_with_what_counts(tmp_path):
     assert repr(gradtool.norm(path, per_tensor=True)) == (
         "NormResult(norm=5.0, max_abs=4.0, files=1, tensors=2, per_tensor=<2 rows>)"
     )
+    assert repr(gradtool.norm(path, by_file=True)).endswith("per_file=<1 row>)")
     assert repr(gradtool.clip(path, max_norm=9)) == (
         "ClipResult(norm_before=5.0, norm_after=5.0, coef=1.0, clipped=False, files=1, tensors=2)"
     ).replace("coef=1.0", f"coef={gradtool.clip(path, max_norm=9).coef}")

@@ -82,7 +82,10 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "accumulate x.safetensors fewer": (3, "is only in the buffer"),
     "accumulate fewer x.safetensors": (3, "is not in the buffer"),
     "accumulate fewer integers --missing skip": (3, "has type I32"),
-    "accumulate x.safetensors larger --weight 1 --weight 2": (2, "--weight is given 2 times"),
+    "accumulate x.safetensors larger --weight 1 --weight 2": (
+        2,
+        "--weight gives 2 weights for 1 gradient; it needs one for each",
+    ),
     "accumulate x.safetensors larger --weight nan": (2, "finite"),
     "accumulate x.safetensors fewer --missing skip --weight-key num_tokens": (3, "'many'"),
     "accumulate x.safetensors fewer --missing skip --weight-key steps": (3, "no 'steps' in its metadata"),

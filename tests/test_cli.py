@@ -279,6 +279,8 @@ def test_json_of_a_usage_error_that_typer_finds(tmp_path):
         ),
         (["norm", "x", "--gpu"], "No such option: --gpu; use --backend cuda (see gradtool norm --help)"),
         (["clip", "x", "--max-norm", "one"], "(see gradtool clip --help)"),
+        (["norm", "x", "-i"], "No such option: -i (see gradtool norm --help)"),
+        (["recover", "x", "-n"], "No such option: -n (see gradtool recover --help)"),
         (["clop"], "(see gradtool --help)"),
     ],
     ids=" ".join,
@@ -305,6 +307,22 @@ def test_output_to_a_stream_is_refused(tmp_path):
     assert not (tmp_path / "-").exists()
     assert gradtool("clip", sample(tmp_path), "--max-norm", "1", "--output", "./-", cwd=tmp_path).returncode == 0
     assert (tmp_path / "-").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("clip", "x.safetensors", "--max-norm", "1", "--output-dir", "-"),
+        ("accumulate", "-", "x.safetensors", "--create"),
+    ],
+    ids=["--output-dir", "BUFFER"],
+)
+def test_so_are_a_folder_and_a_new_buffer_of_that_name(tmp_path, arguments):
+    sample(tmp_path)
+    done = gradtool(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "- is not supported: results are files, not streams. Use ./- for a f" in done.stderr
+    assert not (tmp_path / "-").exists()
 
 
 def test_no_clobber_keeps_files_that_exist(tmp_path):

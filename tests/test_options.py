@@ -72,7 +72,7 @@ def test_what_is_given_is_converted_and_the_rest_has_its_default():
         ({"threads": "2"}, "--threads must be a whole number, not '2'"),
         ({"threads": 0}, "--threads must be at least 1, not 0"),
         ({"device": -1}, "--device must be 0 or more, not -1"),
-        ({"include": 5}, "--include must be regular expressions, not 5"),
+        ({"include": 5}, "--include must be strings, not 5"),
         ({"output": 5}, "--output must be a path, not 5"),
         ({"lock_timeout": -1}, "--lock-timeout must be 0 or more and finite, not -1.0"),
     ],

@@ -138,7 +138,10 @@ def _file_rows(paths: Sequence[str], session: Session, found: Measurement) -> It
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:
-    return Problem("above-limit", f"the norm {norm!r} is above the limit {limit!r}", file)
+    message = f"the norm {norm!r} is above the limit {limit!r}"
+    if math.isnan(norm):
+        message = f"the norm is NaN, which is not within the limit {limit!r}"
+    return Problem("above-limit", message, file)
 
 
 def _largest(rows: Sequence[TensorNorm], count: int) -> list[TensorNorm]:

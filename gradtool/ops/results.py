@@ -49,8 +49,9 @@ class CallFacts:
     def __repr__(self) -> str:
         """What was found or done, in one line; rows are only counted."""
         shown = [f"{key}={getattr(self, key)!r}" for key in (*self.headline, "files", "tensors")]
-        rows = [(key, value) for key, value in vars(self).items() if key.startswith("per_") and value]
-        return f"{type(self).__name__}({', '.join([*shown, *(f'{key}=<{len(value)} rows>' for key, value in rows)])})"
+        rows = [(key, len(value)) for key, value in vars(self).items() if key.startswith("per_") and value]
+        shown += [f"{key}=<{count} row{'s' * (count != 1)}>" for key, count in rows]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, repr=False)

@@ -39,7 +39,8 @@ def progress(label: str, *, wanted: bool) -> Iterator[Callable[[str, int, int], 
             if bar is None:
                 return
             if title != shown or done < bar.tasks[0].completed:
-                bar.reset(bar.task_ids[0], description=f"{label}: {title}", visible=True)
+                # With the total, because this draws the bar.
+                bar.reset(bar.task_ids[0], description=f"{label}: {title}", total=whole, completed=done, visible=True)
                 shown = title
             bar.update(bar.task_ids[0], completed=done, total=whole, refresh=is_due)
 

@@ -151,8 +151,9 @@ def test_with_by_file_the_limit_is_for_each_path(ranks):
     assert [one.code for one in norm(ranks, concat=True, fail_above=4).problems] == ["above-limit"]
     above = [one for one in norm([*ranks, nan], by_file=True, fail_above=3.5).problems if one.code == "above-limit"]
     assert [(one.file, one.message) for one in above] == [
-        (str(ranks[1]), "the norm 4.0 is above the limit 3.5"), (str(nan), "the norm nan is above the limit 3.5"),
-    ]  # fmt: skip
+        (str(ranks[1]), "the norm 4.0 is above the limit 3.5"),
+        (str(nan), "the norm is NaN, which is not within the limit 3.5"),
+    ]
 
 
 def test_top_orders_the_tensors_of_all_paths(ranks):

@@ -172,3 +172,9 @@ def test_each_set_has_a_total_of_its_own(tmp_path):
     result = zero([*paths, plain], include=["^a$"])
     assert [read_shard(path).metadata.get("n") for path in (*paths, plain)] == ["0", "5", None, "5"]
     assert [one.file for one in result.warnings] == [str(paths[2])]
+
+
+def test_progress_says_that_it_writes(tmp_path):
+    path, calls = write(tmp_path / "x", {"a": encode([3, 4], "F32")}), []
+    zero(path, progress=lambda *call: calls.append(call))
+    assert {title for title, _, _ in calls} == {"writing"}

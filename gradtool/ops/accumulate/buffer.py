@@ -36,6 +36,8 @@ def checked_buffer(buffer: Any, policy: Policy) -> str:
     path = checks.path("BUFFER", buffer)
     there = is_there(path)
     if policy.create:
+        if path == "-":
+            raise UsageError("BUFFER - is not supported: results are files, not streams. Use ./- for a file named -")
         refuse_output(path)
     if policy.is_sharded and path.endswith((".safetensors", INDEX_SUFFIX)):
         raise UsageError(f"--shard-like and --max-shard-size make a folder, and {path} names a file")

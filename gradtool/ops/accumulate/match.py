@@ -39,7 +39,8 @@ class Contribution(NamedTuple):
         return abs(self.weight) or 1.0 if self.is_sum else 1.0
 
 
-_REMEDY = "nothing written. Rename tensors, or use --missing skip to add only those whose names match"
+_RENAME = "nothing written. Rename tensors"
+_RENAME_OR_SKIP = f"{_RENAME}, or use --missing skip to add only those whose names match"
 
 
 def match(
@@ -57,13 +58,13 @@ def match(
     """
     numbers = {target.tensor.name: number for number, target in enumerate(targets)}
     problems: list[Problem] = []
-    remedy = None
+    has_unmatched = False
     contributions = []
     for (gradient, selected), weight in zip(gradients, weights, strict=True):
         home = {one.tensor.name: one for one in selected}
         unmatched = [] if skip else _unmatched(gradient, home, numbers)
         problems += unmatched
-        remedy = remedy or (_REMEDY if unmatched else None)
+        has_unmatched |= bool(unmatched)
         matched = {numbers[name]: one for name, one in home.items() if name in numbers}
         if skip and targets and not matched:
             message = "has no tensor of the buffer's; --missing skip needs at least one"
@@ -75,7 +76,9 @@ def match(
         ]
         contributions.append(Contribution(gradient.path, matched, weight.weight, is_sum=weight.is_sum))
     if problems:
-        raise BadInputError.of(problems, remedy)
+        # A gradient without any such name cannot be added in part either.
+        remedy = _RENAME_OR_SKIP if all(one.tensors for one in contributions) else _RENAME
+        raise BadInputError.of(problems, remedy if has_unmatched else None)
     return contributions
 
 
@@ -126,6 +129,10 @@ def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None
     if weights is None:
         return [Total(1.0)] * len(gradients)
     if len(weights) != len(gradients):
-        given, wanted = len(weights), len(gradients)
-        raise UsageError(f"--weight is given {given} times, and there are {wanted} gradients; give one for each")
+        given, wanted = _counted(len(weights), "weight"), _counted(len(gradients), "gradient")
+        raise UsageError(f"--weight gives {given} for {wanted}; it needs one for each")
     return [Total(weight) for weight in weights]
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

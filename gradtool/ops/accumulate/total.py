@@ -93,7 +93,7 @@ def _old_total(buffer: GradientSet, key: str) -> Total | None:
 
 
 def _merge(key: str) -> str:
-    return f"To merge them, use accumulate NEW OLD GRAD... --create --mean --weight-key {key}"
+    return f"To merge them, use gradtool accumulate NEW OLD GRAD... with --create, --mean and --weight-key {key}"
 
 
 def refuse_nonzero(buffer: OpenBuffer, key: str | None, before: Measurement) -> None:

@@ -102,8 +102,8 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
 
 
 def _homes(call: Call, options: OutputOptions, form: Form, prefixes: Sequence[str]) -> set[Path] | None:
-    """Of several paths, the files that get results; None for one path, or if there are no layers."""
-    if len(call.inputs.paths) == 1:
+    """The files that get results, where not all do; None for one path that is written to, or if there are no layers."""
+    if len(call.inputs.paths) == 1 and options.file is None:
         return None
     return homes_of(call.look(options), form, prefixes) or None
 

@@ -57,7 +57,7 @@ def refuse_output(path: str) -> None:
     if _URL.match(path):
         message = "is a URL, which gradtool cannot write to; name a local path and upload the result"
     elif path.partition(os.sep)[0] == "~" and not os.path.lexists("~"):
-        message = "the shell did not expand the ~; leave it out of quotes, or write $HOME"
+        message = "the shell did not expand the ~: leave it out of quotes, or write $HOME"
     else:
         return
     raise BadInputError(message, file=path, code="missing-file")

@@ -132,4 +132,4 @@ def _refuse_other_size(path: Path, tensors: list[Tensor], expected: int, size: i
         last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
         raise BadInputError(f"truncated: {says} ({expected - size:,} missing); {last}; copy it again", file=path)
     if expected < size:
-        raise BadInputError(f"trailing bytes: {says} ({size - expected:,} too many)", file=path)
+        raise BadInputError(f"trailing bytes: {says} ({size - expected:,} too many); copy it again", file=path)

@@ -126,5 +126,5 @@ def _refuse_if_unfinished(log: Log, file: Path) -> None:
     home = home_of(log)
     if home is not None and home.is_unfinished:
         what = f"may be half changed by a run ({home.who}) that is still writing, or crashed"
-        remedy = "wait for it, or use gradtool recover; norm --ignore-journal reads the file as it is"
+        remedy = "wait for it, or use gradtool recover; gradtool norm --ignore-journal reads the file as it is"
         raise unfinished(f"{what}; {remedy}", file)

@@ -41,6 +41,10 @@ class OutputOptions(NamedTuple):
         """
         if self.file == "-":
             raise UsageError("--output - is not supported: results are files, not streams. Use ./- for a file named -")
+        if self.folder == "-":
+            raise UsageError(
+                "--output-dir - is not supported: results are files, not streams. Use ./- for a folder named -"
+            )
         for path in filter(None, (self.file, self.folder)):
             refuse_output(path)
         if self.in_place and (self.is_elsewhere or creates):

@@ -81,6 +81,17 @@ def test_every_missing_and_extra_tensor_is_listed(tmp_path):
     assert {name: array.tolist() for name, array in read(path).items()} == {"a": [2], "b": [1]}
 
 
+def test_skip_is_named_as_a_remedy_only_where_it_is_one(tmp_path):
+    path, (some, none) = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1)}, {"module.a": f32(1)})
+    with pytest.raises(
+        BadInputError, match=r'nothing written\. Rename tensors, or use missing="skip" to add only those'
+    ):
+        accumulate(path, some)
+    for grads in (none, [some, none]):
+        with pytest.raises(BadInputError, match=r"nothing written\. Rename tensors;"):
+            accumulate(path, grads)
+
+
 def test_include_and_exclude_choose_on_both_sides(tmp_path):
     path, grads = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1), "c": f32(1)})
     result = accumulate(path, grads, include=["a|b"], exclude=["b"])

@@ -112,7 +112,7 @@ def test_one_that_has_files_is_refused(tmp_path, grads, like):
         ("new.safetensors", {"create": True, "max_shard_size": 1}, "names a file"),
         (f"new/{INDEX}", {"create": True, "shard_like": "model"}, "names a file"),
         ("new", {"create": True, "max_shard_size": 1, "write": "inplace"}, "write=.inplace. changes"),
-        ("new", {"create": True, "max_shard_size": 1, "output_dir": "x"}, "create=True writes BUFFER itself"),
+        ("new", {"create": True, "max_shard_size": 1, "output_dir": "x"}, "create=True writes buffer itself"),
         ("new/", {"create": True}, "max_shard_size makes a folder"),
     ],
 )

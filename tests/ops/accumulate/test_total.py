@@ -97,14 +97,15 @@ def test_a_clipped_sum_stands_for_its_weights_all_the_same(tmp_path, grads):
     assert (metadata_of(path), values_of(path)) == ({"n": "8"} | SUM, [1])
 
 
+NEW = "use gradtool.accumulate(NEW, [OLD, GRAD, ...]) with create=True, mean=True and weight_key n"
 DROPPED = {
-    "without the key": ({}, {}, "gradients were added without --weight-key", "use --weight-key n"),
-    "overwritten without the key": ({}, {"overwrite": True}, "overwritten without --weight-key", "use --weight-key n"),
-    "to a mean": ({"mean": True}, {"weight_key": "n"}, "added to a mean", "accumulate NEW OLD GRAD... --create --mean"),
-    "to a mean without the key": ({"mean": True}, {}, "added without --weight-key", "accumulate NEW OLD GRAD..."),
-    "a mean to a sum": ({}, {"weight_key": "n", "mean": True}, "a mean was added to a sum", "leave out --mean"),
-    "with given weights": ({}, {"weight": [4]}, "gradients were added without --weight-key", "use --weight-key n"),
-    "with other weights": ({}, {"weight_key": "m"}, "added with weights from 'm'", "use --weight-key n"),
+    "without the key": ({}, {}, "gradients were added without weight_key", "use weight_key n"),
+    "overwritten without the key": ({}, {"overwrite": True}, "overwritten without weight_key", "use weight_key n"),
+    "to a mean": ({"mean": True}, {"weight_key": "n"}, "added to a mean", NEW),
+    "to a mean without the key": ({"mean": True}, {}, "added without weight_key", NEW),
+    "a mean to a sum": ({}, {"weight_key": "n", "mean": True}, "a mean was added to a sum", "leave out mean=True"),
+    "with given weights": ({}, {"weight": [4]}, "gradients were added without weight_key", "use weight_key n"),
+    "with other weights": ({}, {"weight_key": "m"}, "added with weights from 'm'", "use weight_key n"),
 }
 
 

@@ -195,6 +195,17 @@ def test_output_takes_a_set_of_many_files_beside_another_if_one_of_them_gets_res
     assert_results(tmp_path / "out", {name[2:]: array for name, array in tensors.items()})
 
 
+def test_output_takes_a_folder_of_many_files_if_one_of_them_gets_results(tmp_path):
+    acts, _, tensors = split(tmp_path / "set", "scale")
+    layernorm_backward(tmp_path / "set", output=tmp_path / "out")
+    assert_results(tmp_path / "out", tensors)
+    write(tmp_path / "set" / "other.safetensors", layer(SHAPE, prefix="m."))
+    with pytest.raises(UsageError, match="output is one file, but 2 files get results; use output_dir"):
+        layernorm_backward(tmp_path / "set", output=tmp_path / "new")
+    with pytest.raises(UsageError, match="output is one file, but 2 files get results; use output_dir"):
+        layernorm_backward([acts, tmp_path / "set" / "other.safetensors"], output=tmp_path / "new")
+
+
 def test_output_dir_gets_only_files_with_results_and_indexes_of_them(tmp_path):
     tensors = {f"n.{name}": array for name, array in layer(SHAPE, statistics=False).items()}
     shards = {"1.safetensors": {"n.Y_grad": tensors["n.Y_grad"]}, "2.safetensors": {"n.X": tensors["n.X"]}}

@@ -11,6 +11,7 @@ from support import gradtool, snapshot, write, write_index
 
 import gradtool as api
 from gradtool import BadInputError
+from gradtool.api import in_python
 from gradtool.store.format import missing
 from gradtool.store.format.missing import no_such_file, no_such_folder
 
@@ -88,7 +89,7 @@ def test_a_path_that_leads_nowhere_says_why(here, path):
         with pytest.raises(BadInputError) as caught:
             call(path)
         (problem,) = caught.value.problems
-        assert (problem.message, problem.file, problem.code) == (PATHS[path], path, "missing-file")
+        assert (problem.message, problem.file, problem.code) == (in_python(PATHS[path]), path, "missing-file")
     assert snapshot(here) == before
 
 
@@ -157,7 +158,7 @@ def test_a_new_buffer_may_have_any_name_that_is_no_url(here):
 
 
 WRITTEN = "is a URL, which gradtool cannot write to; name a local path and upload the result"
-TILDE = "the shell did not expand the ~; leave it out of quotes, or write $HOME"
+TILDE = "the shell did not expand the ~: leave it out of quotes, or write $HOME"
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -176,7 +177,7 @@ def test_an_output_that_is_no_path_is_refused_before_anything_is_made(here, opti
     with pytest.raises(BadInputError) as caught:
         api.clip("data/micro_0.safetensors", max_norm=1, dry_run=dry_run, **{option: path})
     (problem,) = caught.value.problems
-    assert (problem.file, problem.message, problem.code) == (file, line, "missing-file")
+    assert (problem.file, problem.message, problem.code) == (file, in_python(line), "missing-file")
     assert sorted(here.rglob("*")) == before
 
 

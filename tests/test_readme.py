@@ -99,8 +99,10 @@ def options_in(text):
 def test_every_option_the_pages_name_exists_and_every_option_is_named():
     everything = set().union(*(options_in(gradtool(command, "--help").stdout) for command in COMMANDS))
     named = set().union(*(options_in(page.read_text()) for page in PAGES))
-    # Of the benchmarks, and of the command without a subcommand.
-    assert named - {"--timing", "--version"} == everything
+    # Of the benchmarks, and of the command without a subcommand; of dask and of sbatch.
+    others = {"--timing", "--version", "--scheduler-file", "--port", "--nthreads", "--no-nanny", "--no-dashboard"}
+    others |= {"--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
+    assert named - others == everything
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 
 

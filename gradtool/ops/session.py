@@ -94,9 +94,12 @@ class Call(NamedTuple):
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Session:
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
-        session = self._session(opened)
-        session.engine.prepare(None, opened.shards)
-        return session
+        try:
+            self.engine.prepare(None, opened.shards)
+        except BaseException:
+            self.engine.close()
+            raise
+        return self._session(opened)
 
     @contextlib.contextmanager
     def open_to_write(

@@ -126,14 +126,14 @@ class Workers:
     def _take(self, part: Part, done: Done, found: Any, destination: Destination) -> None:
         """Add a result, after a look at all of it: it comes from another machine."""
         if not _is_sound(done, found, part):
-            raise SystemRefusedError("a worker returned something else than was asked for; run again", code="engine")
+            raise _foreign()
         for shard, seen in zip(part.reads, done.seen, strict=True):
             if self._identity(shard) != seen:
                 raise changed_meanwhile(shard.path)
         try:
             found.put(part.places, done.found)
-        except ValueError as error:
-            raise SystemRefusedError(f"a worker returned {error}; run again", code="engine") from error
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _foreign() from error
         if part.writes is not None and isinstance(destination, Ordered) and done.built is not None:
             destination.adopt(part.writes, done.built)
         self._processes[done.host, done.pid] += 1
@@ -222,6 +222,12 @@ def _is_sound(done: Any, found: Any, part: Part) -> bool:
         return False
     if (part.writes is None) != (done.built is None) or not isinstance(done.built, (Built, type(None))):
         return False
-    counts = all(type(value) is int and value >= 0 for value in (done.pid, done.late))
-    seen = len(done.seen) == len(part.reads) and all(type(one) is Identity for one in done.seen)
-    return counts and seen and isinstance(done.host, str)
+    counts = [type(value) is int and value >= 0 for value in (done.pid, done.late)]
+    files: Any = done.seen
+    if type(files) is not list or len(files) != len(part.reads) or type(done.host) is not str:
+        return False
+    return all(counts) and all(type(one) is Identity for one in files)
+
+
+def _foreign() -> SystemRefusedError:
+    return SystemRefusedError("a worker returned something else than was asked for; run again", code="engine")

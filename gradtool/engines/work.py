@@ -59,7 +59,7 @@ class Done(NamedTuple):
 
     found: Any
     built: Built | None
-    seen: Sequence[Identity]
+    seen: list[Identity]
     clock: Clock
     seconds: float
     host: str

@@ -18,9 +18,13 @@ from support import SAMPLES, encode, sample, snapshot, write
 import gradtool
 from gradtool import tuning
 from gradtool._version import __version__
-from gradtool.engines import Member, choose
+from gradtool.backends import NormSpec
+from gradtool.engines import Member, choose, work
 from gradtool.engines.probe import Question, answer, complaint
+from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
+from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import FIRST_ATTEMPT
 
 
@@ -116,6 +120,21 @@ def test_clip_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
     assert content_of(ours) == content_of(theirs)
 
 
+def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):
+    ours, _, sizes = twice(tmp_path, 2)
+    random_set(tmp_path / "g", 7, like=sizes)
+    before = snapshot(tmp_path)
+    with workers(pool) as there:
+        for operation, *arguments, options in (
+            (gradtool.clip, ours, {"max_norm": 1e-3}),
+            (gradtool.accumulate, ours, [tmp_path / "g"], {"max_norm": 1e-2}),
+            (gradtool.accumulate, ours / "new", [tmp_path / "g"], {"create": True}),
+        ):
+            result = operation(*arguments, **options, **there, dry_run=True)
+            assert facts_of(result) == facts_of(operation(*arguments, **options, dry_run=True))
+    assert snapshot(tmp_path) == before
+
+
 def test_clip_into_a_folder_copies_what_does_not_change(tmp_path, pool):
     ours, _, _ = twice(tmp_path, 1)
     before = snapshot(ours)
@@ -195,9 +214,31 @@ def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call
     assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
 
 
+def test_an_input_that_is_replaced_while_a_worker_reads_it_is_an_error(tmp_path, monkeypatch):
+    path = sample(tmp_path)
+    opened = Inputs([str(path)]).open()
+    (part,) = Measure(opened.selected, NormSpec()).parts(DISCARD)
+    run = work.Threads.run
+
+    def replaced_behind_it(self, *arguments):
+        found = run(self, *arguments)
+        shutil.copy2(path, tmp_path / "copy")
+        (tmp_path / "copy").replace(path)
+        return found
+
+    monkeypatch.setattr(work.Threads, "run", replaced_behind_it)
+    with pytest.raises(gradtool.SystemRefusedError, match="was changed by another program"):
+        work.perform(__version__, work.packed(work.Job(part, None, None, 1, None)))
+
+
 def with_built(**changes):
     """A change of what was built, as a hostile or mistaken worker would report it."""
     return lambda done: done if done.built is None else done._replace(built=done.built._replace(**changes))
+
+
+def distorted(found):
+    vars(found).update(max_abs=None, sums="sums")
+    return found
 
 
 LIES = {
@@ -212,6 +253,7 @@ LIES = {
     "another host": lambda done: done._replace(host=7),
     "no files": lambda done: done._replace(seen=[]),
     "a result of other tensors": lambda done: done._replace(found=gradtool),
+    "a result of other types": lambda done: done._replace(found=distorted(done.found)),
     "other files": lambda done: done._replace(seen=[one._replace(inode=3) for one in done.seen]),
     "another header": lambda done: done._replace(seen=[one._replace(digest=b"") for one in done.seen]),
 }

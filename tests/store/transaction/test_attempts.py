@@ -11,7 +11,7 @@ from support import registered, write
 from gradtool.errors import SystemRefusedError
 from gradtool.store import fs
 from gradtool.store.format.header import read_shard
-from gradtool.store.transaction import attempts
+from gradtool.store.transaction import attempts, orders
 from gradtool.store.transaction.attempts import Attempt
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.guard import Scope
@@ -102,6 +102,23 @@ def test_an_attempt_that_is_made_just_after_the_sweep_removes_itself(path, run, 
     monkeypatch.setattr(attempts.Attempt, "_create", create_late)
     with pytest.raises(SystemRefusedError, match="the run has ended"):
         build(sent, b"1")
+    assert temporaries(path) == []
+
+
+def test_an_attempt_that_is_made_during_the_sweep_removes_itself(path, run, monkeypatch):
+    replacement = Replacement(run)
+    _, sent = ordered(replacement, path)
+    names_in = orders.files_of_runs
+
+    def listed_too_early(folder):
+        names = names_in(folder)
+        with pytest.raises(SystemRefusedError, match="the run has ended"):
+            build(sent, b"1")
+        return names
+
+    monkeypatch.setattr("gradtool.store.late.PAUSES", ())
+    monkeypatch.setattr(orders, "files_of_runs", listed_too_early)
+    assert replacement.orders.withdraw()
     assert temporaries(path) == []
 
 

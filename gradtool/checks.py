@@ -52,6 +52,13 @@ def flag(option: str, value: Any) -> bool:
         raise UsageError(f"{option} must be true or false, not {value!r}") from error
 
 
+def callback(option: str, value: Any) -> Any:
+    """A function, or whether to have the usual one."""
+    if not (callable(value) or isinstance(value, bool)):
+        raise UsageError(f"{option} must be a function or true or false, not {value!r}")
+    return value
+
+
 def number(option: str, value: Any) -> float:
     """A Python float: a numpy scalar of less precision would carry its precision into the arithmetic."""
     try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get
 
 from gradtool import checks
 from gradtool.errors import UsageError
-from gradtool.options import Callback, Compute, Display, Option, Selection, Writing
+from gradtool.options import Callback, Compute, Display, Option, Progress, Selection, Writing
 
 _Options = TypeVar("_Options", bound=Mapping[str, object])
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -20,6 +20,7 @@ ARGUMENTS, OPTIONS, GENERAL, PYTHON = "Arguments", "Options", "General", "Python
 GROUPS = {"Selection": Selection, "Output": Writing, "Compute": Compute, GENERAL: Display, PYTHON: Callback}
 _CHECKS: dict[Any, Callable[[str, Any], Any]] = {
     bool: checks.flag,
+    Progress: checks.callback,
     int: checks.whole,
     float: checks.number,
     str: checks.word,

@@ -293,7 +293,7 @@ def gradtool(*arguments, cwd=None, env=None, **streams):
 
 
 def gradtool_json(*arguments, **options):
-    """Transaction the real command with --json; the parsed object, checked against the exit code."""
+    """Run the real command with --json; the parsed object, checked against the exit code."""
     done = gradtool(*arguments, "--json", **options)
     answer = json.loads(done.stdout)
     assert answer["exit_code"] == done.returncode

@@ -3,6 +3,7 @@ import inspect
 import math
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +95,19 @@ def test_errors_can_be_handed_from_process_to_process():
 def test_arrays_in_place_of_paths_are_told_how_to_be_saved(given):
     with pytest.raises(gradtool.UsageError, match=r"not arrays .* save .* with safetensors\.numpy\.save_file"):
         gradtool.norm(given)
+
+
+def test_what_is_said_otherwise_in_python_is_still_said_by_commands():
+    source = "\n".join(path.read_text() for path in Path(gradtool.__path__[0]).rglob("*.py") if path.name != "api.py")
+    for words in api._WORDS:
+        # The name of the buffer comes first in a message that goes on in several ways.
+        assert words.removeprefix("BUFFER ").strip() in source, words
+
+
+def test_progress_must_be_a_function_or_a_switch(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1], "F32")})
+    with pytest.raises(gradtool.UsageError, match=r"^progress must be a function or true or false, not 3$"):
+        gradtool.norm(path, progress=3)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Names and words out of files that a terminal would act upon: they are never printed as they are."""
 
 import json
-import os
-import pty
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from support import COMMAND, encode, gradtool, with_header, write, write_index
+from support import encode, gradtool, with_header, write, write_index
+from terminal import on_terminal
 
 # Colours, a title, a cleared screen, 8-bit controls, right-to-left, what is invisible, and what ends a line.
 HOSTILE = "\x1b[31m\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u200b\ufeff\x7f\b\r\n\u2028\u0085\x00end"
@@ -149,39 +148,18 @@ def test_metadata_that_is_no_number_is_spelled_out(tmp_path):
     assert "owned" in done.stderr
 
 
-def on_terminal(*arguments):
-    """What a terminal that knows no colours is sent."""
-    reader, writer = pty.openpty()
-    environment = os.environ | {"COLUMNS": "400", "TERM": "dumb"}
-    command = [*COMMAND, *map(str, arguments)]
-    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment) as running:
-        os.close(writer)
-        shown = b""
-        while True:
-            try:
-                part = os.read(reader, 65_536)
-            except OSError:  # How Linux says that the other side is gone.
-                break
-            if not part:
-                break
-            shown += part
-    os.close(reader)
-    return running.returncode, shown.decode()
-
-
 @pytest.mark.parametrize("arguments", [["norm", "--per-tensor"], ["clip", "--max-norm", "1", "--per-tensor"]])
 def test_tables_spell_out_names(tmp_path, arguments):
-    code, shown = on_terminal(*arguments, lay_out(tmp_path))
+    code, shown = on_terminal(*arguments, lay_out(tmp_path), columns=400, TERM="dumb")
     assert code == 0
-    # A terminal gets a carriage return with each newline.
-    refuse_raw(shown.replace("\r\n", "\n"))
+    refuse_raw(shown)
     assert SPELLED_OUT in shown
 
 
 def test_an_error_on_a_terminal_is_spelled_out(tmp_path):
-    code, shown = on_terminal("norm", *with_nan(tmp_path))
+    code, shown = on_terminal("norm", *with_nan(tmp_path), columns=400, TERM="dumb")
     assert code == 1
-    refuse_raw(shown.replace("\r\n", "\n"))
+    refuse_raw(shown)
     assert "\\u202e" in shown
 
 

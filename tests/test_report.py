@@ -1,15 +1,12 @@
 """What a command prints: JSON, plain lines, tables, warnings and progress."""
 
 import math
-import os
-import pty
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from support import (
-    COMMAND,
     SAMPLES,
     encode,
     gradtool,
@@ -18,6 +15,7 @@ from support import (
     sample,
     write,
 )
+from terminal import on_terminal
 
 from gradtool import norm
 from gradtool.backends import choose
@@ -110,7 +108,7 @@ def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
 def test_a_total_that_is_dropped_is_warned_of_on_stderr_and_in_json(tmp_path):
     metadata = {"n": "5", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
     path = write(tmp_path / "sum", {"a": encode([1], "F32"), "b": encode([2], "F32")}, metadata)
-    message = "only some of its tensors were zeroed; dropped from its metadata: 'n' = '5'. To keep it true, zero all"
+    message = "only some of its tensors were zeroed; left out of the new metadata: 'n' = '5'. To keep it true, zero all"
     answer = gradtool_json("zero", path, "--include", "a", "--dry-run")
     assert answer["data"]["warnings"] == [{"code": "weight-dropped", "message": message, "file": str(path)}]
     done = gradtool("zero", path, "--include", "a")
@@ -239,25 +237,6 @@ def test_off_a_terminal_there_is_no_progress_bar(tmp_path):
     command = [sys.executable, "-P", "-c", PROGRESS, "0", "norm", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-
-
-def on_terminal(*arguments, command=COMMAND):
-    """The real command on a terminal 100 columns wide: all that it shows."""
-    reader, writer = pty.openpty()
-    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
-    command = [*command, *map(str, arguments)]
-    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment) as running:
-        os.close(writer)
-        shown = b""
-        while True:
-            try:
-                shown += (part := os.read(reader, 65_536))
-            except OSError:  # How Linux says that the other side is gone.
-                break
-            if not part:
-                break
-    os.close(reader)
-    return running.returncode, shown.decode()
 
 
 def test_a_terminal_gets_tables(tmp_path):

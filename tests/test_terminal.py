@@ -1,16 +1,11 @@
 """What a terminal shows: nothing that matters is broken, at any width."""
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import termios
 
 import numpy as np
 import pytest
-from support import COMMAND, encode, write
+from support import encode, write
+from terminal import on_terminal
 
 # Names as models have them, in a folder that is deep.
 NAMES = [f"model.language_model.layers.{i}.self_attn.q_proj.lora_A.default.weight" for i in range(8)]
@@ -28,28 +23,6 @@ def grads(tmp_path):
     return folder
 
 
-def on_terminal(columns, *arguments, environment=None, errors=False):
-    """The real command on a terminal of that width: its exit code, and what it prints; errors only if asked for."""
-    reader, writer = pty.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    own = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
-    command = [*COMMAND, *map(str, arguments)]
-    streams = {"stdin": writer, "stdout": writer, "stderr": writer if errors else subprocess.DEVNULL}
-    with subprocess.Popen(command, **streams, env=own | {"TERM": "xterm"} | (environment or {})) as running:
-        os.close(writer)
-        shown = b""
-        while True:
-            try:
-                shown += (part := os.read(reader, 65_536))
-            except OSError:  # How Linux says that the other side is gone.
-                break
-            if not part:
-                break
-    os.close(reader)
-    text = shown.decode().replace("\r\n", "\n")
-    return running.returncode, text
-
-
 def plain(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
@@ -61,7 +34,7 @@ def plain(text):
     ids=" ".join,
 )
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_broken(grads, columns, arguments):
-    code, shown = on_terminal(columns, *arguments, grads)
+    code, shown = on_terminal(*arguments, grads, columns=columns, errors=False)
     lines = plain(shown).splitlines()
     assert code == 0
     assert max(len(line) for line in lines if line not in NAMES) <= columns
@@ -81,7 +54,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_broken(grads, colum
     ],
 )
 def test_columns_are_left_out_by_importance_and_named(grads, columns, shown, left_out):
-    lines = plain(on_terminal(columns, "norm", "--top", "2", grads)[1]).splitlines()
+    lines = plain(on_terminal("norm", "--top", "2", grads, columns=columns, errors=False)[1]).splitlines()
     (heading,) = [line for line in lines if re.match(r"name\s+(file|dtype|norm)", line)]
     assert re.split(r"\s{2,}", heading.strip()) == shown
     assert lines[len(lines) - len(left_out) :] == left_out
@@ -89,7 +62,7 @@ def test_columns_are_left_out_by_importance_and_named(grads, columns, shown, lef
 
 
 def test_paths_are_shortened_in_the_middle_and_names_are_not(grads):
-    lines = plain(on_terminal(120, "norm", "--top", "2", grads)[1]).splitlines()
+    lines = plain(on_terminal("norm", "--top", "2", grads, columns=120, errors=False)[1]).splitlines()
     rows = [line.split() for line in lines if "…" in line]
     assert [row[0] for row in rows] == [NAMES[7], NAMES[6]]
     for row, number in zip(rows, [2, 1], strict=True):
@@ -100,44 +73,46 @@ def test_paths_are_shortened_in_the_middle_and_names_are_not(grads):
 
 def test_a_file_that_is_the_name_of_its_row_is_never_left_out(grads):
     for columns in (60, 80, 200):
-        lines = plain(on_terminal(columns, "norm", "--by-file", grads)[1]).splitlines()
+        lines = plain(on_terminal("norm", "--by-file", grads, columns=columns, errors=False)[1]).splitlines()
         (heading,) = [line for line in lines if line.startswith("file ")]
         assert heading.split()[-1] in {"norm", "abs", "zeros", "inf"}
         assert "norm" in heading.split()
 
 
 def test_names_that_leave_no_room_for_a_table_head_a_few_lines(grads):
-    lines = plain(on_terminal(64, "norm", "--top", "2", grads)[1]).splitlines()
+    lines = plain(on_terminal("norm", "--top", "2", grads, columns=64, errors=False)[1]).splitlines()
     at = lines.index(NAMES[7])
     assert lines[at + 2] == "  dtype BF16  shape 2  norm 384  max abs 384  nan 0  inf 0"
 
 
 def test_below_60_columns_a_row_is_a_few_lines(tmp_path):
     path = write(tmp_path / "x", {"a.weight": encode([3, 4], "F32")})
-    lines = plain(on_terminal(40, "norm", "--per-tensor", path)[1]).splitlines()
+    lines = plain(on_terminal("norm", "--per-tensor", path, columns=40, errors=False)[1]).splitlines()
     assert lines[-4] == "a.weight"
     assert lines[-2:] == ["  dtype F32  shape 2  norm 5  max abs 4", "  nan 0  inf 0  zeros 0"]
 
 
 def test_what_was_written_comes_first(grads, tmp_path):
-    lines = plain(on_terminal(200, "clip", grads, "--max-norm", "1")[1]).splitlines()
+    lines = plain(on_terminal("clip", grads, "--max-norm", "1", columns=200, errors=False)[1]).splitlines()
     assert lines[0].split() == ["wrote", str(grads)]
-    lines = plain(on_terminal(200, "clip", grads, "--max-norm", "9", "--output-dir", tmp_path / "new")[1]).splitlines()
+    lines = plain(
+        on_terminal("clip", grads, "--max-norm", "9", "--output-dir", tmp_path / "new", columns=200, errors=False)[1]
+    ).splitlines()
     assert lines[0].split() == ["wrote", str(tmp_path / "new")]
-    lines = plain(on_terminal(200, "clip", grads, "--max-norm", "9")[1]).splitlines()
+    lines = plain(on_terminal("clip", grads, "--max-norm", "9", columns=200, errors=False)[1]).splitlines()
     assert lines[0].split() == ["wrote", "nothing"]
 
 
 def test_errors_are_coloured_and_wrapped_between_words(tmp_path):
     path = write(tmp_path / "x", {"a": encode([1], "F32")})
     arguments = ["clip", path, "--max-norm", "1", "--max-value", "2", "--output-dir", "a", "--threads", "0"]
-    code, shown = on_terminal(40, *arguments, errors=True)
+    code, shown = on_terminal(*arguments, columns=40)
     assert (code, shown) == (2, "gradtool: \x1b[1;31merror:\x1b[0m --threads must be at\n  least 1, not 0\n")
-    code, shown = on_terminal(40, *arguments, environment={"NO_COLOR": "1"}, errors=True)
+    code, shown = on_terminal(*arguments, NO_COLOR="1", columns=40)
     assert (code, shown) == (2, "gradtool: error: --threads must be at\n  least 1, not 0\n")
 
 
 def test_a_path_is_not_wrapped(grads):
     missing = grads / "missing-because-it-was-never-written.safetensors"
-    shown = on_terminal(40, "norm", missing, errors=True)[1]
+    shown = on_terminal("norm", missing, columns=40)[1]
     assert str(missing) in shown

@@ -140,5 +140,5 @@ def without(
     removed = {name: None for name in (*keys, _KEY, _CONTENT) if name not in instead}
     entries, _ = changed(one, {**removed, **instead})
     said = ", ".join(f"{name!r} = {shortened(text)!r}" for name, text in lost.items())
-    warning = Problem("weight-dropped", f"{why}; dropped from its metadata: {said}. {remedy}", str(one.path))
+    warning = Problem("weight-dropped", f"{why}; left out of the new metadata: {said}. {remedy}", str(one.path))
     return NewMetadata(entries, [warning] if lost else [])

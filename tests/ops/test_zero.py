@@ -161,7 +161,7 @@ def test_what_is_zeroed_in_part_has_no_total_any_more(tmp_path, mode, key):
     (warning,) = result.warnings
     lost = "'m' = '6', 'n' = '5'" if key == "m" else "'n' = '5'"
     why = "only some of its tensors were zeroed"
-    assert warning.message == f"{why}; dropped from its metadata: {lost}. To keep it true, zero all"
+    assert warning.message == f"{why}; left out of the new metadata: {lost}. To keep it true, zero all"
     assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [1, 1, 1]
 
 

@@ -118,7 +118,7 @@ def test_a_total_that_is_no_longer_true_is_dropped_with_a_warning(tmp_path, grad
     (warning,), metadata, _ = added(path, grad, write=write_mode, **add)
     assert metadata == {}
     assert why in warning
-    assert "; dropped from its metadata: 'n' = '4'. " in warning
+    assert "; left out of the new metadata: 'n' = '4'. " in warning
     assert remedy in warning
 
 
@@ -127,7 +127,7 @@ def test_another_key_takes_the_place_of_the_total_when_a_buffer_is_overwritten(t
     grad = write(tmp_path / "grad", {"a": f32(7)}, {"m": "5"})
     (warning,), metadata, values = added(path, grad, overwrite=True, weight_key="m")
     assert metadata == {"m": "5", "gradtool.weight_key": "m", "gradtool.weighted": "sum"}
-    assert "dropped from its metadata: 'n' = '4'" in warning
+    assert "left out of the new metadata: 'n' = '4'" in warning
     assert values == [35]
 
 
@@ -135,7 +135,7 @@ def test_an_unmarked_buffer_loses_the_weight_that_is_no_longer_true_and_nothing_
     path = write(tmp_path / "micro", {"a": f32(1)}, {"format": "pt", "n": "3", "m": "1"})
     (warning,), metadata, values = added(path, grads[0], weight_key="n")
     assert (metadata, values) == ({"format": "pt", "m": "1"}, [10])
-    assert "gradients were added to a mean; dropped from its metadata: 'n' = '3'" in warning
+    assert "gradients were added to a mean; left out of the new metadata: 'n' = '3'" in warning
 
 
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"weight": [2]}, {"weight_key": "n"}])

@@ -1,10 +1,12 @@
 """What an engine of other processes costs, and how it scales where the file system does."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
 
 from dask_cluster import DaskCluster
+from support import write
 
 GIB, MIB = 1 << 30, 1 << 20
 # A worker whose file system gives it so many bytes a second, as one of many that share nothing but it.
@@ -62,3 +64,23 @@ def test_workers_scale_with_the_file_system(bench, gradtool_command, tmp_path, c
         what = f"engine, {workers} workers, {command[0]}, slow files"
         bench.note(what, f"{efficiency:.0%}", ">= 85%", ", ".join(f"{n}: {one:.2f} s" for n, one in seconds.items()))
         assert not bench.timing or efficiency >= 0.85
+
+
+@pytest.mark.parametrize("command", [["norm"], ["clip", "--max-norm", "1", "--no-fsync"]])
+def test_the_command_stays_small_however_many_shards_there_are(bench, gradtool_command, tmp_path, command):
+    count = 10_000 if bench.timing else 50
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number in range(count):
+        write(folder / f"{number:05}.safetensors", {f"t{number}": np.full(16, number + 1, np.float32)})
+    elsewhere = ["--output-dir", str(tmp_path / "out")] if command[0] == "clip" else []
+    bench.rounds = 1
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        for _ in range(2):
+            cluster.worker()
+        ours = [*gradtool_command, command[0], str(folder), *command[1:], *elsewhere, *cluster.options]
+        (run,) = bench.in_turn([ours])
+    figure = f"{run.peak_mib:.0f} MiB"
+    detail = f"{run.median:.1f} s, {run.median / count * 1e3:.1f} ms a shard"
+    bench.note(f"engine, {count:,} small shards, {command[0]}", figure, "<= 300 MiB", detail)
+    assert run.peak_mib <= 300

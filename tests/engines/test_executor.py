@@ -23,6 +23,8 @@ from gradtool.engines import Member, choose, work
 from gradtool.engines.probe import Question, answer, complaint
 from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.tensors import Tensor
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import FIRST_ATTEMPT
@@ -341,3 +343,16 @@ def test_what_one_machine_must_do_is_refused_or_done_here(tmp_path, monkeypatch)
         gradtool.layernorm_backward(SAMPLES / "layernorm.safetensors", output=tmp_path / "y", engine="dask:x")
     monkeypatch.setenv("GRADTOOL_ENGINE", "dask:x")
     assert gradtool.zero(path).engine == "threads"
+
+
+def test_a_task_and_what_it_finds_are_small_to_send(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": encode([], "F32")})
+    tensor = Tensor("a", "F32", (1 << 28,), 0, 1 << 30)
+    shard = Inputs([str(path)]).open().shards[0]
+    one = Measure([Selected(shard, tensor)], NormSpec())
+    (part,) = one.parts(DISCARD)
+    assert len(work.packed(work.Job(part._replace(places=()), None, None, None, None))) < 700
+    found = one.empty()
+    found.sums[:] = np.random.default_rng(1).random(4096)
+    assert len(pickle.dumps(found)) > 48_000
+    assert len(pickle.dumps(found.condensed())) < 1_100

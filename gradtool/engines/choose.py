@@ -42,7 +42,9 @@ def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice |
     timeout = chosen["worker_timeout"]
     most = None if threads is None else min(threads, MOST_THREADS)
     join = partial(_join, name.partition(":")[2], timeout)
-    return Workers(name, join, chosen["backend"], chosen["device"], most, timeout, progress), None
+    # What the environment says here counts for the workers too.
+    backend = backends.asked_for(chosen["backend"])
+    return Workers(name, join, backend, chosen["device"], most, timeout, progress), None
 
 
 def _join(address: str, timeout: float) -> Cluster:

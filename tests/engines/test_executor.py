@@ -41,10 +41,7 @@ class Pool:
     def members(self):
         return {"here": Member(os.uname().nodename, 2)}
 
-    def executor(self, address=None, *, only=False):  # noqa: ARG002
-        return self
-
-    def submit(self, function, payload):
+    def submit(self, call, address=None, *, only=False):  # noqa: ARG002
         result = Future()
 
         def take(done):
@@ -54,7 +51,7 @@ class Pool:
                 except BaseException as error:  # noqa: BLE001
                     result.set_exception(error)
 
-        self._pool.submit(function, payload).add_done_callback(take)
+        self._pool.submit(pickle.loads, call).add_done_callback(take)
         return result
 
     def why(self, error):

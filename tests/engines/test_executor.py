@@ -134,6 +134,24 @@ def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):
     assert snapshot(tmp_path) == before
 
 
+def test_the_backend_that_the_environment_names_here_is_asked_of_workers(tmp_path, pool, monkeypatch):
+    path = sample(tmp_path)
+    with workers(pool) as there:
+        monkeypatch.setenv("GRADTOOL_BACKEND", "vulkan")
+        with pytest.raises(gradtool.UsageError, match="GRADTOOL_BACKEND: no backend is called 'vulkan'"):
+            gradtool.norm(path, **there)
+        # Without the variable, the workers would choose another one.
+        monkeypatch.setenv("GRADTOOL_BACKEND", "cpu")
+        assert gradtool.norm(path, **there).backend_why == "compiled kernels"
+
+
+def test_progress_counts_workers_and_hosts(tmp_path, pool):
+    titles = []
+    with workers(pool) as there:
+        gradtool.norm(sample(tmp_path), progress=lambda title, *_: titles.append(title), **there)
+    assert titles == ["measuring, 1 worker, 1 host"]
+
+
 def test_clip_into_a_folder_copies_what_does_not_change(tmp_path, pool):
     ours, _, _ = twice(tmp_path, 1)
     before = snapshot(ours)

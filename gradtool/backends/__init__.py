@@ -199,6 +199,18 @@ class Choice(NamedTuple):
     remedy: str | None = None
 
 
+def asked_for(name: str | None) -> str | None:
+    """The name of the backend that is asked for, if not here then by GRADTOOL_BACKEND; `UsageError` if none has it."""
+    asked = os.environ.get("GRADTOOL_BACKEND", "").lower() or None if name is None else name
+    if asked not in (None, "auto", "cpu", "cuda"):
+        raise UsageError(f"{_source(name)}no backend is called {asked!r}; there are auto, cpu and cuda")
+    return asked
+
+
+def _source(name: str | None) -> str:
+    return "" if name is not None else "GRADTOOL_BACKEND: "
+
+
 def choose(name: str | None = None, device: int | None = None) -> Choice:
     """The backend of this name, by default that of GRADTOOL_BACKEND or "auto"; on GPU number `device`, by default 0.
 
@@ -208,10 +220,7 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
         UsageError: no backend has this name, or a device is given and the backend is not "cuda".
         BackendUnavailableError: this machine does not have the backend.
     """
-    source = "" if name is not None else "GRADTOOL_BACKEND: "
-    asked = (os.environ.get("GRADTOOL_BACKEND") or "auto").lower() if name is None else name
-    if asked not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"{source}no backend is called {asked!r}; there are auto, cpu and cuda")
+    asked = asked_for(name) or "auto"
     if asked == "cuda":
         from gradtool.backends.cuda.backend import CudaBackend
         from gradtool.backends.cuda.device import open_device  # imports CuPy, which takes a third of a second
@@ -219,7 +228,7 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
         try:
             gpu = open_device(device or 0)
         except BackendUnavailableError as error:
-            raise BackendUnavailableError(f"{source}{error}") from error
+            raise BackendUnavailableError(f"{_source(name)}{error}") from error
         return Choice(CudaBackend(gpu), gpu.name)
     if device is not None:
         raise UsageError("--device is the number of a GPU; it needs --backend cuda")

@@ -15,7 +15,7 @@ from gradtool.store.io.blocks import halved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-    from concurrent.futures import Executor
+    from concurrent.futures import Future
 
     from gradtool.backends import Backend, Data
     from gradtool.store.format.header import Shard
@@ -123,15 +123,15 @@ class Member(NamedTuple):
 
 
 class Cluster(Protocol):
-    """Worker processes, perhaps on other machines, that `Executor`s submit calls to."""
+    """Worker processes, perhaps on other machines."""
 
     name: str
 
     def members(self) -> Mapping[str, Member]:
         """The workers, by address; `SystemRefusedError` if the cluster is lost."""
 
-    def executor(self, address: str | None = None, *, only: bool = False) -> Executor:
-        """An executor for all workers; one that prefers the worker at an address, or uses it only."""
+    def submit(self, call: bytes, address: str | None = None, *, only: bool = False) -> Future[Any]:
+        """Have a worker make a pickled call: any, if possible the one at an address, or that one only."""
 
     def why(self, error: BaseException) -> str:
         """What happened to a call that the cluster gave up."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import backends
 from gradtool.engines.threads import Threads
@@ -20,20 +20,27 @@ if TYPE_CHECKING:
 MOST_THREADS = 256
 
 
-def engine_name(given: str | None) -> str:
+class Asked(NamedTuple):
+    """The engine that was asked for: its name, as it was given, and the address of its workers, if it has some."""
+
+    name: str
+    address: str | None
+
+
+def asked_for(given: str | None) -> Asked:
     """The engine asked for, by default that of GRADTOOL_ENGINE or "threads"; `UsageError` if there is none."""
     source = "--engine" if given is not None else "GRADTOOL_ENGINE"
     name = (os.environ.get("GRADTOOL_ENGINE") or "threads") if given is None else given
     kind, _, address = name.partition(":")
     if name != "threads" and (kind != "dask" or not address):
         raise UsageError(f"{source} must be threads or dask:ADDRESS, not {name!r}")
-    return name
+    return Asked(name, address or None)
 
 
 def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
     """The engine of complete options; and the backend, if it is chosen here and not by the workers."""
-    name, threads = engine_name(chosen["engine"]), chosen["threads"]
-    if name == "threads":
+    (name, address), threads = asked_for(chosen["engine"]), chosen["threads"]
+    if address is None:
         choice = backends.choose(chosen["backend"], chosen["device"])
         count = min(threads or default_threads(), MOST_THREADS)
         return Threads(choice.backend, count, progress, choice.why), choice
@@ -41,8 +48,10 @@ def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice |
 
     timeout = chosen["worker_timeout"]
     most = None if threads is None else min(threads, MOST_THREADS)
-    join = partial(_join, name.partition(":")[2], timeout)
-    return Workers(name, join, chosen["backend"], chosen["device"], most, timeout, progress), None
+    join = partial(_join, address, timeout)
+    # What the environment says here counts for the workers too.
+    backend = backends.asked_for(chosen["backend"])
+    return Workers(name, join, backend, chosen["device"], most, timeout, progress), None
 
 
 def _join(address: str, timeout: float) -> Cluster:

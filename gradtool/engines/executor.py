@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-from collections import Counter
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.output import Output
 
 _HEARTBEAT_SECONDS = 0.2
+# For workers to say whether they are fit, once a task has failed.
+_SETTLE_SECONDS = 5.0
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Workers:
     progress: Progress | None = None
     _roll: Roll | None = None
     _total: Clock = field(default_factory=Clock)
-    _processes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    # By host and ID.
+    _processes: set[tuple[str, str]] = field(default_factory=set)
     _retries: int = 0
     # Where the data of a shard may still be in memory, and what workers must have seen of it.
     _homes: dict[Shard, str | None] = field(default_factory=dict)
@@ -87,25 +88,22 @@ class Workers:
         for order in list(destination.orders.values())[:1]:
             roll.call_to_write(order.folder, order.run)
         tasks = _Tasks(roll.cluster)
-        try:
-            while True:
-                most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in roll.members.values()))
-                while len(tasks) < most and (part := next(parts, None)) is not None:
-                    tasks.submit(part, self._payload(part, destination), self._home(part, roll))
-                if not len(tasks):
-                    return found
-                for part, future in tasks.finished():
-                    self._take(part, _result(future, part, roll.cluster), found, destination)
-                    done += part.nbytes
-                    self._show(one.title, done, whole)
-                signals.deliver()
-                roll.watch()
-                self._retries += tasks.move(roll.members.keys())
-        finally:
-            tasks.cancel()
+        while True:
+            most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in roll.members.values()))
+            while len(tasks) < most and (part := next(parts, None)) is not None:
+                tasks.submit(part, self._payload(part, destination), self._home(part, roll))
+            if not len(tasks):
+                return found
+            for part, future in tasks.finished():
+                self._take(part, _result(future, part, roll), found, destination)
+                done += part.nbytes
+                self._show(one.title, done, whole)
+            signals.deliver()
+            roll.watch()
+            self._retries += tasks.move(roll.members.keys())
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Leave the cluster, which drops what is in flight."""
         if self._roll is not None:
             self._roll.cluster.close()
 
@@ -136,13 +134,13 @@ class Workers:
             raise _foreign() from error
         if part.writes is not None and isinstance(destination, Ordered) and done.built is not None:
             destination.adopt(part.writes, done.built)
-        self._processes[done.host, done.pid] += 1
+        self._processes.add((done.host, done.process))
         self._retries += done.late
         clock = done.clock.each()
         clock.workers = 0
         self._total.add(clock)
         self._total.workers = max(self._total.workers, done.clock.workers)
-        address = None if self._roll is None else self._roll.addresses.get((done.host, done.pid))
+        address = None if self._roll is None else self._roll.addresses.get((done.host, done.process))
         self._homes |= dict.fromkeys(part.reads, address)
 
     def _identity(self, shard: Shard) -> Identity:
@@ -152,8 +150,9 @@ class Workers:
 
     def _show(self, title: str, done: int, whole: int) -> None:
         if self.progress is not None:
-            staff = self.staff
-            self.progress(f"{title}, {staff.workers} workers, {staff.hosts} hosts", done, max(done, whole))
+            counts = (self.staff.workers, "worker"), (self.staff.hosts, "host")
+            who = [f"{count} {what}{'s' * (count != 1)}" for count, what in counts]
+            self.progress(", ".join([title, *who]), done, max(done, whole))
 
 
 class _Tasks:
@@ -170,7 +169,7 @@ class _Tasks:
 
     def submit(self, part: Part, payload: bytes, home: str | None) -> None:
         """Give a part to some worker, to the one at home if it is free."""
-        future = self._cluster.executor(home).submit(pickle.loads, call(perform, __version__, payload))
+        future = self._cluster.submit(call(perform, __version__, payload), home)
         self._pending[future] = part, payload, home
         future.add_done_callback(self._finished.put)
 
@@ -191,29 +190,25 @@ class _Tasks:
             self.submit(part, payload, None)
         return len(lost)
 
-    def cancel(self) -> None:
-        """Drop what is in flight."""
-        for future in self._pending:
-            future.cancel()
 
-
-def _result(future: Future[Any], part: Part, cluster: Cluster) -> Any:
+def _result(future: Future[Any], part: Part, roll: Roll) -> Any:
     """What a worker returned. An error names files as the call did."""
     try:
         return future.result()
-    except GradtoolError as error:
-        named = {os.path.abspath(shard.path): str(shard.path) for shard in part.reads}  # noqa: PTH100
-        error.problems = tuple(
-            replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
-        )
-        raise
-    except CancelledError as error:
-        raise SystemRefusedError(cluster.why(error), code="engine") from error
-    except MemoryError as error:
-        raise SystemRefusedError("out of memory on a worker; use fewer --threads", code="engine") from error
     except (Exception, SystemExit) as error:
-        file = part.reads[0].path if part.reads else None
-        raise SystemRefusedError(cluster.why(error), file=file, code="engine") from error
+        # One that has joined meanwhile and is not fit explains it better.
+        roll.settle(_SETTLE_SECONDS)
+        if isinstance(error, GradtoolError):
+            named = {os.path.abspath(shard.path): str(shard.path) for shard in part.reads}  # noqa: PTH100
+            error.problems = tuple(
+                replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
+            )
+            raise
+        if isinstance(error, MemoryError):
+            what = "out of memory on a worker; use fewer --threads"
+            raise SystemRefusedError(what, code="engine") from error
+        file = part.reads[0].path if part.reads and not isinstance(error, CancelledError) else None
+        raise SystemRefusedError(roll.cluster.why(error), file=file, code="engine") from error
 
 
 def _is_sound(done: Any, found: Any, part: Part) -> bool:
@@ -222,11 +217,10 @@ def _is_sound(done: Any, found: Any, part: Part) -> bool:
         return False
     if (part.writes is None) != (done.built is None) or not isinstance(done.built, (Built, type(None))):
         return False
-    counts = [type(value) is int and value >= 0 for value in (done.pid, done.late)]
     files: Any = done.seen
-    if type(files) is not list or len(files) != len(part.reads) or type(done.host) is not str:
+    if type(files) is not list or len(files) != len(part.reads) or not all(type(one) is Identity for one in files):
         return False
-    return all(counts) and all(type(one) is Identity for one in files)
+    return type(done.late) is int and done.late >= 0 and all(type(one) is str for one in (done.host, done.process))
 
 
 def _foreign() -> SystemRefusedError:

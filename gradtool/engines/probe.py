@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool import backends
 from gradtool._version import __version__
+from gradtool.engines.work import HOST, process
 from gradtool.errors import GradtoolError
 from gradtool.store.fs import Folder
-from gradtool.store.late import patiently
+from gradtool.store.late import fresh_status, patiently
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +33,7 @@ class Question(NamedTuple):
 def answer(question: tuple[Any, ...]) -> dict[str, Any]:
     """In a worker: who it is, and what is wrong with it, if anything is."""
     asked = Question(*question)
-    facts: dict[str, Any] = {"version": __version__, "host": os.uname().nodename, "pid": os.getpid()}
+    facts: dict[str, Any] = {"version": __version__, "host": HOST, "process": process()}
     facts |= {"user": os.geteuid(), "sees": _sees(asked), "error": "", "backend": "", "why": "", "refused": ""}
     try:
         choice = backends.choose(asked.backend, asked.device)
@@ -46,10 +47,10 @@ def answer(question: tuple[Any, ...]) -> dict[str, Any]:
 
 def _sees(asked: Question) -> bool:
     try:
-        status, _ = patiently(lambda: os.stat(asked.path))  # noqa: PTH116
+        found, _ = patiently(lambda: fresh_status(asked.path).st_ino == asked.inode or None)
     except OSError:
         return False
-    return status is not None and status.st_ino == asked.inode
+    return found is not None
 
 
 def _failure_to_write(asked: Question) -> str:

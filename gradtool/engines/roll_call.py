@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pickle
 import secrets
 from collections import Counter
-from concurrent.futures import wait
-from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool._version import __version__
 from gradtool.engines.probe import Question, answer, complaint
@@ -19,7 +19,7 @@ from gradtool.store.transaction.files import log_of, name_of
 from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -30,6 +30,16 @@ _HEARTBEAT_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 
 
+class _Asked(NamedTuple):
+    """A question that a worker has been asked."""
+
+    topic: str
+    address: str
+    host: str
+    question: Question
+    deadline: float
+
+
 class Roll:
     """Who is there. A question that was put to all workers is put to those that join later too."""
 
@@ -37,13 +47,15 @@ class Roll:
         self.cluster = cluster
         self.members: Mapping[str, Member] = {}
         # The address of each process.
-        self.addresses: dict[tuple[str, int], str] = {}
+        self.addresses: dict[tuple[str, str], str] = {}
         self._backend, self._device, self._timeout = backend, device, timeout
         self._backends: Counter[tuple[str, str]] = Counter()
         # By topic: what is asked, who was asked, and how many have answered.
         self._questions: dict[str, Callable[[], Question]] = {}
         self._asked: dict[str, set[str]] = {}
         self._answered: Counter[str] = Counter()
+        self._pending: dict[Future[Any], _Asked] = {}
+        self._answers: SimpleQueue[Future[Any]] = SimpleQueue()
         self._looked = self._seen = monotonic()
 
     @property
@@ -69,11 +81,16 @@ class Roll:
         self._call(run, question)
 
     def watch(self) -> None:
-        """Look after the workers, once a second at most; ask those that are new.
+        """Look after the workers, once a second at most; ask those that are new, and hear what they have answered.
+
+        One that joins late may get tasks before it is asked, and answer only after these.
 
         Raises:
             SystemRefusedError: the cluster is lost, or has had no worker for too long.
+            BackendUnavailableError: a worker cannot do the work.
         """
+        while not self._answers.empty():
+            self._hear(self._answers.get())
         now = monotonic()
         if now < self._looked + _LOOK_SECONDS:
             return
@@ -83,71 +100,72 @@ class Roll:
         elif now > self._seen + self._timeout:
             what = f"{self.cluster.name} has had no worker for {self._timeout:g} s"
             raise SystemRefusedError(f"{what}; start some, or wait longer with --worker-timeout", code="engine")
-        for topic in self._questions:
-            self._ask(topic, self.members.keys() - self._asked[topic])
+        # One that has died will not answer; another one may come to its address.
+        self._pending = {one: asked for one, asked in self._pending.items() if asked.address in self.members}
+        for topic, asked in self._asked.items():
+            asked.intersection_update(self.members)
+            for address in self.members.keys() - asked:
+                self._ask(topic, address)
+
+    def settle(self, seconds: float) -> None:
+        """Wait some seconds for the answers of all workers that are there now; raises what `watch` does."""
+        self._looked, deadline = -_LOOK_SECONDS, monotonic() + seconds
+        self.watch()
+        while self._pending and monotonic() < deadline:
+            self._wait()
 
     def _call(self, topic: str, question: Callable[[], Question]) -> None:
-        """Put a question to all workers, of which there must be one."""
+        """Put a question to all workers, of which there must be one, and wait for their answers."""
         if topic in self._questions:
             return
         self._questions[topic], self._asked[topic] = question, set()
-        self._seen, self._looked = monotonic(), 0.0
+        self._seen, self._looked = monotonic(), -_LOOK_SECONDS
         self.watch()
-        while not self._answered[topic]:
-            sleep(_HEARTBEAT_SECONDS)
-            signals.deliver()
-            self.watch()
+        while self._pending or not self._answered[topic]:
+            self._wait()
+            late = [one.address for one in self._pending.values() if one.deadline < monotonic()]
+            if late:
+                what = f"the worker {late[0]} has not answered for {self._timeout:g} s"
+                raise SystemRefusedError(f"{what}; stop it, or give it longer with --worker-timeout", code="engine")
 
-    def _ask(self, topic: str, addresses: Collection[str]) -> None:
-        """Put a question to some workers, and refuse those that cannot do the work."""
-        asked: dict[str, tuple[Question, Future[Any]]] = {}
-        for address in addresses:
-            question = self._questions[topic]()
-            executor = self.cluster.executor(address, only=True)
-            asked[address] = question, executor.submit(pickle.loads, call(answer, tuple(question)))
-        deadline, look = monotonic() + self._timeout, monotonic() + _LOOK_SECONDS
-        there, left = self.members, {future for _, future in asked.values()}
-        try:
-            while left and monotonic() < deadline:
-                _, left = wait(left, timeout=_HEARTBEAT_SECONDS)
-                signals.deliver()
-                if left and monotonic() > look:
-                    # One that has died will not answer.
-                    there, look = self.cluster.members(), monotonic() + _LOOK_SECONDS
-                    left &= {future for address, (_, future) in asked.items() if address in there}
-            for address, (question, future) in asked.items():
-                if address in there:
-                    self._hear(address, question, future)
-                    self._answered[topic] += 1
-        finally:
-            for _, future in asked.values():
-                future.cancel()
-        self._asked[topic] |= asked.keys()
+    def _wait(self) -> None:
+        with contextlib.suppress(Empty):
+            self._hear(self._answers.get(timeout=_HEARTBEAT_SECONDS))
+        signals.deliver()
+        self.watch()
 
-    def _hear(self, address: str, question: Question, future: Future[Any]) -> None:
-        host = self.members[address].host
-        if not future.done():
-            what = f"the worker {address} has not answered for {self._timeout:g} s"
-            raise SystemRefusedError(f"{what}; stop it, or give it longer with --worker-timeout", code="engine")
+    def _ask(self, topic: str, address: str) -> None:
+        question, host = self._questions[topic](), self.members[address].host
+        future = self.cluster.submit(call(answer, tuple(question)), address, only=True)
+        self._asked[topic].add(address)
+        self._pending[future] = _Asked(topic, address, host, question, monotonic() + self._timeout)
+        future.add_done_callback(self._answers.put)
+
+    def _hear(self, future: Future[Any]) -> None:
+        """Refuse a worker that cannot do the work."""
+        asked = self._pending.pop(future, None)
+        if asked is None:
+            return
         try:
             facts = future.result()
         except ImportError as error:
-            what = f"the worker on {host} cannot load gradtool: {error}"
+            what = f"the worker on {asked.host} cannot load gradtool: {error}"
             raise _unfit(f"{what}; install gradtool {__version__} there") from error
         except Exception as error:
-            raise SystemRefusedError(f"{host}: {self.cluster.why(error)}", code="engine") from error
+            raise SystemRefusedError(f"{asked.host}: {self.cluster.why(error)}", code="engine") from error
         try:
-            problem = complaint(facts, question)
-            process = str(facts["host"]), int(facts["pid"])
+            problem = complaint(facts, asked.question)
+            process = str(facts["host"]), str(facts["process"])
             backend = str(facts["backend"]), str(facts["why"])
         except (TypeError, LookupError, ValueError) as error:
-            what = f"the worker on {host} has another version of gradtool"
+            what = f"the worker on {asked.host} has another version of gradtool"
             raise _unfit(f"{what}; install {__version__} there") from error
         if problem is not None:
             raise _unfit(problem)
         if process not in self.addresses:
             self._backends[backend] += 1
-        self.addresses[process] = address
+        self.addresses[process] = asked.address
+        self._answered[asked.topic] += 1
 
 
 def _unfit(message: str) -> BackendUnavailableError:

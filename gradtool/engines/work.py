@@ -11,6 +11,8 @@ import hashlib
 import io
 import os
 import pickle
+import secrets
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradtool import backends
 from gradtool._version import __version__
 from gradtool.engines.threads import Threads
-from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
+from gradtool.errors import BackendUnavailableError, SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store.format.header import Shard, is_unchanged
 from gradtool.store.io.workers import default_threads
-from gradtool.store.late import patiently
+from gradtool.store.late import fresh_status, patiently
 from gradtool.store.transaction.attempts import Attempt
 from gradtool.store.transaction.destination import NewFiles
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.orders import Built, Order
 
 HOST = os.uname().nodename
+# In containers, processes may share the name of a host and a number.
+_SALT = secrets.token_hex(4)
 
 
 class Job(NamedTuple):
@@ -63,7 +67,7 @@ class Done(NamedTuple):
     clock: Clock
     seconds: float
     host: str
-    pid: int
+    process: str
     late: int
 
 
@@ -78,6 +82,11 @@ def identity_of(shard: Shard) -> Identity:
         finally:
             os.close(fd)
     return Identity(shard.stat.st_ino, shard.size, shard.stat.st_mtime_ns, digest)
+
+
+def process() -> str:
+    """An ID of this process."""
+    return f"{os.getpid()}-{_SALT}"
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> bytes:
@@ -98,8 +107,16 @@ def perform(version: str, payload: bytes) -> Done:
     Raises:
         SystemRefusedError: an input is not the file that the command has read, or reading or writing failed.
     """
+    try:
+        return _done(version, payload)
+    except SystemRefusedError as error:
+        error.problems = [replace(one, message=f"{one.message} (worker on {HOST})") for one in error.problems]
+        raise
+
+
+def _done(version: str, payload: bytes) -> Done:
     if version != __version__:
-        raise SystemRefusedError(f"worker on {HOST} has gradtool {__version__}, the command has {version}")
+        raise SystemRefusedError(f"gradtool is {__version__} and not {version}; install the same version everywhere")
     began, late = perf_counter(), _late.count
     job: Job = pickle.loads(payload)  # noqa: S301 - the engine lets its users run anything here
     choice = _chosen(job.backend, job.device)
@@ -117,7 +134,7 @@ def perform(version: str, payload: bytes) -> Done:
             built = attempt.finish()
     threads.close()
     seconds = perf_counter() - began
-    return Done(found.condensed(), built, seen, threads.clock, seconds, HOST, os.getpid(), _late.count - late)
+    return Done(found.condensed(), built, seen, threads.clock, seconds, HOST, process(), _late.count - late)
 
 
 def _refuse_changed(shards: Sequence[Shard]) -> None:
@@ -164,9 +181,18 @@ def _seen(path: str, data_start: int, size: int, inode: int, mtime_ns: int) -> S
     """The shard at a path as it is seen here; one that is yet to be made has no inode."""
     if not inode:
         return Shard(Path(path), data_start, size, {}, (), os.stat_result([0] * 10))
+
+    def look() -> os.stat_result | None:
+        status = fresh_status(path)
+        return status if (status.st_ino, status.st_size, status.st_mtime_ns) == (inode, size, mtime_ns) else None
+
     with os_errors_about(path):
-        status, tries = patiently(lambda: os.stat(path))  # noqa: PTH116
+        try:
+            status, tries = patiently(look)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            what = f"is not seen by the worker on {HOST}; mount the same file system there, at the same path"
+            raise BackendUnavailableError(what, file=path, code="engine") from error
     _late.count += tries
-    if status is None or (status.st_ino, status.st_size, status.st_mtime_ns) != (inode, size, mtime_ns):
+    if status is None:
         raise changed_meanwhile(path)
     return Shard(Path(path), data_start, size, {}, (), status)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradtool import checks
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.choose import MOST_THREADS, choose, engine_name
+from gradtool.engines.choose import MOST_THREADS, asked_for, choose
 from gradtool.errors import Problem, UsageError
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.transaction.destination import DISCARD, Discard
@@ -160,10 +160,10 @@ def output_options_of(chosen: Rewriting) -> OutputOptions:
     from gradtool.store.transaction.output_options import OutputOptions  # not needed by what only reads
 
     output, output_dir = chosen["output"], chosen["output_dir"]
-    engine, in_place = engine_name(chosen["engine"]), chosen["write"] == "inplace"
-    if in_place and engine != "threads":
+    engine, in_place = asked_for(chosen["engine"]), chosen["write"] == "inplace"
+    if in_place and engine.address is not None:
         what = "--write inplace is for --engine threads: an undo log protects what one machine overwrites"
-        raise UsageError(f"{what}. Leave it out to replace the files, as {engine} can")
+        raise UsageError(f"{what}. Leave it out to replace the files, as {engine.name} can")
     return OutputOptions(
         file=None if output is None else os.fspath(output),
         folder=None if output_dir is None else os.fspath(output_dir),
@@ -172,15 +172,15 @@ def output_options_of(chosen: Rewriting) -> OutputOptions:
         in_place=in_place,
         fsync=chosen["fsync"],
         lock_timeout=chosen["lock_timeout"],
-        by_workers=engine != "threads",
+        by_workers=engine.address is not None,
     )
 
 
 def refuse_engine(chosen: Compute, command: str) -> None:
     """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
-    engine = engine_name(chosen["engine"])
-    if engine != "threads":
-        raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine}")
+    engine = asked_for(chosen["engine"])
+    if engine.address is not None:
+        raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine.name}")
 
 
 @dataclass

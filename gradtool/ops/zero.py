@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Unpack
 
-from gradtool.engines.choose import engine_name
+from gradtool.engines.choose import asked_for
 from gradtool.ops.passes import NOTHING, by_shard
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
@@ -51,7 +51,7 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
     chosen = complete("zero", ZeroOptions, options)
     key = checked_key(chosen["weight_key"])
     # There is nothing to compute, and next to nothing to copy.
-    engine_name(chosen["engine"])
+    asked_for(chosen["engine"])
     chosen["engine"] = "threads"
     output_options = output_options_of(chosen)
     with Call.of(paths, chosen, dtypes=None).open_to_write(output_options) as (session, output):

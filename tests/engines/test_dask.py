@@ -201,7 +201,9 @@ def test_a_worker_with_a_full_disk_ends_the_run(shards, alone):
     old, _ = old_and_new(shards)
     alone.worker(GRADTOOL_FAULT="ENOSPC@6+")
     done = alone.run("clip", shards, *CLIP)
-    assert "No space left on device; free some space" in one_line(done, 5)
+    message = one_line(done, 5)
+    assert "No space left on device; free some space" in message
+    assert message.endswith(f"(worker on {os.uname().nodename})\n")
     assert soon(lambda: content_of(shards) == old)
 
 

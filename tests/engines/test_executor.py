@@ -41,10 +41,7 @@ class Pool:
     def members(self):
         return {"here": Member(os.uname().nodename, 2)}
 
-    def executor(self, address=None, *, only=False):  # noqa: ARG002
-        return self
-
-    def submit(self, function, payload):
+    def submit(self, call, address=None, *, only=False):  # noqa: ARG002
         result = Future()
 
         def take(done):
@@ -54,7 +51,7 @@ class Pool:
                 except BaseException as error:  # noqa: BLE001
                     result.set_exception(error)
 
-        self._pool.submit(function, payload).add_done_callback(take)
+        self._pool.submit(pickle.loads, call).add_done_callback(take)
         return result
 
     def why(self, error):
@@ -135,6 +132,24 @@ def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):
             result = operation(*arguments, **options, **there, dry_run=True)
             assert facts_of(result) == facts_of(operation(*arguments, **options, dry_run=True))
     assert snapshot(tmp_path) == before
+
+
+def test_the_backend_that_the_environment_names_here_is_asked_of_workers(tmp_path, pool, monkeypatch):
+    path = sample(tmp_path)
+    with workers(pool) as there:
+        monkeypatch.setenv("GRADTOOL_BACKEND", "vulkan")
+        with pytest.raises(gradtool.UsageError, match="GRADTOOL_BACKEND: no backend is called 'vulkan'"):
+            gradtool.norm(path, **there)
+        # Without the variable, the workers would choose another one.
+        monkeypatch.setenv("GRADTOOL_BACKEND", "cpu")
+        assert gradtool.norm(path, **there).backend_why == "compiled kernels"
+
+
+def test_progress_counts_workers_and_hosts(tmp_path, pool):
+    titles = []
+    with workers(pool) as there:
+        gradtool.norm(sample(tmp_path), progress=lambda title, *_: titles.append(title), **there)
+    assert titles == ["measuring, 1 worker, 1 host"]
 
 
 def test_clip_into_a_folder_copies_what_does_not_change(tmp_path, pool):

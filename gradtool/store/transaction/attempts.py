@@ -8,6 +8,7 @@ its end. Without a permit it removes its temporary, which may have been made too
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import time
@@ -38,8 +39,15 @@ class Attempt:
     def __enter__(self) -> Self:
         order = self._order
         with contextlib.ExitStack() as stack, os_errors_about(order.folder / order.name):
-            self._folder = stack.enter_context(Folder.at(order.folder))
-            patiently(lambda: self._folder.status(order.permit))
+
+            def look() -> object:
+                self._folder = stack.enter_context(Folder.at(order.folder))
+                return self._folder.status(order.permit)
+
+            try:
+                patiently(look)
+            except (FileNotFoundError, NotADirectoryError):
+                raise self._ended() from None
             self.refuse_if_ended()
             self._number, self._fd, self.file = self._create()
             stack.callback(self._close)
@@ -64,10 +72,17 @@ class Attempt:
 
     def refuse_if_ended(self) -> None:
         """Raise `SystemRefusedError` if the permit is gone."""
-        if self._folder.status(self._order.permit) is None:
-            what = f"{self._order.permit} is not seen by a worker"
-            message = f"{what}; the run has ended, or the folder is not shared with it"
-            raise SystemRefusedError(message, file=self._order.folder, code="changed")
+        try:
+            # Opened, because a status may be an old one where files come over a network.
+            os.close(self._folder.open(self._order.permit, os.O_RDONLY))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            raise self._ended() from None
+
+    def _ended(self) -> SystemRefusedError:
+        what = f"{self._order.permit} is not seen; the run has ended, or the folder is not shared with it"
+        return SystemRefusedError(what, file=self._order.folder, code="changed")
 
     def finish(self) -> Built:
         """Sync the temporary; what was built."""

@@ -1,0 +1,102 @@
+"""Schedulers that hang, are none, or are called by a wrong name: the command still ends, with one line."""
+
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import threading
+import warnings
+
+import pytest
+from support import gradtool, sample, snapshot
+
+import gradtool as functions
+
+pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
+
+import distributed  # noqa: F401 - its loggers exist
+from dask_cluster import DaskCluster, is_stopped
+from same_results import soon
+
+from gradtool.engines.dask import Dask
+from gradtool.engines.work import call
+
+CLIP = ["clip", "--max-norm", "1e-3"]
+
+
+@pytest.fixture(params=[b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9], ids=["silent", "HTTP"])
+def server(request):
+    """The address of a server that is no scheduler."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept():
+            with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+                while True:
+                    held.enter_context(connection := listening.accept()[0])
+                    connection.sendall(request.param)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_server_that_is_no_scheduler_is_an_error(tmp_path, server):
+    path = sample(tmp_path)
+    before = snapshot(tmp_path)
+    # Names without a scheme are addresses too.
+    for address in (server, f"tcp://{server}"):
+        done = gradtool(*CLIP, path, "--engine", f"dask:{address}", "--worker-timeout", "1", env=OWN)
+        assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done
+        assert f"the Dask scheduler at {address} does not answer" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_that_is_no_scheduler_file_is_an_error(tmp_path):
+    (tmp_path / "file.json").write_text("{}")
+    done = gradtool("norm", sample(tmp_path), "--engine", f"dask:{tmp_path}/file.json", env=OWN)
+    assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done
+    assert "does not answer: it is not one; start one with `dask scheduler`" in done.stderr
+
+
+def test_ctrl_c_ends_a_command_whose_scheduler_hangs(tmp_path):
+    path = sample(tmp_path)
+    before = path.read_bytes()
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        worker = cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
+        run = subprocess.Popen(cluster.command(*CLIP, path), stderr=subprocess.PIPE, text=True)
+        assert soon(lambda: is_stopped(worker) or run.poll() is not None)
+        assert is_stopped(worker), run.communicate()
+        cluster.scheduler.send_signal(signal.SIGSTOP)
+        assert soon(lambda: is_stopped(cluster.scheduler))
+        # It asks the scheduler once a second.
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.communicate(timeout=2)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=15)
+        assert (run.returncode, err) == (130, "gradtool: error: interrupted; no file was changed\n")
+    assert path.read_bytes() == before
+
+
+def test_logs_are_as_before_after_a_scheduler_that_is_not_there(tmp_path):
+    logger = logging.getLogger("distributed.core")
+    assert not logger.disabled
+    with pytest.raises(functions.SystemRefusedError):
+        Dask(str(tmp_path / "none.json"), 0.05)
+    assert not logger.disabled
+
+
+def test_a_large_call_is_made_without_a_warning(tmp_path):
+    with DaskCluster(tmp_path / "cluster") as cluster, warnings.catch_warnings(action="error"):
+        cluster.worker()
+        dask = Dask(str(cluster.file), 30.0)
+        try:
+            assert dask.submit(call(len, bytes(11_000_000))).result(timeout=30) == 11_000_000
+        finally:
+            dask.close()
+
+
+# A process of its own, which the connection of a fork must not outlive.
+OWN = {"PYTHONUTF8": "1"}

@@ -1,0 +1,121 @@
+"""Workers that come, go and answer when they like, on a cluster that does as it is told."""
+
+from concurrent.futures import Future
+
+import pytest
+from support import sample
+
+import gradtool
+from gradtool._version import __version__
+from gradtool.engines import Member, roll_call
+from gradtool.engines.executor import Workers
+from gradtool.engines.roll_call import Roll
+from gradtool.ops.passes import Measure
+from gradtool.store.transaction.inputs import Inputs
+
+FIT = {"version": __version__, "host": "node", "process": "1", "sees": True, "refused": "", "user": 0, "error": ""}
+FIT |= {"backend": "cpu", "why": ""}
+
+
+class Told:
+    """A cluster whose calls are done by the test."""
+
+    name = "the cluster"
+
+    def __init__(self):
+        self.addresses, self.asked, self.tasks = ["a"], [], []
+        self.answers = {"a": FIT}
+
+    def members(self):
+        return {address: Member(address, 1) for address in self.addresses}
+
+    def submit(self, call, address=None, *, only=False):  # noqa: ARG002
+        future = Future()
+        if not only:
+            self.tasks.append(future)
+            return future
+        self.asked.append((address, future))
+        if address in self.answers:
+            future.set_result(self.answers[address])
+        return future
+
+    def why(self, error):
+        return str(error)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setattr(roll_call, "_LOOK_SECONDS", 0.0)
+    return Told()
+
+
+@pytest.fixture
+def roll(cluster, tmp_path):
+    roll = Roll(cluster, None, None, 0.1)
+    roll.call_to_read(Inputs([str(sample(tmp_path))]).open().shards[0])
+    return roll
+
+
+def test_a_worker_that_joins_late_is_not_waited_for(cluster, roll):
+    cluster.addresses.append("b")
+    roll.watch()
+    roll.settle(0.3)
+    roll.watch()
+    ((_, answered),) = cluster.asked[1:]
+    answered.set_result(FIT | {"host": "late"})
+    roll.watch()
+    assert roll.addresses == {("node", "1"): "a", ("late", "1"): "b"}
+
+
+def test_a_worker_that_joins_late_and_is_not_fit_is_refused(cluster, roll):
+    cluster.addresses.append("b")
+    cluster.answers["b"] = FIT | {"version": "0.0.1"}
+    with pytest.raises(gradtool.BackendUnavailableError, match=r"has gradtool 0\.0\.1"):
+        roll.settle(5.0)
+
+
+def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, tmp_path):
+    cluster.answers.clear()
+    with pytest.raises(gradtool.SystemRefusedError, match=r"the worker a has not answered for 0\.1 s"):
+        Roll(cluster, None, None, 0.1).call_to_read(Inputs([str(sample(tmp_path))]).open().shards[0])
+
+
+def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, roll):
+    cluster.addresses.clear()
+    roll.watch()
+    cluster.addresses.append("a")
+    cluster.answers["a"] = FIT | {"user": -1, "sees": False}
+    with pytest.raises(gradtool.BackendUnavailableError, match="does not see"):
+        roll.settle(5.0)
+
+
+def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, roll):
+    cluster.addresses.append("b")
+    roll.watch()
+    cluster.addresses.remove("b")
+    roll.watch()
+    cluster.asked[1][1].set_result(FIT | {"version": "0.0.1"})
+    roll.settle(0.0)
+    assert roll.addresses == {("node", "1"): "a"}
+
+
+def test_a_task_that_fails_on_a_worker_that_is_not_fit_is_explained_by_that(cluster, tmp_path, monkeypatch):
+    opened = Inputs([str(sample(tmp_path))]).open()
+    engine = Workers("dask:x", lambda: cluster)
+    engine.prepare(None, opened.shards)
+    submit = cluster.submit
+
+    def fail(call, address=None, *, only=False):
+        future = submit(call, address, only=only)
+        if not only:
+            cluster.addresses.append("b")
+            future.set_exception(ModuleNotFoundError("No module named 'gradtool'"))
+        return future
+
+    monkeypatch.setattr(cluster, "submit", fail)
+    cluster.answers["b"] = FIT | {"sees": False}
+    with pytest.raises(gradtool.BackendUnavailableError, match="mount the same file system there"):
+        engine.run(Measure(opened.selected, gradtool.backends.NormSpec()))

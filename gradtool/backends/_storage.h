@@ -45,13 +45,13 @@ HELPER void store64(char *at, uint64_t code) { memcpy(at, &code, sizeof code); }
 #define WIDEN(NAME, BITS)                                                                                              \
     static void widen_##NAME(const char *restrict source, float *restrict row, int n)                                  \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) row[j] = NAME##_to_float(load##BITS(source + BITS / 8 * j));                       \
+        for (int64_t j = 0; j < n; j++) row[j] = NAME##_to_float(load##BITS(source + BITS / 8 * j));                   \
     }
 
 #define NARROW(NAME, BITS)                                                                                             \
     static void narrow_##NAME(const float *restrict row, char *restrict target, int n)                                 \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) store##BITS(target + BITS / 8 * j, float_to_##NAME(row[j]));                       \
+        for (int64_t j = 0; j < n; j++) store##BITS(target + BITS / 8 * j, float_to_##NAME(row[j]));                   \
     }
 
 WIDEN(f32, 32)

@@ -8,15 +8,15 @@
 #define ADDITIONS(NAME, ASSIGN)                                                                                        \
     static void NAME##_f64(double *restrict sums, const char *restrict source, double weight, int n)                   \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) sums[j] ASSIGN weight * as_double(load64(source + 8 * j));                         \
+        for (int64_t j = 0; j < n; j++) sums[j] ASSIGN weight * as_double(load64(source + 8 * j));                     \
     }                                                                                                                  \
     static void NAME##_f32(double *restrict sums, const char *restrict source, double weight, int n)                   \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) sums[j] ASSIGN weight * (double)as_float(load32(source + 4 * j));                  \
+        for (int64_t j = 0; j < n; j++) sums[j] ASSIGN weight * (double)as_float(load32(source + 4 * j));              \
     }                                                                                                                  \
     static void NAME##_bf16(double *restrict sums, const char *restrict source, double weight, int n)                  \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) sums[j] ASSIGN weight * (double)bf16_to_float(load16(source + 2 * j));             \
+        for (int64_t j = 0; j < n; j++) sums[j] ASSIGN weight * (double)bf16_to_float(load16(source + 2 * j));         \
     }
 
 ADDITIONS(add, +=)

@@ -17,30 +17,35 @@ HELPER void see(struct seen *seen, uint64_t largest, int64_t zeros)
     seen->zeros += zeros;
 }
 
+/* The square of a float is exact in float64, so to round it in between, or not, gives the same bits. */
+HELPER double add_square(double sum, double x) { return HAS_FMA ? fma(x, x, sum) : sum + x * x; }
+HELPER double add_square64(double sum, double x) { return sum + x * x; }
+HELPER double add_absolute(double sum, double x) { return sum + fabs(x); }
+
 /* Each loop adds a term of every value to its lane, and looks at the value. That of BF16 takes two values at a time, as
  * the halves of a word; its lanes of even numbers come before all of odd ones. */
-#define SUMS(TERM, OF_X)                                                                                               \
+#define SUMS(TERM, ADD, ADD64)                                                                                         \
     static void sum_##TERM##64(const char *restrict source, double *restrict lanes, struct seen *seen, int n)          \
     {                                                                                                                  \
-        uint64_t largest = 0, zeros = 0;                                                                               \
-        for (int64_t j = 0; j < n; j++) {                                                                                  \
-            uint64_t code = load64(source + 8 * j), magnitude = code & 0x7fffffffffffffffu;                            \
-            double x = as_double(code);                                                                                \
+        int64_t largest = 0, zeros = 0;                                                                                \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            int64_t magnitude = (int64_t)(load64(source + 8 * j) & 0x7fffffffffffffffu);                               \
+            double x = as_double(load64(source + 8 * j));                                                              \
             largest = magnitude > largest ? magnitude : largest;                                                       \
             zeros += magnitude == 0;                                                                                   \
-            lanes[j] += OF_X;                                                                                          \
+            lanes[j] = ADD64(lanes[j], x);                                                                             \
         }                                                                                                              \
-        see(seen, largest, (int64_t)zeros);                                                                            \
+        see(seen, (uint64_t)largest, zeros);                                                                           \
     }                                                                                                                  \
     static void sum_##TERM##32(const char *restrict source, double *restrict lanes, struct seen *seen, int n)          \
     {                                                                                                                  \
         uint32_t largest = 0, zeros = 0;                                                                               \
-        for (int64_t j = 0; j < n; j++) {                                                                                  \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
             uint32_t code = load32(source + 4 * j), magnitude = code & 0x7fffffffu;                                    \
             double x = (double)as_float(code);                                                                         \
             largest = magnitude > largest ? magnitude : largest;                                                       \
             zeros += magnitude == 0;                                                                                   \
-            lanes[j] += OF_X;                                                                                          \
+            lanes[j] = ADD(lanes[j], x);                                                                               \
         }                                                                                                              \
         see(seen, largest, zeros);                                                                                     \
     }                                                                                                                  \
@@ -48,13 +53,13 @@ HELPER void see(struct seen *seen, uint64_t largest, int64_t zeros)
     {                                                                                                                  \
         double *restrict odd = lanes + LANES / 2;                                                                      \
         uint32_t largest = 0, zeros = 0;                                                                               \
-        for (int64_t j = 0; j < words; j++) {                                                                              \
+        for (int64_t j = 0; j < words; j++) {                                                                          \
             uint32_t word = load32(source + 4 * j), lower = word << 16, upper = word & 0xffff0000u;                    \
             uint32_t first = lower & 0x7fffffffu, second = upper & 0x7fffffffu;                                        \
             double x = (double)as_float(lower);                                                                        \
-            lanes[j] += OF_X;                                                                                          \
+            lanes[j] = ADD(lanes[j], x);                                                                               \
             x = (double)as_float(upper);                                                                               \
-            odd[j] += OF_X;                                                                                            \
+            odd[j] = ADD(odd[j], x);                                                                                   \
             largest = first > largest ? first : largest;                                                               \
             largest = second > largest ? second : largest;                                                             \
             zeros += (first == 0) + (second == 0);                                                                     \
@@ -62,20 +67,23 @@ HELPER void see(struct seen *seen, uint64_t largest, int64_t zeros)
         see(seen, largest, zeros);                                                                                     \
     }
 
-SUMS(squares, x *x)
-SUMS(absolutes, fabs(x))
+SUMS(squares, add_square, add_square64)
+SUMS(absolutes, add_absolute, add_absolute)
+
+/* A row of BF16 as words; if its number is odd, in a room where a zero makes the last one whole. */
+static const char *whole_words(const char *source, char *room, int n)
+{
+    if (n % 2 == 0) return source;
+    memcpy(room, source, 2 * (size_t)n);
+    store16(room + 2 * n, 0);
+    return room;
+}
 
 static void sum_bf16(enum term term, const char *source, double *lanes, struct seen *seen, int n)
 {
     char room[2 * LANES];
-    if (n % 2) {
-        /* A zero makes the last word whole. */
-        memcpy(room, source, 2 * (size_t)n);
-        store16(room + 2 * n, 0);
-        source = room;
-        seen->zeros--;
-    }
-    (term == SQUARE ? sum_squares16 : sum_absolutes16)(source, lanes, seen, n / 2 + n % 2);
+    (term == SQUARE ? sum_squares16 : sum_absolutes16)(whole_words(source, room, n), lanes, seen, n / 2 + n % 2);
+    seen->zeros -= n % 2;
 }
 
 /* Adds the terms of a row to its lanes. */
@@ -91,15 +99,15 @@ static void sum_row(enum term term, enum dtype dtype, const char *source, double
 #define ROW_LOOPS(BITS, REAL, FABS)                                                                                    \
     static void row_scale##BITS(REAL *row, REAL factor, int n)                                                         \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) row[j] *= factor;                                                                  \
+        for (int64_t j = 0; j < n; j++) row[j] *= factor;                                                              \
     }                                                                                                                  \
     static void row_drop##BITS(REAL *row, int n)                                                                       \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) row[j] = FABS(row[j]) < (REAL)INFINITY ? row[j] : 0;                               \
+        for (int64_t j = 0; j < n; j++) row[j] = FABS(row[j]) < (REAL)INFINITY ? row[j] : 0;                           \
     }                                                                                                                  \
     static void row_clamp##BITS(REAL *row, REAL limit, int n)                                                          \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) {                                                                                  \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
             REAL low = row[j] < -limit ? -limit : row[j];                                                              \
             row[j] = low > limit ? limit : low;                                                                        \
         }                                                                                                              \
@@ -126,12 +134,47 @@ static void scale_row64(struct job job, char *data, int n)
     narrow_f64(row, data, n);
 }
 
+/* The code of a product, rounded once, in the upper half of a word. */
+HELPER uint32_t scale_half(uint32_t half, float factor, uint32_t limit, struct format format, uint32_t *largest)
+{
+    uint32_t magnitude = round_product(as_float(half), factor, format);
+    *largest = magnitude > *largest ? magnitude : *largest;
+    return (magnitude < limit ? magnitude : limit) | sign_of(as_float(half) * factor);
+}
+
+/* Multiplies and clamps words of two BF16 values. Returns the largest magnitude of a product, as row_round does. */
+static uint32_t scale_words(const char *restrict source, char *restrict target, float factor, uint32_t limit, int words)
+{
+    struct format format = format_of(BF16);
+    uint32_t largest = 0;
+    for (int64_t j = 0; j < words; j++) {
+        uint32_t word = load32(source + 4 * j);
+        uint32_t lower = scale_half(word << 16, factor, limit, format, &largest);
+        uint32_t upper = scale_half(word & 0xffff0000u, factor, limit, format, &largest);
+        store32(target + 4 * j, lower >> 16 | upper);
+    }
+    return largest;
+}
+
+/* Scales a row of BF16; whether it could. */
+static int scale_bf16(struct job job, char *data, int n)
+{
+    ALIGNED char room[2 * LANES], scaled[2 * LANES];
+    const char *source = whole_words(data, room, n);
+    uint32_t limit = as_bits((float)job.limit);
+    if (!HAS_FMA || job.drops) return 0;
+    if (scale_words(source, scaled, (float)job.factor, limit, n / 2 + n % 2) >= format_of(BF16).bound) return 0;
+    memcpy(data, scaled, 2 * (size_t)n);
+    return 1;
+}
+
 /* Multiplies a row, clamps it, and stores it; each value is rounded once. */
 static void scale_row32(struct job job, enum dtype dtype, char *data, int n)
 {
     ALIGNED float row[LANES];
     float factor = (float)job.factor;
     struct format format = format_of(dtype);
+    if (dtype == BF16 && scale_bf16(job, data, n)) return;
     load_row(dtype, data, row, n);
     if (job.drops) row_drop32(row, n);
     if (dtype == F32) {

@@ -75,7 +75,7 @@ static void sum_rows(const struct patch *patch, const double *center, double *su
     for (int64_t row = 0; row < patch->rows; row++) {
         sums[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-            double lanes[ROW_LANES] = {0}, x[CHUNK];
+            ALIGNED double lanes[ROW_LANES] = {0}, x[CHUNK];
             int n = chunk_of(patch->columns, column);
             load_wide(patch->x_dtype, patch->x + (row * patch->columns + column) * ITEMSIZE[patch->x_dtype], x, n);
             if (center) row_center_square(x, center[row], n);
@@ -90,7 +90,7 @@ static void sum_gradients(const struct patch *patch, double *weighted, double *p
     for (int64_t row = 0; row < patch->rows; row++) {
         weighted[row] = projected[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-            double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
+            ALIGNED double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
             int n = chunk_of(patch->columns, column);
             load_chunk(patch, row, column, n, xh, y_grad);
             row_weigh(xh, y_grad, patch->scale + column, n);
@@ -124,7 +124,7 @@ static void differentiate(const struct patch *patch, const double *mean, const d
         int n = chunk_of(patch->columns, column);
         for (int64_t row = 0; row < patch->rows; row++) {
             int64_t group = row / height * patch->columns + column;
-            double xh[CHUNK], y_grad[CHUNK];
+            ALIGNED double xh[CHUNK], y_grad[CHUNK];
             load_chunk(patch, row, column, n, xh, y_grad);
             row_gradients(xh, y_grad, patch->scale + column, mean[row], projection[row], patch->inv_std_dev[row],
                           scale_grad + group, bias_grad + group, n);

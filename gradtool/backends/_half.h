@@ -1,4 +1,4 @@
-/* F16 rows by the processor's own conversions where it has them, and 8-bit rows by way of F16; all of them are exact. */
+/* F16 rows by the processor's own conversions where it has them, and 8-bit rows by way of F16; all are exact. */
 #ifndef GRADTOOL_HALF_H
 #define GRADTOOL_HALF_H
 

@@ -4,8 +4,8 @@
  * numpy needs several. Nothing is fused that is not written so (-ffp-contract=off), lanes are added in order, and a
  * written NaN is the quiet NaN of its type.
  *
- * The loops work on a row at a time, which stays in the L1 cache, and are simple enough for the compiler to vectorize. One
- * build has them for several levels of a processor, and runs on every one with the widest vectors that it has.
+ * The loops work on a row at a time, which stays in the L1 cache, and are simple enough for the compiler to vectorize.
+ * One build has them for several levels of a processor, and uses the best that it runs on.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -94,7 +94,8 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        kernels->run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf, counts.buf);
+        kernels->run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf,
+                            counts.buf);
         Py_END_ALLOW_THREADS
     }
 
@@ -201,8 +202,8 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
         if (x_grad.buf)
-            kernels->differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, height, grads[0].buf,
-                          grads[1].buf);
+            kernels->differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, height,
+                                   grads[0].buf, grads[1].buf);
         else
             kernels->sum_gradients(&patch, sums[0].buf, sums[1].buf);
         Py_END_ALLOW_THREADS

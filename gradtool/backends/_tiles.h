@@ -288,7 +288,8 @@ static struct stats sum_tile(struct job job, enum dtype dtype, char *data, int64
     struct seen seen = {0, 0};
     *sum = tile(job, dtype, data, elements, &seen);
     *exponent = 0;
-    struct stats stats = {dtype == F64 ? as_double(seen.largest) : as_float((uint32_t)seen.largest), 0, 0, seen.zeros, -1};
+    double max_abs = dtype == F64 ? as_double(seen.largest) : as_float((uint32_t)seen.largest);
+    struct stats stats = {max_abs, 0, 0, seen.zeros, -1};
     if (seen.largest >= (dtype == F64 ? INFINITY64 : INFINITY32)) {
         count(job, dtype, data, elements, &stats);
         if (job.drops) *sum = divided_tile(job, dtype, data, elements, 1);

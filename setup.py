@@ -10,10 +10,11 @@ setup(
     ext_modules=[
         Extension(
             "gradtool.backends._kernels",
-            sources=["gradtool/backends/_kernels.c"],
+            sources=[f"gradtool/backends/{name}.c" for name in ("_kernels", "_level_v3", "_level_v4")],
             # Rebuilt when one of these changes, and shipped with the source.
             depends=[
-                f"gradtool/backends/{name}.h" for name in ("_codes", "_layer_norm", "_storage", "_sums", "_tiles")
+                f"gradtool/backends/{name}.h"
+                for name in ("_codes", "_half", "_layer_norm", "_level", "_processor", "_storage", "_sums", "_tiles")
             ],
             extra_compile_args=EXACT,
             py_limited_api=True,

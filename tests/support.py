@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -56,12 +57,19 @@ VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 def backends():
     """Every backend that there may be: its name, and what makes it or raises `ImportError` saying why not."""
-    return {"numpy": NumpyBackend, "compiled": compiled, "shim": shim, "cuda": cuda}
+    levels = {f"compiled {level}": partial(compiled, level) for level in ("x86-64-v3", "any")}
+    return {"numpy": NumpyBackend, "compiled": compiled, **levels, "shim": shim, "cuda": cuda}
 
 
-def compiled():
+def compiled(level=None):
+    """The compiled kernels, from now on those for a level of the processor; by default the best that it runs."""
+    from gradtool.backends import _kernels
     from gradtool.backends.compiled import CompiledBackend
 
+    levels = _kernels.levels()
+    if level is not None and level not in levels:
+        raise ImportError(f"the kernels for {level} do not run here, only those for {', '.join(levels)}")
+    _kernels.use(level or levels[0])
     return CompiledBackend()
 
 

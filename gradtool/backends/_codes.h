@@ -64,6 +64,7 @@ HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits
     return is_nan ? nan : sign | code;
 }
 
+HELPER float f32_to_float(uint32_t code) { return as_float(code); }
 HELPER float f16_to_float(uint32_t code) { return as_float(widen_small(code, 5, 10, 0x7c00u)); }
 HELPER float bf16_to_float(uint32_t code) { return as_float(code << 16); }
 /* E4M3 has no infinity: a value that overflows becomes NaN. */

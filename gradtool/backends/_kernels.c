@@ -4,16 +4,39 @@
  * numpy needs several. Nothing is fused that is not written so (-ffp-contract=off), lanes are added in order, and a
  * written NaN is the quiet NaN of its type.
  *
- * A row at a time is widened into a buffer in the L1 cache. The loops over that buffer are simple enough for the compiler
- * to vectorize.
+ * The loops work on a row at a time, which stays in the L1 cache, and are simple enough for the compiler to vectorize.
+ * One build has them for several levels of a processor, and uses the best that it runs on.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
-#include "_layer_norm.h"
-#include "_sums.h"
-#include "_tiles.h"
+#include <string.h>
+
+#define LEVEL level_any
+#define LEVEL_NAME "any"
+#include "_level.h"
+#include "_processor.h"
+
+/* The kernels in use. */
+static const struct level *kernels = &level_any;
+
+#ifdef HAS_LEVELS
+extern const struct level level_v3, level_v4;
+
+/* The levels that this processor runs, the best first. */
+static const struct level *level_at(int i)
+{
+    const struct level *all[4] = {NULL};
+    int count = 0;
+    if (__builtin_cpu_supports("x86-64-v4")) all[count++] = &level_v4;
+    if (__builtin_cpu_supports("x86-64-v3")) all[count++] = &level_v3;
+    all[count] = &level_any;
+    return i <= count ? all[i] : NULL;
+}
+#else
+static const struct level *level_at(int i) { return i ? NULL : &level_any; }
+#endif
 
 /* Checks one row of a table of pieces. Returns what is wrong with it, or NULL; so do the next functions. */
 static const char *check_piece(const Py_buffer *block, const int64_t *piece)
@@ -71,7 +94,8 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf, counts.buf);
+        kernels->run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf,
+                            counts.buf);
         Py_END_ALLOW_THREADS
     }
 
@@ -99,7 +123,7 @@ static PyObject *add(PyObject *self, PyObject *args)
     }
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        add_all(sums.buf, source.buf, addends.buf, weights.buf, k, fresh);
+        kernels->add_all(sums.buf, source.buf, addends.buf, weights.buf, k, fresh);
         Py_END_ALLOW_THREADS
     }
 
@@ -141,7 +165,7 @@ static PyObject *row_sums(PyObject *self, PyObject *args)
     const char *problem = patch_of(&patch, &x, dtype, &x, dtype, rows, none);
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        sum_rows(&patch, center.buf, sums.buf);
+        kernels->sum_rows(&patch, center.buf, sums.buf);
         Py_END_ALLOW_THREADS
     }
     Py_buffer *const all[] = {&x, &center, &sums};
@@ -178,10 +202,10 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
         if (x_grad.buf)
-            differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, height, grads[0].buf,
-                          grads[1].buf);
+            kernels->differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, height,
+                                   grads[0].buf, grads[1].buf);
         else
-            sum_gradients(&patch, sums[0].buf, sums[1].buf);
+            kernels->sum_gradients(&patch, sums[0].buf, sums[1].buf);
         Py_END_ALLOW_THREADS
     }
     Py_buffer *const all[] = {&x,       &y_grad,  &rows[0], &rows[1], &columns[0], &columns[1],
@@ -190,7 +214,37 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* levels(): the names of the levels that this processor runs, the best first. */
+static PyObject *levels(PyObject *self, PyObject *args)
+{
+    (void)self, (void)args;
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names && level_at(i); i++) {
+        PyObject *name = PyUnicode_FromString(level_at(i)->name);
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+/* use(name): use the kernels of a level from now on, for tests. */
+static PyObject *use(PyObject *self, PyObject *args)
+{
+    const char *name;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
+    for (int i = 0; level_at(i); i++) {
+        if (strcmp(level_at(i)->name, name)) continue;
+        kernels = level_at(i);
+        Py_RETURN_NONE;
+    }
+    PyErr_Format(PyExc_ValueError, "this processor does not run the level %s", name);
+    return NULL;
+}
+
 static PyMethodDef methods[] = {
+    {"levels", levels, METH_NOARGS, "The levels that this processor runs, the best first."},
+    {"use", use, METH_VARARGS, "Use the kernels of a level."},
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
@@ -199,4 +253,8 @@ static PyMethodDef methods[] = {
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__kernels(void)
+{
+    kernels = level_at(0);
+    return PyModule_Create(&module);
+}

@@ -11,27 +11,22 @@ struct patch {
     const double *mean, *inv_std_dev, *scale, *bias;
 };
 
-VECTOR static void row_widen(const float *restrict row, double *restrict wide, int n)
-{
-    for (int j = 0; j < n; j++) wide[j] = (double)row[j];
-}
-
 static void load_wide(enum dtype dtype, const char *source, double *wide, int n)
 {
-    float row[LANES];
+    ALIGNED float row[CHUNK];
     if (dtype == F64) { memcpy(wide, source, 8 * (size_t)n); return; }
     load_row(dtype, source, row, n);
-    row_widen(row, wide, n);
+    for (int64_t j = 0; j < n; j++) wide[j] = (double)row[j];
 }
 
-VECTOR static void row_normalize(double *x, double mean, double inv_std_dev, int n)
+static void row_normalize(double *x, double mean, double inv_std_dev, int n)
 {
-    for (int j = 0; j < n; j++) x[j] = (x[j] - mean) * inv_std_dev;
+    for (int64_t j = 0; j < n; j++) x[j] = (x[j] - mean) * inv_std_dev;
 }
 
-VECTOR static void row_invert(double *restrict y, const double *restrict bias, const double *restrict scale, int n)
+static void row_invert(double *restrict y, const double *restrict bias, const double *restrict scale, int n)
 {
-    for (int j = 0; j < n; j++) y[j] = (y[j] - bias[j]) / scale[j];
+    for (int64_t j = 0; j < n; j++) y[j] = (y[j] - bias[j]) / scale[j];
 }
 
 /* The normalized input and the gradient of a chunk of a row. */
@@ -44,29 +39,29 @@ static void load_chunk(const struct patch *patch, int64_t row, int64_t column, i
     else row_normalize(xh, patch->mean[row], patch->inv_std_dev[row], n);
 }
 
-VECTOR static void lanes_add(double *restrict lanes, const double *restrict x, int n)
+static void lanes_add(double *restrict lanes, const double *restrict x, int n)
 {
     int whole = n / ROW_LANES * ROW_LANES;
-    for (int j = 0; j < whole; j += ROW_LANES)
+    for (int64_t j = 0; j < whole; j += ROW_LANES)
         for (int lane = 0; lane < ROW_LANES; lane++) lanes[lane] += x[j + lane];
-    for (int j = whole; j < n; j++) lanes[j - whole] += x[j];
+    for (int64_t j = whole; j < n; j++) lanes[j - whole] += x[j];
 }
 
-VECTOR static void row_center_square(double *x, double center, int n)
+static void row_center_square(double *x, double center, int n)
 {
-    for (int j = 0; j < n; j++) { double away = x[j] - center; x[j] = away * away; }
+    for (int64_t j = 0; j < n; j++) { double away = x[j] - center; x[j] = away * away; }
 }
 
 /* y_grad becomes y_grad·scale, and xh that times xh. */
-VECTOR static void row_weigh(double *restrict xh, double *restrict y_grad, const double *restrict scale, int n)
+static void row_weigh(double *restrict xh, double *restrict y_grad, const double *restrict scale, int n)
 {
-    for (int j = 0; j < n; j++) { y_grad[j] *= scale[j]; xh[j] = y_grad[j] * xh[j]; }
+    for (int64_t j = 0; j < n; j++) { y_grad[j] *= scale[j]; xh[j] = y_grad[j] * xh[j]; }
 }
 
 static double fold_lanes(double *lanes)
 {
     for (int width = ROW_LANES; width > 1; width /= 2)
-        for (int j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
+        for (int64_t j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
     return lanes[0];
 }
 
@@ -80,7 +75,7 @@ static void sum_rows(const struct patch *patch, const double *center, double *su
     for (int64_t row = 0; row < patch->rows; row++) {
         sums[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-            double lanes[ROW_LANES] = {0}, x[CHUNK];
+            ALIGNED double lanes[ROW_LANES] = {0}, x[CHUNK];
             int n = chunk_of(patch->columns, column);
             load_wide(patch->x_dtype, patch->x + (row * patch->columns + column) * ITEMSIZE[patch->x_dtype], x, n);
             if (center) row_center_square(x, center[row], n);
@@ -95,7 +90,7 @@ static void sum_gradients(const struct patch *patch, double *weighted, double *p
     for (int64_t row = 0; row < patch->rows; row++) {
         weighted[row] = projected[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-            double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
+            ALIGNED double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
             int n = chunk_of(patch->columns, column);
             load_chunk(patch, row, column, n, xh, y_grad);
             row_weigh(xh, y_grad, patch->scale + column, n);
@@ -108,28 +103,16 @@ static void sum_gradients(const struct patch *patch, double *weighted, double *p
 }
 
 /* y_grad becomes the gradient of x, and the gradients of scale and bias are added to. */
-VECTOR static void row_gradients(const double *restrict xh, double *restrict y_grad, const double *restrict scale,
+static void row_gradients(const double *restrict xh, double *restrict y_grad, const double *restrict scale,
                                  double mean, double projection, double inv_std_dev, double *restrict scale_grad,
                                  double *restrict bias_grad, int n)
 {
-    for (int j = 0; j < n; j++) {
+    for (int64_t j = 0; j < n; j++) {
         double grad = y_grad[j];
         scale_grad[j] += xh[j] * grad;
         bias_grad[j] += grad;
         y_grad[j] = ((grad * scale[j] - mean) - xh[j] * projection) * inv_std_dev;
     }
-}
-
-static void store_wide(enum dtype dtype, const double *wide, char *target, int n)
-{
-    if (dtype == F64) {
-        uint64_t codes[CHUNK];
-        narrow_f64(wide, codes, n);
-        memcpy(target, codes, 8 * (size_t)n);
-        return;
-    }
-    float row[LANES];
-    store_wide32(dtype, wide, row, target, n);
 }
 
 /* Column after column of chunks, so that the sums over the rows stay in the cache. The gradients of scale and bias are
@@ -141,7 +124,7 @@ static void differentiate(const struct patch *patch, const double *mean, const d
         int n = chunk_of(patch->columns, column);
         for (int64_t row = 0; row < patch->rows; row++) {
             int64_t group = row / height * patch->columns + column;
-            double xh[CHUNK], y_grad[CHUNK];
+            ALIGNED double xh[CHUNK], y_grad[CHUNK];
             load_chunk(patch, row, column, n, xh, y_grad);
             row_gradients(xh, y_grad, patch->scale + column, mean[row], projection[row], patch->inv_std_dev[row],
                           scale_grad + group, bias_grad + group, n);

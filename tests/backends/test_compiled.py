@@ -92,3 +92,9 @@ def test_a_correct_addition_works():
 def test_no_addition_reaches_outside_its_buffers(wrong):
     with pytest.raises(ValueError, match=r"needed|outside|storage type"):
         kernels.add(*addition(**wrong))
+
+
+def test_a_level_that_the_processor_does_not_have_is_not_used():
+    assert kernels.levels()[-1] == "any"
+    with pytest.raises(ValueError, match="does not run the level x86-64-v9"):
+        kernels.use("x86-64-v9")

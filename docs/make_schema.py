@@ -76,7 +76,7 @@ class Schema:
         last = {"$ref": "#/$defs/call", "required": ["type"], "allOf": of_line}
         self.definitions["line"] = {
             "description": "A line of --format jsonl: a row, or the last line, which has all but the rows.",
-            "oneOf": [last, *lines],
+            "anyOf": [last, *lines],
         }
         self.refuse_unused()
         return {
@@ -90,9 +90,11 @@ class Schema:
         }
 
     def result(self, function: Callable[..., Any]) -> type:
-        """The class of a command's result, defined."""
+        """The class of a command's result, defined; whether it has its rows depends on the format."""
         cls = getattr(gradtool, inspect.signature(function).return_annotation)
         self.define(cls)
+        definition = self.definitions[cls.__name__]
+        definition["required"] = [name for name in definition["required"] if not is_rows(name)]
         return cls
 
     def define(self, cls: type) -> None:
@@ -103,12 +105,17 @@ class Schema:
         hints = typing.get_type_hints(cls, localns=self.types)
         names = [one.name for one in fields(cls) if one.name != "problems"]
         definition["properties"] = {name: self.field(cls, name, hints[name]) for name in names}
-        definition["required"] = [name for name in names if not is_rows(name)]
+        definition["required"] = names
         definition["additionalProperties"] = False
         for name in filter(is_rows, names):
-            self.row(typing.get_args(hints[name])[0], kind_of(name))
+            for one in self.defined_as(typing.get_args(hints[name])[0]):
+                self.line(one, kind_of(name))
 
-    def row(self, cls: type, kind: str) -> None:
+    def defined_as(self, cls: type) -> list[type]:
+        """What an object of a class may be: it, or one of a class that extends it."""
+        return [one for one in self.types.values() if issubclass(one, cls)]
+
+    def line(self, cls: type, kind: str) -> None:
         """Let a class be a JSON line, too."""
         kinds = self.kinds.setdefault(cls.__name__, set())
         kinds.add(kind)
@@ -123,26 +130,33 @@ class Schema:
             sys.exit(f"docs/schema.toml does not say what {keys[0]} is")
         self.used.add(key)
         chosen = next((self.choices[one] for one in keys if one in self.choices), None)
-        kind = {"enum": chosen} if chosen else self.type(hint, name)
+        kind = {"enum": chosen} if chosen else self.type_of(hint, name)
         return {"description": self.texts[key]} | kind
 
-    def type(self, hint: Any, name: str) -> dict:
+    def type_of(self, hint: Any, name: str) -> dict:
         """What a type is in JSON."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in {typing.Union, types.UnionType}:
-            found = {"anyOf": [self.type(one, name) for one in arguments]}
+            found = {"anyOf": [self.type_of(one, name) for one in arguments]}
         elif origin is typing.Literal:
             found = {"enum": list(arguments)}
         elif origin is tuple and arguments[1:] == (...,):
-            found = {"type": "array", "items": self.type(arguments[0], name) | (NO_LINE if is_rows(name) else {})}
+            found = {"type": "array", "items": self.type_of(arguments[0], name) | (NO_LINE if is_rows(name) else {})}
         elif origin is dict and arguments[0] is str:
-            found = {"type": "object", "additionalProperties": self.type(arguments[1], name)}
+            found = {"type": "object", "additionalProperties": self.type_of(arguments[1], name)}
         elif is_dataclass(hint) and hint is not Problem:
-            self.define(hint)
-            found = {"$ref": f"#/$defs/{hint.__name__}"}
+            found = self.reference(hint)
         else:
             found = PLAIN[hint]
         return found
+
+    def reference(self, cls: type) -> dict:
+        """A reference to a class and to those that extend it, which are defined."""
+        kinds = self.defined_as(cls)
+        for one in kinds:
+            self.define(one)
+        references = [{"$ref": f"#/$defs/{one.__name__}"} for one in kinds]
+        return references[0] if len(references) == 1 else {"anyOf": references}
 
     def refuse_unused(self) -> None:
         """No text is about a field that is gone."""

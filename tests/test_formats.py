@@ -69,7 +69,7 @@ def on_github(tmp_path):
     """The variables of a step, whose workspace is the folder of the test."""
     summary = tmp_path / "summary" / "step.md"
     summary.parent.mkdir()
-    summary.write_text("before\n")
+    summary.write_text("before")
     return {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path), "GITHUB_STEP_SUMMARY": str(summary)}, summary
 
 
@@ -355,7 +355,7 @@ def test_other_formats_write_no_section(tmp_path, on_github):
     environment, summary = on_github
     for form in ("text", "json", "jsonl"):
         gradtool("norm", sample(tmp_path), "--format", form, env=environment)
-    assert summary.read_text() == "before\n"
+    assert summary.read_text() == "before"
 
 
 def block(page, language):

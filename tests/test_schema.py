@@ -1,9 +1,12 @@
 """The JSON Schema in the package: it is strict, and what commands print is as it says (tests/schema.py checks all)."""
 
 import copy
+import importlib.util
 import json
 import math
 import shutil
+from dataclasses import dataclass
+from typing import Literal
 
 import jsonschema
 import pytest
@@ -134,3 +137,86 @@ def test_numbers_that_json_does_not_have_are_as_the_schema_says(tmp_path):
     path = write(tmp_path / "x", {"a": encode([math.inf], "F32"), "b": encode([math.nan], "F32")})
     answer = gradtool_json("norm", path, "--per-tensor")
     assert [row["norm"] for row in answer["data"]["per_tensor"]] == ["Infinity", "NaN"]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many values have an exponent."""
+
+    exponent: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor."""
+
+    name: str | None
+    severity: Literal["fault", "note"]
+
+
+@dataclass(frozen=True)
+class RowOfMore(Row):
+    """The same, and more."""
+
+    per_bin: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found; None is null."""
+
+    counts: dict[str, int]
+    shape: tuple[int, ...] | None
+    per_bin: tuple[Bin, ...]
+    per_tensor: tuple[Row, ...]
+
+
+@pytest.fixture
+def generator():
+    """What makes the schema, of classes that no command has."""
+    path = SAMPLES.parent / "docs" / "make_schema.py"
+    spec = importlib.util.spec_from_file_location("make_schema", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.Schema()
+    made.types = {cls.__name__: cls for cls in (Bin, Row, RowOfMore, Result)}
+    return made
+
+
+def test_rows_may_extend_others_and_have_rows_themselves(generator):
+    names = ("name", "exponent", "count", "severity", "per_bin", "counts", "shape", "per_tensor")
+    generator.texts = {f"any.{name}": "A text." for name in names}
+    generator.define(Result)
+    definitions = generator.definitions
+    assert definitions["Result"]["description"] == "What was found; null is null."
+    assert definitions["Result"]["required"] == ["counts", "shape", "per_bin", "per_tensor"]
+    schema = {"$ref": "#/$defs/Result", "$defs": definitions}
+    one = {"exponent": 0, "count": 1}
+    rows = [{"name": None, "severity": "note"}, {"name": "a", "severity": "fault", "per_bin": [one]}]
+    good = {"counts": {"F32": 1}, "shape": None, "per_bin": [one], "per_tensor": rows}
+    jsonschema.validate(good, schema)
+    for wrong in (
+        {"counts": {"F32": "1"}},
+        {"shape": ["1"]},
+        {"per_bin": [one | {"type": "bin"}]},
+        {"per_bin": [{"exponent": 0}]},
+        {"per_tensor": [rows[0] | {"severity": "?"}]},
+        {"per_tensor": [rows[0] | {"per_bin": [{}]}]},
+        {"per_tensor": [rows[0] | {"type": "tensor"}]},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(good | wrong, schema)
+    for name, kind in (("Bin", "bin"), ("Row", "tensor"), ("RowOfMore", "tensor")):
+        assert definitions[name]["properties"]["type"]["enum"] == [kind]
+
+
+def test_a_field_that_nothing_is_said_of_is_refused_and_so_is_a_text_of_no_field(generator):
+    generator.texts = {"Bin.exponent": "A text."}
+    with pytest.raises(SystemExit, match=r"^docs/schema.toml does not say what Bin.count is$"):
+        generator.define(Bin)
+    generator.texts = {"Bin.exponent": "A text.", "any.count": "A text.", "Bin.none": "A text."}
+    generator.definitions.clear()
+    generator.define(Bin)
+    with pytest.raises(SystemExit, match=r"^docs/schema.toml is about what there is not: Bin.none$"):
+        generator.refuse_unused()

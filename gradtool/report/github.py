@@ -53,7 +53,7 @@ def _annotations(command: str, level: str, problems: Sequence[Problem], remedy: 
 
 def _annotation(level: str, title: str, message: str, file: str | None = None) -> str:
     """A workflow command. The message names the file too, because the log shows nothing else."""
-    properties = {"title": title} if file is None else {"file": _in_workspace(file), "title": title}
+    properties = {"file": _in_workspace(file), "title": title} if file else {"title": title}
     said = ",".join(f"{key}={printable(value).translate(_IN_PROPERTIES)}" for key, value in properties.items())
     message = printable(shortened(message, _MOST_CHARACTERS)).translate(_IN_MESSAGES)
     return f"::{level} {said}::{message}\n"

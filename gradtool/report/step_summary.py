@@ -31,8 +31,10 @@ def append(outcome: Outcome) -> list[Problem]:
         return []
     try:
         with open(path, "ab") as file:  # noqa: PTH123 - pathlib is slow to import
-            section = _section(outcome, _MOST_BYTES - file.tell())
-            file.write(section)
+            taken = file.tell()
+            section = _section(outcome, _MOST_BYTES - taken - 1)
+            # What is there may end in the middle of a line.
+            file.write(b"\n" + section if section and taken else section)
     except OSError as error:
         return [Problem("step-summary", f"cannot write the summary of the step: {error.strerror or error}", path)]
     if not section:
@@ -58,7 +60,7 @@ def _section(outcome: Outcome, room: int) -> bytes:
     if len(section) + _NOTE_BYTES > room:
         return b""
     for key in filter(is_rows, data):
-        section += _rows(kind_of(key), data[key], room - len(section) - _NOTE_BYTES)
+        section += _rows(kind_of(key), data[key], room - len(section))
     return section
 
 
@@ -73,7 +75,8 @@ def _rows(kind: str, rows: Sequence[dict[str, Any]], room: int) -> bytes:
     if not rows:
         return b""
     names = [key for key in ("name", "file") if key in rows[0]]
-    keys = [*names, *(key for key in rows[0] if key not in names)]
+    # Rows within rows have no room in a cell.
+    keys = [*names, *(key for key in rows[0] if key not in names and not is_rows(key))]
     text = bytearray(_encoded(_head([kind if key == "name" else key for key in keys])))
     if len(text) + _NOTE_BYTES > room:
         return b""

@@ -48,14 +48,17 @@ def _run() -> int:
 def _refuse() -> int:
     """Print that there is not enough memory; by hand, because the usual code needs memory too."""
     from gradtool._version import __version__
+    from gradtool.formats import asked_format
 
     message = "not enough memory; raise the limit (ulimit -v or -d)"
     _print(2, f"gradtool: error: {message}\n")
-    if "--json" in sys.argv[1:]:
+    form = asked_format(sys.argv[1:])
+    if form in {"json", "jsonl"}:
+        kind = '"type": "result", ' if form == "jsonl" else ""
         command = next((word for word in sys.argv[1:] if word.replace("-", "").isalpha() and word[0] != "-"), "")
         _print(
             1,
-            f'{{"gradtool": "{__version__}", "schema": 1, "command": "{command if command.isascii() else ""}", '
+            f'{{{kind}"gradtool": "{__version__}", "schema": 1, "command": "{command if command.isascii() else ""}", '
             f'"status": "error", "exit_code": 5, "data": {{}}, '
             f'"errors": [{{"code": "system", "message": "{message}"}}]}}\n',
         )

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import gradtool
 from gradtool import process, streams
+from gradtool.formats import chosen_format
 from gradtool.options import Display
 from gradtool.report.progress import progress as progress_bar
 from gradtool.signatures import ARGUMENTS, GENERAL, PYTHON, Declared, options_of, parameters_of, usage_of
@@ -141,15 +142,16 @@ def _runner(name: str, declared: Sequence[Declared]) -> Callable[..., int]:
     function, _ = COMMANDS[name]
     shows_progress = any(one.group == PYTHON for one in declared)
 
-    def run(*, json: bool, quiet: bool, verbose: bool, **values: Any) -> int:
+    def run(*, format: str | None, json: bool, quiet: bool, verbose: bool, **values: Any) -> int:  # noqa: A002
         given = {key: value for key, value in values.items() if value is not None}
-        if json or not quiet:
+        form = chosen_format(format, json=json)
+        if form != "text" or not quiet:
             streams.require_stdout()
         result = None
         try:
             with progress_bar(name, wanted=not quiet) as progress:
                 result = function(**given, progress=progress) if shows_progress else function(**given)
-            return process.finish(name, result, json=json, quiet=quiet, verbose=verbose)
+            return process.finish(name, result, form, quiet=quiet, verbose=verbose)
         except KeyboardInterrupt as error:
             # Here and not in main(), because Typer would make an exit code of it and drop the rest.
             return process.interrupted(error, work_done=result is not None or signals.is_committed())

@@ -39,6 +39,7 @@ StrPath = os.PathLike[str] | str
 Paths = StrPath | Iterable[StrPath]
 # Called with the title of a pass, its bytes done and its total bytes; from one thread at a time.
 Progress = Callable[[str, int, int], None]
+Format = Literal["text", "json", "jsonl", "github"]
 Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 Vector = Annotated[Paths, Option("Files, folders or index files; together they form one gradient vector.", "PATH...")]
@@ -105,7 +106,14 @@ class Compute(TypedDict, total=False):
 class Display(TypedDict, total=False):
     """What a command prints; functions return it."""
 
-    json: Annotated[bool, Option("Print one JSON object.", default=False)]
+    format: Annotated[
+        Format | None,
+        Option(
+            "Print text, one JSON object, JSON lines (one for each row), or text with GitHub's annotations.",
+            unset="$GRADTOOL_FORMAT, or text",
+        ),
+    ]
+    json: Annotated[bool, Option("Same as --format json.", default=False)]
     quiet: Annotated[bool, Option("Print errors only.", default=False, short="-q")]
     verbose: Annotated[bool, Option("Print all facts, with the time of each phase.", default=False, short="-v")]
 

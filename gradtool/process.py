@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool import memory, report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
+from gradtool.formats import asked_format
 from gradtool.report.messages import print_problems
 from gradtool.store import signals
 
@@ -37,29 +38,29 @@ class Ended(KeyboardInterrupt):
         self.number = number
 
 
-def finish(command: str, result: Any, *, json: bool, quiet: bool, verbose: bool) -> int:
+def finish(command: str, result: Any, form: str, *, quiet: bool, verbose: bool) -> int:
     """Print a result and the problems found; the exit code."""
     start_reporting()
     problems = getattr(result, "problems", ())
-    if json or not quiet:
-        try:
-            report.show(command, result, problems, as_json=json, verbose=verbose)
-        except (SystemRefusedError, MemoryError) as error:
-            raise SystemRefusedError(f"{refused(error)}; the work itself is done") from error
+    exit_code = EXIT_FOUND if problems else EXIT_OK
+    outcome = report.Outcome(command, exit_code, result, problems, quiet=quiet, verbose=verbose)
+    try:
+        report.show(form, outcome)
+    except (SystemRefusedError, MemoryError) as error:
+        raise SystemRefusedError(f"{refused(error)}; the work itself is done") from error
     print_problems(problems)
-    if not quiet:
-        print_problems(getattr(result, "warnings", ()), level="warning")
-    return EXIT_FOUND if problems else EXIT_OK
+    print_problems(outcome.warnings, level="warning")
+    return exit_code
 
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
     """Print what is wrong, as far as that is still possible; the exit code."""
     start_reporting()
     print_problems(problems, summary)
-    if "--json" in sys.argv[1:] and sys.stdout is not None:
+    if sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         with contextlib.suppress(SystemRefusedError, MemoryError, ImportError):
-            report.print_json(command, exit_code, {}, problems)
+            report.show(asked_format(sys.argv[1:]), report.Outcome(command, exit_code, None, problems, summary))
     return exit_code
 
 

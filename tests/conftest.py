@@ -7,6 +7,7 @@ from hypothesis import settings
 # Of whoever runs the tests; they ask for what they mean.
 os.environ.pop("GRADTOOL_BACKEND", None)
 os.environ.pop("GRADTOOL_ENGINE", None)
+os.environ.pop("GRADTOOL_FORMAT", None)
 
 # The same examples every time: no test may depend on luck.
 settings.register_profile("gradtool", derandomize=True, deadline=None)

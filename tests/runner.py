@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from schema import check_printed
+
 _SERVER = Path(__file__).with_name("forkserver.py")
 
 
@@ -37,7 +39,9 @@ def run(*argv, fault="", strike_after=None, number=signal.SIGKILL, env=None, cwd
     request |= {"strike_after": strike_after, "signal": number}
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
-    return Answer(*json.loads(server.stdout.readline()))
+    answer = Answer(*json.loads(server.stdout.readline()))
+    check_printed(argv, answer.out)
+    return answer
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 from runner import run
+from schema import check_printed
 
 from gradtool import BackendUnavailableError, memory
 from gradtool.backends import Piece, choose
@@ -290,7 +291,7 @@ def gradtool(*arguments, cwd=None, env=None, **streams):
         return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
     # Python's usual buffers, because unbuffered streams hide what fails at the end.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | env
-    return subprocess.run(
+    done = subprocess.run(
         [*COMMAND, *map(str, arguments)],
         check=False,
         cwd=cwd,
@@ -298,6 +299,8 @@ def gradtool(*arguments, cwd=None, env=None, **streams):
         timeout=120,
         **{"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,
     )
+    check_printed(arguments, done.stdout)
+    return done
 
 
 def gradtool_json(*arguments, **options):

@@ -1,14 +1,19 @@
-"""Pages that are made from the code are up to date."""
+"""Pages, and the schema, that are made from the code are up to date."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+import pytest
+
+ROOT = Path(__file__).parent.parent
 
 
-def test_the_page_of_commands_and_options_is_up_to_date():
-    command = [sys.executable, "-P", DOCS / "make_cli.py"]
+@pytest.mark.parametrize(
+    ("script", "made"), [("docs/make_cli.py", "docs/cli.md"), ("docs/make_schema.py", "gradtool/schema.json")]
+)
+def test_what_is_made_from_the_code_is_up_to_date(script, made):
+    command = [sys.executable, "-P", ROOT / script]
     done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONUTF8": "1"})
-    assert (DOCS / "cli.md").read_bytes() == done.stdout, "python docs/make_cli.py > docs/cli.md makes it anew"
+    assert (ROOT / made).read_bytes() == done.stdout, f"python {script} > {made} makes it anew"

@@ -1,6 +1,5 @@
 """A process that may not have all the memory or threads it likes does its work, or says that it cannot: exit 5."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from schema import checked
 from support import COMMAND, gradtool_json, with_header, write
 from tiers import EXHAUSTIVE, PARTS, up_to
 
@@ -52,7 +52,7 @@ def test_memory_refused_at_any_point_is_exit_5_and_names_the_remedy(tmp_path, ba
     codes = []
     for number in up_to(len(LIMITS), part):
         done = limited(option, bare[option] + LIMITS[number - 1] * 1024, "norm", path, "--json", "--threads", "4")
-        answer = json.loads(done.stdout)
+        answer = checked(done.stdout)
         codes.append(done.returncode)
         assert answer["exit_code"] == done.returncode
         assert answer["command"] == "norm"
@@ -64,8 +64,15 @@ def test_memory_refused_at_any_point_is_exit_5_and_names_the_remedy(tmp_path, ba
         assert (codes[0], codes[-1]) == (5, 0)
 
 
+def test_what_is_said_without_memory_has_the_format_that_is_asked_for(bare):
+    for how in (["--format", "jsonl"], ["--format=JSONL"]):
+        assert checked(limited("-v", bare["-v"] + 8192, "norm", "missing", *how).stdout, "line")["exit_code"] == 5
+    for how in ([], ["--format", "text"], ["--format", "github"]):
+        assert limited("-v", bare["-v"] + 8192, "norm", "missing", *how).stdout == ""
+
+
 def test_what_is_said_without_memory_is_what_any_failure_says(bare, tmp_path):
-    answer = json.loads(limited("-v", bare["-v"] + 8192, "norm", "missing", "--json").stdout)
+    answer = checked(limited("-v", bare["-v"] + 8192, "norm", "missing", "--json").stdout)
     other = gradtool_json("norm", tmp_path / "missing")
     same = ("gradtool", "schema", "command", "status", "data")
     assert list(answer) == list(other)

@@ -1,12 +1,12 @@
 """Signals, at every stage of a command."""
 
-import json
 import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from schema import checked
 from support import (
     sample,
     snapshot,
@@ -143,7 +143,7 @@ def test_a_signal_after_the_work_is_done_changes_nothing(tmp_path, number, comma
         running.send_signal(number)
         stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stderr) == (0, "spared\n")
-    assert json.loads(stdout)["status"] == "ok"
+    assert checked(stdout)["status"] == "ok"
 
 
 def test_a_second_signal_ends_a_result_that_nobody_reads(tmp_path):
@@ -177,5 +177,5 @@ def test_json_says_so_when_terminated(tmp_path):
         assert running.stderr.readline() == "writing\n"
         running.terminate()
         stdout, _ = running.communicate(timeout=60)
-    answer = json.loads(stdout)
+    answer = checked(stdout)
     assert (answer["exit_code"], answer["errors"][0]["code"]) == (143, "interrupted")

@@ -4,6 +4,8 @@ import sys
 import pytest
 
 HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes", "distributed", "dask")
+# What other formats than text need.
+FORMATS = tuple(f"gradtool.report.{name}" for name in ("json_object", "json_lines", "github", "step_summary"))
 PROBE = """
 import sys
 sys.argv = ["gradtool", *{arguments!r}]
@@ -34,7 +36,7 @@ def test_a_run_off_a_terminal_imports_no_rich(tmp_path):
     (tmp_path / "x").write_bytes((2).to_bytes(8, "little") + b"{}")
     code = PROBE.format(
         arguments=["norm", str(tmp_path / "x")],
-        heavy=("rich", "cupy", "ml_dtypes", "torch", "dask", "distributed", "gradtool.engines.executor"),
+        heavy=("rich", "cupy", "ml_dtypes", "torch", "dask", "distributed", "gradtool.engines.executor", *FORMATS),
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"

@@ -1,15 +1,8 @@
-"""How a result is printed: as one JSON object, as tables on a terminal, or else as lines."""
+"""How a call is printed: each format is a module, with a function `show` that prints an `Outcome` on stdout."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-from gradtool._version import __version__
-from gradtool.errors import EXIT_FOUND, EXIT_OK
-from gradtool.report.facts import data_of, known_of
-from gradtool.report.lines import lines_of
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,34 +10,40 @@ if TYPE_CHECKING:
     from gradtool.errors import Problem
     from gradtool.report.facts import Result
 
-SCHEMA = 1
-_STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
+
+class Outcome(NamedTuple):
+    """How a call ended: its result, or None if it stopped with an error; what was found wrong, and the remedy."""
+
+    command: str
+    exit_code: int
+    result: Result | None
+    problems: Sequence[Problem]
+    remedy: str | None = None
+    quiet: bool = False
+    verbose: bool = False
+
+    @property
+    def warnings(self) -> Sequence[Problem]:
+        """The warnings of the result, if they are wanted."""
+        return () if self.quiet else getattr(self.result, "warnings", ())
 
 
-def show(command: str, result: Result, problems: Sequence[Problem], *, as_json: bool, verbose: bool) -> None:
-    """Print a result on stdout."""
-    if as_json:
-        print_json(command, EXIT_FOUND if problems else EXIT_OK, data_of(result), problems)
-    elif sys.stdout.isatty():
-        from gradtool.report.tables import show_tables  # imports rich
+def show(form: str, outcome: Outcome) -> None:
+    """Print how a call ended, in the format of this name; text for any other word."""
+    # Each is only imported if it is asked for.
+    if form == "json":
+        from gradtool.report import json_object
 
-        show_tables(result, verbose=verbose)
+        json_object.show(outcome)
+    elif form == "jsonl":
+        from gradtool.report import json_lines
+
+        json_lines.show(outcome)
+    elif form == "github":
+        from gradtool.report import github
+
+        github.show(outcome)
     else:
-        # In one write, so that `| head -1` does not close the pipe in the middle.
-        sys.stdout.write("".join("\t".join(fields) + "\n" for fields in lines_of(result, verbose=verbose)))
+        from gradtool.report import text
 
-
-def print_json(command: str, exit_code: int, data: dict[str, Any], problems: Sequence[Problem]) -> None:
-    """Print the one JSON object of a call."""
-    import json  # kept off the start-up path
-
-    envelope = {
-        "gradtool": __version__,
-        "schema": SCHEMA,
-        "command": command,
-        "status": _STATUS.get(exit_code, "error"),
-        "exit_code": exit_code,
-        "data": data,
-        "errors": [known_of(asdict(one)) for one in problems],
-    }
-    sys.stdout.write(json.dumps(envelope, allow_nan=False) + "\n")
+        text.show(outcome)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradtool.errors import Problem
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gradtool.ops.recover import RecoverResult
     from gradtool.ops.results import CallFacts
 
@@ -23,23 +26,32 @@ _SHARED = (
 # What is printed below the headline, unless all is asked for.
 _BRIEF = ("nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds")
 
+# Numbers that JSON does not have.
+NONFINITE = ("NaN", "Infinity", "-Infinity")
+
 
 def data_of(result: Result) -> dict[str, Any]:
     """The fields of a result for JSON: what users call for, its other facts, those that others have too, its rows."""
-    data = asdict(result)
-    data.pop("problems", None)
-    if "warnings" in data:
-        data["warnings"] = [known_of(one) for one in data["warnings"]]
-    shared = [key for key in _SHARED if key in data]
-    first = [key for key in ("wrote", *result.headline) if key in data]
-    own = [key for key in data if key not in (*first, *_SHARED) and not is_rows(key)]
-    exact: dict[str, Any] = _exact({key: data[key] for key in (*first, *own, *shared, *filter(is_rows, data))})
-    return exact
+    return facts_data_of(result) | {key: plain(rows) for key, rows in rows_of(result).items()}
 
 
-def known_of(problem: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an error or a warning that say something."""
-    return {key: value for key, value in problem.items() if value is not None}
+def facts_data_of(result: Result) -> dict[str, Any]:
+    """The same without the rows."""
+    names = [one.name for one in fields(result) if one.name != "problems" and not is_rows(one.name)]
+    first = [key for key in ("wrote", *result.headline) if key in names]
+    own = [key for key in names if key not in (*first, *_SHARED)]
+    shared = [key for key in _SHARED if key in names and key not in first]
+    return {key: plain(getattr(result, key)) for key in (*first, *own, *shared)}
+
+
+def rows_of(result: Result) -> dict[str, Sequence[Any]]:
+    """The rows of a result, by the keys that they have in JSON."""
+    return {one.name: getattr(result, one.name) for one in fields(result) if is_rows(one.name)}
+
+
+def kind_of(key: str) -> str:
+    """What each row of a key is about."""
+    return key.removeprefix("per_")
 
 
 def is_rows(key: str) -> bool:
@@ -73,12 +85,21 @@ def field(value: Any) -> str:
     return repr(value) if isinstance(value, float) else printable(str(value))
 
 
-def _exact(value: Any) -> Any:
-    """The value with NaN and Inf, which JSON does not have, as strings."""
+def short(value: Any) -> str:
+    """A value as text for people, who compare it with its neighbours."""
+    return f"{value:.6g}" if isinstance(value, float) else field(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: NaN and Inf are strings; of an error or a warning, the fields that say something."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return NONFINITE[0] if math.isnan(value) else NONFINITE[1] if value > 0 else NONFINITE[2]
+    if isinstance(value, Problem):
+        return {key: text for key, text in vars(value).items() if text is not None}
+    if is_dataclass(value):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):
-        return {key: _exact(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_exact(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradtool.report.facts import data_of, facts_of, field, is_rows
+from gradtool.report.facts import data_of, facts_of, field, is_rows, kind_of
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
@@ -23,4 +23,4 @@ def lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
     for key in filter(is_rows, data):
         for row in data[key]:
             names = [row.pop(name) for name in ("name", "file") if name in row]
-            yield [key.removeprefix("per_"), *(field(value) for value in row.values()), *map(printable, names)]
+            yield [kind_of(key), *(field(value) for value in row.values()), *map(printable, names)]

@@ -39,8 +39,13 @@ def print_problems(problems: Sequence[Problem], summary: str | None = None, *, l
 
 
 def printable(text: str) -> str:
-    """The text with all control characters, which a terminal might act on, escaped."""
-    return text if text.isprintable() else text.translate(_ESCAPES)
+    """The text with all control characters, which a terminal might act on, escaped; and the second # of two.
+
+    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. Those that
+    begin a line, such as `::error::x`, are harmless, because no line begins with a name.
+    """
+    escaped = text if text.isprintable() else text.translate(_ESCAPES)
+    return escaped.replace("##", "#\\x23")
 
 
 class _Escapes(dict[int, str]):

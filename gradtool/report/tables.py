@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradtool.report.facts import data_of, facts_of, field, is_rows
+from gradtool.report.facts import data_of, facts_of, field, is_rows, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -156,11 +156,7 @@ def _columns_of(rows: Sequence[Row]) -> Columns:
     if len(names) > 1 and len(rows) > 1 and len({row["file"] for row in rows}) == 1:
         names.remove("file")
     keys = [*names, *(key for key in rows[0] if key not in {"name", "file"})]
-    return {key: [_cell(row[key]) for row in rows] for key in keys}
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else field(value)
+    return {key: [short(row[key]) for row in rows] for key in keys}
 
 
 def _says_nothing(texts: Sequence[str] | None) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from same_results import content_of, facts_of, random_set, soon
+from schema import checked
 from support import gradtool, gradtool_json, sample, snapshot, write_index
 from tiers import EXHAUSTIVE, numbers
 
@@ -72,7 +73,7 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
         ):
             done = cluster.run(command, ours, *rest, "--json")
             assert (done.returncode, done.stderr) == (0, ""), done
-            data = json.loads(done.stdout)["data"]
+            data = checked(done.stdout)["data"]
             assert facts_of(data) == facts_of(gradtool_json(command, theirs, *rest)["data"])
             assert content_of(ours) == content_of(theirs)
             assert 1 <= data["workers"] <= workers

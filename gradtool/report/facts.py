@@ -44,7 +44,7 @@ def known_of(problem: dict[str, Any]) -> dict[str, Any]:
 
 def is_rows(key: str) -> bool:
     """Whether a field has one row for each tensor, layer, or whatever follows `per_`."""
-    return key.startswith("per_")
+    return key.startswith("per_") or key == "histogram"
 
 
 def facts_of(result: Result, data: dict[str, Any], *, verbose: bool) -> dict[str, Any]:

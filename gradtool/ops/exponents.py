@@ -1,0 +1,176 @@
+"""How many values of some tensors have which binary exponent, counted in the pass that measures them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+
+import numpy as np
+
+from gradtool.backends.histogram import RANGES, bins_of
+from gradtool.engines import OnBlock
+from gradtool.ops.passes import Measure, pieces_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from gradtool.backends import Backend, BlockHistogram
+    from gradtool.engines import Part, Worker
+    from gradtool.ops.measurement import Measurement
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.destination import Destination
+
+
+class Sparse(NamedTuple):
+    """Histograms without their empty bins: how many bins each tensor has, and where which counts are among all."""
+
+    bins: NDArray[np.int64]
+    at: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    largest: NDArray[np.float64]
+
+
+class Histograms:
+    """A histogram of each tensor, filled block by block from any thread; can be pickled.
+
+    `largest` are the largest finite magnitudes.
+    """
+
+    def __init__(self, selected: Sequence[Selected]) -> None:
+        bins = {dtype: bins_of(dtype) for dtype in RANGES}
+        self._lowest = np.array([bins[one.tensor.dtype].start for one in selected], np.int64)
+        self._bins = np.array([len(bins[one.tensor.dtype]) for one in selected], np.int64)
+        self._ends = np.cumsum(self._bins)
+        self.counts: NDArray[np.int64] = np.zeros(int(self._bins.sum()), np.int64)
+        self.largest: NDArray[np.float64] = np.zeros(len(selected))
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def add(self, block: Block, found: BlockHistogram) -> None:
+        """Add what a backend counted in the pieces of a block."""
+        if not block.spans:
+            return
+        # The tensors of a block follow one another.
+        first, end = block.spans[0].tensor, block.spans[-1].tensor + 1
+        begin = int(self._ends[first] - self._bins[first])
+        with self._lock:
+            self.counts[begin : begin + len(found.counts)] += found.counts
+            self.largest[first:end] = np.maximum(self.largest[first:end], found.largest)
+
+    def merge(self, other: Self) -> None:
+        """Add the counts of other blocks of the same tensors."""
+        with self._lock:
+            self.counts += other.counts
+            self.largest = np.maximum(self.largest, other.largest)
+
+    def condensed(self) -> Sparse:
+        """The same in fewer bytes, to be sent."""
+        at = np.flatnonzero(self.counts)
+        return Sparse(self._bins, at, self.counts[at], self.largest)
+
+    def put(self, places: Sequence[tuple[int, int]], other: Sparse) -> None:
+        """Add the counts of parts of tensors; for each the number of its tensor, and the element it begins at.
+
+        Raises:
+            ValueError: it is not about these parts.
+        """
+        numbers = np.array(places, np.int64).reshape(-1, 2)[:, 0]
+        if type(other) is not Sparse or not np.array_equal(other.bins, self._bins[numbers]):
+            raise ValueError("histograms of other tensors")
+        dense = np.zeros(int(other.bins.sum()), np.int64)
+        dense[other.at] = other.counts
+        begin = 0
+        with self._lock:
+            for number in numbers.tolist():
+                self._of(number)[:] += dense[begin : begin + int(self._bins[number])]
+                begin += int(self._bins[number])
+            np.maximum.at(self.largest, numbers, other.largest)
+
+    def between(self, first: int, end: int) -> dict[int, int]:
+        """The exponents of consecutive tensors, those with the numbers from `first` up to `end`, and their counts."""
+        all_bins = bins_of("F64")
+        total = np.zeros(len(all_bins), np.int64)
+        for number in range(first, end):
+            at = int(self._lowest[number]) - all_bins.start
+            total[at : at + int(self._bins[number])] += self._of(number)
+        return {all_bins[at]: int(total[at]) for at in np.flatnonzero(total).tolist()}
+
+    def _of(self, number: int) -> NDArray[np.int64]:
+        end = int(self._ends[number])
+        return self.counts[end - int(self._bins[number]) : end]
+
+
+class Profiled(NamedTuple):
+    """What was found in tensors, and their histograms."""
+
+    measurement: Measurement
+    histograms: Histograms
+
+    def merge(self, other: Self) -> None:
+        """Add what was found in another part of the pass."""
+        self.measurement.merge(other.measurement)
+        self.histograms.merge(other.histograms)
+
+    def condensed(self) -> tuple[Measurement, Sparse]:
+        """The same in fewer bytes, to be sent."""
+        return self.measurement.condensed(), self.histograms.condensed()
+
+    def put(self, places: Sequence[tuple[int, int]], other: tuple[Measurement, Sparse]) -> None:
+        """Add what was found in a part of the pass with these places."""
+        measurement, histograms = other
+        self.measurement.put(places, measurement)
+        self.histograms.put(places, histograms)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measures tensors, and counts their exponents while a block is still in the cache."""
+
+    measure: Measure
+
+    @property
+    def title(self) -> str:
+        """As a progress bar shows it."""
+        return self.measure.title
+
+    @property
+    def selected(self) -> Sequence[Selected]:
+        """The tensors."""
+        return self.measure.selected
+
+    def over(self, shards: Collection[Shard]) -> Self:
+        """The part of the pass that is about those files."""
+        return type(self)(self.measure.over(shards))
+
+    def empty(self) -> Profiled:
+        """Of all tensors, whatever the files."""
+        return Profiled(self.measure.empty(), Histograms(self.selected))
+
+    def nbytes(self, destination: Destination) -> int:
+        """Bytes of the tensors."""
+        return self.measure.nbytes(destination)
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
+        """One for each block."""
+        return (OnBlock(self._work, task.block) for task in self.measure.tasks(backend, destination))
+
+    def parts(self, destination: Destination) -> Iterator[Part]:
+        """Those of the measurement."""
+        return (part._replace(work=type(self)(cast("Measure", part.work))) for part in self.measure.parts(destination))
+
+    def _work(self, block: Block, worker: Worker, found: Profiled) -> None:
+        data, pieces = worker.load(block), pieces_of(block)
+        sums = worker.backend.tile_sums(data, pieces, self.measure.spec)
+        counts = worker.backend.histogram(data, pieces)
+        found.measurement.add(block, sums)
+        found.histograms.add(block, counts)

@@ -43,7 +43,7 @@ def known_of(problem: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_rows(key: str) -> bool:
-    """Whether a field has one row for each tensor, layer, or whatever follows `per_`."""
+    """Whether a field has one row for each tensor, layer, or whatever follows `per_`, or for each exponent."""
     return key.startswith("per_") or key == "histogram"
 
 

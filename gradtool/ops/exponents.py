@@ -44,7 +44,8 @@ class Histograms:
     def __init__(self, selected: Sequence[Selected]) -> None:
         bins = {dtype: bins_of(dtype) for dtype in RANGES}
         self._lowest = np.array([bins[one.tensor.dtype].start for one in selected], np.int64)
-        self._bins = np.array([len(bins[one.tensor.dtype]) for one in selected], np.int64)
+        # An empty tensor is in no block, and has no bins.
+        self._bins = np.array([len(bins[one.tensor.dtype]) * (one.tensor.elements > 0) for one in selected], np.int64)
         self._ends = np.cumsum(self._bins)
         self.counts: NDArray[np.int64] = np.zeros(int(self._bins.sum()), np.int64)
         self.largest: NDArray[np.float64] = np.zeros(len(selected))
@@ -60,12 +61,12 @@ class Histograms:
         """Add what a backend counted in the pieces of a block."""
         if not block.spans:
             return
-        # The tensors of a block follow one another.
-        first, end = block.spans[0].tensor, block.spans[-1].tensor + 1
-        begin = int(self._ends[first] - self._bins[first])
+        tensors = np.array([span.tensor for span in block.spans])
+        # The bins of a block follow one another, as its spans do.
+        begin = int(self._ends[tensors[0]] - self._bins[tensors[0]])
         with self._lock:
             self.counts[begin : begin + len(found.counts)] += found.counts
-            self.largest[first:end] = np.maximum(self.largest[first:end], found.largest)
+            self.largest[tensors] = np.maximum(self.largest[tensors], found.largest)
 
     def merge(self, other: Self) -> None:
         """Add the counts of other blocks of the same tensors."""
@@ -85,7 +86,8 @@ class Histograms:
             ValueError: it is not about these parts.
         """
         numbers = np.array(places, np.int64).reshape(-1, 2)[:, 0]
-        if type(other) is not Sparse or not np.array_equal(other.bins, self._bins[numbers]):
+        is_sparse = type(other) is Sparse and other.largest.shape == numbers.shape
+        if not is_sparse or not np.array_equal(other.bins, self._bins[numbers]):
             raise ValueError("histograms of other tensors")
         dense = np.zeros(int(other.bins.sum()), np.int64)
         dense[other.at] = other.counts

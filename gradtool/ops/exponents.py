@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.destination import Destination
 
 
-class Sparse(NamedTuple):
-    """Histograms without their empty bins: how many bins each tensor has, and where which counts are among all."""
-
-    bins: NDArray[np.int64]
-    at: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    largest: NDArray[np.float64]
-
-
 class Histograms:
     """A histogram of each tensor, filled block by block from any thread; can be pickled.
 
@@ -52,10 +43,16 @@ class Histograms:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
+        # Most bins are empty, and are not sent.
+        at = np.flatnonzero(self.counts)
+        return {name: value for name, value in vars(self).items() if name != "_lock"} | {
+            "counts": (len(self.counts), at, self.counts[at])
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        length, at, values = state["counts"]
+        vars(self).update(state, counts=np.zeros(length, np.int64), _lock=threading.Lock())
+        self.counts[at] = values
 
     def add(self, block: Block, found: BlockHistogram) -> None:
         """Add what a backend counted in the pieces of a block."""
@@ -74,28 +71,20 @@ class Histograms:
             self.counts += other.counts
             self.largest = np.maximum(self.largest, other.largest)
 
-    def condensed(self) -> Sparse:
-        """The same in fewer bytes, to be sent."""
-        at = np.flatnonzero(self.counts)
-        return Sparse(self._bins, at, self.counts[at], self.largest)
-
-    def put(self, places: Sequence[tuple[int, int]], other: Sparse) -> None:
+    def put(self, places: Sequence[tuple[int, int]], other: Histograms) -> None:
         """Add the counts of parts of tensors; for each the number of its tensor, and the element it begins at.
 
         Raises:
             ValueError: it is not about these parts.
         """
         numbers = np.array(places, np.int64).reshape(-1, 2)[:, 0]
-        is_sparse = type(other) is Sparse and other.largest.shape == numbers.shape
-        if not is_sparse or not np.array_equal(other.bins, self._bins[numbers]):
+        if type(other) is not Histograms or not np.array_equal(other._bins, self._bins[numbers]):
             raise ValueError("histograms of other tensors")
-        dense = np.zeros(int(other.bins.sum()), np.int64)
-        dense[other.at] = other.counts
-        begin = 0
+        if other.counts.shape != (other._bins.sum(),) or other.largest.shape != numbers.shape:
+            raise ValueError("histograms of other tensors")
         with self._lock:
-            for number in numbers.tolist():
-                self._of(number)[:] += dense[begin : begin + int(self._bins[number])]
-                begin += int(self._bins[number])
+            for position, number in enumerate(numbers.tolist()):
+                self._of(number)[:] += other._of(position)
             np.maximum.at(self.largest, numbers, other.largest)
 
     def between(self, first: int, end: int) -> dict[int, int]:
@@ -123,15 +112,14 @@ class Profiled(NamedTuple):
         self.measurement.merge(other.measurement)
         self.histograms.merge(other.histograms)
 
-    def condensed(self) -> tuple[Measurement, Sparse]:
+    def condensed(self) -> Self:
         """The same in fewer bytes, to be sent."""
-        return self.measurement.condensed(), self.histograms.condensed()
+        return self._replace(measurement=self.measurement.condensed())
 
-    def put(self, places: Sequence[tuple[int, int]], other: tuple[Measurement, Sparse]) -> None:
+    def put(self, places: Sequence[tuple[int, int]], other: Self) -> None:
         """Add what was found in a part of the pass with these places."""
-        measurement, histograms = other
-        self.measurement.put(places, measurement)
-        self.histograms.put(places, histograms)
+        self.measurement.put(places, other.measurement)
+        self.histograms.put(places, other.histograms)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-/* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. cpu.py has the reference.
+/* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. histogram.py has the reference.
  *
- * The exponent fields of a chunk are laid out as bytes, which compilers vectorize, and then counted one by one. */
+ * The exponent fields of a chunk are laid out as bytes, which compilers vectorize, and are then counted one by one. */
 #ifndef GRADTOOL_HISTOGRAM_H
 #define GRADTOOL_HISTOGRAM_H
 

@@ -144,6 +144,9 @@ class NormOptions(Reading, total=False):
         int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
     ]
     by_file: Annotated[bool, Option("Report the norm of each path by itself, too.", default=False)]
+    histogram: Annotated[
+        bool, Option("Count values by binary exponent, and say which storage types can hold them.", default=False)
+    ]
     concat: _Concat
     fail_above: Annotated[
         float | None, Option("Report a norm above X as a problem, with exit code 1.", "X", range=NOT_NAN)

@@ -15,6 +15,7 @@ from support import SAMPLES, encode, gradtool, gradtool_json, sample, snapshot, 
 
 from gradtool import norm
 from gradtool.report import Outcome, json_lines
+from gradtool.report.facts import is_rows
 
 NAN = float("nan")
 MICRO = SAMPLES / "micro_0.safetensors"
@@ -112,7 +113,7 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
         (["clip", SAMPLES / "sharded", "--max-norm", "1", "--dry-run"], []),
         (["accumulate", SAMPLES / "buffer.safetensors", MICRO, "--per-gradient", "--dry-run"], ["gradient"]),
         (["layernorm-backward", SAMPLES / "layernorm.safetensors", "--dry-run"], ["layer"]),
-        (["norm", SAMPLES / "nan.safetensors", "--top", "1"], ["tensor"]),
+X
     ],
     ids=lambda value: value[0] if value and value[0] != "tensor" else "",
 )  # fmt: skip
@@ -121,14 +122,14 @@ def test_json_lines_are_the_rows_and_then_the_rest(arguments, kinds):
     done = gradtool(*arguments, "--format", "jsonl")
     *rows, last = lines_of(done)
     assert [row["type"] for row in rows] == kinds
-    expected = [row for key, value in whole["data"].items() if key.startswith("per_") for row in value]
+    expected = [row for key, value in whole["data"].items() if is_rows(key) for row in value]
     for row, one in zip(rows, expected, strict=True):
         assert list(row) == ["type", *one]
         if row["type"] != "layer":
             assert row == {"type": row["type"]} | one
     assert list(last) == ["type", *whole]
     assert last["type"] == "result"
-    assert list(last["data"]) == [key for key in whole["data"] if not key.startswith("per_")]
+    assert list(last["data"]) == [key for key in whole["data"] if not is_rows(key)]
     assert {key: last[key] for key in ("command", "status", "exit_code", "errors")} == {
         key: whole[key] for key in ("command", "status", "exit_code", "errors")
     }
@@ -345,10 +346,14 @@ def test_sections_stay_within_what_github_takes(tmp_path, on_github):
     assert 1_040_000 < len(first) <= 1 << 20
     _, rows = tables_in(first.decode())
     assert f"\nThere is no room for {1500 - len(rows) + 1:,} more rows.\n" in first.decode()
-    done = gradtool(*call, env=environment)
-    assert done.returncode == 0
+    # A section without rows may fit still, but not many.
+    for _ in range(5):
+        before = summary.read_bytes()
+        done = gradtool(*call, env=environment)
+        assert done.returncode == 0
+        assert len(summary.read_bytes()) <= 1 << 20
     assert done.stderr == f"gradtool: warning: {summary}: the summary of the step is full; this call is not in it\n"
-    assert summary.read_bytes() == first
+    assert summary.read_bytes() == before
 
 
 def test_other_formats_write_no_section(tmp_path, on_github):

@@ -101,7 +101,7 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     named = set().union(*(options_in(page.read_text()) for page in PAGES))
     # Of the benchmarks, and of the command without a subcommand; of dask and of sbatch.
     others = {"--timing", "--version", "--scheduler-file", "--port", "--nthreads", "--no-nanny", "--no-dashboard"}
-    others |= {"--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
+    others |= {"--interface", "--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
     assert named - others == everything
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 
@@ -126,7 +126,7 @@ def test_links_lead_somewhere(page):
 
 
 CALLS = {
-    "norm": ["sample_data/sharded", "--per-tensor", "--by-file"],
+    "norm": ["sample_data/sharded", "--per-tensor", "--by-file", "--histogram"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": ["sample_data/buffer.safetensors", "sample_data/micro_0.safetensors", "--per-gradient"],
     "zero": ["sample_data/sharded"],
@@ -139,7 +139,7 @@ def test_the_output_page_lists_the_keys_of_json_in_their_order(checkout, command
     data = gradtool_json(command, *CALLS[command], cwd=checkout[0])["data"]
     page = (ROOT / "docs" / "output.md").read_text()
     (lists,) = re.findall(rf"^### {command}\n.*?^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    rows = [key for key in data if key.startswith("per_")]
+    rows = [key for key in data if key.startswith("per_") or key == "histogram"]
     of_data, of_rows = [], []
     # A list of rows is called like its key, the last one before its colon; a semicolon ends it.
     for part in lists.split(";"):

@@ -44,22 +44,35 @@ TIMING_KEYS = [
 ]  # fmt: skip
 ROW_KEYS = ["name", "file", "dtype", "shape", "norm", "max_abs", "nan", "inf", "zeros"]
 FILE_ROW_KEYS = ["file", "tensors", "elements", "norm", "max_abs", "nan", "inf", "zeros"]
+DTYPE_ROW_KEYS = [
+    "dtype", "overflow_at_least", "overflow_at_most", "to_subnormal", "to_zero", "min_scale_log2", "max_scale_log2",
+]  # fmt: skip
 CLIPPED_ROW_KEYS = ["name", "file", "dtype", "shape", "norm_before", "norm_after", "coef", "clipped"]
 
 
 def test_the_keys_of_norm_in_json_are_pinned(tmp_path):
-    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor", "--by-file")
+    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor", "--by-file", "--histogram")
     assert list(answer) == ["gradtool", "schema", "command", "status", "exit_code", "data", "errors"]
     assert [answer[key] for key in ("gradtool", "schema", "command", "status", "exit_code", "errors")] == [
         "0.1.0", 1, "norm", "ok", 0, [],
     ]  # fmt: skip
     assert list(answer["data"]) == [
-        "norm", "max_abs", "norm_type", "nan", "inf", "zeros", *CALL_KEYS, "per_tensor", "per_file",
+        "norm", "max_abs", "norm_type", "nan", "inf", "zeros", *CALL_KEYS, "histogram", "per_dtype", "per_tensor",
+        "per_file",
     ]  # fmt: skip
     assert list(answer["data"]["timings"]) == TIMING_KEYS
-    assert [list(row) for row in answer["data"]["per_tensor"]] == [ROW_KEYS] * 2
-    assert [list(row) for row in answer["data"]["per_file"]] == [FILE_ROW_KEYS]
+    assert answer["data"]["histogram"] == [{"exponent": 2, "count": 1}, {"exponent": 3, "count": 1}]
+    assert [list(row) for row in answer["data"]["per_dtype"]] == [DTYPE_ROW_KEYS] * 6
+    assert [list(row) for row in answer["data"]["per_tensor"]] == [[*ROW_KEYS, "histogram"]] * 2
+    assert [list(row) for row in answer["data"]["per_file"]] == [[*FILE_ROW_KEYS, "histogram"]]
     assert (answer["data"]["norm"], answer["data"]["zeros"]) == (5.0, 2)
+
+
+def test_without_a_histogram_rows_have_none(tmp_path):
+    data = gradtool_json("norm", sample(tmp_path), "--per-tensor", "--by-file")["data"]
+    assert [list(row) for row in data["per_tensor"]] == [ROW_KEYS] * 2
+    assert [list(row) for row in data["per_file"]] == [FILE_ROW_KEYS]
+    assert (data["histogram"], data["per_dtype"]) == ([], [])
 
 
 def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
@@ -159,6 +172,26 @@ def test_plain_lines_are_for_grep_and_awk(tmp_path):
     assert [fields for fields in lines if fields[0] == "tensor"] == [
         ["tensor", "F32", "2", "5.0", "4.0", "0", "0", "0", "a", path],
         ["tensor", "BF16", "2", "0.0", "0.0", "0", "0", "2", "b", path],
+    ]
+
+
+def test_a_histogram_off_a_terminal_is_lines(tmp_path):
+    path = sample(tmp_path)
+    done = gradtool("norm", path, "--histogram", "--per-tensor")
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    own = [str(path)]
+    assert [fields for fields in lines if fields[0] == "histogram"] == [
+        ["histogram", "2", "1"],
+        ["histogram", "3", "1"],
+        ["histogram", "2", "1", "a", *own],
+        ["histogram", "3", "1", "a", *own],
+    ]
+    assert [fields for fields in lines if fields[:2] == ["dtype", "F16"]] == [
+        ["dtype", "F16", "0", "0", "0", "0", "-15", "13"]
+    ]
+    assert [fields for fields in lines if fields[0] == "tensor"] == [
+        ["tensor", "F32", "2", "5.0", "4.0", "0", "0", "0", "a", *own],
+        ["tensor", "BF16", "2", "0.0", "0.0", "0", "0", "2", "b", *own],
     ]
 
 

@@ -49,7 +49,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_broken(grads, colum
     ("columns", "shown", "left_out"),
     [
         (200, ["name", "file", "dtype", "shape", "norm", "max abs", "nan", "inf", "zeros"], []),
-        (120, ["name", "file", "shape", "norm", "max abs"], ["no room for inf, nan, zeros, dtype, which --json has"]),
+        (120, ["name", "file", "norm", "max abs"], ["no room for inf, nan, zeros, dtype, shape, which --json has"]),
         (88, ["name", "norm", "max abs"], ["no room for inf, nan, zeros, dtype, shape, file, which --json has"]),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_file_that_is_the_name_of_its_row_is_never_left_out(grads):
 def test_names_that_leave_no_room_for_a_table_head_a_few_lines(grads):
     lines = plain(on_terminal("norm", "--top", "2", grads, columns=64, errors=False)[1]).splitlines()
     at = lines.index(NAMES[7])
-    assert lines[at + 2] == "  dtype BF16  shape 2  norm 384  max abs 384  nan 0  inf 0"
+    assert lines[at + 2] == "  dtype BF16  shape 2  norm 384 ████████  max abs 384  nan 0"
 
 
 def test_below_60_columns_a_row_is_a_few_lines(tmp_path):

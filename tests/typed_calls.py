@@ -7,7 +7,7 @@ gradtool.accumulate("buffer", ["a", "b"], weight=[1, 2], dtype="BF16", missing="
 gradtool.layernorm_backward("acts", kind="rmsnorm", y_grad="dY", backend="cuda", device=1)
 gradtool.layernorm_backward(["acts", "model"], affine=False, scale_grad="weight", output="grads")
 gradtool.recover("grads", force=True)
-gradtool.norm(["a", "b"], by_file=True, concat=True)
+gradtool.norm(["a", "b"], by_file=True, concat=True, histogram=True)
 gradtool.accumulate("buffer", "grad", create=True, max_shard_size="5GB")
 gradtool.accumulate("buffer", "grad", create=True, max_shard_size=5_000_000_000)
 gradtool.accumulate("buffer", "grad", create=True, shard_like="model")

@@ -105,6 +105,16 @@ class BlockSums(NamedTuple):
     first_nonfinite: NDArray[np.int64]
 
 
+class BlockHistogram(NamedTuple):
+    """How many values have which binary exponent: the bins of one piece after those of another.
+
+    `gradtool.backends.histogram` says which bins a type has. `largest` is the largest finite magnitude of each piece.
+    """
+
+    counts: NDArray[np.int64]
+    largest: NDArray[np.float64]
+
+
 class Backend(Protocol):
     """The arithmetic of all operations.
 
@@ -137,6 +147,9 @@ class Backend(Protocol):
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
+
+    def histogram(self, block: Data, pieces: Sequence[Piece]) -> BlockHistogram:
+        """Count the finite values of each piece other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

@@ -132,6 +132,33 @@ static PyObject *add(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* histogram(block, pieces, counts, largest): pieces as for `run`; counts int64, added to, BINS64 for each piece of F64 and
+ * BINS32 for each other one; largest float64 (k,). */
+static PyObject *histogram(PyObject *self, PyObject *args)
+{
+    Py_buffer block, pieces, counts, largest;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*w*w*", &block, &pieces, &counts, &largest)) return NULL;
+
+    Py_ssize_t k = pieces.len / 24, bins = 0;
+    const char *problem = largest.len == 8 * k ? NULL : "one entry a piece is needed";
+    const int64_t *piece = pieces.buf;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) {
+        problem = check_piece(&block, piece + 3 * i);
+        bins += piece[3 * i] == F64 ? BINS64 : BINS32;
+    }
+    if (!problem && counts.len != 8 * bins) problem = "one count a bin is needed";
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        kernels->histogram_pieces(block.buf, piece, k, counts.buf, largest.buf);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&block, &pieces, &counts, &largest};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
 /* Fills a patch from its buffers, and checks their sizes. */
 static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype, const Py_buffer *y_grad,
                             int y_grad_dtype, const Py_buffer *rows, const Py_buffer *columns)
@@ -246,6 +273,7 @@ static PyMethodDef methods[] = {
     {"levels", levels, METH_NOARGS, "The levels that this processor runs, the best first."},
     {"use", use, METH_VARARGS, "Use the kernels of a level."},
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
+    {"histogram", histogram, METH_VARARGS, "Count the values of the pieces of one block by binary exponent."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},

@@ -1,4 +1,5 @@
 /* All kernels, compiled for one level of a processor; included once for each, with LEVEL the name of its table. */
+#include "_histogram.h"
 #include "_layer_norm.h"
 #include "_sums.h"
 #include "_tiles.h"
@@ -7,6 +8,7 @@ struct level {
     const char *name;
     void (*run_pieces)(struct job, char *, const int64_t *, int64_t, const double *, double *, int32_t *, double *,
                        int64_t *);
+    void (*histogram_pieces)(const char *, const int64_t *, int64_t, int64_t *, double *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);
     void (*sum_rows)(const struct patch *, const double *, double *);
     void (*sum_gradients)(const struct patch *, double *, double *);
@@ -14,4 +16,4 @@ struct level {
                           double *);
 };
 
-const struct level LEVEL = {LEVEL_NAME, run_pieces, add_all, sum_rows, sum_gradients, differentiate};
+const struct level LEVEL = {LEVEL_NAME, run_pieces, histogram_pieces, add_all, sum_rows, sum_gradients, differentiate};

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece
+from gradtool.backends import Addend, BlockHistogram, BlockSums, NormSpec, Patch, Piece
 from gradtool.backends._kernels import add as add_kernel
+from gradtool.backends._kernels import histogram as histogram_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.histogram import empty_histogram
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -33,6 +35,12 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super().tile_sums(block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec)
+
+    def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
+        """Count values by exponent."""
+        found = empty_histogram(pieces)
+        histogram_kernel(block, _table(pieces), found.counts, found.largest)
+        return found
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
@@ -98,6 +106,10 @@ def _arguments(patch: Patch) -> tuple[Any, ...]:
     )
 
 
+def _table(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    return np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
+
+
 def _run(
     block: memoryview,
     pieces: Sequence[Piece],
@@ -107,10 +119,9 @@ def _run(
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
-    table = np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
     tiles = sum(tile_count(piece.elements) for piece in pieces)
     sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
-    term = _TERMS[spec.order]
+    table, term = _table(pieces), _TERMS[spec.order]
     run_kernels(block, table, factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, max_abs, counts)
     return BlockSums(sums, exponents, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])

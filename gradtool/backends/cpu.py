@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
+from gradtool.backends import Addend, BlockHistogram, BlockSums, NormSpec, Patch, Piece, Rule
+from gradtool.backends.histogram import count_pieces
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
 from gradtool.reduction import fold
@@ -50,6 +51,10 @@ class NumpyBackend:
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
         return sum_pieces(block, pieces, spec)
+
+    def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
+        """Count values by exponent."""
+        return count_pieces(block, pieces)
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

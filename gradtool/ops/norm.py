@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from gradtool.backends import NormSpec
 from gradtool.errors import Problem
+from gradtool.ops.exponents import Profile
+from gradtool.ops.histogram import ExponentCount, StorageRange, histogram_rows, storage_ranges
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 from gradtool.ops.session import Call
@@ -17,6 +19,7 @@ from gradtool.signatures import complete, documented
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gradtool.ops.exponents import Histograms
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
     from gradtool.store.format.gradset import Selected
@@ -38,6 +41,13 @@ class TensorNorm:
 
 
 @dataclass(frozen=True)
+class TensorHistogram(TensorNorm):
+    """The same, and how many values have which exponent."""
+
+    histogram: tuple[ExponentCount, ...]
+
+
+@dataclass(frozen=True)
 class FileNorm:
     """What was found in one path, which is `file` as it was given; `max_abs` leaves NaN out."""
 
@@ -51,13 +61,26 @@ class FileNorm:
     zeros: int
 
 
+@dataclass(frozen=True)
+class FileHistogram(FileNorm):
+    """The same, and how many values have which exponent."""
+
+    histogram: tuple[ExponentCount, ...]
+
+
 @dataclass(frozen=True, repr=False)
 class NormResult(Facts):
-    """What was found in all selected tensors, taken as one vector."""
+    """What was found in all selected tensors, taken as one vector.
+
+    With `histogram`, there is a row for each exponent that occurs, one in `per_dtype` for each storage type that the
+    values could be stored in, and the rows of tensors and files are of the types that have a histogram, too.
+    """
 
     headline = ("norm", "max_abs")
 
     norm: float
+    histogram: tuple[ExponentCount, ...]
+    per_dtype: tuple[StorageRange, ...]
     per_tensor: tuple[TensorNorm, ...]
     per_file: tuple[FileNorm, ...]
     problems: tuple[Problem, ...]
@@ -71,7 +94,8 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
 
     Tensors of one name in several paths are refused, because nothing says whether they are parts of one vector, unless
-    `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these.
+    `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these. With
+    `histogram`, the finite values other than zero are counted by their exponent e as `math.frexp` has it.
 
     Returns:
         The result. NaN, Inf and a norm above `fail_above` are not raised; they are its `problems`.
@@ -87,25 +111,43 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     by_file = chosen["by_file"]
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
-        found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
+        measure = Measure(session.selected, NormSpec(chosen["norm_type"]))
+        found, exponents = session.run(Profile(measure)) if chosen["histogram"] else (session.run(measure), None)
         norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
-        rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
-        files = list(_file_rows(call.inputs.paths, session, found)) if by_file else []
+        rows = [
+            _row(session.selected[number], found, exponents, number, one) for number, one in enumerate(norms.tensors)
+        ]
+        files = list(_file_rows(call.inputs.paths, session, found, exponents)) if by_file else []
         limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
         problems = nonfinite_problems(session.selected, found)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
             **facts(session, session.selected, found),
             norm=norms.whole,
+            **_histogram(exponents),
             per_tensor=tuple(rows if top is None else _largest(rows, top)),
             per_file=tuple(files),
             problems=tuple(problems),
         )
 
 
-def _row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:
+class _HistogramFields(TypedDict):
+    histogram: tuple[ExponentCount, ...]
+    per_dtype: tuple[StorageRange, ...]
+
+
+def _histogram(exponents: Histograms | None) -> _HistogramFields:
+    """What the exponents of all tensors say, if they were counted."""
+    if exponents is None:
+        return _HistogramFields(histogram=(), per_dtype=())
+    counts = exponents.between(0, len(exponents.largest))
+    ranges = storage_ranges(counts, float(exponents.largest.max(initial=0)))
+    return _HistogramFields(histogram=histogram_rows(counts), per_dtype=tuple(ranges))
+
+
+def _row(one: Selected, found: Measurement, exponents: Histograms | None, number: int, value: float) -> TensorNorm:
     """The row of one tensor."""
-    return TensorNorm(
+    row = TensorNorm(
         name=one.tensor.name,
         file=str(one.shard.path),
         dtype=one.tensor.dtype,
@@ -116,16 +158,21 @@ def _row(one: Selected, found: Measurement, number: int, value: float) -> Tensor
         inf=int(found.inf[number]),
         zeros=int(found.zeros[number]),
     )
+    if exponents is None:
+        return row
+    return TensorHistogram(**vars(row), histogram=histogram_rows(exponents.between(number, number + 1)))
 
 
-def _file_rows(paths: Sequence[str], session: Session, found: Measurement) -> Iterator[FileNorm]:
+def _file_rows(
+    paths: Sequence[str], session: Session, found: Measurement, exponents: Histograms | None
+) -> Iterator[FileNorm]:
     """The row of each path."""
     first = 0
     for path, one in zip(paths, session.opened.sets, strict=True):
         selected = session.opened.selected_in(one.shards)
-        own = found.between(first, first + len(selected))
-        first += len(selected)
-        yield FileNorm(
+        end = first + len(selected)
+        own = found.between(first, end)
+        row = FileNorm(
             file=path,
             tensors=len(selected),
             elements=sum(one.tensor.elements for one in selected),
@@ -135,6 +182,10 @@ def _file_rows(paths: Sequence[str], session: Session, found: Measurement) -> It
             inf=int(own.inf.sum()),
             zeros=int(own.zeros.sum()),
         )
+        if exponents is not None:
+            row = FileHistogram(**vars(row), histogram=histogram_rows(exponents.between(first, end)))
+        yield row
+        first = end
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:

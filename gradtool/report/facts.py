@@ -55,8 +55,8 @@ def kind_of(key: str) -> str:
 
 
 def is_rows(key: str) -> bool:
-    """Whether a field has one row for each tensor, layer, or whatever follows `per_`."""
-    return key.startswith("per_")
+    """Whether a field has one row for each tensor, layer, or whatever follows `per_`, or for each exponent."""
+    return key.startswith("per_") or key == "histogram"
 
 
 def facts_of(result: Result, data: dict[str, Any], *, verbose: bool) -> dict[str, Any]:

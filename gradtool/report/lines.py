@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
-    """One line for each path written and each fact, name first; and for each row, kind first and names last."""
+    """One line for each path written and each fact, name first; and for each row, kind first and names last.
+
+    Rows of a row follow it, with its names.
+    """
     data = data_of(result)
     for path in data.get("wrote", ()):
         yield ["wrote", printable(path)]
@@ -22,5 +25,8 @@ def lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
         yield [key, field(value)]
     for key in filter(is_rows, data):
         for row in data[key]:
-            names = [row.pop(name) for name in ("name", "file") if name in row]
-            yield [kind_of(key), *(field(value) for value in row.values()), *map(printable, names)]
+            names = [printable(row.pop(name)) for name in ("name", "file") if name in row]
+            inner = {one: row.pop(one) for one in list(row) if is_rows(one)}
+            yield [kind_of(key), *map(field, row.values()), *names]
+            for kind, own in inner.items():
+                yield from ([kind, *map(field, one.values()), *names] for one in own)

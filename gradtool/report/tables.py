@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradtool.report.bars import STORAGE_NOTE, norm_bars, show_histogram, storage_columns
 from gradtool.report.facts import data_of, facts_of, field, is_rows, short
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 _TABLE_COLUMNS = 60
 # A path is shortened to that. All else is as wide as its content.
 _SHORTEST_PATH = 24
+# The key of the column of bars, which needs no heading, and how long these are.
+_BARS, _BAR = "", 8
 # What is left out first where there is no room. The names and norms are not here, and always shown.
 _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
-    "inf", "nan", "file", "max_abs", "clipped", "taken", "weight", "coef",
+    "inf", "nan", _BARS, "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
-_TEXTS = ("name", "file", "dtype", "outcome")
+_TEXTS = ("name", "file", "dtype", "outcome", "stored as", "loss scale", _BARS)
 # Between two columns.
 _GAP = 3
 # The paths written that are named; lines off a terminal and JSON name all.
@@ -48,10 +51,41 @@ def show_tables(result: Result, *, verbose: bool) -> None:
     for label, items in labels:
         _show_items(console, label, items, taken)
     for key in filter(is_rows, data):
-        if data[key]:
-            columns = _columns_of(data[key])
-            if not (console.width >= _TABLE_COLUMNS and _show_table(console, columns)):
-                _show_blocks(console, columns)
+        if not data[key]:
+            continue
+        if data.get("histogram"):
+            console.print()
+        if key == "histogram":
+            show_histogram(console, data[key])
+        elif key == "per_dtype":
+            _show_rows(console, storage_columns(data[key]))
+            _show_note(console, STORAGE_NOTE)
+        else:
+            _show_measured(console, data[key])
+
+
+def _show_measured(console: Console, rows: Sequence[Row]) -> None:
+    """Rows with bars beside their norms, if there are several to compare; then the histogram of each."""
+    histograms = [row.pop("histogram", None) for row in rows]
+    columns = _columns_of(rows)
+    if "norm" in columns and len(rows) > 1:
+        columns = _beside("norm", columns, norm_bars(rows, _BAR))
+    _show_rows(console, columns)
+    for row, histogram in zip(rows, histograms, strict=True):
+        if histogram:
+            console.print(Text(f"\n{field(row.get('name', row['file']))}", style="bold"), soft_wrap=True)
+            show_histogram(console, histogram)
+
+
+def _show_rows(console: Console, columns: Columns) -> None:
+    """A table, or where there is no room for one, a few lines a row."""
+    if not (console.width >= _TABLE_COLUMNS and _show_table(console, columns)):
+        _show_blocks(console, columns)
+
+
+def _show_note(console: Console, items: Sequence[str]) -> None:
+    for line in _packed(items, console.width, separator=", "):
+        console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def _show_items(console: Console, label: str, items: Sequence[str], taken: int) -> None:
@@ -130,7 +164,7 @@ def _show_table(console: Console, columns: Columns) -> bool:
     for key in sorted(droppable, key=lambda key: not _says_nothing(columns.get(key))):
         if _least_width(fitting) <= console.width:
             break
-        if fitting.pop(key, None) is not None:
+        if fitting.pop(key, None) is not None and key != _BARS:
             left_out.append(key.replace("_", " "))
     if _least_width(fitting) > console.width:
         return False
@@ -144,10 +178,15 @@ def _show_table(console: Console, columns: Columns) -> bool:
         table.add_row(*cells)
     console.print(table)
     if left_out:
-        items = [f"no room for {left_out[0]}", *left_out[1:], "which --json has"]
-        for line in _packed(items, console.width, separator=", "):
-            console.print(Text(line, style="dim"), soft_wrap=True)
+        _show_note(console, [f"no room for {left_out[0]}", *left_out[1:], "which --json has"])
     return True
+
+
+def _beside(key: str, columns: Columns, bars: Sequence[str]) -> Columns:
+    """The columns with bars after one of them."""
+    keys = list(columns)
+    before = keys[: keys.index(key) + 1]
+    return {one: columns[one] for one in before} | {_BARS: list(bars)} | columns
 
 
 def _columns_of(rows: Sequence[Row]) -> Columns:
@@ -178,10 +217,13 @@ def _show_blocks(console: Console, columns: Columns) -> None:
     """Rows where there is no room for a table: a line with the name, and below it the other fields."""
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
-        if "name" in values:
-            console.print(Text(values.pop("name"), style="bold"), soft_wrap=True)
+        for key in ("name", "stored as"):
+            if key in values:
+                console.print(Text(values.pop(key), style="bold"), soft_wrap=True)
         if "file" in values:
             console.print(_middle(values.pop("file"), console.width), soft_wrap=True)
-        fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items()]
+        if values.get(_BARS):
+            values["norm"] += f" {values[_BARS]}"
+        fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items() if key != _BARS]
         for line in _packed(fields, console.width - 2, separator="  "):
             console.print(f"  {line}", soft_wrap=True)

@@ -190,6 +190,17 @@ def test_what_each_guarantee_costs(bench, gradtool_command):
     assert not bench.timing or ratio <= 1
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_a_histogram_takes_half_as_long_again_at_most(bench, gradtool_command, dtype):
+    ours = [*gradtool_command, "norm", str(bench.file(dtype, GIB, 48))]
+    with_it, without = bench.in_turn([[*ours, "--histogram"], ours])
+    ratio = with_it.median / without.median
+    detail = f"{with_it.median:.3f} s, norm {without.median:.3f} s, {with_it.peak_mib:.0f} MiB"
+    bench.note(f"norm --histogram {dtype} 1 GiB beside norm", f"{ratio:.2f}x", "<= 1.5x", detail)
+    assert with_it.peak_mib < 100
+    assert not bench.timing or ratio <= 1.5
+
+
 def test_threads_share_the_work(bench):
     """If the interpreter lock were held, two threads would be no faster than one; start-up is left out."""
     source = bench.file("bf16", GIB, 48)

@@ -67,7 +67,7 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
         for _ in range(workers):
             cluster.worker()
         for command, *rest in (
-            ["norm", "--per-tensor"],
+            ["norm", "--per-tensor", "--histogram"],
             ["clip", "--max-norm", "1e-3", "--per-tensor"],
             ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2"],
         ):

@@ -99,6 +99,15 @@ def test_norm_is_the_same_in_any_parts(tmp_path, pool, order):
             assert result.workers in (1, 2)
 
 
+def test_histograms_are_the_same_in_any_parts(tmp_path, pool):
+    random_set(tmp_path / "set", 5)
+    options = {"histogram": True, "per_tensor": True, "by_file": True}
+    with workers(pool) as there:
+        result = gradtool.norm(tmp_path / "set", **options, **there)
+    assert facts_of(result) == facts_of(gradtool.norm(tmp_path / "set", **options))
+    assert sum(row.count for row in result.histogram) == result.elements - result.zeros
+
+
 def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
     values = np.ones(40 * TILE, np.float32)
     values[[35 * TILE + 7, 39 * TILE]] = np.nan, np.inf

@@ -77,7 +77,8 @@ def contents(folder):
 def told(result):
     """What a result says of the numbers in it."""
     facts = vars(result)
-    return {key: facts[key] for key in facts if key.startswith(("norm", "max_abs", "nan", "inf", "zeros", "coef"))}
+    told = ("norm", "max_abs", "nan", "inf", "zeros", "coef", "histogram", "per_dtype")
+    return {key: facts[key] for key in facts if key.startswith(told)}
 
 
 CALLS = {
@@ -87,6 +88,7 @@ CALLS = {
         grads(folder / "g"), max_norm=0.5, per_tensor=True, unscale=3.0, **options
     ),
     "norm 3": lambda folder, **options: gradtool.norm(grads(folder / "g"), norm_type=3.0, **options),
+    "norm with a histogram": lambda folder, **options: gradtool.norm(grads(folder / "g"), histogram=True, **options),
     "accumulate": lambda folder, **options: gradtool.accumulate(
         grads(folder / "g"),
         [grads(folder / "h", 100), grads(folder / "i", 200)],

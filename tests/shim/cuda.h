@@ -129,6 +129,7 @@ static inline float __double2float_rz(double value)
     return fabs((double)nearest) > fabs(value) ? nextafterf(nearest, 0) : nearest;
 }
 
+static inline void atomicAdd(unsigned *target, unsigned value) { *target += value; }
 static inline void atomicAdd(unsigned long long *target, unsigned long long value) { *target += value; }
 static inline void atomicMax(unsigned long long *target, unsigned long long value)
 {

@@ -14,6 +14,7 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends import Piece
 from gradtool.backends.cuda import jobs
+from gradtool.backends.cuda.histogram import count_pieces
 from gradtool.backends.cuda.memory import (
     DeviceBlock,
     DeviceGroups,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule
+    from gradtool.backends import Addend, BlockHistogram, BlockSums, Data, NormSpec, Patch, Rule
     from gradtool.backends.cuda.memory import Device
 
     Floats = NDArray[np.float64]
@@ -74,6 +75,10 @@ class CudaBackend:
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
         return self._sum(self._on_device(block), pieces, None, math.inf, spec)
+
+    def histogram(self, block: Data, pieces: Sequence[Piece]) -> BlockHistogram:
+        """Count values by exponent."""
+        return count_pieces(self.device, self._on_device(block), pieces)
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from gradtool.backends import Addend, Patch, Piece, Rule
 
 
-def _record(*fields: str) -> np.dtype[Any]:
+def record(*fields: str) -> np.dtype[Any]:
     """A struct of 8-byte fields: float64 those with a star, int64 the others."""
     return np.dtype([(name.lstrip("*"), "<f8" if name.startswith("*") else "<i8") for name in fields])
 
 
-_PIECE = _record("offset", "elements", "first_block", "first_sum", "number", "*factor")
-_TARGET = _record("offset", "elements", "first_block", "at", "first_addend", "addends")
-_ADDEND = _record("dtype", "offset", "start", "elements", "*weight")
-TILES_JOB = _record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
-ADD_JOB = _record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
-PATCH_JOB = _record(
+_PIECE = record("offset", "elements", "first_block", "first_sum", "number", "*factor")
+_TARGET = record("offset", "elements", "first_block", "at", "first_addend", "addends")
+_ADDEND = record("dtype", "offset", "start", "elements", "*weight")
+TILES_JOB = record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
+ADD_JOB = record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
+PATCH_JOB = record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),
     *("x_dtype", "y_grad_dtype", "x_grad_dtype", "rows", "columns", "height", "rms", "has_means"),
 )
-GROUPS_JOB = _record("totals", "grads", "groups", "columns")
+GROUPS_JOB = record("totals", "grads", "groups", "columns")
 
 # As the enums of the .cuh files.
 THREADS, TEAM, GROUPS_TEAM = 256, 512, 256

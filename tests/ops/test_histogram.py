@@ -1,0 +1,270 @@
+"""`norm --histogram`: exponents against Python's frexp, and what storage types would do against their own rounding."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parts import run_part
+from support import NUMPY_TYPES, VALUE_TYPES, encode, gaussian, rounded_once, snapshot, write, write_index
+
+from gradtool import norm, tuning
+from gradtool.backends import NormSpec
+from gradtool.backends.histogram import RANGES
+from gradtool.ops.exponents import Histograms, Profile
+from gradtool.ops.histogram import storage_ranges
+from gradtool.ops.passes import Measure
+from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.inputs import Inputs
+
+
+def truth(*arrays):
+    """How many values of the arrays have which exponent."""
+    counts = {}
+    for value in [one for array in arrays for one in array.astype(np.float64).ravel().tolist()]:
+        if value and math.isfinite(value):
+            exponent = math.frexp(value)[1]
+            counts[exponent] = counts.get(exponent, 0) + 1
+    return counts
+
+
+def counts_of(rows):
+    """Rows as a mapping; they are in the order of their exponents."""
+    exponents = [row.exponent for row in rows]
+    assert exponents == sorted(set(exponents))
+    return {row.exponent: row.count for row in rows}
+
+
+def test_a_known_histogram(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1, -1, 1.5, 2, 0.5, 0.75, 0, -0.0, math.nan, math.inf], "F32")})
+    result = norm(path, histogram=True)
+    assert [(row.exponent, row.count) for row in result.histogram] == [(0, 2), (1, 3), (2, 1)]
+    assert sum(row.count for row in result.histogram) + result.zeros + result.nan + result.inf == result.elements
+
+
+def test_the_whole_each_tensor_and_each_path_have_their_own(tmp_path):
+    arrays = {dtype: gaussian(70_000 + 7 * i, dtype, seed=i) for i, dtype in enumerate(VALUE_TYPES)}
+    arrays["F32"][5:9] = 1e-42, -1e-45, math.nan, -math.inf
+    names = list(arrays)
+    one = write(tmp_path / "one", {name: arrays[name] for name in names[:4]})
+    other = write(tmp_path / "other", {name: arrays[name] for name in names[4:]})
+    result = norm([one, other], histogram=True, per_tensor=True, by_file=True)
+    assert counts_of(result.histogram) == truth(*arrays.values())
+    assert {row.name: counts_of(row.histogram) for row in result.per_tensor} == {
+        name: truth(array) for name, array in arrays.items()
+    }
+    assert [counts_of(row.histogram) for row in result.per_file] == [
+        truth(*(arrays[name] for name in some)) for some in (names[:4], names[4:])
+    ]
+
+
+def test_the_norm_is_the_same_with_a_histogram_and_without(tmp_path):
+    path = write(tmp_path / "x", {"a": gaussian(200_001, "F64"), "b": gaussian(3, "BF16")})
+    for norm_type in (1, 2, 3, math.inf):
+        with_it = norm(path, histogram=True, norm_type=norm_type, per_tensor=True)
+        without = norm(path, norm_type=norm_type, per_tensor=True)
+        assert (with_it.norm, with_it.max_abs, with_it.zeros) == (without.norm, without.max_abs, without.zeros)
+        assert [row.norm for row in with_it.per_tensor] == [row.norm for row in without.per_tensor]
+        assert (without.histogram, without.per_dtype) == ((), ())
+        assert not any(hasattr(row, "histogram") for row in without.per_tensor)
+
+
+def test_empty_tensors_between_others_do_not_shift_the_counts(tmp_path):
+    arrays = {"a": encode([1], "F32"), "b": encode([], "F64"), "c": encode([4, 4], "F16"), "d": encode([], "F32")}
+    result = norm(write(tmp_path / "x", arrays), histogram=True, per_tensor=True)
+    assert [counts_of(row.histogram) for row in result.per_tensor] == [{1: 1}, {}, {3: 2}, {}]
+
+
+def test_top_and_selection_leave_out_what_they_do_not_name(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1], "F32"), "b": encode([4, 4], "F32"), "c": encode([9], "F32")})
+    result = norm(path, histogram=True, top=1, exclude="c")
+    assert [(row.name, counts_of(row.histogram)) for row in result.per_tensor] == [("b", {3: 2})]
+    assert counts_of(result.histogram) == {1: 1, 3: 2}
+
+
+SIZES = st.sampled_from([0, 1, 5, 2049, 65_537, 300_001])
+TENSORS = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), SIZES), min_size=1, max_size=6)
+
+
+@settings(max_examples=15)
+@given(tensors=TENSORS, order=st.randoms(use_true_random=False))
+def test_the_same_counts_for_any_threads_blocks_order_and_shards(tmp_path_factory, tensors, order):
+    folder = tmp_path_factory.mktemp("counts")
+    arrays = {f"t{i}": gaussian(n, dtype, seed=i) for i, (dtype, n) in enumerate(tensors)}
+    expected = truth(*arrays.values())
+    shuffled = order.sample(list(arrays), len(arrays))
+    block_bytes = tuning.BLOCK_BYTES
+    for count, threads, nbytes in ((1, 1, block_bytes), (2, 8, 512 << 10), (3, 2, 16 << 20)):
+        shards = {f"{i}.safetensors": {name: arrays[name] for name in shuffled[i::count]} for i in range(count)}
+        index = write_index(folder / str(count), shards)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "BLOCK_BYTES", nbytes)
+            assert counts_of(norm(index, histogram=True, threads=threads).histogram) == expected
+
+
+def test_nothing_is_changed(tmp_path):
+    path = write(tmp_path / "x", {"a": np.ones(100_000, np.float32)})
+    before = snapshot(tmp_path)
+    norm(path, histogram=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_no_values_have_no_exponents_and_fit_everywhere(tmp_path):
+    for array in (np.zeros((3, 0), np.float32), np.zeros(9), encode([math.nan], "F16")):
+        result = norm(write(tmp_path / "x", {"a": array}), histogram=True, per_tensor=True)
+        assert (result.histogram, result.per_tensor[0].histogram) == ((), ())
+        assert [vars(row) for row in result.per_dtype] == [
+            {
+                "dtype": dtype,
+                "overflow_at_least": 0,
+                "overflow_at_most": 0,
+                "to_subnormal": 0,
+                "to_zero": 0,
+                "min_scale_log2": None,
+                "max_scale_log2": None,
+            }
+            for dtype in VALUE_TYPES
+        ]
+    assert norm(write(tmp_path / "none", {}), histogram=True).histogram == ()
+
+
+def ranges(values):
+    """The row of each storage type, for some float64 values."""
+    values = np.abs(np.array(values, np.float64))
+    largest = float(values[np.isfinite(values)].max(initial=0))
+    return {row.dtype: row for row in storage_ranges(truth(values), largest)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "overflows"),
+    [
+        ("F16", 65519.99, False),
+        ("F16", 65520.0, True),
+        ("F16", math.nextafter(65520.0, 0), False),
+        ("F8_E5M2", 61440.0, True),
+        ("F8_E5M2", math.nextafter(61440.0, 0), False),
+        # Halfway between 448 and the code that is NaN; 448 is even.
+        ("F8_E4M3", 464.0, False),
+        ("F8_E4M3", math.nextafter(464.0, 500), True),
+        ("BF16", math.nextafter(float.fromhex("0x1.ffp127"), 0), False),
+        ("BF16", float.fromhex("0x1.ffp127"), True),
+        ("F32", math.nextafter(float.fromhex("0x1.ffffffp127"), 0), False),
+        ("F32", float.fromhex("0x1.ffffffp127"), True),
+        ("F64", 1.7976931348623157e308, False),
+    ],
+)
+def test_what_overflows_is_decided_as_rounding_does(dtype, value, overflows):
+    row = ranges([value, value / 1e4])[dtype]
+    assert (row.overflow_at_least, row.overflow_at_most) == (overflows, overflows)
+    assert row.max_scale_log2 == (-1 if overflows else 0)
+    with np.errstate(all="ignore"):
+        stored = rounded_once(np.array([value]), dtype).astype(np.float64)
+    assert np.isfinite(stored[0]) == (not overflows)
+
+
+@settings(max_examples=60)
+@given(
+    values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
+    small=st.lists(st.floats(-70_000, 70_000, width=32), max_size=30),
+)
+def test_what_types_would_do_is_what_they_do(values, small):
+    array = np.array([one for one in values + small if one], np.float64)
+    for dtype, row in ranges(array).items():
+        kind, range_ = NUMPY_TYPES[dtype], RANGES[dtype]
+        with np.errstate(all="ignore"):
+            stored = rounded_once(array, dtype).astype(np.float64)
+        overflowed = int((~np.isfinite(stored)).sum())
+        assert row.overflow_at_least <= overflowed <= row.overflow_at_most
+        assert (overflowed == 0) == (row.overflow_at_most == 0)
+        # Half of the least number is rounded to 0 too, but has the exponent of what is rounded up.
+        half, normal = 2.0 ** (range_.least - 2), 2.0 ** (range_.normal - 1)
+        assert row.to_zero == int((np.abs(array) < half).sum()) if half else row.to_zero == 0
+        assert row.to_subnormal == int(((np.abs(array) >= half) & (np.abs(array) < normal)).sum())
+        if kind.itemsize < 4:
+            assert (stored[np.abs(array) < half] == 0).all()
+            assert (stored[np.abs(array) > half] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F8_E4M3", "F8_E5M2"])
+def test_the_range_of_loss_scales_ends_where_it_says(dtype):
+    normal = 2.0 ** (RANGES[dtype].normal - 1)
+    for seed in range(20):
+        values = np.abs(gaussian(200, "F32", seed).astype(np.float64))
+        values = values[values > 0][: 3 + seed]
+        row = ranges(values)[dtype]
+        with np.errstate(all="ignore"):
+            most, more = (
+                rounded_once(values * 2.0**k, dtype).astype(float) for k in (row.max_scale_log2, row.max_scale_log2 + 1)
+            )
+        assert np.isfinite(most).all()
+        assert not np.isfinite(more).all()
+        assert (values * 2.0**row.min_scale_log2 >= normal).all()
+        assert not (values * 2.0 ** (row.min_scale_log2 - 1) >= normal).all()
+
+
+def test_the_largest_finite_value_decides_where_there_is_an_inf(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([math.inf, 65519.0], "F32"), "b": encode([math.nan, 1], "F32")})
+    rows = {row.dtype: row for row in norm(path, histogram=True).per_dtype}
+    assert (rows["F16"].overflow_at_most, rows["F16"].max_scale_log2) == (0, 0)
+
+
+def test_bounds_where_exponents_do_not_tell():
+    row = ranges([40_000.0, 65_504.0, 65_530.0, 70_000.0, 1e6])["F16"]
+    assert (row.overflow_at_least, row.overflow_at_most) == (2, 5)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    arrays = {"a": gaussian(200_001, "BF16"), "b": gaussian(9, "F64"), "c": gaussian(70_000, "F16")}
+    index = write_index(
+        tmp_path / "set",
+        {"0.safetensors": {"a": arrays["a"], "b": arrays["b"]}, "1.safetensors": {"c": arrays["c"]}},
+    )
+    return Inputs([str(index)]).open()
+
+
+def test_parts_are_merged_and_put_where_they_belong(opened):
+    profile = Profile(Measure(opened.selected, NormSpec()))
+    parts = [run_part(profile, DISCARD, number) for number in range(2)]
+    merged, put = profile.empty(), profile.empty()
+    for part in parts:
+        merged.merge(part)
+    for part in profile.parts(DISCARD):
+        own = part.work.empty()
+        for number in range(len(part.reads)):
+            own.merge(run_part(part.work, DISCARD, number))
+        put.put(part.places, pickle.loads(pickle.dumps(own.condensed())))  # noqa: S301 - our own
+    for found in (merged, put):
+        counts = [found.histograms.between(number, number + 1) for number in range(3)]
+        assert [sum(one.values()) for one in counts] == [
+            one.tensor.elements - int(found.measurement.zeros[number]) for number, one in enumerate(opened.selected)
+        ]
+        assert found.histograms.largest.tolist() == found.measurement.max_abs.tolist()
+    assert merged.histograms.counts.tobytes() == put.histograms.counts.tobytes()
+
+
+def test_empty_bins_are_not_sent(opened):
+    profile = Profile(Measure(opened.selected, NormSpec()))
+    found = run_part(profile, DISCARD, 0).histograms
+    sent = pickle.dumps(found)
+    assert len(sent) < 4000 < found.counts.nbytes
+    assert pickle.loads(sent).counts.tobytes() == found.counts.tobytes()  # noqa: S301 - our own
+
+
+def test_histograms_of_something_else_are_not_put_anywhere(opened):
+    found, whole = Histograms(opened.selected), [(0, 0), (1, 0), (2, 0)]
+    wrong = [Histograms(opened.selected) for _ in range(2)]
+    wrong[0].largest, wrong[1].counts = np.ones(1), np.ones(5, np.int64)
+    for other, places in [
+        (Histograms(opened.selected), whole[:2]),
+        (Histograms(opened.selected), [(1, 0), (0, 0), (2, 0)]),
+        (wrong[0], whole),
+        (wrong[1], whole),
+        ("histograms", whole[:1]),
+    ]:
+        with pytest.raises(ValueError, match="of other tensors"):
+            found.put(places, other)
+    assert not found.counts.any()
+    assert not found.largest.any()

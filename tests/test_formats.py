@@ -113,7 +113,8 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
         (["clip", SAMPLES / "sharded", "--max-norm", "1", "--dry-run"], []),
         (["accumulate", SAMPLES / "buffer.safetensors", MICRO, "--per-gradient", "--dry-run"], ["gradient"]),
         (["layernorm-backward", SAMPLES / "layernorm.safetensors", "--dry-run"], ["layer"]),
-X
+        (["norm", SAMPLES / "nan.safetensors", "--top", "1"], ["tensor"]),
+        (["norm", SAMPLES / "buffer.safetensors", "--histogram"], ["histogram"] * 37 + ["dtype"] * 6),
     ],
     ids=lambda value: value[0] if value and value[0] != "tensor" else "",
 )  # fmt: skip

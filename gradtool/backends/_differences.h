@@ -19,6 +19,12 @@ struct tolerance { double absolute, relative; };
 /* A tile of a, and the tile of b that it is compared with. */
 struct pair { enum dtype dtype[2]; const char *data[2]; int64_t elements; };
 
+/* Where an element of a side is. */
+static const char *at(struct pair pair, int side, int64_t number)
+{
+    return pair.data[side] + number * ITEMSIZE[pair.dtype[side]];
+}
+
 /* What is found in a tile. */
 struct difference {
     double sums[SUMS], max_abs, max_rel;
@@ -28,46 +34,51 @@ struct difference {
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-VECTOR static void row_to_doubles(const float *restrict row, double *restrict values, int n)
+VECTOR static void widen_row(const float *restrict row, double *restrict values, int n)
 {
     for (int j = 0; j < n; j++) values[j] = row[j];
 }
 
-static void load_values(struct pair pair, int side, int64_t start, double *values, int n)
+/* F32 at any address. */
+VECTOR static void widen_bytes(const char *restrict data, double *restrict values, int n)
 {
-    ALIGNED float row[PART];
-    const char *data = pair.data[side] + start * ITEMSIZE[pair.dtype[side]];
-    if (pair.dtype[side] == F64) {
-        memcpy(values, data, 8 * (size_t)n);
-        return;
+    for (int j = 0; j < n; j++) {
+        float value;
+        memcpy(&value, data + 4 * j, sizeof value);
+        values[j] = value;
     }
-    load_row(pair.dtype[side], data, row, n);
-    row_to_doubles(row, values, n);
 }
 
-VECTOR static void row_terms(const double *restrict x, const double *restrict y, int n, double (*restrict lanes)[PART])
+static void load_values(enum dtype dtype, const char *data, double *values, int n)
+{
+    ALIGNED float row[PART];
+    if (dtype == F64) {
+        memcpy(values, data, 8 * (size_t)n);
+    } else if (dtype == F32) {
+        widen_bytes(data, values, n);
+    } else {
+        load_row(dtype, data, row, n);
+        widen_row(row, values, n);
+    }
+}
+
+/* Facts of a row: the bits of the largest |x - y|, counts, and whether a quotient may be above the bound. */
+struct row_facts { uint64_t largest, differing, bits, far, above; };
+
+/* Adds the terms of a row to the lanes, and looks at its differences. */
+VECTOR static struct row_facts row_compare(const double *restrict x, const double *restrict y, int n,
+                                           double (*restrict lanes)[PART], struct tolerance tolerance, double bound)
 {
     double *restrict gaps = lanes[GAPS], *restrict a = lanes[SQUARES_A];
     double *restrict b = lanes[SQUARES_B], *restrict products = lanes[PRODUCTS];
-    for (int j = 0; j < n; j++) {
-        double gap = x[j] - y[j];
-        gaps[j] += gap * gap;
-        a[j] += x[j] * x[j];
-        b[j] += y[j] * y[j];
-        products[j] += x[j] * y[j];
-    }
-}
-
-/* Facts of a row: the bits of the largest |x - y|, counts, and whether a quotient may be above `bound`. */
-struct row_facts { uint64_t largest, differing, bits, far, above; };
-
-VECTOR static struct row_facts row_look(const double *restrict x, const double *restrict y, int n,
-                                        struct tolerance tolerance, double bound)
-{
     uint64_t largest = 0, differing = 0, bits = 0, far = 0, above = 0;
     for (int j = 0; j < n; j++) {
         double gap = fabs(x[j] - y[j]), magnitude = fabs(y[j]), least = magnitude * bound;
         uint64_t gap_bits = as_bits64(gap);
+        gaps[j] += gap * gap;
+        a[j] += x[j] * x[j];
+        b[j] += y[j] * y[j];
+        products[j] += x[j] * y[j];
         largest = gap_bits > largest ? gap_bits : largest;
         differing += gap != 0;
         bits += as_bits64(x[j]) != as_bits64(y[j]);
@@ -116,6 +127,31 @@ static void signed_codes(enum dtype dtype, const double *values, int32_t *codes,
     case BF16: codes_bf16(values, codes, n); return;
     case F8_E4M3: codes_f8_e4m3(values, codes, n); return;
     default: codes_f8_e5m2(values, codes, n); return;
+    }
+}
+
+/* The same of stored codes, which need no rounding. */
+#define STORED_CODES(NAME, TYPE, SIGN)                                                                                 \
+    VECTOR static void stored_##NAME(const char *restrict data, int32_t *restrict codes, int n)                       \
+    {                                                                                                                  \
+        for (int j = 0; j < n; j++) {                                                                                  \
+            TYPE code;                                                                                                 \
+            memcpy(&code, data + (int)sizeof code * j, sizeof code);                                                   \
+            int32_t magnitude = (int32_t)(code & (SIGN - 1));                                                          \
+            codes[j] = code & SIGN ? -magnitude : magnitude;                                                           \
+        }                                                                                                              \
+    }
+
+STORED_CODES(32, uint32_t, 0x80000000u)
+STORED_CODES(16, uint16_t, 0x8000u)
+STORED_CODES(8, uint8_t, 0x80u)
+
+static void stored_codes(enum dtype dtype, const char *data, int32_t *codes, int n)
+{
+    switch (ITEMSIZE[dtype]) {
+    case 4: stored_32(data, codes, n); return;
+    case 2: stored_16(data, codes, n); return;
+    default: stored_8(data, codes, n); return;
     }
 }
 
@@ -180,7 +216,7 @@ static void take_largest_quotient(struct difference *found, const double *x, con
 }
 
 static void take_largest_distance(struct pair pair, struct difference *found, const double *x, const double *y, int n,
-                                  int64_t start)
+                                  int64_t start, int drops)
 {
     enum dtype coarser = pair.dtype[0] > pair.dtype[1] ? pair.dtype[0] : pair.dtype[1];
     if (coarser == F64) {
@@ -192,8 +228,14 @@ static void take_largest_distance(struct pair pair, struct difference *found, co
     }
     ALIGNED int32_t a[PART], b[PART];
     ALIGNED uint32_t distances[PART];
-    signed_codes(coarser, x, a, n);
-    signed_codes(coarser, y, b, n);
+    /* What was dropped is only in the values. */
+    if (pair.dtype[0] == pair.dtype[1] && !drops) {
+        stored_codes(coarser, at(pair, 0, start), a, n);
+        stored_codes(coarser, at(pair, 1, start), b, n);
+    } else {
+        signed_codes(coarser, x, a, n);
+        signed_codes(coarser, y, b, n);
+    }
     uint32_t largest = row_distances32(a, b, distances, n);
     if (IS_NEW(largest, found->ulps, start, found->places[MAX_ULPS]))
         TAKE(distances, n, largest, found->ulps, start, found->places[MAX_ULPS]);
@@ -204,35 +246,34 @@ static void take_largest_distance(struct pair pair, struct difference *found, co
 /* Counts the elements that are not finite on both sides, and sets them to 0. */
 static void drop_nonfinite(struct pair pair, struct difference *found, double *x, double *y, int n, int64_t start)
 {
+    int is_one_type = pair.dtype[0] == pair.dtype[1];
     size_t size = (size_t)ITEMSIZE[pair.dtype[0]];
     for (int j = 0; j < n; j++) {
         if (isfinite(x[j]) && isfinite(y[j])) continue;
-        const char *a = pair.data[0] + (size_t)(start + j) * size, *b = pair.data[1] + (size_t)(start + j) * size;
         int is_same = x[j] == y[j] || (x[j] != x[j] && y[j] != y[j]);
         found->counts[SAME_NONFINITE] += is_same;
         found->counts[DIFFERING] += !is_same;
         found->counts[NOT_CLOSE] += !is_same;
         found->counts[ONLY_A] += !is_same && !isfinite(x[j]);
         found->counts[ONLY_B] += !is_same && !isfinite(y[j]);
-        found->counts[BITS_DIFFER] += pair.dtype[0] == pair.dtype[1] && memcmp(a, b, size) != 0;
+        found->counts[BITS_DIFFER] += is_one_type && memcmp(at(pair, 0, start + j), at(pair, 1, start + j), size) != 0;
         x[j] = y[j] = 0;
     }
 }
 
 static void compare_row(struct pair pair, struct difference *found, const double *x, const double *y, int n,
-                        int64_t start, struct tolerance tolerance, double (*lanes)[PART])
+                        int64_t start, struct tolerance tolerance, int drops, double (*lanes)[PART])
 {
     /* A quotient above the largest one makes gap > |y| * bound, in spite of the roundings. */
     double bound = isinf(found->max_rel) ? 0 : found->max_rel * (1 - 0x1p-50);
-    row_terms(x, y, n, lanes);
-    struct row_facts facts = row_look(x, y, n, tolerance, bound);
+    struct row_facts facts = row_compare(x, y, n, lanes, tolerance, bound);
     found->counts[BITS_DIFFER] += (int64_t)facts.bits;
     if (facts.differing == 0) return;
     found->counts[DIFFERING] += (int64_t)facts.differing;
     found->counts[NOT_CLOSE] += (int64_t)facts.far;
     take_largest_gap(found, x, y, n, start, as_double(facts.largest));
     if (facts.above) take_largest_quotient(found, x, y, n, start);
-    take_largest_distance(pair, found, x, y, n, start);
+    take_largest_distance(pair, found, x, y, n, start, drops);
 }
 
 /* Folds lanes pairwise, neighbours first, and leaves the sum in the first one. */
@@ -252,10 +293,10 @@ static struct difference compare_values(struct pair pair, struct tolerance toler
         memset(lanes, 0, sizeof lanes);
         for (int64_t start = part * PART; start < pair.elements; start += LANES) {
             int n = (int)(pair.elements - start < PART ? pair.elements - start : PART);
-            load_values(pair, 0, start, x, n);
-            load_values(pair, 1, start, y, n);
+            load_values(pair.dtype[0], at(pair, 0, start), x, n);
+            load_values(pair.dtype[1], at(pair, 1, start), y, n);
             if (drops) drop_nonfinite(pair, &found, x, y, n, start);
-            compare_row(pair, &found, x, y, n, start, tolerance, lanes);
+            compare_row(pair, &found, x, y, n, start, tolerance, drops, lanes);
         }
         for (int sum = 0; sum < SUMS; sum++) {
             fold_pairs(lanes[sum], PART);
@@ -271,10 +312,10 @@ static struct difference compare_values(struct pair pair, struct tolerance toler
 }
 
 /* The values of an element, 0 unless both are finite. */
-static void values_at(struct pair pair, int64_t at, double *x, double *y)
+static void values_at(struct pair pair, int64_t number, double *x, double *y)
 {
-    load_values(pair, 0, at, x, 1);
-    load_values(pair, 1, at, y, 1);
+    load_values(pair.dtype[0], at(pair, 0, number), x, 1);
+    load_values(pair.dtype[1], at(pair, 1, number), y, 1);
     if (!isfinite(*x) || !isfinite(*y)) *x = *y = 0;
 }
 
@@ -289,14 +330,14 @@ static void sum_divided(struct pair pair, double *sums, const int32_t *exponents
 {
     double lanes[SUMS][LANES] = {{0}}, x, y;
     double k = power_of_two(exponents[0]), m = power_of_two(exponents[1]), n = power_of_two(exponents[2]);
-    for (int64_t at = 0; at < pair.elements; at++) {
-        values_at(pair, at, &x, &y);
+    for (int64_t i = 0; i < pair.elements; i++) {
+        values_at(pair, i, &x, &y);
         double gap = exponents[0] ? x / k - y / k : x - y;
         x /= m, y /= n;
-        lanes[GAPS][at % LANES] += gap * gap;
-        lanes[SQUARES_A][at % LANES] += x * x;
-        lanes[SQUARES_B][at % LANES] += y * y;
-        lanes[PRODUCTS][at % LANES] += x * y;
+        lanes[GAPS][i % LANES] += gap * gap;
+        lanes[SQUARES_A][i % LANES] += x * x;
+        lanes[SQUARES_B][i % LANES] += y * y;
+        lanes[PRODUCTS][i % LANES] += x * y;
     }
     for (int sum = 0; sum < SUMS; sum++) {
         fold_pairs(lanes[sum], LANES);
@@ -316,8 +357,8 @@ static struct difference compare_tile(struct pair pair, struct tolerance toleran
     if (is_in_range(found.sums[GAPS]) && is_in_range(found.sums[SQUARES_A]) && is_in_range(found.sums[SQUARES_B]))
         return found;
     double largest[2] = {0, 0}, x, y;
-    for (int64_t at = 0; at < pair.elements; at++) {
-        values_at(pair, at, &x, &y);
+    for (int64_t i = 0; i < pair.elements; i++) {
+        values_at(pair, i, &x, &y);
         largest[0] = fabs(x) > largest[0] ? fabs(x) : largest[0];
         largest[1] = fabs(y) > largest[1] ? fabs(y) : largest[1];
     }

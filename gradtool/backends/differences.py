@@ -1,15 +1,14 @@
 """What tells two blocks apart, in numpy: this defines the bits.
 
-The figures of a tile are over the elements that are finite on both sides; all others count as +0 there. The four sums are
-canonical tile sums (`gradtool.reduction`) of float64 terms, and so is the rule for what is out of range: where Σa² is,
-though not all a are 0, a is divided by 2^k first, with k the exponent of the largest |a|, in Σab too; the same for b. Where
-Σ(a-b)² is out of range, its terms are (a/2^k - b/2^k)² with k the exponent of the largest |a - b|, or 1023 if that is
-infinite.
+The figures of a tile are over the elements that are finite on both sides; all others count as +0. The four sums are
+canonical tile sums (`gradtool.reduction`) of float64 terms. Where Σa² is out of range, though not all a are 0, a is
+divided by 2^k first, in Σab too, with k the exponent of the largest |a|; the same for b. Where Σ(a-b)² is out of range,
+its terms are (a/2^k - b/2^k)², with k the exponent of the largest |a - b|, or 1023 if that is infinite.
 
 The relative difference is |a - b| / |b|: 0 for 0/0, and infinite for any other x/0. The distance in ulps is between the
-codes that a and b have in the coarser of the two types, the one with the shorter mantissa, each rounded to nearest even:
-codes count up from 0, below zero down from 0, and -0 is 0. What overflows the coarser type is one code above its largest
-value.
+codes of a and b in the coarser of their two types, the one with the shorter mantissa, each rounded to nearest even.
+Codes are counted up from 0, and down from 0 below zero; -0 is 0. What overflows the coarser type is one code above its
+largest value.
 """
 
 from __future__ import annotations

@@ -17,10 +17,14 @@ MAX_ABS, MAX_REL, ULPS = range(3)
 DIFFERING, BITS, NOT_CLOSE, ONLY_A, ONLY_B, SAME = range(6)
 
 
-def compare(backend, a, b, tolerance=Tolerance(), lead=(0, 0)):
+NONE = Tolerance()
+
+
+def compare(backend, a, b, tolerance=NONE, lead=(0, 0)):
     """What a backend finds between two lists of arrays, or two arrays."""
     blocks = [
-        block_of(*([one] if isinstance(one, np.ndarray) else one), lead=at) for one, at in zip((a, b), lead, strict=True)
+        block_of(*([one] if isinstance(one, np.ndarray) else one), lead=at)
+        for one, at in zip((a, b), lead, strict=True)
     ]
     return backend.differences(*blocks[0], *blocks[1], tolerance)
 
@@ -243,7 +247,9 @@ def test_a_difference_beyond_float64_is_infinite_and_its_sum_is_not(backend):
 
 
 SHAPES = st.lists(
-    st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 257, 2049, 65_537])),
+    st.tuples(
+        st.sampled_from(VALUE_TYPES), st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 257, 2049, 65_537])
+    ),
     max_size=3,
 )
 

@@ -34,59 +34,96 @@ struct difference {
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-VECTOR static void widen_row(const float *restrict row, double *restrict values, int n)
-{
-    for (int j = 0; j < n; j++) values[j] = row[j];
-}
+/* Values of a row, float64 if they are wide and else float32, at any address. */
+struct row { const char *x, *y; int is_wide, n; int64_t start; };
 
-/* F32 at any address. */
-VECTOR static void widen_bytes(const char *restrict data, double *restrict values, int n)
+HELPER double value_at(const char *values, int j, int is_wide)
 {
-    for (int j = 0; j < n; j++) {
-        float value;
-        memcpy(&value, data + 4 * j, sizeof value);
-        values[j] = value;
+    double wide;
+    float value;
+    if (is_wide) {
+        memcpy(&wide, values + 8 * j, sizeof wide);
+        return wide;
     }
+    memcpy(&value, values + 4 * j, sizeof value);
+    return value;
 }
 
-static void load_values(enum dtype dtype, const char *data, double *values, int n)
+VECTOR static void widen_values(const char *restrict row, double *restrict values, int n)
+{
+    for (int j = 0; j < n; j++) values[j] = value_at(row, j, 0);
+}
+
+/* The values of some elements; they stay where they are if they can, and are else put into `room`. */
+static const char *load_values(enum dtype dtype, const char *data, int is_wide, double *room, int n)
 {
     ALIGNED float row[PART];
-    if (dtype == F64) {
-        memcpy(values, data, 8 * (size_t)n);
-    } else if (dtype == F32) {
-        widen_bytes(data, values, n);
+    if (dtype == F64 || (dtype == F32 && !is_wide)) return data;
+    if (dtype != F32) load_row(dtype, data, is_wide ? row : (float *)room, n);
+    if (is_wide) widen_values(dtype == F32 ? data : (const char *)row, room, n);
+    return (const char *)room;
+}
+
+/* The values of a row in float64. */
+static void widen(struct row row, double *x, double *y)
+{
+    if (row.is_wide) {
+        memcpy(x, row.x, 8 * (size_t)row.n);
+        memcpy(y, row.y, 8 * (size_t)row.n);
     } else {
-        load_row(dtype, data, row, n);
-        widen_row(row, values, n);
+        widen_values(row.x, x, row.n);
+        widen_values(row.y, y, row.n);
     }
 }
 
 /* Facts of a row: the bits of the largest |x - y|, counts, and whether a quotient may be above the bound. */
 struct row_facts { uint64_t largest, differing, bits, far, above; };
 
-/* Adds the terms of a row to the lanes, and looks at its differences. */
-VECTOR static struct row_facts row_compare(const double *restrict x, const double *restrict y, int n,
-                                           double (*restrict lanes)[PART], struct tolerance tolerance, double bound)
+/* Adds the terms of a row to the lanes, and looks at its differences. Without a tolerance, none is far. */
+HELPER struct row_facts add_and_look(struct row row, double (*restrict lanes)[PART], struct tolerance tolerance,
+                                     double bound, int is_wide, int has_tolerance)
 {
     double *restrict gaps = lanes[GAPS], *restrict a = lanes[SQUARES_A];
     double *restrict b = lanes[SQUARES_B], *restrict products = lanes[PRODUCTS];
     uint64_t largest = 0, differing = 0, bits = 0, far = 0, above = 0;
-    for (int j = 0; j < n; j++) {
-        double gap = fabs(x[j] - y[j]), magnitude = fabs(y[j]), least = magnitude * bound;
+    for (int j = 0; j < row.n; j++) {
+        double x = value_at(row.x, j, is_wide), y = value_at(row.y, j, is_wide);
+        double gap = fabs(x - y), magnitude = fabs(y), least = magnitude * bound;
         uint64_t gap_bits = as_bits64(gap);
         gaps[j] += gap * gap;
-        a[j] += x[j] * x[j];
-        b[j] += y[j] * y[j];
-        products[j] += x[j] * y[j];
+        a[j] += x * x;
+        b[j] += y * y;
+        products[j] += x * y;
         largest = gap_bits > largest ? gap_bits : largest;
         differing += gap != 0;
-        bits += as_bits64(x[j]) != as_bits64(y[j]);
-        far += gap > tolerance.absolute + tolerance.relative * magnitude;
-        /* Near underflow the product may be too large. */
-        above |= (uint64_t)(gap > least) | ((uint64_t)(least < 0x1p-1000) & (uint64_t)(gap != 0));
+        bits += as_bits64(x) != as_bits64(y);
+        if (has_tolerance) far += gap > tolerance.absolute + tolerance.relative * magnitude;
+        above |= (uint64_t)(gap > least);
+        /* Near underflow, where values of 32 bits are not, the product may be too large. */
+        if (is_wide) above |= (uint64_t)(least < 0x1p-1000) & (uint64_t)(gap != 0);
     }
     struct row_facts facts = {largest, differing, bits, far, above};
+    return facts;
+}
+
+#define ROW_COMPARE(NAME, IS_WIDE, HAS_TOLERANCE)                                                                      \
+    VECTOR static struct row_facts row_##NAME(struct row row, double (*restrict lanes)[PART],                          \
+                                              struct tolerance tolerance, double bound)                                \
+    {                                                                                                                  \
+        return add_and_look(row, lanes, tolerance, bound, IS_WIDE, HAS_TOLERANCE);                                     \
+    }
+
+ROW_COMPARE(compare32, 0, 0)
+ROW_COMPARE(compare64, 1, 0)
+ROW_COMPARE(tolerate32, 0, 1)
+ROW_COMPARE(tolerate64, 1, 1)
+
+static struct row_facts compare_values(struct row row, double (*lanes)[PART], struct tolerance tolerance, double bound)
+{
+    int has_tolerance = tolerance.absolute > 0 || tolerance.relative > 0;
+    if (has_tolerance) return (row.is_wide ? row_tolerate64 : row_tolerate32)(row, lanes, tolerance, bound);
+    struct row_facts facts = (row.is_wide ? row_compare64 : row_compare32)(row, lanes, tolerance, bound);
+    facts.far = facts.differing;
     return facts;
 }
 
@@ -196,49 +233,52 @@ VECTOR static uint64_t row_distances64(const double *restrict x, const double *r
         }                                                                                                              \
     } while (0)
 
-static void take_largest_gap(struct difference *found, const double *x, const double *y, int n, int64_t start,
-                             double largest)
+static void take_largest_gap(struct difference *found, struct row row, double largest)
 {
-    ALIGNED double gaps[PART];
-    if (!IS_NEW(largest, found->max_abs, start, found->places[MAX_ABS])) return;
-    for (int j = 0; j < n; j++) gaps[j] = fabs(x[j] - y[j]);
-    TAKE(gaps, n, largest, found->max_abs, start, found->places[MAX_ABS]);
+    ALIGNED double x[PART], y[PART];
+    if (!IS_NEW(largest, found->max_abs, row.start, found->places[MAX_ABS])) return;
+    widen(row, x, y);
+    for (int j = 0; j < row.n; j++) x[j] = fabs(x[j] - y[j]);
+    TAKE(x, row.n, largest, found->max_abs, row.start, found->places[MAX_ABS]);
 }
 
-static void take_largest_quotient(struct difference *found, const double *x, const double *y, int n, int64_t start)
+static void take_largest_quotient(struct difference *found, struct row row)
 {
-    ALIGNED double quotients[PART];
+    ALIGNED double x[PART], y[PART], quotients[PART];
     double largest = 0;
-    if (isinf(found->max_rel) && start > found->places[MAX_REL]) return;
-    row_relative(x, y, quotients, n);
-    for (int j = 0; j < n; j++) largest = quotients[j] > largest ? quotients[j] : largest;
-    TAKE(quotients, n, largest, found->max_rel, start, found->places[MAX_REL]);
+    if (isinf(found->max_rel) && row.start > found->places[MAX_REL]) return;
+    widen(row, x, y);
+    row_relative(x, y, quotients, row.n);
+    for (int j = 0; j < row.n; j++) largest = quotients[j] > largest ? quotients[j] : largest;
+    TAKE(quotients, row.n, largest, found->max_rel, row.start, found->places[MAX_REL]);
 }
 
-static void take_largest_distance(struct pair pair, struct difference *found, const double *x, const double *y, int n,
-                                  int64_t start, int drops)
+/* With `drops`, only the values of the row are without NaN and Inf, not what is stored. */
+static void take_largest_distance(struct pair pair, struct difference *found, struct row row, int drops)
 {
     enum dtype coarser = pair.dtype[0] > pair.dtype[1] ? pair.dtype[0] : pair.dtype[1];
-    if (coarser == F64) {
-        ALIGNED uint64_t distances[PART];
-        uint64_t largest = row_distances64(x, y, distances, n);
-        if (IS_NEW(largest, found->ulps, start, found->places[MAX_ULPS]))
-            TAKE(distances, n, largest, found->ulps, start, found->places[MAX_ULPS]);
-        return;
-    }
+    ALIGNED double x[PART], y[PART];
     ALIGNED int32_t a[PART], b[PART];
     ALIGNED uint32_t distances[PART];
-    /* What was dropped is only in the values. */
-    if (pair.dtype[0] == pair.dtype[1] && !drops) {
-        stored_codes(coarser, at(pair, 0, start), a, n);
-        stored_codes(coarser, at(pair, 1, start), b, n);
-    } else {
-        signed_codes(coarser, x, a, n);
-        signed_codes(coarser, y, b, n);
+    if (coarser == F64) {
+        ALIGNED uint64_t wide[PART];
+        widen(row, x, y);
+        uint64_t largest = row_distances64(x, y, wide, row.n);
+        if (IS_NEW(largest, found->ulps, row.start, found->places[MAX_ULPS]))
+            TAKE(wide, row.n, largest, found->ulps, row.start, found->places[MAX_ULPS]);
+        return;
     }
-    uint32_t largest = row_distances32(a, b, distances, n);
-    if (IS_NEW(largest, found->ulps, start, found->places[MAX_ULPS]))
-        TAKE(distances, n, largest, found->ulps, start, found->places[MAX_ULPS]);
+    if (pair.dtype[0] == pair.dtype[1] && !drops) {
+        stored_codes(coarser, at(pair, 0, row.start), a, row.n);
+        stored_codes(coarser, at(pair, 1, row.start), b, row.n);
+    } else {
+        widen(row, x, y);
+        signed_codes(coarser, x, a, row.n);
+        signed_codes(coarser, y, b, row.n);
+    }
+    uint32_t largest = row_distances32(a, b, distances, row.n);
+    if (IS_NEW(largest, found->ulps, row.start, found->places[MAX_ULPS]))
+        TAKE(distances, row.n, largest, found->ulps, row.start, found->places[MAX_ULPS]);
 }
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
@@ -261,19 +301,35 @@ static void drop_nonfinite(struct pair pair, struct difference *found, double *x
     }
 }
 
-static void compare_row(struct pair pair, struct difference *found, const double *x, const double *y, int n,
-                        int64_t start, struct tolerance tolerance, int drops, double (*lanes)[PART])
+static void compare_row(struct pair pair, struct difference *found, struct row row, struct tolerance tolerance,
+                        int drops, double (*lanes)[PART])
 {
     /* A quotient above the largest one makes gap > |y| * bound, in spite of the roundings. */
     double bound = isinf(found->max_rel) ? 0 : found->max_rel * (1 - 0x1p-50);
-    struct row_facts facts = row_compare(x, y, n, lanes, tolerance, bound);
+    struct row_facts facts = compare_values(row, lanes, tolerance, bound);
     found->counts[BITS_DIFFER] += (int64_t)facts.bits;
     if (facts.differing == 0) return;
     found->counts[DIFFERING] += (int64_t)facts.differing;
     found->counts[NOT_CLOSE] += (int64_t)facts.far;
-    take_largest_gap(found, x, y, n, start, as_double(facts.largest));
-    if (facts.above) take_largest_quotient(found, x, y, n, start);
-    take_largest_distance(pair, found, x, y, n, start, drops);
+    take_largest_gap(found, row, as_double(facts.largest));
+    if (facts.above) take_largest_quotient(found, row);
+    take_largest_distance(pair, found, row, drops);
+}
+
+/* Loads a row; with `drops`, without NaN and Inf, which are counted. `room` is for a row of each side. */
+static struct row load_pair(struct pair pair, struct difference *found, int64_t start, int drops, double (*room)[PART])
+{
+    int n = (int)(pair.elements - start < PART ? pair.elements - start : PART);
+    struct row row = {0, 0, drops || pair.dtype[0] == F64 || pair.dtype[1] == F64, n, start};
+    row.x = load_values(pair.dtype[0], at(pair, 0, start), row.is_wide, room[0], n);
+    row.y = load_values(pair.dtype[1], at(pair, 1, start), row.is_wide, room[1], n);
+    if (drops) {
+        memmove(room[0], row.x, 8 * (size_t)n);
+        memmove(room[1], row.y, 8 * (size_t)n);
+        drop_nonfinite(pair, found, room[0], room[1], n, start);
+        row.x = (const char *)room[0], row.y = (const char *)room[1];
+    }
+    return row;
 }
 
 /* Folds lanes pairwise, neighbours first, and leaves the sum in the first one. */
@@ -284,19 +340,16 @@ static void fold_pairs(double *lanes, int width)
 }
 
 /* All but the exponents of a tile. Unless `drops`, it must have no NaN and no Inf. */
-static struct difference compare_values(struct pair pair, struct tolerance tolerance, int drops)
+static struct difference compare_rows(struct pair pair, struct tolerance tolerance, int drops)
 {
     struct difference found = {{0}, 0, 0, 0, {0}, {0}};
-    ALIGNED double lanes[SUMS][PART], x[PART], y[PART];
+    ALIGNED double lanes[SUMS][PART], room[2][PART];
     double parts[SUMS][LANES / PART] = {{0}};
     for (int part = 0; part < LANES / PART && part * PART < pair.elements; part++) {
         memset(lanes, 0, sizeof lanes);
         for (int64_t start = part * PART; start < pair.elements; start += LANES) {
-            int n = (int)(pair.elements - start < PART ? pair.elements - start : PART);
-            load_values(pair.dtype[0], at(pair, 0, start), x, n);
-            load_values(pair.dtype[1], at(pair, 1, start), y, n);
-            if (drops) drop_nonfinite(pair, &found, x, y, n, start);
-            compare_row(pair, &found, x, y, n, start, tolerance, drops, lanes);
+            struct row row = load_pair(pair, &found, start, drops, room);
+            compare_row(pair, &found, row, tolerance, drops, lanes);
         }
         for (int sum = 0; sum < SUMS; sum++) {
             fold_pairs(lanes[sum], PART);
@@ -314,8 +367,9 @@ static struct difference compare_values(struct pair pair, struct tolerance toler
 /* The values of an element, 0 unless both are finite. */
 static void values_at(struct pair pair, int64_t number, double *x, double *y)
 {
-    load_values(pair.dtype[0], at(pair, 0, number), x, 1);
-    load_values(pair.dtype[1], at(pair, 1, number), y, 1);
+    double room[2];
+    memcpy(x, load_values(pair.dtype[0], at(pair, 0, number), 1, &room[0], 1), sizeof *x);
+    memcpy(y, load_values(pair.dtype[1], at(pair, 1, number), 1, &room[1], 1), sizeof *y);
     if (!isfinite(*x) || !isfinite(*y)) *x = *y = 0;
 }
 
@@ -347,10 +401,10 @@ static void sum_divided(struct pair pair, double *sums, const int32_t *exponents
 
 static struct difference compare_tile(struct pair pair, struct tolerance tolerance, int32_t *exponents)
 {
-    struct difference found = compare_values(pair, tolerance, 0);
+    struct difference found = compare_rows(pair, tolerance, 0);
     /* A NaN or Inf is in these sums, too. */
     if (!isfinite(found.sums[SQUARES_A]) || !isfinite(found.sums[SQUARES_B]))
-        found = compare_values(pair, tolerance, 1);
+        found = compare_rows(pair, tolerance, 1);
     exponents[0] = exponents[1] = exponents[2] = 0;
     /* Differences, magnitudes and squares of all other types are in range. */
     if (pair.dtype[0] != F64 && pair.dtype[1] != F64) return found;

@@ -26,7 +26,8 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, sums: NDArray[np.float64], exponents: NDArray[np.int32]) -> Figures:
         """The figures of tiles, as `gradtool.backends.BlockDifferences` has their sums and exponents."""
-        scales = [*exponents.T, exponents[:, 1] + exponents[:, 2]]
+        of_gaps, of_a, of_b = exponents.T
+        scales = (2 * of_gaps, 2 * of_a, 2 * of_b, of_a + of_b)
         gaps, a, b, products = (scaled_total(sums[:, which], scale) for which, scale in enumerate(scales))
         norm_a, norm_b = _root(a), _root(b)
         return cls(_quotient(_root(gaps), norm_b), _cosine(a, b, products), _number(norm_a), _number(norm_b))

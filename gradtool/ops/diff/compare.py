@@ -50,10 +50,10 @@ class Compare(NamedTuple):
         return destination.nbytes([*self.selected, *self.others])
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block, which is as large as usual together with what it is compared with."""
+        """One for each block, which is about as large as usual, and so is what it is compared with."""
         wanted = by_shard(self.selected, self.shards)
         ours, theirs = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
-        nbytes = backend.block_bytes
+        nbytes = 2 * backend.block_bytes
         if ours:
             nbytes = max(TILE * max(ours), nbytes * min(ours) // (min(ours) + max(theirs)))
         return (OnBlock(self._compare, one) for one in destination.blocks(wanted, TILE, nbytes))

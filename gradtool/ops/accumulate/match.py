@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, Problem, UsageError
-from gradtool.ops.accumulate.broadcast import is_broadcastable
+from gradtool.ops.broadcast import is_broadcastable
 from gradtool.ops.names import prefix_between
 from gradtool.ops.totals import Total, total_of
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool.backends import Piece, Tolerance
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import OnBlock, Part
-from gradtool.ops.accumulate.match import Contribution
-from gradtool.ops.accumulate.read import read
+from gradtool.ops.beside import read
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
@@ -22,6 +21,13 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
+
+
+class _Others(NamedTuple):
+    """What a block is compared with, by the numbers of its tensors."""
+
+    tensors: dict[int, Selected]
+    factor: float = 1.0
 
 
 class Compare(NamedTuple):
@@ -72,10 +78,9 @@ class Compare(NamedTuple):
         backend = worker.backend
         pieces = pieces_of(block)
         data = worker.load(block)
-        own = {span.tensor: self.others[span.tensor] for span in block.spans}
-        # All of it in one batch.
-        contribution = Contribution(block.shard.path, own, 1.0)
-        ((view, addends),) = read([contribution], self.selected, block, worker.channel, 0)
+        source = _Others({span.tensor: self.others[span.tensor] for span in block.spans})
+        # One source comes in one batch.
+        ((view, addends),) = read([source], self.selected, block, worker.channel, 0)
         others = [Piece(one.dtype, one.offset, one.elements) for one in addends]
         theirs = backend.to_device(view, align=others[0].offset)
         found.add(block, backend.differences(data, pieces, theirs, others, self.tolerance))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # Tensors that are named where the limit is one for all of them together.
 _MOST_NAMES = 3
-_CODE = "different"
 
 
 class Gates(NamedTuple):
@@ -110,7 +109,7 @@ def _by_tensor(
     pairs: Pairs,
     found: Comparison,
     judge: Callable[[Pairs, Comparison, int, Counts], tuple[int, str]],
-    code: str = _CODE,
+    code: str = "different",
 ) -> Iterator[Problem]:
     """A problem for each tensor for which `judge` has more than 0, the most first."""
     judged = [(*judge(pairs, found, number, found.counts_of(number)), one) for number, one in enumerate(pairs.a)]
@@ -126,4 +125,4 @@ def _of_all(message: str, pairs: Pairs, found: Comparison, field: str, badness: 
         key=lambda entry: badness(entry[1]),
     )
     worst = ", ".join(f"{name!r} ({getattr(one, field):.3g})" for name, one in figures[:_MOST_NAMES])
-    return Problem(_CODE, f"{message}; worst: {worst}" if len(figures) > 1 else message)
+    return Problem("different", f"{message}; worst: {worst}" if len(figures) > 1 else message)

@@ -14,7 +14,7 @@ setup(
             # Rebuilt when one of these changes, and shipped with the source.
             depends=[
                 f"gradtool/backends/{name}.h"
-                for name in ("_codes", "_differences", "_layer_norm", "_storage", "_sums", "_tiles")
+                for name in ("_codes", "_difference_rows", "_differences", "_layer_norm", "_storage", "_sums", "_tiles")
             ],
             extra_compile_args=EXACT,
             py_limited_api=True,

@@ -35,6 +35,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OPTIONS = {
     "accumulate": options.AccumulateOptions,
     "clip": options.ClipOptions,
+    "diff": options.DiffOptions,
     "layernorm_backward": options.LayerNormOptions,
     "norm": options.NormOptions,
     "recover": options.RecoverOptions,
@@ -95,7 +96,7 @@ def in_python(message: str, function: str | None = None) -> str:
     for words, instead in _WORDS.items():
         message = message.replace(words, instead)
     message = re.sub(
-        r"\bgradtool (norm|clip|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?", _call, message
+        r"\bgradtool (norm|clip|diff|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?", _call, message
     )
     message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", functools.partial(_given, declared), message)
     argument = functools.partial(_argument, declared)

@@ -12,17 +12,28 @@ from gradtool.options import (
     AccumulateOptions,
     Buffer,
     ClipOptions,
+    DiffOptions,
+    First,
     Gradients,
     LayerNormOptions,
     NormOptions,
     RecoverOptions,
+    Second,
     Sets,
     Vector,
     ZeroOptions,
 )
 
 if TYPE_CHECKING:
-    from gradtool import AccumulateResult, ClipResult, LayerNormResult, NormResult, RecoverResult, ZeroResult
+    from gradtool import (
+        AccumulateResult,
+        ClipResult,
+        DiffResult,
+        LayerNormResult,
+        NormResult,
+        RecoverResult,
+        ZeroResult,
+    )
 
 EXIT_BUG = 70
 
@@ -42,6 +53,24 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "NormResult":
     from gradtool.ops.norm import norm as run
 
     return run(paths, **options)
+
+
+@command("Tell how far apart two gradient sets are.")
+def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> "DiffResult":
+    """Tell how far the tensors of A are from those of B, as one vector and tensor by tensor; change nothing.
+
+    Tensors match by name, whichever shard they are in and whatever their types. With a limit (--rtol and --atol,
+    --max-ulp, --max-rel-l2, --min-cosine, --bits), what is beyond it makes the exit code 1.
+
+    \b
+    Examples:
+      gradtool diff new.safetensors old.safetensors --top 5
+      gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
+      gradtool diff upgraded/ golden/ --bits --quiet
+    """
+    from gradtool.ops.diff import diff as run
+
+    return run(a, b, **options)
 
 
 @command("Clip by global norm, by tensor, or by value.")

@@ -11,6 +11,7 @@ from gradtool.checks import (
     ALL_FINITE,
     AT_LEAST_ONE,
     FINITE,
+    FROM_MINUS_ONE_TO_ONE,
     NOT_NAN,
     NOT_NEGATIVE,
     NOT_NEGATIVE_FINITE,
@@ -48,14 +49,21 @@ Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
 Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
 
 _Concat = Annotated[bool, Option("Tensors of the same name in several paths are parts of one vector.", default=False)]
+First = Annotated[StrPath, Option("Gradient set that is compared.", "A")]
+Second = Annotated[StrPath, Option("Gradient set that it is compared with.", "B")]
 _NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", 2.0, ORDER)]
 
 
-class Selection(TypedDict, total=False):
-    """What is read."""
+class Names(TypedDict, total=False):
+    """Which tensors are read."""
 
     include: Annotated[Sequence[str], Option("Only tensors whose name matches REGEX; repeatable.", "REGEX", ())]
     exclude: Annotated[Sequence[str], Option("No tensors whose name matches REGEX; repeatable.", "REGEX", ())]
+
+
+class Selection(Names, total=False):
+    """What is read."""
+
     files_from: Annotated[
         StrPath | None,
         Option("Read more paths from FILE, or from standard input if -; newline or NUL between them.", "FILE"),
@@ -154,6 +162,37 @@ class NormOptions(Reading, total=False):
     ignore_journal: Annotated[bool, Option("Read files even if a run is changing them or crashed.", default=False)]
 
 
+class DiffOptions(Names, Compute, Callback, total=False):
+    """The options of `diff`."""
+
+    map: Annotated[
+        Sequence[str],
+        Option("Rename tensors of A first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", ()),
+    ]
+    missing: Annotated[
+        Literal["error", "skip"],
+        Option("Tensors on one side only, or of different shapes: stop, or compare the others.", default="error"),
+    ]
+    per_tensor: Annotated[bool, Option("Report the figures of each tensor, too.", default=False)]
+    top: Annotated[int | None, Option("Report the K tensors that differ most, by rel_l2.", "K", range=AT_LEAST_ONE)]
+    rtol: Annotated[
+        float | None,
+        Option("Fail where |a - b| > atol + R·|b|.", "R", range=NOT_NEGATIVE_FINITE, unset="0 with --atol"),
+    ]
+    atol: Annotated[
+        float | None,
+        Option("Fail where |a - b| > T + rtol·|b|.", "T", range=NOT_NEGATIVE_FINITE, unset="0 with --rtol"),
+    ]
+    max_ulp: Annotated[
+        int | None, Option("Fail where values are more than N ulps of the coarser type apart.", "N", range=NOT_NEGATIVE)
+    ]
+    max_rel_l2: Annotated[float | None, Option("Fail if rel_l2 of all tensors is above X.", "X", range=NOT_NEGATIVE)]
+    min_cosine: Annotated[
+        float | None, Option("Fail if the cosine of all tensors is below X.", "X", range=FROM_MINUS_ONE_TO_ONE)
+    ]
+    bits: Annotated[bool, Option("Fail unless all tensors have the same bytes.", default=False)]
+
+
 class ClipOptions(Rewriting, total=False):
     """The options of `clip`."""
 
@@ -188,6 +227,10 @@ class AccumulateOptions(Rewriting, total=False):
         str | None, Option("Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY")
     ]
     mean: Annotated[bool, Option("Divide the sum by the sum of the weights.", default=False)]
+    map: Annotated[
+        Sequence[str],
+        Option("Rename tensors of gradients first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", ()),
+    ]
     missing: Annotated[
         Literal["error", "skip"],
         Option("Tensors missing on either side: write nothing, or add the others.", default="error"),

@@ -125,6 +125,29 @@ def norm_of(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: floa
         return math.inf
 
 
+def scaled_total(sums: NDArray[np.float64], exponents: NDArray[np.int32]) -> tuple[float, int]:
+    """The correctly rounded sum of all sum·2^exponent, as m and k of m·2^k; 0.5 <= |m| < 1, or m is 0.
+
+    The sums are finite, and may be negative.
+    """
+    if not exponents.any():
+        try:
+            return math.frexp(math.fsum(sums if len(sums) < _MANY else _condensed(sums)))
+        except OverflowError:
+            # 2^24 tiles or more, each of them in range.
+            pass
+    whole, unit = _whole(
+        [
+            (part, exponent)
+            for exponent in np.unique(exponents).tolist()
+            for part in _condensed(sums[exponents == exponent])
+        ]
+    )
+    length = abs(whole).bit_length()
+    mantissa, carry = math.frexp(whole / (1 << length))
+    return mantissa, carry + length + unit if whole else 0
+
+
 def _merged(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float) -> tuple[float, int]:
     """The sum s of all tiles and an exponent k, which stand for s·2^(k·order)."""
     whole = total(sums)
@@ -148,12 +171,18 @@ def _merged(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: floa
 
 def _exact_sum(parts: Sequence[tuple[float, int]]) -> float:
     """The correctly rounded sum of part·2^shift; no shift is above 0."""
-    lowest = min(shift for _, shift in parts) - 1074
+    whole, unit = _whole(parts)
+    return whole / (1 << -unit)
+
+
+def _whole(parts: Sequence[tuple[float, int]]) -> tuple[int, int]:
+    """The exact sum of part·2^shift, as a whole number n and a k of n·2^k."""
+    lowest = min((shift for _, shift in parts), default=0) - 1074
     whole = 0
     for part, shift in parts:
         numerator, denominator = part.as_integer_ratio()
         whole += (numerator << (shift - lowest)) // denominator
-    return whole / (1 << -lowest)
+    return whole, lowest
 
 
 def _norm_of_norms(norms: NDArray[np.float64], order: float) -> float:

@@ -71,6 +71,20 @@ BAD_INPUTS = {
 
 # The same for the commands that came later, whose ways to the files are the same.
 BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected in BAD_INPUTS.values()} | {
+    "diff": (2, "A"),
+    "diff x.safetensors": (2, "B"),
+    "diff x.safetensors missing": (3, "no such file"),
+    "diff truncated x.safetensors": (3, "truncated: the header says"),
+    "diff x.safetensors fewer": (3, "use --missing skip to compare only those"),
+    "diff x.safetensors larger": (3, "shape [2] is not [2, 2]"),
+    "diff integers integers": (3, "--exclude"),
+    "diff x.safetensors x.safetensors --map x": (2, "must be REGEX=REPLACEMENT"),
+    "diff x.safetensors x.safetensors --map zzz=": (3, "matches no tensor name"),
+    "diff x.safetensors x.safetensors --rtol inf": (2, "0 or more and finite"),
+    "diff x.safetensors x.safetensors --min-cosine 2": (2, "from -1 to 1"),
+    "diff x.safetensors x.safetensors --max-ulp -1": (2, "0 or more"),
+    "diff x.safetensors x.safetensors --max-rel-l2 nan": (2, "0 or more"),
+    "accumulate x.safetensors x.safetensors --map x": (2, "must be REGEX=REPLACEMENT"),
     "accumulate": (2, "BUFFER"),
     "accumulate x.safetensors": (2, "no gradient is given"),
     "accumulate missing x.safetensors": (3, "--create makes it"),

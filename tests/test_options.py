@@ -11,6 +11,7 @@ from gradtool.signatures import complete, options_of
 
 CLASSES = [
     options.NormOptions,
+    options.DiffOptions,
     options.ClipOptions,
     options.AccumulateOptions,
     options.ZeroOptions,

@@ -115,6 +115,31 @@ class BlockHistogram(NamedTuple):
     largest: NDArray[np.float64]
 
 
+class Tolerance(NamedTuple):
+    """a is close to b if |a - b| <= absolute + relative·|b|."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+
+class BlockDifferences(NamedTuple):
+    """What tells two blocks apart, (tiles,) or (tiles, n) each; `gradtool.backends.differences` defines it.
+
+    `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
+    two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
+    the values do not differ. `counts` are: values that differ, stored bits that differ, values that are not close, NaN
+    or Inf in a and not the same in b, NaN or Inf in b and not the same in a, the same NaN or Inf in both.
+    """
+
+    sums: NDArray[np.float64]
+    exponents: NDArray[np.int32]
+    max_abs: NDArray[np.float64]
+    max_rel: NDArray[np.float64]
+    ulps: NDArray[np.uint64]
+    places: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
 class Backend(Protocol):
     """The arithmetic of all operations.
 
@@ -173,6 +198,11 @@ class Backend(Protocol):
         `Addend.at` counts the elements of all pieces, one piece after another. The memory of a source is no longer
         used when the next one is taken.
         """
+
+    def differences(
+        self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        """Compare each piece of a with the piece of b in the same place, which has as many elements."""
 
     def row_sums(
         self, x: Data, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None

@@ -159,6 +159,41 @@ static PyObject *histogram(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* differences(a, pieces, b, others, absolute, relative, sums, exponents, max_abs, max_rel, ulps, places, counts): pieces as
+ * in `run`, those of a and of b as many and as long; then per tile: sums float64 (4,), exponents int32 (3,), max_abs and
+ * max_rel float64, ulps uint64, places int64 (3,), counts int64 (6,). */
+static PyObject *differences(PyObject *self, PyObject *args)
+{
+    Py_buffer in[4], out[7];
+    struct tolerance tolerance;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*ddw*w*w*w*w*w*w*", &in[0], &in[1], &in[2], &in[3], &tolerance.absolute,
+                          &tolerance.relative, &out[0], &out[1], &out[2], &out[3], &out[4], &out[5], &out[6]))
+        return NULL;
+
+    static const Py_ssize_t bytes[7] = {8 * SUMS, 12, 8, 8, 8, 8 * MAXIMA, 8 * COUNTS};
+    const int64_t *piece = in[1].buf, *other = in[3].buf;
+    Py_ssize_t k = in[1].len / 24, tiles = 0;
+    const char *problem = in[1].len == in[3].len ? NULL : "as many pieces of each side are needed";
+    for (Py_ssize_t i = 0; i < k && !problem; i++) {
+        problem = check_piece(&in[0], piece + 3 * i);
+        if (!problem) problem = check_piece(&in[2], other + 3 * i);
+        if (!problem && piece[3 * i + 2] != other[3 * i + 2]) problem = "pieces must be as long as each other";
+        tiles += (Py_ssize_t)((piece[3 * i + 2] + TILE - 1) / TILE);
+    }
+    for (int i = 0; i < 7 && !problem; i++)
+        if (out[i].len != bytes[i] * tiles) problem = "one entry a tile is needed";
+    if (!problem) {
+        struct results to = {out[0].buf, out[2].buf, out[3].buf, out[1].buf, out[4].buf, out[5].buf, out[6].buf};
+        Py_BEGIN_ALLOW_THREADS
+        kernels->compare_pieces(in[0].buf, in[2].buf, piece, other, k, tolerance, to);
+        Py_END_ALLOW_THREADS
+    }
+    for (int i = 0; i < 4; i++) PyBuffer_Release(&in[i]);
+    for (int i = 0; i < 7; i++) PyBuffer_Release(&out[i]);
+    return done(problem);
+}
+
 /* Fills a patch from its buffers, and checks their sizes. */
 static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype, const Py_buffer *y_grad,
                             int y_grad_dtype, const Py_buffer *rows, const Py_buffer *columns)
@@ -275,6 +310,7 @@ static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
     {"histogram", histogram, METH_VARARGS, "Count the values of the pieces of one block by binary exponent."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
+    {"differences", differences, METH_VARARGS, "What tells two blocks apart."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},

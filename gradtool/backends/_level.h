@@ -1,4 +1,5 @@
 /* All kernels, compiled for one level of a processor; included once for each, with LEVEL the name of its table. */
+#include "_differences.h"
 #include "_histogram.h"
 #include "_layer_norm.h"
 #include "_sums.h"
@@ -8,6 +9,8 @@ struct level {
     const char *name;
     void (*run_pieces)(struct job, char *, const int64_t *, int64_t, const double *, double *, int32_t *, double *,
                        int64_t *);
+    void (*compare_pieces)(const char *, const char *, const int64_t *, const int64_t *, int64_t, struct tolerance,
+                           struct results);
     void (*histogram_pieces)(const char *, const int64_t *, int64_t, int64_t *, double *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);
     void (*sum_rows)(const struct patch *, const double *, double *);
@@ -16,4 +19,6 @@ struct level {
                           double *);
 };
 
-const struct level LEVEL = {LEVEL_NAME, run_pieces, histogram_pieces, add_all, sum_rows, sum_gradients, differentiate};
+const struct level LEVEL = {
+    LEVEL_NAME, run_pieces, compare_pieces, histogram_pieces, add_all, sum_rows, sum_gradients, differentiate,
+};

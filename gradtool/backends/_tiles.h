@@ -24,7 +24,7 @@ HELPER double add_absolute(double sum, double x) { return sum + fabs(x); }
 
 /* Each loop adds a term of every value to its lane, and looks at the value. That of BF16 takes two values at a time, as
  * the halves of a word; its lanes of even numbers come before all of odd ones. */
-#define SUMS(TERM, ADD, ADD64)                                                                                         \
+#define ROW_SUMS(TERM, ADD, ADD64)                                                                                     \
     static void sum_##TERM##64(const char *restrict source, double *restrict lanes, struct seen *seen, int n)          \
     {                                                                                                                  \
         int64_t largest = 0, zeros = 0;                                                                                \
@@ -67,8 +67,8 @@ HELPER double add_absolute(double sum, double x) { return sum + fabs(x); }
         see(seen, largest, zeros);                                                                                     \
     }
 
-SUMS(squares, add_square, add_square64)
-SUMS(absolutes, add_absolute, add_absolute)
+ROW_SUMS(squares, add_square, add_square64)
+ROW_SUMS(absolutes, add_absolute, add_absolute)
 
 /* A row of BF16 as words; if its number is odd, in a room where a zero makes the last one whole. */
 static const char *whole_words(const char *source, char *room, int n)
@@ -233,7 +233,7 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
 }
 
 /* Loads a row as float64, which is as good as its own type for what is done with few rows. */
-static void load_values(struct job job, enum dtype dtype, const char *data, double *values, int n)
+static void load_doubles(struct job job, enum dtype dtype, const char *data, double *values, int n)
 {
     ALIGNED float row[LANES];
     if (dtype == F64) {
@@ -252,7 +252,7 @@ static double divided_tile(struct job job, enum dtype dtype, const char *data, i
     struct seen seen = {0, 0};
     for (int64_t start = 0; start < elements; start += LANES) {
         int n = row_of(elements, start);
-        load_values(job, dtype, data + start * ITEMSIZE[dtype], row, n);
+        load_doubles(job, dtype, data + start * ITEMSIZE[dtype], row, n);
         row_divide64(row, divisor, n);
         sum_row(job.term, F64, (const char *)row, lanes, &seen, n);
     }
@@ -268,7 +268,7 @@ static void count(struct job job, enum dtype dtype, const char *data, int64_t el
     double row[LANES], largest = 0;
     for (int64_t start = 0; start < elements; start += LANES) {
         int n = row_of(elements, start);
-        load_values(keeps, dtype, data + start * ITEMSIZE[dtype], row, n);
+        load_doubles(keeps, dtype, data + start * ITEMSIZE[dtype], row, n);
         for (int64_t j = 0; j < n; j++) {
             double magnitude = fabs(row[j]);
             stats->nan += row[j] != row[j];
@@ -310,7 +310,7 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
     for (int64_t i = 0; i < elements; i++) {
         struct job keeps = {.drops = 0};
         double value;
-        load_values(keeps, dtype, data + i * ITEMSIZE[dtype], &value, 1);
+        load_doubles(keeps, dtype, data + i * ITEMSIZE[dtype], &value, 1);
         if (!isfinite(value)) return i;
     }
     return -1;

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockHistogram, BlockSums, NormSpec, Patch, Piece
+from gradtool.backends import Addend, BlockDifferences, BlockHistogram, BlockSums, NormSpec, Patch, Piece, Tolerance
 from gradtool.backends._kernels import add as add_kernel
+from gradtool.backends._kernels import differences as differences_kernel
 from gradtool.backends._kernels import histogram as histogram_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.differences import empty_differences
 from gradtool.backends.histogram import empty_histogram
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
@@ -49,6 +51,14 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super().scale(block, pieces, factors, limit, spec)
         return _run(block, pieces, np.array(factors, np.float64), limit, spec)
+
+    def differences(
+        self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        """Compare pieces in the same places."""
+        found = empty_differences(sum(tile_count(piece.elements) for piece in pieces))
+        differences_kernel(a, _table(pieces), b, _table(others), *tolerance, *found)
+        return found
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
@@ -107,6 +117,7 @@ def _arguments(patch: Patch) -> tuple[Any, ...]:
 
 
 def _table(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """One row a piece: its dtype's code, its offset and its elements."""
     return np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
 
 
@@ -119,6 +130,7 @@ def _run(
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
+    table = _table(pieces)
     tiles = sum(tile_count(piece.elements) for piece in pieces)
     sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)

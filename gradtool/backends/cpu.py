@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Addend, BlockHistogram, BlockSums, NormSpec, Patch, Piece, Rule
+from gradtool.backends import (
+    Addend,
+    BlockDifferences,
+    BlockHistogram,
+    BlockSums,
+    NormSpec,
+    Patch,
+    Piece,
+    Rule,
+    Tolerance,
+)
+from gradtool.backends.differences import compare_pieces
 from gradtool.backends.histogram import count_pieces
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
@@ -92,6 +103,12 @@ class NumpyBackend:
             return self._round(sums, block, pieces, spec)
         wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, spec)
+
+    def differences(
+        self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        """Compare pieces in the same places."""
+        return compare_pieces(a, pieces, b, others, tolerance)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None

@@ -102,9 +102,14 @@ def _lane_sum(magnitudes: NDArray[np.float64], order: float) -> float:
         powers = magnitudes
     else:
         powers = magnitudes**order
+    return lane_sum(powers)
+
+
+def lane_sum(terms: NDArray[np.float64]) -> float:
+    """The sum of the terms of a tile."""
     # A loop, because numpy promises no order of its reductions.
     lanes = np.zeros(LANES)
-    for start in range(0, powers.size, LANES):
-        row = powers[start : start + LANES]
+    for start in range(0, terms.size, LANES):
+        row = terms[start : start + LANES]
         lanes[: row.size] += row
     return float(fold(lanes[None, :])[0])

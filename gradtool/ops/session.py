@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from gradtool.backends import Choice
     from gradtool.engines import Engine, Found, Pass
-    from gradtool.options import Compute, Paths, Reading, Rewriting
+    from gradtool.options import Compute, DiffOptions, Paths, Reading, Rewriting, StrPath
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.newset import NewSet
+    from gradtool.store.format.rename import Renames
     from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
@@ -85,19 +86,29 @@ class Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, paths: Paths, chosen: Reading, *, dtypes: Sequence[str] | None = tuple(STORAGE), unique_names: bool = False
+        cls,
+        paths: Paths,
+        chosen: Reading | DiffOptions,
+        *,
+        dtypes: Sequence[str] | None = tuple(STORAGE),
+        unique_names: bool = False,
+        renames: Renames | None = None,
+        may_repeat: bool = False,
     ) -> Self:
         """A call with complete options. Selected tensors must have one of the given `dtypes`; with None, any.
 
-        With `unique_names`, no name may be selected in several of the paths.
+        With `unique_names`, no name may be selected in several of the paths. Files may be named twice only with
+        `may_repeat`.
         """
         began = perf_counter()
         named = checks.paths(paths)
-        listed = None if chosen["files_from"] is None else read_path_list(os.fspath(chosen["files_from"]))
+        files_from: StrPath | None = chosen.get("files_from")  # type: ignore[assignment]
+        listed = None if files_from is None else read_path_list(os.fspath(files_from))
         named += listed.paths if listed else []
         progress = chosen["progress"]
         engine, choice = choose(chosen, progress if callable(progress) else None)
-        inputs = Inputs(named, chosen["include"], chosen["exclude"], dtypes, unique_names, listed)
+        include, exclude = chosen["include"], chosen["exclude"]
+        inputs = Inputs(named, include, exclude, dtypes, unique_names, listed, renames, may_repeat)
         return cls(inputs, engine, choice, chosen["threads"] or 0, began)
 
     @contextlib.contextmanager

@@ -98,3 +98,51 @@ def test_a_level_that_the_processor_does_not_have_is_not_used():
     assert kernels.levels()[-1] == "any"
     with pytest.raises(ValueError, match="does not run the level x86-64-v9"):
         kernels.use("x86-64-v9")
+
+
+def comparison(pieces=((1, 0, 4),), others=((0, 0, 4),), **changed):
+    """A comparison that works, and what a test changes about it."""
+    good = {
+        "a": bytes(16),
+        "pieces": np.array(pieces, np.int64),
+        "b": bytes(32),
+        "others": np.array(others, np.int64),
+        "absolute": 0.0,
+        "relative": 0.0,
+        "sums": np.zeros((1, 4)),
+        "exponents": np.zeros((1, 3), np.int32),
+        "max_abs": np.zeros(1),
+        "max_rel": np.zeros(1),
+        "ulps": np.zeros(1, np.uint64),
+        "places": np.zeros((1, 3), np.int64),
+        "counts": np.zeros((1, 6), np.int64),
+    }
+    return list((good | changed).values())
+
+
+def test_a_correct_comparison_works():
+    kernels.differences(*comparison())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pieces": [(1, 0, 5)], "others": [(0, 0, 5)]},
+        {"pieces": [(1, 4, 4)]},
+        {"others": [(0, 8, 4)]},
+        {"others": [(0, -8, 4)]},
+        {"others": [(0, 0, 3)]},
+        {"others": [(0, 0, 4), (0, 0, 4)]},
+        {"pieces": [(6, 0, 1)], "others": [(0, 0, 1)]},
+        {"sums": np.zeros((2, 4))},
+        {"exponents": np.zeros((1, 2), np.int32)},
+        {"max_abs": np.zeros(0)},
+        {"max_rel": np.zeros(2)},
+        {"ulps": np.zeros(0, np.uint64)},
+        {"places": np.zeros((1, 2), np.int64)},
+        {"counts": np.zeros((1, 5), np.int64)},
+    ],
+)
+def test_no_comparison_reaches_outside_its_buffers(wrong):
+    with pytest.raises(ValueError, match=r"needed|outside|storage type|as long as"):
+        kernels.differences(*comparison(**wrong))

@@ -109,6 +109,17 @@ class Bench:
                 shutil.copyfile(first, path)
         return [str(path) for path in paths]
 
+    def near(self, dtype, nbytes, tensors):
+        """A file and one whose values differ by about a thousandth."""
+        first = self.file(dtype, nbytes, tensors)
+        path = first.with_name(f"{first.stem}_near.safetensors")
+        if not path.exists():
+            kind = np.dtype(TYPES[dtype])
+            elements = nbytes // (1 if self.timing else 1000) // tensors // kind.itemsize
+            values, moves = (np.random.default_rng(seed).standard_normal(elements, np.float32) for seed in (0, 1))
+            _write_repeated(path, (values.astype(kind).astype(np.float32) * (1 + moves / 1000)).astype(kind), tensors)
+        return [str(first), str(path)]
+
     def layer(self, dtype, nbytes, columns=4096):
         """X and Y_grad of `nbytes` together (a thousandth of it when not timed), and what else a layer norm has."""
         path = self.folder / f"layer_{dtype}_{nbytes}.safetensors"

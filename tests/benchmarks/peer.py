@@ -1,6 +1,7 @@
 """What a user writes today: load everything with torch, work it out, save, rename.
 
 python peer.py norm|clip FILE
+python peer.py diff A B
 python peer.py accumulate BUFFER GRADIENT...
 python peer.py layernorm FILE [OUTPUT]
 """
@@ -24,6 +25,29 @@ def clip(path):
         for grad in grads.values():
             grad.mul_(coef)
     replace(path, grads)
+
+
+def diff(path, other):
+    a, b = load_file(path), load_file(other)
+    gaps = squares_a = squares_b = products = 0.0
+    max_abs = max_rel = differing = ulps = 0
+    for name, first in a.items():
+        x, y = first.double(), b[name].double()
+        gap = (x - y).abs()
+        gaps += gap.square().sum().item()
+        squares_a += x.square().sum().item()
+        squares_b += y.square().sum().item()
+        products += (x * y).sum().item()
+        max_abs = max(max_abs, gap.max().item())
+        max_rel = max(max_rel, (gap / y.abs()).nan_to_num(0, torch.inf).max().item())
+        differing += (first != b[name]).sum().item()
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+        codes = [one.view(kind).to(torch.int64) for one in (first, b[name])]
+        lowest = torch.iinfo(kind).min
+        p, q = (torch.where(one < 0, lowest - one, one) for one in codes)
+        ulps = max(ulps, (p - q).abs().max().item())
+    figures = (gaps / squares_b) ** 0.5, products / (squares_a * squares_b) ** 0.5
+    print(*figures, max_abs, max_rel, differing, ulps)  # noqa: T201
 
 
 def accumulate(path, *gradients):
@@ -50,5 +74,5 @@ def replace(path, tensors):
     os.replace(path + ".new", path)  # noqa: PTH105 - nothing imported that a script would not
 
 
-COMMANDS = {"norm": norm, "clip": clip, "accumulate": accumulate, "layernorm": layernorm}
+COMMANDS = {"norm": norm, "diff": diff, "clip": clip, "accumulate": accumulate, "layernorm": layernorm}
 COMMANDS[sys.argv[1]](*sys.argv[2:])

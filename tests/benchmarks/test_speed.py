@@ -42,6 +42,25 @@ def test_norm_is_faster_than_the_peer(bench, gradtool_command, peer_command, dty
     compare(bench, ours, peer, what=f"norm {dtype} 1 GiB", target=target, nbytes=source.stat().st_size)
 
 
+@pytest.mark.parametrize(("dtype", "target"), [("f32", 8), ("bf16", 8)])
+def test_diff_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, target):
+    paths = bench.near(dtype, GIB, 48)
+    nbytes = sum(Path(path).stat().st_size for path in paths)
+    ours, peer = [*gradtool_command, "diff", *paths], [*peer_command, "diff", *paths]
+    compare(bench, ours, peer, what=f"diff {dtype} 2 x 1 GiB", target=target, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f64"])
+def test_diff_takes_little_longer_than_the_norm_of_both(bench, gradtool_command, dtype):
+    paths = bench.near(dtype, GIB, 48)
+    diff, norm = bench.in_turn([[*gradtool_command, "diff", *paths], [*gradtool_command, "norm", *paths, "--concat"]])
+    ratio = min(diff.seconds) / min(norm.seconds)
+    detail = f"{min(diff.seconds):.3f} s, norm {min(norm.seconds):.3f} s"
+    bench.note(f"diff {dtype} 2 x 1 GiB beside norm", f"{ratio:.2f}x", "<= 1.3x", f"{detail}, {diff.peak_mib:.0f} MiB")
+    assert diff.peak_mib < 100
+    assert not bench.timing or ratio <= 1.3
+
+
 def test_many_small_tensors_are_faster_than_the_peer(bench, gradtool_command, peer_command):
     source = bench.file("f32", 64 * MIB, 2000)
     work = str(bench.restored(source))

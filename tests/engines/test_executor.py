@@ -108,6 +108,17 @@ def test_histograms_are_the_same_in_any_parts(tmp_path, pool):
     assert sum(row.count for row in result.histogram) == result.elements - result.zeros
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_diff_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
+    sizes = random_set(tmp_path / "a", seed)
+    random_set(tmp_path / "b", seed + 50, like=sizes, prefix="other")
+    options = {"per_tensor": True, "rtol": 0.1, "max_ulp": 3}
+    with workers(pool) as there:
+        result = gradtool.diff(tmp_path / "a", tmp_path / "b", **options, **there)
+    assert facts_of(result) == facts_of(gradtool.diff(tmp_path / "a", tmp_path / "b", **options))
+    assert result.engine == "dask:pool"
+
+
 def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
     values = np.ones(40 * TILE, np.float32)
     values[[35 * TILE + 7, 39 * TILE]] = np.nan, np.inf

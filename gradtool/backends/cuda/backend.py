@@ -30,7 +30,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, BlockHistogram, BlockSums, Data, NormSpec, Patch, Rule
+    from gradtool.backends import (
+        Addend,
+        BlockDifferences,
+        BlockHistogram,
+        BlockSums,
+        Data,
+        NormSpec,
+        Patch,
+        Rule,
+        Tolerance,
+    )
     from gradtool.backends.cuda.memory import Device
 
     Floats = NDArray[np.float64]
@@ -106,6 +116,31 @@ class CudaBackend:
         found = self._sum(data, pieces, None, math.inf, spec)
         self._copy_back(data, block)
         return found
+
+    def differences(
+        self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        """Compare pieces in the same places."""
+        pairs = jobs.PiecePairs.of(pieces, others)
+        found = np.empty(pairs.nbytes // 8, np.int64)
+        if pairs.tiles:
+            ours, theirs = self._on_device(a), self._on_device(b)
+            results, table = self.device.allocate(pairs.nbytes), upload_arrays(self.device, pairs.table)
+            job = jobs.job(
+                jobs.DIFFERENCES_JOB,
+                a=ours.address,
+                b=theirs.address,
+                pair=table.addresses[0],
+                results=results.address,
+                absolute=tolerance.absolute,
+                relative=tolerance.relative,
+                pairs=len(pairs.table),
+            )
+            for kernel in ("differences", "differences_again")[: 1 + pairs.has_f64]:
+                self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job)
+            self.device.download(results.address, found)
+            self.device.wait()
+        return pairs.found(found)
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Floats:
         """Per row the sum of x, or of (x - center)²."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradtool.backends import BlockSums
+from gradtool.backends import BlockDifferences, BlockSums
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -34,6 +35,13 @@ PATCH_JOB = record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),
     *("x_dtype", "y_grad_dtype", "x_grad_dtype", "rows", "columns", "height", "rms", "has_means"),
 )
+_PAIR = record("dtype_a", "offset_a", "dtype_b", "offset_b", "elements", "first_block")
+_DIFFERENCE = record(
+    *("*gaps", "*squares_a", "*squares_b", "*products", "exponent", "exponent_a", "exponent_b"),
+    *("*max_abs", "*max_rel", "ulps", "place_abs", "place_rel", "place_ulps"),
+    *("differing", "bits", "not_close", "only_a", "only_b", "same_nonfinite"),
+)
+DIFFERENCES_JOB = record("a", "b", "pair", "results", "*absolute", "*relative", "pairs")
 GROUPS_JOB = record("totals", "grads", "groups", "columns")
 
 # As the enums of the .cuh files.
@@ -147,6 +155,51 @@ class Additions(NamedTuple):
             first_addend += len(some)
         targets = {dtype: (np.array(some, _TARGET), blocks[dtype]) for dtype, some in rows.items()}
         return cls(np.array([row for some in own for row in some], _ADDEND), targets)
+
+
+class PiecePairs(NamedTuple):
+    """Pieces and those that they are compared with as a table, without empty ones, and the number of tiles."""
+
+    table: NDArray[Any]
+    tiles: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], others: Sequence[Piece]) -> PiecePairs:
+        """The table of some pieces."""
+        rows, tiles = [], 0
+        for one, other in zip(pieces, others, strict=True):
+            if one.elements:
+                codes = STORAGE[one.dtype].code, STORAGE[other.dtype].code
+                rows.append((codes[0], one.offset, codes[1], other.offset, one.elements, tiles))
+                tiles += tile_count(one.elements)
+        return cls(np.array(rows, _PAIR), tiles)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the results: a struct for each tile."""
+        return self.tiles * _DIFFERENCE.itemsize
+
+    @property
+    def has_f64(self) -> bool:
+        """Whether a sum may be out of range."""
+        code = STORAGE["F64"].code
+        return bool((self.table["dtype_a"] == code).any() or (self.table["dtype_b"] == code).any())
+
+    def found(self, results: NDArray[np.int64]) -> BlockDifferences:
+        """The results, as a backend returns them."""
+        words = results.reshape(-1, _DIFFERENCE.itemsize // 8)
+        sums, exponents, max_abs, max_rel, ulps, places, counts = (
+            words[:, start:end].copy() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19))
+        )
+        return BlockDifferences(
+            sums=sums.view(np.float64),
+            exponents=exponents.astype(np.int32),
+            max_abs=max_abs.view(np.float64).ravel(),
+            max_rel=max_rel.view(np.float64).ravel(),
+            ulps=ulps.view(np.uint64).ravel(),
+            places=places,
+            counts=counts,
+        )
 
 
 def add_flags(rule: Rule, *, is_first: bool, is_last: bool) -> int:

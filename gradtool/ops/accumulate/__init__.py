@@ -15,6 +15,7 @@ from gradtool.ops.results import Facts, Written, facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import AccumulateOptions, Buffer, Gradients
 from gradtool.signatures import complete, documented
+from gradtool.store.format.rename import Renames
 
 if TYPE_CHECKING:
     from gradtool.ops.accumulate.screen import GradientRow
@@ -65,8 +66,9 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")
     path = checked_buffer(buffer, policy)
     created = new_set(path, policy) if policy.create else None
-    call = Call.of([*([] if policy.create else [path]), *checks.paths(gradients)], chosen)
     owned = 1 if created is None else 0
+    renames = Renames.of(chosen["map"], slice(owned, None))
+    call = Call.of([*([] if policy.create else [path]), *checks.paths(gradients)], chosen, renames=renames)
     with call.open_to_write(output_options, writes=owned, created=created) as (session, output):
         offered = session.opened.sets[owned:]
         if not offered:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool import tuning
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import OnBlock, Part
-from gradtool.ops.accumulate.read import read
+from gradtool.ops.beside import read
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, Problem, UsageError
-from gradtool.ops.accumulate.broadcast import is_broadcastable
+from gradtool.ops.broadcast import is_broadcastable
+from gradtool.ops.names import prefix_between
 from gradtool.ops.totals import Total, total_of
 
 if TYPE_CHECKING:
@@ -85,28 +86,15 @@ def match(
 def _unmatched(gradient: GradientSet, home: Mapping[str, Selected], numbers: Mapping[str, int]) -> list[Problem]:
     missing = [name for name in numbers if name not in home]
     extra = [one for name, one in home.items() if name not in numbers]
-    names = [one.tensor.name for one in extra]
-    for without, with_it, these, those in ((missing, names, "have", "lack"), (names, missing, "lack", "have")):
-        prefix = _common_prefix(without, with_it)
-        if prefix is not None:
-            message = f"{len(names)} tensor names {these} the prefix {prefix!r}, which those of the buffer {those}"
-            return [Problem("extra-tensor", message, str(gradient.path))]
+    found = prefix_between([one.tensor.name for one in extra], missing)
+    if found is not None:
+        have, lack = ("have", "lack") if found.is_extra else ("lack", "have")
+        message = f"{len(extra)} tensor names {have} the prefix {found.prefix!r}, which those of the buffer {lack}"
+        return [Problem("extra-tensor", f"{message}; {found.remedy}", str(gradient.path))]
     return [
         *(Problem("missing-tensor", "is only in the buffer", str(gradient.path), name) for name in missing),
         *(Problem("extra-tensor", "is not in the buffer", str(one.shard.path), one.tensor.name) for one in extra),
     ]
-
-
-def _common_prefix(names: Sequence[str], longer: Sequence[str]) -> str | None:
-    """The prefix that makes all of the names the longer ones, such as the `module.` of a wrapped model."""
-    if len(names) != len(longer):
-        return None
-    for one in longer:
-        if names[0] and one.endswith(names[0]):
-            prefix = one.removesuffix(names[0])
-            if {prefix + name for name in names} == set(longer):
-                return prefix
-    return None
 
 
 def _misfit(one: Selected, target: Selected) -> Problem:

@@ -38,13 +38,15 @@ class Selected(NamedTuple):
     tensor: Tensor
 
 
-def open_sets(paths: Sequence[str | os.PathLike[str]], listed: PathList | None = None) -> list[GradientSet]:
+def open_sets(
+    paths: Sequence[str | os.PathLike[str]], listed: PathList | None = None, *, may_repeat: bool = False
+) -> list[GradientSet]:
     """Open every set of one call: read and check all headers, but no data. The last paths may be those of a list.
 
     Raises:
         UsageError: no path is given.
         BadInputError: a file is missing or invalid, an index and its shards disagree, a tensor name occurs twice in
-            one set, or one file is named twice.
+            one set, or one file is named twice, unless it `may_repeat`.
         SystemRefusedError: something cannot be read.
     """
     if not paths:
@@ -59,7 +61,8 @@ def open_sets(paths: Sequence[str | os.PathLike[str]], listed: PathList | None =
             if (explained := named_at(paths, listed, number).explained(error)) is None:
                 raise
             raise explained from error
-    _refuse_same_file(sets, paths, listed)
+    if not may_repeat:
+        _refuse_same_file(sets, paths, listed)
     return sets
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
     from gradtool.store.format.paths import PathList
+    from gradtool.store.format.rename import Renames
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class OpenSets:
 class Inputs(NamedTuple):
     """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None.
 
-    With `unique_names`, no name may be selected in several sets.
+    With `unique_names`, no name may be selected in several sets. Files may be named twice only with `may_repeat`.
     """
 
     paths: Sequence[str]
@@ -55,10 +56,14 @@ class Inputs(NamedTuple):
     unique_names: bool = False
     # The list that the last of the paths come from.
     listed: PathList | None = None
+    renames: Renames | None = None
+    may_repeat: bool = False
 
     def open(self) -> OpenSets:
         """Read the headers, and check all that can be checked before a byte of data is read."""
-        sets = open_sets(self.paths, self.listed)
+        sets = open_sets(self.paths, self.listed, may_repeat=self.may_repeat)
+        if self.renames is not None:
+            sets = self.renames.applied(sets)
         selected = select(sets, self.include, self.exclude)
         if self.unique_names and len(sets) > 1:
             refuse_shared_names(selected)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, bytes_of_memory, encode, read, write
 
 from gradtool import BadInputError, accumulate, tuning
-from gradtool.ops.accumulate.broadcast import is_broadcastable, positions, spread
+from gradtool.ops.broadcast import is_broadcastable, positions, spread
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
 from gradtool.store.io.blocks import Span

@@ -1,30 +1,41 @@
-"""The parts of the gradients that belong to a block of the buffer, read a batch at a time."""
+"""The parts of other gradient sets that belong beside a block, read a batch at a time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gradtool.backends import Addend
 from gradtool.backends.storage import STORAGE
-from gradtool.ops.accumulate.broadcast import spread
+from gradtool.ops.broadcast import spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block, Span
     from gradtool.store.io.channel import Channel
 
 
+class Source(Protocol):
+    """A gradient set: its tensors by the number of the target that they belong to, and what they are multiplied by."""
+
+    @property
+    def tensors(self) -> Mapping[int, Selected]:
+        """Not every target needs one."""
+
+    @property
+    def factor(self) -> float:
+        """The weight of its addends."""
+
+
 def read(
-    contributions: Iterable[Contribution], targets: Sequence[Selected], block: Block, channel: Channel, nbytes: int
+    sources: Iterable[Source], targets: Sequence[Selected], block: Block, channel: Channel, nbytes: int
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """What the contributions add to a block, in order, in batches of about `nbytes`."""
+    """What the sources have for a block, in order, in batches of about `nbytes`."""
     batch: list[_Part] = []
     filled = 0
-    for one in contributions:
+    for one in sources:
         parts = _parts(one, block)
         size = sum(part.nbytes for part in parts)
         if batch and filled + size > nbytes:
@@ -37,7 +48,7 @@ def read(
 
 
 class _Part(NamedTuple):
-    """What one contribution has for one span, whose first sum is number `at`."""
+    """What one source has for one span, whose first sum is number `at`."""
 
     span: Span
     at: int
@@ -46,13 +57,13 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-def _parts(contribution: Contribution, block: Block) -> list[_Part]:
+def _parts(source: Source, block: Block) -> list[_Part]:
     parts, at = [], 0
     for span in block.spans:
-        selected = contribution.tensors.get(span.tensor)
+        selected = source.tensors.get(span.tensor)
         if selected is not None:
             nbytes = span.elements * STORAGE[selected.tensor.dtype].itemsize
-            parts.append(_Part(span, at, selected, contribution.factor, nbytes))
+            parts.append(_Part(span, at, selected, source.factor, nbytes))
         at += span.elements
     return parts
 

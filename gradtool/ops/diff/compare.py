@@ -1,0 +1,86 @@
+"""The pass of a comparison: two gradient sets side by side, block by block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from gradtool.backends import Piece, Tolerance
+from gradtool.backends.storage import STORAGE
+from gradtool.engines import OnBlock, Part
+from gradtool.ops.beside import read
+from gradtool.ops.diff.comparison import Comparison
+from gradtool.ops.passes import by_shard, pieces_of
+from gradtool.reduction import TILE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from gradtool.backends import Backend
+    from gradtool.engines import Worker
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.destination import Destination
+
+
+class _Others(NamedTuple):
+    """What a block is compared with, by the numbers of its tensors."""
+
+    tensors: dict[int, Selected]
+    factor: float = 1.0
+
+
+class Compare(NamedTuple):
+    """Compares each of the selected tensors with the other in its place; `shards` limits it to those files."""
+
+    selected: Sequence[Selected]
+    others: Sequence[Selected]
+    tolerance: Tolerance = Tolerance()
+    shards: Collection[Shard] | None = None
+
+    @property
+    def title(self) -> str:
+        """As a progress bar shows it."""
+        return "comparing"
+
+    def over(self, shards: Collection[Shard]) -> Self:
+        """The part of the pass that is about those files; what the parts find is merged."""
+        return self._replace(shards=shards)
+
+    def empty(self) -> Comparison:
+        """Of all tensors, whatever the files."""
+        return Comparison(self.selected)
+
+    def nbytes(self, destination: Destination) -> int:
+        """Bytes of both sides."""
+        return destination.nbytes([*self.selected, *self.others])
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
+        """One for each block, which is about as large as usual, and so is what it is compared with."""
+        wanted = by_shard(self.selected, self.shards)
+        ours, theirs = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
+        nbytes = 2 * backend.block_bytes
+        if ours:
+            nbytes = max(TILE * max(ours), nbytes * min(ours) // (min(ours) + max(theirs)))
+        return (OnBlock(self._compare, one) for one in destination.blocks(wanted, TILE, nbytes))
+
+    def parts(self, destination: Destination) -> Iterator[Part]:  # noqa: ARG002 - nothing is written
+        """One for each file, with what it is compared with, whichever files that is in."""
+        for shard, tensors in by_shard(self.selected, self.shards).items():
+            numbers = [number for number, _ in tensors]
+            ours, theirs = ([side[number] for number in numbers] for side in (self.selected, self.others))
+            reads = list(dict.fromkeys([shard, *(one.shard for one in theirs)]))
+            nbytes = sum(one.tensor.nbytes for one in (*ours, *theirs))
+            work = self._replace(selected=ours, others=theirs, shards=None)
+            yield Part(work, [(number, 0) for number in numbers], reads, None, nbytes)
+
+    def _compare(self, block: Block, worker: Worker, found: Comparison) -> None:
+        backend = worker.backend
+        pieces = pieces_of(block)
+        data = worker.load(block)
+        source = _Others({span.tensor: self.others[span.tensor] for span in block.spans})
+        # One source comes in one batch.
+        ((view, addends),) = read([source], self.selected, block, worker.channel, 0)
+        others = [Piece(one.dtype, one.offset, one.elements) for one in addends]
+        theirs = backend.to_device(view, align=others[0].offset)
+        found.add(block, backend.differences(data, pieces, theirs, others, self.tolerance))

@@ -1,0 +1,279 @@
+"""What every backend finds between two blocks, against Python floats, `math.nextafter` and lists of all codes."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, canonical_tile_sums, encode, gaussian, rounded_once
+
+from gradtool.backends import Piece, Tolerance
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.storage import STORAGE
+from gradtool.reduction import TILE
+
+MAX_ABS, MAX_REL, ULPS = range(3)
+DIFFERING, BITS, NOT_CLOSE, ONLY_A, ONLY_B, SAME = range(6)
+
+
+NONE = Tolerance()
+
+
+def compare(backend, a, b, tolerance=NONE, lead=(0, 0)):
+    """What a backend finds between two lists of arrays, or two arrays."""
+    blocks = [
+        block_of(*([one] if isinstance(one, np.ndarray) else one), lead=at)
+        for one, at in zip((a, b), lead, strict=True)
+    ]
+    return backend.differences(*blocks[0], *blocks[1], tolerance)
+
+
+def near(array, dtype, seed=7):
+    """Values that mostly differ a little from those of an array."""
+    rng = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        moved = array.astype(np.float64) * (1 + rng.normal(0, 1e-3, array.size) * (rng.random(array.size) < 0.7))
+    return encode(moved, dtype)
+
+
+def ordered(dtype):
+    """Every number of a type in order, -0 and 0 as one, and one more on either end for what overflows."""
+    codes = np.arange(2 ** (8 * NUMPY_TYPES[dtype].itemsize)).astype(STORAGE[dtype].bits)
+    with np.errstate(all="ignore"):
+        values = codes.view(NUMPY_TYPES[dtype]).astype(np.float64)
+    values = np.unique(values[np.isfinite(values)] + 0.0)
+    return [-math.inf, *values.tolist(), math.inf]
+
+
+def steps(low, high, most=200):
+    """How many float64 steps there are from one number to another."""
+    count = 0
+    while low != high and count < most:
+        low, count = math.nextafter(low, high), count + 1
+    return count
+
+
+@pytest.mark.parametrize("ours", VALUE_TYPES)
+@pytest.mark.parametrize("theirs", VALUE_TYPES)
+@pytest.mark.parametrize("elements", [37, 257, 2049])
+def test_sums_maxima_and_counts_are_those_of_python_floats(backend, ours, theirs, elements):
+    check(backend, ours, theirs, elements)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16"])
+def test_sums_maxima_and_counts_of_several_tiles(backend, dtype):
+    check(backend, dtype, dtype, TILE + 2051)
+
+
+def check(backend, ours, theirs, elements):
+    a = gaussian(elements, ours)
+    b = near(a, theirs)
+    found = compare(backend, a, b, Tolerance(1e-4, 1e-3), lead=(3, 5))
+    x, y = (one.astype(np.float64).tolist() for one in (a, b))
+    pairs = list(zip(x, y, strict=True))
+    terms = [(p - q) ** 2 for p, q in pairs], [p * p for p in x], [q * q for q in y], [p * q for p, q in pairs]
+    assert found.sums.T.tolist() == [canonical_tile_sums(one) for one in terms]
+    assert not found.exponents.any()
+    for tile in range(len(found.sums)):
+        own = pairs[tile * TILE : (tile + 1) * TILE]
+        gaps = [abs(p - q) for p, q in own]
+        quotients = [gap and (gap / abs(q) if q else math.inf) for gap, (_, q) in zip(gaps, own, strict=True)]
+        assert found.max_abs[tile] == max(gaps)
+        assert found.max_rel[tile] == max(quotients)
+        assert found.places[tile, MAX_ABS] == gaps.index(max(gaps))
+        assert found.places[tile, MAX_REL] == quotients.index(max(quotients))
+        assert found.counts[tile, DIFFERING] == sum(p != q for p, q in own)
+        assert found.counts[tile, NOT_CLOSE] == sum(abs(p - q) > 1e-4 + 1e-3 * abs(q) for p, q in own)
+        part = slice(tile * TILE, (tile + 1) * TILE)
+        bits = np.count_nonzero(bits_of(a[part]) != bits_of(b[part])) if ours == theirs else len(own)
+        assert found.counts[tile, BITS] == bits
+        assert found.counts[tile, ONLY_A:].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if NUMPY_TYPES[one].itemsize < 4])
+@pytest.mark.parametrize("other", VALUE_TYPES)
+def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
+    coarser = max(dtype, other, key=VALUE_TYPES.index)
+    if NUMPY_TYPES[coarser].itemsize > 2:
+        pytest.skip("has no list of all values")
+    line = ordered(coarser)
+    place = {value: number for number, value in enumerate(line)}
+    rng = np.random.default_rng(5)
+    a = gaussian(5000, dtype)
+    wide = a.astype(np.float64) * rng.choice([1, 1, 1.01, 3, -1, 0, 1e9], 5000)
+    limit = {"F16": 65504, "F8_E4M3": 448, "F8_E5M2": 57344}.get(other, 3e38)
+    b = encode(np.clip(wide, -limit, limit), other)
+    found = compare(backend, a, b)
+
+    def number(value):
+        (rounded,) = rounded_once(np.array([abs(value)]), coarser).astype(np.float64)
+        return place[math.copysign(math.inf if math.isnan(rounded) else rounded, value) + 0.0]
+
+    x, y = (one.astype(np.float64).tolist() for one in (a, b))
+    distances = [abs(number(p) - number(q)) for p, q in zip(x, y, strict=True)]
+    assert found.ulps.tolist() == [max(distances)]
+    assert found.places[0, ULPS] == distances.index(max(distances))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0, 5e-324, -1e-310, 2.0**-1022, 1.7e308, 0.1])
+def test_ulps_of_f64_are_steps_of_nextafter(backend, value):
+    for count in (0, 1, 7, 150):
+        other = value
+        for _ in range(count):
+            other = math.nextafter(other, -math.inf)
+        found = compare(backend, np.array([value]), np.array([other]))
+        assert found.ulps.tolist() == [count] == [steps(other, value)]
+
+
+def test_ulps_of_f32_are_steps_of_nextafter(backend):
+    rng = np.random.default_rng(2)
+    a = gaussian(3000, "F32")
+    b, counts = a.copy(), rng.integers(0, 40, 3000)
+    for number in range(40):
+        b = np.where(counts > number, np.nextafter(b, np.float32(np.inf)), b)
+    found = compare(backend, a, b)
+    assert (found.ulps[0], found.places[0, ULPS]) == (counts.max(), counts.argmax())
+    # F64 is rounded to F32 first; what overflows it is one step above its largest value.
+    wide = np.array([1.0 + 2.0**-24, 1.0 + 2.0**-23, 1e300, -1e300])
+    largest = np.finfo(np.float32).max
+    for p, q, distance in zip(wide, [1, 1, largest, -largest], [0, 1, 1, 1], strict=True):
+        assert compare(backend, np.array([p]), encode([q], "F32")).ulps.tolist() == [distance]
+
+
+def test_the_longest_distances(backend):
+    for dtype in VALUE_TYPES:
+        largest = STORAGE[dtype].bits.type({"F64": 0x7FEF << 48 | 0xFFFF_FFFF_FFFF, "F32": 0x7F7F_FFFF, "BF16": 0x7F7F}
+                                           .get(dtype, STORAGE[dtype].overflow - 1))  # fmt: skip
+        a = np.array([largest], STORAGE[dtype].bits).view(NUMPY_TYPES[dtype])
+        assert compare(backend, a, -a).ulps.tolist() == [2 * int(largest)]
+        assert compare(backend, a, a * 0).ulps.tolist() == [int(largest)]
+
+
+@pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if one != "F8_E4M3"])
+@pytest.mark.parametrize("at", [0, 3000, TILE - 1])
+def test_nan_and_inf_count_as_nothing_but_are_counted(backend, dtype, at):
+    a = gaussian(TILE, dtype)
+    b = near(a, dtype)
+    inf, nan = math.inf, math.nan
+    pairs = [(nan, nan), (inf, inf), (-inf, -inf), (nan, 1), (2, nan), (inf, 1), (3, -inf), (inf, -inf), (nan, inf)]
+    x, y = a.copy(), b.copy()
+    places = (at + 7000 * np.arange(len(pairs))) % TILE
+    x[places], y[places] = encode([p for p, _ in pairs], dtype), encode([q for _, q in pairs], dtype)
+    a[places] = b[places] = 0
+    found, expected = compare(backend, x, y), compare(backend, a, b)
+    assert found.counts[0, ONLY_A:].tolist() == [4, 4, 3]
+    assert found.counts[0, DIFFERING] == expected.counts[0, DIFFERING] + 6
+    assert found.counts[0, NOT_CLOSE] == expected.counts[0, NOT_CLOSE] + 6
+    assert found.counts[0, BITS] == np.count_nonzero(bits_of(x) != bits_of(y))
+    for fact in ("sums", "exponents", "max_abs", "max_rel", "ulps", "places"):
+        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
+
+
+def test_f8_e4m3_has_a_nan_only(backend):
+    found = compare(backend, encode([math.nan, math.nan, 1], "F8_E4M3"), encode([math.nan, 2, math.nan], "F8_E4M3"))
+    assert found.counts[0, ONLY_A:].tolist() == [1, 1, 1]
+    assert not found.sums.any()
+
+
+def test_a_nan_is_the_same_whatever_its_payload_but_has_other_bits(backend):
+    a, b = (np.array([code, 0x3F800000], np.uint32).view(np.float32) for code in (0x7FC00000, 0xFFC00001))
+    found = compare(backend, a, b)
+    assert found.counts.tolist() == [[0, 1, 0, 0, 0, 1]]
+
+
+def test_zeros_of_both_signs_are_equal_and_have_other_bits(backend):
+    for dtype in VALUE_TYPES:
+        found = compare(backend, encode([0.0, -0.0, 0.0], dtype), encode([-0.0, 0.0, 0.0], dtype))
+        assert found.counts.tolist() == [[0, 2, 0, 0, 0, 0]]
+        assert (found.ulps.tolist(), found.max_rel.tolist()) == ([0], [0.0])
+
+
+def test_a_difference_from_zero_is_infinite_relatively(backend):
+    found = compare(backend, encode([0, 5, 0, 1e-3], "F32"), encode([0, 4, 0, 0], "F32"))
+    assert (found.max_rel.tolist(), found.places[0, MAX_REL]) == ([math.inf], 3)
+    assert (found.max_abs.tolist(), found.places[0, MAX_ABS]) == ([1.0], 1)
+
+
+def test_the_first_of_equal_maxima_is_named(backend):
+    """Behind the lanes that are looked at first, too."""
+    for places in ([300, 2100], [2100, 300], [5, 2048 + 5], [2047, 2048], [60_000, 4096 + 1, 9000]):
+        a, b = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+        b[:] = 1
+        a[:] = 1
+        a[places] = 1.5
+        assert compare(backend, a, b).places.tolist() == [[min(places)] * 3]
+        b[places] = 0
+        assert compare(backend, a, b).places.tolist() == [[min(places)] * 3]
+
+
+def test_quotients_of_subnormals(backend):
+    rng = np.random.default_rng(8)
+    a, b = (rng.integers(-9, 9, 4096).astype(np.uint64).astype(np.int64) * 5e-324 for _ in range(2))
+    found = compare(backend, a, b)
+    with np.errstate(all="ignore"):
+        quotients = np.where(a == b, 0, np.abs(a - b) / np.abs(b))
+    assert (found.max_rel[0], found.places[0, MAX_REL]) == (quotients.max(), quotients.argmax())
+
+
+RANGES = {"huge": 1e300, "largest": 1.7e308, "tiny": 1e-200, "subnormal": 1e-310, "ordinary": 1.0}
+
+
+@pytest.mark.parametrize("ours", RANGES)
+@pytest.mark.parametrize("theirs", RANGES)
+def test_sums_out_of_range_are_those_of_values_that_are_divided(backend, ours, theirs):
+    rng = np.random.default_rng(6)
+    a, b = ((2 * rng.random(5000) - 1) * RANGES[one] for one in (ours, theirs))
+    found = compare(backend, a, b)
+    expected = compare(NumpyBackend(), a, b)
+    for fact in found._fields:
+        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
+    gaps, m, n = (int(one) for one in found.exponents[0])
+    for exponent, values in ((m, a), (n, b)):
+        squares = canonical_tile_sums([x * x for x in values.tolist()])[0]
+        assert exponent == (0 if 2.0**-900 <= squares <= 2.0**1000 else math.frexp(np.abs(values).max())[1] - 1)
+    x, y = (values / 2.0**exponent for values, exponent in ((a, m), (b, n)))
+    apart = a - b if gaps == 0 else a / 2.0**gaps - b / 2.0**gaps
+    terms = [one.tolist() for one in (apart * apart, x * x, y * y, x * y)]
+    assert found.sums[0].tolist() == [canonical_tile_sums(one)[0] for one in terms]
+    assert np.isfinite(found.sums).all()
+
+
+def test_a_difference_beyond_float64_is_infinite_and_its_sum_is_not(backend):
+    found = compare(backend, np.array([1.7e308, 1.0]), np.array([-1.7e308, 1.0]))
+    assert found.max_abs.tolist() == [math.inf]
+    assert found.exponents[0].tolist() == [1023, 1023, 1023]
+    assert found.sums[0, 0] == (3.4 * (1e308 / 2.0**1023)) ** 2
+
+
+SHAPES = st.lists(
+    st.tuples(
+        st.sampled_from(VALUE_TYPES), st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 257, 2049, 65_537])
+    ),
+    max_size=3,
+)
+
+
+@given(shapes=SHAPES, seed=st.integers(0, 99))
+def test_every_backend_finds_what_the_reference_finds(backend, shapes, seed):
+    rng = np.random.default_rng(seed)
+
+    def anything(count, dtype):
+        return rng.integers(0, 256, count * NUMPY_TYPES[dtype].itemsize, np.uint8).view(NUMPY_TYPES[dtype])
+
+    a = [anything(count, dtype) for dtype, _, count in shapes]
+    b = [anything(count, dtype) for _, dtype, count in shapes]
+    for one, other in zip(a, b, strict=True):
+        if one.dtype == other.dtype and seed % 2:
+            other[: other.size // 2] = one[: one.size // 2]
+    tolerance = Tolerance(0.1 * (seed % 3), 0.5 * (seed % 4))
+    found, expected = (compare(which, a, b, tolerance, lead=(1, 2)) for which in (backend, NumpyBackend()))
+    for fact in found._fields:
+        assert getattr(found, fact).dtype == getattr(expected, fact).dtype
+        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
+
+
+def test_pieces_may_be_none_or_empty(backend):
+    nothing = memoryview(bytearray(8))
+    for pieces in ([], [Piece("F32", 0, 0)]):
+        assert backend.differences(nothing, pieces, nothing, pieces, Tolerance()).sums.shape == (0, 4)

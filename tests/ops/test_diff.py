@@ -1,0 +1,470 @@
+"""How far apart two gradient sets are, against numpy's float64 and Python's exact arithmetic."""
+
+import json
+import math
+from dataclasses import asdict
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from same_results import facts_of, random_set
+from support import (
+    NUMPY_TYPES,
+    SAMPLES,
+    VALUE_TYPES,
+    backends,
+    encode,
+    gaussian,
+    gradtool,
+    gradtool_json,
+    read,
+    snapshot,
+    write,
+    write_index,
+)
+
+from gradtool import BadInputError, UsageError, accumulate, diff, norm
+from gradtool.engines import choose
+from gradtool.ops.diff.figures import Figures
+from gradtool.reduction import TILE
+
+CALL_KEYS = {"backend", "backend_why", "threads", "engine", "workers", "hosts", "retries", "seconds", "timings"}
+
+
+def f32(*values):
+    return encode(values, "F32")
+
+
+def two(folder, a, b):
+    """Two files, of the tensors or of one array `a` each."""
+    sides = ({"a": one} if isinstance(one, np.ndarray) else one for one in (a, b))
+    return [write(folder / f"{name}.safetensors", one) for name, one in zip("ab", sides, strict=True)]
+
+
+def figures(result):
+    """All that does not depend on how it was computed."""
+    return {key: repr(value) for key, value in asdict(result).items() if key not in CALL_KEYS | {"files"}}
+
+
+def test_every_figure_of_small_vectors(tmp_path):
+    a, b = two(tmp_path, {"x": f32(3, 0), "y": f32(1, 2, 5)}, {"y": f32(1, 4, 4), "x": f32(3, 0)})
+    result = diff(a, b, per_tensor=True)
+    assert result.rel_l2 == math.sqrt(5) / math.sqrt(9 + 33)
+    assert result.cosine == (9 + 1 + 8 + 20) / math.sqrt(39 * 42)
+    assert (result.max_abs_diff, result.max_abs_diff_tensor, result.max_abs_diff_index) == (2, "y", 1)
+    assert (result.max_rel_diff, result.max_rel_diff_tensor, result.max_rel_diff_index) == (0.5, "y", 1)
+    assert (result.max_ulp, result.max_ulp_tensor, result.max_ulp_index) == (1 << 23, "y", 1)
+    assert (result.norm_a, result.norm_b) == (math.sqrt(39), math.sqrt(42))
+    assert (result.differing, result.differing_bits, result.not_close, result.unmatched) == (2, 2, None, 0)
+    assert (result.tensors, result.elements, result.bytes, result.files) == (2, 5, 40, 2)
+    rows = {row.name: row for row in result.per_tensor}
+    assert rows["x"].rel_l2 == rows["x"].differing == 0
+    assert (rows["x"].cosine, rows["x"].max_abs_diff_index, rows["x"].max_ulp_index) == (1, None, None)
+    assert (rows["y"].rel_l2, rows["y"].shape, rows["y"].dtype_a) == (math.sqrt(5) / math.sqrt(33), (3,), "F32")
+    assert result.problems == ()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_types_and_shards_have_the_figures_of_numpy(tmp_path, seed):
+    sizes = random_set(tmp_path / "a", seed)
+    random_set(tmp_path / "b", seed + 100, like=sizes, prefix="other")
+    result = diff(tmp_path / "a", tmp_path / "b", per_tensor=True)
+    a, b = (
+        {n: array.astype(np.float64).ravel() for file in (tmp_path / side).glob("*.safetensors")
+         for n, array in read(file).items()} for side in "ab"
+    )  # fmt: skip
+    rows = {row.name: row for row in result.per_tensor}
+    assert set(rows) == set(a)
+    vectors = [(rows[name], a[name], b[name]) for name in a]
+    vectors.append((result, np.concatenate([a[name] for name in a]), np.concatenate([b[name] for name in a])))
+    for found, x, y in vectors:
+        gap = np.abs(x - y)
+        near = {"rel": 1e-12, "abs": 0}
+        assert found.norm_a == pytest.approx(np.linalg.norm(x), **near)
+        assert found.norm_b == pytest.approx(np.linalg.norm(y), **near)
+        if x.size and y.any():
+            assert found.rel_l2 == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), **near)
+            assert found.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-9, abs=1e-12)
+        assert found.max_abs_diff == gap.max(initial=0)
+        with np.errstate(all="ignore"):
+            quotients = np.where(gap == 0, 0, gap / np.abs(y))
+        assert found.max_rel_diff == quotients.max(initial=0)
+        assert found.differing == np.count_nonzero(gap)
+    for row in rows.values():
+        if row.max_abs_diff:
+            assert row.max_abs_diff_index == int(np.argmax(np.abs(a[row.name] - b[row.name])))
+    name, index = result.max_abs_diff_tensor, result.max_abs_diff_index
+    assert abs(a[name][index] - b[name][index]) == result.max_abs_diff
+    assert result.norm_a == norm(tmp_path / "a").norm
+    assert result.norm_b == norm(tmp_path / "b").norm
+
+
+def sharded(folder, tensors, count):
+    write_index(folder, {f"{i}.safetensors": dict(list(tensors.items())[i::count]) for i in range(count)})
+    return folder
+
+
+@pytest.mark.parametrize("types", [("F32", "F32"), ("F64", "BF16"), ("F8_E5M2", "F16")])
+def test_the_bits_are_the_same_for_any_shards_threads_blocks_and_order(tmp_path, monkeypatch, types):
+    sizes = {f"t{i}": size for i, size in enumerate((5, 3 * TILE + 1, 70_000, TILE, 0, 1, 9 * TILE))}
+    a, b = (
+        {name: gaussian(size, dtype, seed=seed + i) for i, (name, size) in enumerate(sizes.items())}
+        for seed, dtype in zip((1, 50), types, strict=True)
+    )
+    plain = two(tmp_path, a, b)
+    expected = figures(diff(*plain))
+    there = sharded(tmp_path / "s3", a, 3), sharded(tmp_path / "s2", dict(reversed(b.items())), 2)
+    for block_bytes in (1 << 21, TILE * 8):
+        monkeypatch.setattr("gradtool.tuning.BLOCK_BYTES", block_bytes)
+        for threads in (1, 2, 5):
+            for paths in (plain, there, (there[0], plain[1])):
+                assert figures(diff(*paths, threads=threads)) == expected
+
+
+@pytest.mark.parametrize("name", [one for one in backends() if one not in {"compiled", "cuda"}])
+def test_every_backend_finds_the_same(tmp_path, monkeypatch, name):
+    try:
+        backend = backends()[name]()
+    except ImportError as error:
+        pytest.skip(str(error))
+    random_set(tmp_path / "a", 3)
+    random_set(tmp_path / "b", 4, like=[5, 70_000, 1, 2049, 30_000, 0, 1, TILE])
+    options = {"missing": "skip", "per_tensor": True, "rtol": 0.1, "atol": 1e-6, "bits": True}
+    expected = figures(diff(tmp_path / "a", tmp_path / "b", **options))
+    monkeypatch.setattr("gradtool.ops.session.choose", lambda chosen, progress: _with(backend, chosen, progress))
+    assert figures(diff(tmp_path / "a", tmp_path / "b", **options)) == expected
+
+
+def _with(backend, chosen, progress):
+    engine, choice = choose.choose(chosen, progress)
+    engine.backend = backend
+    return engine, choice
+
+
+def test_a_file_and_itself(tmp_path):
+    path = write(tmp_path / "x", {"a": gaussian(70_000, "BF16"), "nan": f32(math.nan, math.inf, 1)})
+    result = diff(path, path, bits=True, rtol=0, atol=0, max_ulp=0, max_rel_l2=0, min_cosine=1)
+    assert (result.rel_l2, result.cosine, result.differing, result.problems) == (0, 1, 0, ())
+    assert (result.nonfinite_a, result.nonfinite_b, result.nonfinite_both) == (0, 0, 2)
+    assert (result.max_abs_diff, result.max_abs_diff_tensor, result.max_abs_diff_index) == (0, None, None)
+
+
+ZEROS = {"both": (f32(0, -0.0), f32(0, 0), 0, 1), "a": (f32(0, 0), f32(3, 4), 1, 0)}
+ZEROS |= {"b": (f32(3, 4), f32(0, 0), math.inf, 0), "empty": (f32(), f32(), 0, 1)}
+ZEROS |= {"scalars": (np.array(3, np.float32), np.array(4, np.float32), 0.25, 1)}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_vectors_of_zeros_and_of_nothing(tmp_path, name):
+    a, b, rel_l2, cosine = ZEROS[name]
+    result = diff(*two(tmp_path, a, b))
+    assert (result.rel_l2, result.cosine) == (rel_l2, cosine)
+
+
+def test_norms_beyond_float64_have_figures_all_the_same(tmp_path):
+    values = np.full(1000, 1.5e308)
+    result = diff(*two(tmp_path, values, values * np.where(np.arange(1000) < 500, 1, -1)))
+    assert (result.norm_a, result.norm_b, result.max_abs_diff) == (math.inf, math.inf, math.inf)
+    assert result.rel_l2 == pytest.approx(math.sqrt(2), rel=1e-15)
+    assert result.cosine == 0
+    tiny = diff(*two(tmp_path, values * 0 + 3e-320, values * 0 + 2e-320))
+    assert tiny.rel_l2 == pytest.approx(0.5, rel=1e-3)
+    assert tiny.cosine == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_figures_are_those_of_exact_arithmetic(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 2000))
+    sums = np.abs(rng.standard_normal((count, 4))) * 10.0 ** rng.integers(-200, 200, (count, 4))
+    exponents = rng.choice([0, 0, 300, -300], (count, 3)).astype(np.int32)
+    figures = Figures.of(sums, exponents)
+    scales = np.column_stack([2 * exponents, exponents[:, 1] + exponents[:, 2]]).tolist()
+    gaps, a, b, products = (
+        sum(Fraction(float(value)) * Fraction(2) ** scale[which] for value, scale in zip(column, scales, strict=True))
+        for which, column in enumerate(sums.T)
+    )
+    assert figures.rel_l2**2 == pytest.approx(float(gaps / b), rel=1e-14)
+    for norm_, square in ((figures.norm_a, a), (figures.norm_b, b)):
+        shift = 2 * (math.frexp(norm_)[1] - 1)
+        assert (norm_ / 2.0 ** (shift // 2)) ** 2 == pytest.approx(float(square / Fraction(2) ** shift), rel=1e-14)
+    assert figures.cosine == pytest.approx(min(1.0, float(products**2 / (a * b)) ** 0.5), rel=1e-14)
+
+
+def test_negative_products_are_added_exactly():
+    sums = np.array([[0, 1, 1, 2.0**60], [0, 1, 1, -(2.0**60)], [0, 1, 1, -1.5]] * 200)
+    assert Figures.of(sums, np.zeros((600, 3), np.int32)).cosine == -300 / 600
+
+
+def test_many_small_tensors_are_compared_in_blocks(tmp_path):
+    a = {f"t{i:05}": f32(i, 1) for i in range(9000)}
+    b = {name: array + (f32(0, 1) if name == "t08999" else f32(0, 0)) for name, array in a.items()}
+    result = diff(*two(tmp_path, a, dict(reversed(b.items()))), top=1)
+    assert (result.differing, result.max_abs_diff_tensor, result.max_abs_diff_index) == (1, "t08999", 1)
+    assert [row.name for row in result.per_tensor] == ["t08999"]
+
+
+def test_of_equal_maxima_the_first_name_is_named_whatever_the_order(tmp_path):
+    names = ["c", "a", "b"]
+    for order in (names, names[::-1]):
+        a, b = two(tmp_path, {n: f32(1, 2, 2) for n in order}, {n: f32(1, 1, 1) for n in names})
+        result = diff(a, b)
+        assert (result.max_abs_diff_tensor, result.max_abs_diff_index) == ("a", 1)
+
+
+# ---- NaN and Inf
+
+
+def test_nan_on_one_side_only_warns_and_fails_every_gate(tmp_path):
+    a, b = two(tmp_path, {"a": f32(1, math.nan, math.inf, 2), "b": f32(1)}, {"a": f32(1, 5, math.inf, 2), "b": f32(1)})
+    result = diff(a, b)
+    assert (result.nonfinite_a, result.nonfinite_b, result.nonfinite_both, result.differing) == (1, 0, 1, 1)
+    assert (result.rel_l2, result.norm_b, result.problems) == (0, math.sqrt(6), ())
+    assert [(one.code, one.tensor) for one in result.warnings] == [("nonfinite", "a")]
+    for gate in ({"rtol": 1.0}, {"max_ulp": 10**9}, {"max_rel_l2": 9.0}, {"min_cosine": -1.0}, {"bits": True}):
+        result = diff(a, b, **gate)
+        assert ("nonfinite", "a") in [(one.code, one.tensor) for one in result.problems], gate
+        assert result.warnings == ()
+    assert diff(b, a, rtol=1).nonfinite_b == 1
+
+
+def test_top_has_those_with_nan_first(tmp_path):
+    a, b = two(
+        tmp_path,
+        {"far": f32(9), "near": f32(1.1), "nan": f32(math.nan)},
+        {"far": f32(1), "near": f32(1), "nan": f32(1)},
+    )
+    assert [row.name for row in diff(a, b, top=2).per_tensor] == ["nan", "far"]
+
+
+# ---- gates
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16"])
+def test_close_is_what_numpy_calls_close(tmp_path, seed, dtype):
+    rng = np.random.default_rng(seed)
+    a = gaussian(3000, dtype, seed)
+    b = encode(a.astype(np.float64) * (1 + 1e-2 * rng.standard_normal(3000)), dtype)
+    special = encode(rng.choice([math.nan, math.inf, -math.inf, 0], 40), dtype)
+    a[:40], b[:40] = special, special if seed % 2 else special[::-1]
+    rtol, atol = [(1e-2, 0.0), (0.0, 1e-4), (1e-3, 1e-6)][seed % 3]
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    expected = np.count_nonzero(~np.isclose(x, y, rtol, atol, equal_nan=True))
+    result = diff(*two(tmp_path, a, b), rtol=rtol, atol=atol)
+    assert result.not_close == expected
+    assert any(one.code == "different" for one in result.problems) == (expected > 0)
+
+
+def test_one_of_rtol_and_atol_makes_the_other_0(tmp_path):
+    paths = two(tmp_path, f32(1.5, 0.1), f32(1, 0))
+    assert diff(*paths, rtol=0.5).not_close == 1
+    assert diff(*paths, atol=0.1).not_close == 2
+    assert diff(*paths, atol=0.5).problems == ()
+
+
+def test_each_gate_passes_at_its_limit_and_fails_beyond(tmp_path):
+    a, b = two(tmp_path, f32(3, 4, 1), f32(3, 4, 2))
+    found = diff(a, b)
+    below = math.nextafter(found.rel_l2, 0)
+    gates = {"max_ulp": (1 << 23, (1 << 23) - 1), "max_rel_l2": (found.rel_l2, below)}
+    gates["min_cosine"] = (found.cosine, math.nextafter(found.cosine, 2))
+    for name, (passes, fails) in gates.items():
+        assert diff(a, b, **{name: passes}).problems == ()
+        (problem,) = diff(a, b, **{name: fails}).problems
+        assert problem.code == "different"
+    (problem,) = diff(a, b, bits=True).problems
+    assert (problem.tensor, problem.message) == ("a", "1 of 3 values have other bits")
+
+
+def test_bits_are_bytes(tmp_path):
+    assert len(diff(*two(tmp_path, f32(0.0), f32(-0.0)), bits=True).problems) == 1
+    assert diff(*two(tmp_path, f32(0.0), f32(-0.0)), rtol=0, max_ulp=0, max_rel_l2=0, min_cosine=1).problems == ()
+    (problem,) = diff(*two(tmp_path, f32(1, 2), encode([1, 2], "BF16")), bits=True).problems
+    assert problem.message == "type F32 is not BF16, so the bytes differ"
+
+
+def test_the_worst_tensors_come_first_and_the_exit_code_is_1(tmp_path):
+    a, b = two(
+        tmp_path,
+        {"few": f32(1, 2, 3), "many": f32(5, 6, 7), "same": f32(1, 1, 1)},
+        {"few": f32(1, 2, 4), "many": f32(1, 1, 1), "same": f32(1, 1, 1)},
+    )
+    before = snapshot(tmp_path)
+    done = gradtool("diff", a, b, "--atol", "0.5", "--max-rel-l2", "0.1")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0].endswith("; worst: 'many' (5.07), 'few' (0.218), 'same' (0)")
+    assert "tensor 'many': 3 of 3 values are beyond |a - b| <= 0.5 + 0.0·|b|; max_abs_diff 6.0 at index 2" in lines[1]
+    assert "tensor 'few': 1 of 3 values" in lines[2]
+    assert len(lines) == 3
+    assert gradtool("diff", a, b).returncode == 0
+    assert snapshot(tmp_path) == before
+
+
+# ---- names and shapes
+
+
+def refused(a, b, **options):
+    with pytest.raises(BadInputError) as caught:
+        diff(a, b, **options)
+    return [(one.code, one.tensor) for one in caught.value.problems], str(caught.value)
+
+
+def test_names_and_shapes_that_do_not_match_are_all_named(tmp_path):
+    a, b = two(
+        tmp_path,
+        {"both": f32(1), "ours": f32(1), "shape": np.ones((2, 3), np.float32)},
+        {"both": f32(1), "theirs": f32(1), "more": f32(1), "shape": np.ones((3, 2), np.float32)},
+    )
+    problems, message = refused(a, b)
+    assert problems == [
+        ("extra-tensor", "ours"), ("missing-tensor", "theirs"), ("missing-tensor", "more"), ("shape", "shape"),
+    ]  # fmt: skip
+    assert 'use missing="skip" to compare only those whose names and shapes match' in message
+    result = diff(a, b, missing="skip", bits=True)
+    assert (result.tensors, result.unmatched, result.problems) == (1, 4, ())
+    assert [(row.name, row.why, row.shape_a, row.shape_b) for row in result.per_unmatched] == [
+        ("ours", "only a", (1,), None),
+        ("theirs", "only b", None, (1,)),
+        ("more", "only b", None, (1,)),
+        ("shape", "shape", (2, 3), (3, 2)),
+    ]
+    assert gradtool("diff", a, b).returncode == 3
+
+
+def test_skip_needs_something_that_is_left(tmp_path):
+    a, b = two(tmp_path, {"a": f32(1)}, {"b": f32(1), "c": f32(1)})
+    assert refused(a, b, missing="skip")[0] == [
+        ("extra-tensor", "a"), ("missing-tensor", "b"), ("missing-tensor", "c"),
+    ]  # fmt: skip
+
+
+def test_integers_are_refused_by_name(tmp_path):
+    a, b = two(tmp_path, {"a": f32(1), "ids": np.ones(2, np.int32)}, {"a": f32(1), "ids": np.ones(2, np.int32)})
+    problems, message = refused(a, b)
+    assert problems == [("dtype", "ids")]
+    assert "exclude" in message
+    assert diff(a, b, exclude="ids").tensors == 1
+
+
+def test_map_renames_tensors_of_a_before_they_are_selected(tmp_path):
+    a, b = two(
+        tmp_path,
+        {"module.x.scale_grad": f32(1), "module.y.scale_grad": f32(2)},
+        {"x.weight": f32(1), "y.weight": f32(3)},
+    )
+    result = diff(a, b, map=[r"^module\.=", "scale_grad$=weight"], include=r"^y\.weight", per_tensor=True)
+    assert [(row.name, row.max_abs_diff) for row in result.per_tensor] == [("y.weight", 1)]
+    done = gradtool("diff", a, b, "--map", r"^module\.(.*)\.scale_grad=\1.weight", "--bits")
+    assert (done.returncode, done.stderr.count("'y.weight'")) == (1, 1)
+
+
+def test_a_prefix_is_named_with_the_option_that_removes_or_adds_it(tmp_path):
+    long, short = two(tmp_path, {"module.a": f32(1), "module.b": f32(2)}, {"a": f32(1), "b": f32(2)})
+    for paths, what in (((long, short), "to remove it"), ((short, long), "to add it")):
+        done = gradtool("diff", *paths)
+        assert done.returncode == 3
+        (line,) = done.stderr.splitlines()
+        assert what in line
+        option = line.split("--map '")[1].split("'")[0]
+        assert diff(*paths, map=option, bits=True).problems == ()
+        buffer = write(tmp_path / "buffer", read(paths[1]))
+        done = gradtool("accumulate", buffer, paths[0])
+        assert f"--map '{option}'" in done.stderr
+        accumulate(buffer, paths[0], map=option)
+        assert {name: array.tolist() for name, array in read(buffer).items()} == {
+            name: (array * 2).tolist() for name, array in read(paths[1]).items()
+        }
+
+
+def test_a_buffer_is_created_with_the_new_names(tmp_path):
+    grad = write(tmp_path / "g", {"module.a": f32(1, 2)})
+    accumulate(tmp_path / "new", [grad], create=True, map=r"^module\.=")
+    assert read(tmp_path / "new")["a"].tolist() == [1, 2]
+
+
+def test_wrong_maps_are_told(tmp_path):
+    a, b = two(tmp_path, {"x.a": f32(1), "y.a": f32(2)}, {"a": f32(1), "b": f32(1)})
+    for option, message in (
+        ("abc", "must be REGEX=REPLACEMENT"),
+        ("(=x", "is not a regular expression"),
+        (r"x=\9", "is not a replacement"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            diff(a, b, map=option)
+        assert gradtool("diff", a, b, "--map", option).returncode == 2
+    assert refused(a, b, map="zzz=")[0] == [("no-match", None)]
+    assert refused(a, b, map=r"^.\.=")[0] == [("duplicate-name", "y.a")]
+
+
+# ---- output
+
+KEYS = [
+    "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index", "max_rel_diff",
+    "max_rel_diff_tensor", "max_rel_diff_index", "max_ulp", "max_ulp_tensor", "max_ulp_index", "differing", "not_close",
+    "unmatched", "differing_bits", "nonfinite_a", "nonfinite_b", "nonfinite_both", "norm_a", "norm_b", "warnings",
+    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine", "workers", "hosts",
+    "retries", "seconds", "timings", "per_tensor", "per_unmatched",
+]  # fmt: skip
+ROW_KEYS = [
+    "name", "file", "dtype_a", "dtype_b", "shape", "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_index",
+    "max_rel_diff", "max_rel_diff_index", "max_ulp", "max_ulp_index", "differing", "differing_bits", "not_close",
+    "nonfinite_a", "nonfinite_b", "nonfinite_both", "norm_a", "norm_b",
+]  # fmt: skip
+
+
+def test_the_keys_of_json_are_pinned(tmp_path):
+    a, b = two(tmp_path, {"a": np.array([1e308]), "x": f32(1)}, {"a": np.array([-1e308]), "y": f32(1)})
+    answer = gradtool_json("diff", a, b, "--missing", "skip", "--per-tensor", "--max-rel-l2", "1")
+    assert list(answer["data"]) == KEYS
+    assert list(answer["data"]["per_tensor"][0]) == ROW_KEYS
+    assert list(answer["data"]["per_unmatched"][0]) == ["name", "file", "why", "shape_a", "shape_b"]
+    assert (answer["status"], answer["exit_code"], answer["errors"][0]["code"]) == ("found", 1, "different")
+    assert (answer["data"]["max_abs_diff"], answer["data"]["rel_l2"]) == ("Infinity", 2.0)
+    assert json.dumps(answer, allow_nan=False)
+
+
+def test_a_distance_of_64_bits_is_printed_whole(tmp_path):
+    paths = two(tmp_path, np.array([1.7e308]), np.array([-1.7e308]))
+    assert gradtool_json("diff", *paths)["data"]["max_ulp"] == 2 * int(np.float64(1.7e308).view(np.int64)) > 2**63
+
+
+def test_it_can_run_elsewhere_in_parts(tmp_path):
+    """The parts of the pass cover it, and what they find fits together."""
+    from gradtool.backends.cpu import NumpyBackend
+    from gradtool.engines.threads import Threads
+    from gradtool.ops.diff.compare import Compare
+    from gradtool.ops.diff.pair import Side, pair
+    from gradtool.store.transaction.destination import DISCARD
+    from gradtool.store.transaction.inputs import Inputs
+
+    sizes = random_set(tmp_path / "a", 5)
+    random_set(tmp_path / "b", 6, like=sizes)
+    opened = Inputs([str(tmp_path / "a"), str(tmp_path / "b")]).open()
+    pairs = pair(*(Side(one.path, opened.selected_in(one.shards)) for one in opened.sets), skip=False)
+    one = Compare(pairs.a, pairs.b)
+    expected = Threads(NumpyBackend()).run(one)
+    whole = one.empty()
+    for part in one.parts(DISCARD):
+        whole.put(part.places, Threads(NumpyBackend()).run(part.work).condensed())
+    merged = one.empty()
+    for shard in {selected.shard for selected in pairs.a}:
+        merged.merge(Threads(NumpyBackend()).run(one.over([shard])))
+    for found in (whole, merged):
+        assert found.figures() == expected.figures()
+        assert [values.tolist() for values in found.maxima] == [values.tolist() for values in expected.maxima]
+        assert found.places.tolist() == expected.places.tolist()
+        assert found.counts.tolist() == expected.counts.tolist()
+    with pytest.raises(ValueError, match="other tensors"):
+        whole.put([(0, 0)], expected)
+
+
+def test_the_samples_differ_as_their_values_do():
+    result = diff(SAMPLES / "micro_0.safetensors", SAMPLES / "micro_1.safetensors")
+    a, b = (read(SAMPLES / f"micro_{i}.safetensors") for i in (0, 1))
+    x, y = (np.concatenate([one[name].astype(np.float64).ravel() for name in a]) for one in (a, b))
+    assert result.rel_l2 == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-13)
+    assert {array.dtype for array in a.values()} <= set(NUMPY_TYPES.values())
+    assert set(VALUE_TYPES) <= set(NUMPY_TYPES)
+    assert facts_of(result)

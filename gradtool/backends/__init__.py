@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from gradtool.backends.extremes import Extremes
+
     # A block, or the copy of it that `Backend.to_device` returns.
     Data = Any
 
@@ -137,6 +139,9 @@ class Backend(Protocol):
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
+
+    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+        """Count, for each piece, the subnormal values and those of the largest finite magnitude of its type."""
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

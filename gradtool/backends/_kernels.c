@@ -11,6 +11,7 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
+#include "_extremes.h"
 #include "_layer_norm.h"
 #include "_sums.h"
 #include "_tiles.h"
@@ -108,6 +109,32 @@ static PyObject *add(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* extremes(block, pieces, bounds, counts): pieces is int64 (k, 3) as for `run`; bounds uint64 (k, 2), the codes of the
+ * smallest normal value and of the largest finite one; counts int64 (k, 2) of subnormal and saturated values, added to. */
+static PyObject *extremes(PyObject *self, PyObject *args)
+{
+    Py_buffer block, pieces, bounds, counts;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*y*w*", &block, &pieces, &bounds, &counts)) return NULL;
+
+    Py_ssize_t k = pieces.len / 24;
+    const char *problem = bounds.len == 16 * k && counts.len == 16 * k ? NULL : "one entry a piece is needed";
+    const int64_t *piece = pieces.buf;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) problem = check_piece(&block, piece + 3 * i);
+    if (!problem) {
+        const uint64_t *bound = bounds.buf;
+        int64_t *found = counts.buf;
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < k; i++, piece += 3, bound += 2, found += 2)
+            count_extremes((const char *)block.buf + piece[1], ITEMSIZE[piece[0]], piece[2], bound[0], bound[1], found);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&block, &pieces, &bounds, &counts};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
 /* Fills a patch from its buffers, and checks their sizes. */
 static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype, const Py_buffer *y_grad,
                             int y_grad_dtype, const Py_buffer *rows, const Py_buffer *columns)
@@ -193,6 +220,7 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
+    {"extremes", extremes, METH_VARARGS, "Count subnormal and saturated values."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},

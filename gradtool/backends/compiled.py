@@ -9,10 +9,12 @@ import numpy as np
 
 from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece
 from gradtool.backends._kernels import add as add_kernel
+from gradtool.backends._kernels import extremes as extremes_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.extremes import BOUNDS, Extremes
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -33,6 +35,13 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super().tile_sums(block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec)
+
+    def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+        """Count subnormal and saturated values."""
+        bounds = np.array([BOUNDS[piece.dtype] for piece in pieces], np.uint64)
+        counts = np.zeros((len(pieces), 2), np.int64)
+        extremes_kernel(block, _table(pieces), bounds, counts)
+        return Extremes(counts[:, 0], counts[:, 1])
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
@@ -83,6 +92,10 @@ class CompiledBackend(NumpyBackend):
         return _run(block, pieces, None, math.inf, spec, wide=sums)
 
 
+def _table(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    return np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
+
+
 def _arguments(patch: Patch) -> tuple[Any, ...]:
     return (
         patch.x,
@@ -107,8 +120,7 @@ def _run(
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
-    table = np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
-    tiles = sum(tile_count(piece.elements) for piece in pieces)
+    table, tiles = _table(pieces), sum(tile_count(piece.elements) for piece in pieces)
     sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
     term = _TERMS[spec.order]

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradtool import tuning
 from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
+from gradtool.backends.extremes import Extremes, count_extremes
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
 from gradtool.reduction import fold
@@ -50,6 +51,10 @@ class NumpyBackend:
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
         return sum_pieces(block, pieces, spec)
+
+    def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+        """Count subnormal and saturated values."""
+        return count_extremes(block, pieces)
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

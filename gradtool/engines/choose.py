@@ -14,7 +14,7 @@ from gradtool.store.io.workers import default_threads
 if TYPE_CHECKING:
     from gradtool.backends import Choice
     from gradtool.engines import Cluster, Engine, Progress
-    from gradtool.options import Compute
+    from gradtool.options import Compute, Local
 
 # More would only take memory.
 MOST_THREADS = 256
@@ -34,15 +34,20 @@ def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice |
     """The engine of complete options; and the backend, if it is chosen here and not by the workers."""
     name, threads = engine_name(chosen["engine"]), chosen["threads"]
     if name == "threads":
-        choice = backends.choose(chosen["backend"], chosen["device"])
-        count = min(threads or default_threads(), MOST_THREADS)
-        return Threads(choice.backend, count, progress, choice.why), choice
+        return local(chosen, progress)
     from gradtool.engines.executor import Workers  # not needed by threads
 
     timeout = chosen["worker_timeout"]
     most = None if threads is None else min(threads, MOST_THREADS)
     join = partial(_join, name.partition(":")[2], timeout)
     return Workers(name, join, chosen["backend"], chosen["device"], most, timeout, progress), None
+
+
+def local(chosen: Local, progress: Progress | None) -> tuple[Threads, Choice]:
+    """The threads of this process, and their backend."""
+    choice = backends.choose(chosen["backend"], chosen["device"])
+    count = min(chosen["threads"] or default_threads(), MOST_THREADS)
+    return Threads(choice.backend, count, progress, choice.why), choice
 
 
 def _join(address: str, timeout: float) -> Cluster:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradtool.report.facts import data_of, facts_of, field, is_rows
+from gradtool.report.facts import TOLD, data_of, facts_of, field, is_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
-_TEXTS = ("name", "file", "dtype", "outcome")
+_TEXTS = ("name", "file", "dtype", "outcome", "key", "value")
 # Between two columns.
 _GAP = 3
 # The paths written that are named; lines off a terminal and JSON name all.
@@ -48,7 +48,7 @@ def show_tables(result: Result, *, verbose: bool) -> None:
     for label, items in labels:
         _show_items(console, label, items, taken)
     for key in filter(is_rows, data):
-        if data[key]:
+        if data[key] and key not in TOLD:
             columns = _columns_of(data[key])
             if not (console.width >= _TABLE_COLUMNS and _show_table(console, columns)):
                 _show_blocks(console, columns)
@@ -81,9 +81,10 @@ def _labelled(facts: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
             yield key.replace("_", " "), [f"{value:,}" if type(value) is int else field(value)]
     if "nan" in facts:
         yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", f"{facts['zeros']:,} zeros"]
+    if "files" in facts:
+        yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
     if "timings" not in data:
         return
-    yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
     timings = data["timings"]
     shown = phases if "read_seconds" in facts else ("total",)
     yield "time", [_time(phase, timings) for phase in shown if timings[f"{phase}_seconds"] > 0]

@@ -14,6 +14,7 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends import Piece
 from gradtool.backends.cuda import jobs
+from gradtool.backends.cuda.extremes import count_extremes
 from gradtool.backends.cuda.memory import (
     DeviceBlock,
     DeviceGroups,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule
     from gradtool.backends.cuda.memory import Device
+    from gradtool.backends.extremes import Extremes
 
     Floats = NDArray[np.float64]
 
@@ -74,6 +76,10 @@ class CudaBackend:
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
         return self._sum(self._on_device(block), pieces, None, math.inf, spec)
+
+    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+        """Count subnormal and saturated values."""
+        return count_extremes(self.device, self._on_device(block), pieces)
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

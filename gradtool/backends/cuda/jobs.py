@@ -29,6 +29,7 @@ _PIECE = _record("offset", "elements", "first_block", "first_sum", "number", "*f
 _TARGET = _record("offset", "elements", "first_block", "at", "first_addend", "addends")
 _ADDEND = _record("dtype", "offset", "start", "elements", "*weight")
 TILES_JOB = _record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
+EXTREMES_JOB = _record("block", "found", "piece", "normal", "largest", "pieces")
 ADD_JOB = _record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
 PATCH_JOB = _record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),

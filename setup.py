@@ -13,7 +13,8 @@ setup(
             sources=["gradtool/backends/_kernels.c"],
             # Rebuilt when one of these changes, and shipped with the source.
             depends=[
-                f"gradtool/backends/{name}.h" for name in ("_codes", "_extremes", "_layer_norm", "_storage", "_sums", "_tiles")
+                f"gradtool/backends/{name}.h"
+                for name in ("_codes", "_extremes", "_layer_norm", "_storage", "_sums", "_tiles")
             ],
             extra_compile_args=EXACT,
             py_limited_api=True,

@@ -23,4 +23,4 @@ def lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
     for key in filter(is_rows, data):
         for row in data[key]:
             names = [row.pop(name) for name in ("name", "file") if name in row]
-            yield [key.removeprefix("per_"), *(field(value) for value in row.values()), *map(printable, names)]
+            yield [key.removeprefix("per_"), *(field(value) for value in row.values()), *map(field, names)]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from gradtool.engines.threads import Threads
     from gradtool.ops.check.census import Census
+    from gradtool.store.format.examine import Examined
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.remains import Remains
 
@@ -126,6 +127,8 @@ class _Visit:
         self._refused = [one for seen in self._examined for one in seen.refused]
         self._refused += [one for error in errors for one in error.problems if one.code != "unfinished"]
         self._unclear = [one for error in errors for one in error.problems if one.code == "unfinished"]
+        for seen in self._examined:
+            seen.strangers = [one for one in seen.strangers if not self._is_half_changed(seen, one)]
         self._selected = self._select()
         progress = chosen["progress"]
         self._engine = None if chosen["fast"] else local(chosen, progress if callable(progress) else None)[0]
@@ -166,6 +169,15 @@ class _Visit:
             per_finding=tuple(faults + notes),
             problems=tuple(problems),
         )
+
+    def _is_half_changed(self, seen: Examined, one: Problem) -> bool:
+        """Whether a stranger may be a file that a run has left half changed; it is then a fault."""
+        folder = Path(os.path.realpath(one.file or ".")).parent
+        is_half = one.code != "missing-file" and any(
+            left.folder == folder and left.kind in ("writing", "unfinished") for left in self._remains
+        )
+        seen.faults += [one] if is_half else []
+        return is_half
 
     def _sets(self) -> list[GradientSet]:
         """What could be read; each file once."""

@@ -11,6 +11,8 @@ from gradtool.signatures import complete, options_of
 
 CLASSES = [
     options.NormOptions,
+    options.CheckOptions,
+    options.InfoOptions,
     options.ClipOptions,
     options.AccumulateOptions,
     options.ZeroOptions,

@@ -14,7 +14,7 @@ from support import gradtool, gradtool_json
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["norm", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
+COMMANDS = ["norm", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
 
 
 def console_blocks(page):

@@ -20,8 +20,9 @@ not have the options under [General](#general). All but `recover` and `info` hav
 function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in upper
 or lower case.
 
-`gradtool --install-completion` lets bash, zsh or fish complete commands, options, their values, and paths; with the name
-of a shell behind it, of that one. `--show-completion` prints what it would install. `man gradtool` shows this page.
+`gradtool --install-completion` makes your shell (bash, zsh or fish) complete commands, options, their values and paths;
+`gradtool --install-completion zsh` is for another one. `--show-completion` prints the script instead of installing it.
+Where gradtool is installed beside the system's programs, `man gradtool` shows this page.
 
 {sections}
 

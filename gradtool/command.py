@@ -107,7 +107,7 @@ def app(arguments: Sequence[str]) -> int:
     """Run a command line; the exit code."""
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:2], "--help"]
-    if arguments[:1] and arguments[0] in completion.FLAGS:
+    if completion.is_about(arguments):
         arguments = completion.with_shell(arguments)
     words = completion.words() if completion.is_asked() else arguments
     named = [name for name in COMMANDS if name in words]
@@ -131,9 +131,7 @@ def app(arguments: Sequence[str]) -> int:
         function, summary = COMMANDS[name]
         run = _runner(name, declared_of(name) if named else [])
         root.command(name, cls=_Command, help=inspect.getdoc(function), short_help=summary)(run)
-    # Completion is installed for this name, however it was called; usage shows the other one.
-    name_of_program = "gradtool" if arguments[:1] and arguments[0] in completion.FLAGS else None
-    return int(root(arguments, standalone_mode=False, prog_name=name_of_program) or 0)
+    return int(root(arguments, standalone_mode=False, prog_name=completion.program(arguments)) or 0)
 
 
 def declared_of(name: str) -> list[Declared]:

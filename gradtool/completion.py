@@ -10,7 +10,7 @@ from gradtool.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-FLAGS = ("--install-completion", "--show-completion")
+_FLAGS = ("--install-completion", "--show-completion")
 SHELLS = ("bash", "zsh", "fish")
 # What the scripts of Typer set: that this is a completion, and the words so far.
 _ASKED = "_GRADTOOL_COMPLETE"
@@ -23,6 +23,16 @@ _TAKES_NAME = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 def is_asked() -> bool:
     """Whether a shell asks for completions."""
     return _ASKED in os.environ
+
+
+def is_about(arguments: Sequence[str]) -> bool:
+    """Whether a command line is about completion itself."""
+    return bool(arguments) and arguments[0] in _FLAGS
+
+
+def program(arguments: Sequence[str]) -> str | None:
+    """The name that is completed, however the program was called; otherwise usage shows how that was."""
+    return "gradtool" if is_asked() or is_about(arguments) else None
 
 
 def words() -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import gradtool.cli  # its functions are the commands
 from gradtool.command import COMMANDS, declared_of
 from gradtool.signatures import ARGUMENTS, OPTIONS, PYTHON
 

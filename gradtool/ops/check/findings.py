@@ -127,19 +127,20 @@ def of_values(selected: Sequence[Selected], census: Census) -> Iterator[Finding]
 
 
 def _of_tensor(one: Selected, counts: Counted) -> Iterator[Finding]:
-    (shard, tensor), file = one, str(one.shard.path)
+    tensor, file = one.tensor, str(one.shard.path)
     if counts.nan or counts.inf:
         what = f"{counts.nan:,} NaN, {counts.inf:,} Inf, the first at index {counts.first_nonfinite}"
         remedy = f"gradtool clip {shlex.quote(file)} --max-norm inf --nonfinite zero sets them to 0"
         yield Finding("fault", "nonfinite", what, remedy, tensor.name, file)
     if counts.saturated:
         is_scaled = tensor.dtype in _SCALED_TO_THEIR_RANGE
+        severity: Severity = "note" if is_scaled else "fault"
         values = "1 value has" if counts.saturated == 1 else f"{counts.saturated:,} values have"
         what = (
             f"{values} the largest magnitude of {tensor.dtype}, {_largest(tensor.dtype):.6g}, and may have been larger"
         )
         remedy = "as it should be if it was scaled to the range of its type" if is_scaled else _WIDER.format("lower")
-        yield Finding("note" if is_scaled else "fault", "saturated", what, remedy, tensor.name, str(shard.path))
+        yield Finding(severity, "saturated", what, remedy, tensor.name, file)
     others = tensor.elements - counts.zeros - counts.nan - counts.inf
     if counts.subnormal > MANY_SUBNORMAL * others:
         share = f"{counts.subnormal:,} of {others:,} values other than 0"

@@ -13,7 +13,8 @@ from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import local
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError
 from gradtool.ops.check.census import TakeCensus
-from gradtool.ops.check.findings import Finding, counts_of, of_layout, of_remains, of_set, of_values
+from gradtool.ops.check.counts import DtypeCounts, by_dtype, total
+from gradtool.ops.check.findings import Finding, of_layout, of_remains, of_set, of_values
 from gradtool.ops.session import Timings
 from gradtool.options import CheckOptions, Sets
 from gradtool.signatures import complete, documented
@@ -34,21 +35,6 @@ if TYPE_CHECKING:
 
 # Files that are replaced while they are read are read again so often.
 _TRIES = 3
-
-
-@dataclass(frozen=True)
-class DtypeCounts:
-    """What was counted in all tensors of one type; None where values were not read, or the type carries none."""
-
-    dtype: str
-    tensors: int
-    elements: int
-    bytes: int
-    nan: int | None
-    inf: int | None
-    zeros: int | None
-    subnormal: int | None
-    saturated: int | None
 
 
 @dataclass(frozen=True)
@@ -142,7 +128,7 @@ class _Visit:
         faults = [one for one in findings if one.severity == "fault"]
         notes = [one for one in findings if one.severity == "note"]
         problems = [one.problem for one in (faults + notes if self._chosen["strict"] else faults)]
-        rows = _by_dtype(self._selected, valued, census)
+        rows = by_dtype(self._selected, valued, census)
         staff, clock = (self._engine.staff, self._engine.clock) if self._engine else (None, Clock())
         seconds = perf_counter() - self._began
         return CheckResult(
@@ -150,11 +136,11 @@ class _Visit:
             faults=len(faults),
             notes=len(notes),
             fast=self._chosen["fast"],
-            nan=_total(rows, "nan", census),
-            inf=_total(rows, "inf", census),
-            zeros=_total(rows, "zeros", census),
-            subnormal=_total(rows, "subnormal", census),
-            saturated=_total(rows, "saturated", census),
+            nan=total(rows, "nan", census),
+            inf=total(rows, "inf", census),
+            zeros=total(rows, "zeros", census),
+            subnormal=total(rows, "subnormal", census),
+            saturated=total(rows, "saturated", census),
             warnings=() if self._chosen["strict"] else tuple(one.problem for one in notes),
             files=sum(len(one.shards) for one in self._sets()),
             tensors=len(self._selected),
@@ -237,23 +223,3 @@ def _as_named(one: Remains, named: Iterable[str]) -> str:
         if os.path.realpath(folder) == str(one.folder):
             return folder
     return str(one.folder)
-
-
-def _by_dtype(selected: Sequence[Selected], valued: Sequence[Selected], census: Census | None) -> list[DtypeCounts]:
-    """The counts by type, the type with most bytes first."""
-    counted = {} if census is None else {id(one): counts_of(census, number) for number, one in enumerate(valued)}
-    groups: dict[str, list[Selected]] = {}
-    for one in selected:
-        groups.setdefault(one.tensor.dtype, []).append(one)
-    rows = []
-    for dtype, group in groups.items():
-        counts = [counted[id(one)] for one in group if id(one) in counted]
-        known = ("nan", "inf", "zeros", "subnormal", "saturated")
-        sums = {key: sum(getattr(one, key) for one in counts) if counts else None for key in known}
-        elements, nbytes = sum(one.tensor.elements for one in group), sum(one.tensor.nbytes for one in group)
-        rows.append(DtypeCounts(dtype, len(group), elements, nbytes, **sums))
-    return sorted(rows, key=lambda row: (-row.bytes, row.dtype))
-
-
-def _total(rows: Iterable[DtypeCounts], key: str, census: Census | None) -> int | None:
-    return None if census is None else sum(getattr(row, key) or 0 for row in rows)

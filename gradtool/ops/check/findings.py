@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from gradtool.backends.extremes import BOUNDS
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import Problem
+from gradtool.ops.check.counts import Counted, counts_of
 from gradtool.store.format.examine import is_aligned, listed, unaligned_in
 
 if TYPE_CHECKING:
@@ -53,24 +54,6 @@ class Finding:
         """The same as an error or a warning."""
         text = f"{self.message}; {self.remedy}" if self.remedy else self.message
         return Problem(self.code, text, self.file, self.name)
-
-
-class Counted(NamedTuple):
-    """What was counted in one tensor."""
-
-    nan: int
-    inf: int
-    zeros: int
-    subnormal: int
-    saturated: int
-    first_nonfinite: int
-
-
-def counts_of(census: Census, number: int) -> Counted:
-    """The counts of the tensor with that number."""
-    facts = census.facts
-    values = (facts.nan, facts.inf, facts.zeros, census.subnormal, census.saturated, facts.first_nonfinite)
-    return Counted(*(int(one[number]) for one in values))
 
 
 def of_problem(problem: Problem) -> Finding:

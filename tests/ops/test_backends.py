@@ -77,7 +77,11 @@ def contents(folder):
 def told(result):
     """What a result says of the numbers in it."""
     facts = vars(result)
-    return {key: facts[key] for key in facts if key.startswith(("norm", "max_abs", "nan", "inf", "zeros", "coef"))}
+    keys = ("norm", "max_abs", "nan", "inf", "zeros", "coef", "subnormal", "saturated", "per_dtype", "per_finding")
+    # Findings name their files.
+    return {key: repr(facts[key]).replace("/expected/", "/found/") for key in facts if key.startswith(keys)} | {
+        key: facts[key] for key in facts if key == "norm"
+    }
 
 
 CALLS = {
@@ -97,6 +101,7 @@ CALLS = {
     "accumulate a clipped mean": lambda folder, **options: gradtool.accumulate(
         grads(folder / "g"), [grads(folder / "h", 100), grads(folder / "i", 200)], mean=True, max_norm=1.0, **options
     ),
+    "check": lambda folder, **options: gradtool.check(grads(folder / "g"), **options),
     "zero": lambda folder, **options: gradtool.zero(grads(folder / "g"), include=["t1"], **options),
     "layernorm": lambda folder, **options: gradtool.layernorm_backward(layers(folder), **options),
     "layernorm without weights": lambda folder, **options: gradtool.layernorm_backward(

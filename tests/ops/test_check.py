@@ -255,6 +255,15 @@ def test_an_index_and_its_shards_are_compared_in_both_directions_to_the_end(tmp_
     assert check(tmp_path / "1.safetensors").sound
 
 
+def test_a_name_that_the_index_maps_to_one_of_two_shards_which_have_it_is_one_fault(tmp_path):
+    index = write_index(tmp_path, {"1.safetensors": ONES, "2.safetensors": ONES}, {"a": "1.safetensors"})
+    (tmp_path / "2.safetensors").rename(tmp_path / "3.safetensors")
+    write(tmp_path / "2.safetensors", ONES | {"b": ONES["a"]})
+    mapped = {"a": "1.safetensors", "b": "2.safetensors"}
+    index.write_text(json.dumps({"weight_map": mapped}))
+    assert found(check(index)) == [("fault", "duplicate-name", "a"), ("note", "unmapped-file", None)]
+
+
 def test_a_name_in_several_shards_is_one_fault_for_each_two_files(tmp_path):
     for name in ("1.safetensors", "2.safetensors", "3.safetensors"):
         write(tmp_path / name, {f"t{number}": ONES["a"] for number in range(5)})

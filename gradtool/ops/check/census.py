@@ -39,10 +39,10 @@ class Census:
     def add(self, block: Block, worker: Worker) -> None:
         """Count the values of a block."""
         data, pieces = worker.load(block), pieces_of(block)
-        found = worker.backend.tile_sums(data, pieces, _SPEC)
+        # Nothing is added before both are known: a device that has no room gets the block in halves.
+        found, ends = worker.backend.tile_sums(data, pieces, _SPEC), worker.backend.extremes(data, pieces)
         # What is dropped counts as a zero, too.
         self.facts.add(block, found._replace(zeros=found.zeros - found.nan - found.inf))
-        ends = worker.backend.extremes(data, pieces)
         tensors = np.array([span.tensor for span in block.spans], np.int64)
         with self._lock:
             self.subnormal[tensors] += ends.subnormal

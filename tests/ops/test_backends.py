@@ -206,6 +206,7 @@ SCARCE = {
     "clip by value": 700_000,
     "clip by tensor": 700_000,
     "norm 3": 700_000,
+    "check": 700_000,
     "accumulate": 2_500_000,
     "accumulate a clipped mean": 2_500_000,
     "layernorm": 5_000_000,
@@ -216,9 +217,11 @@ SCARCE = {
 @pytest.mark.parametrize("call", SCARCE)
 def test_full_memory_is_met_by_smaller_blocks(tmp_path, use, shim, call):
     use(support.NumpyBackend())
-    CALLS[call](tmp_path / "expected")
+    expected = CALLS[call](tmp_path / "expected")
     backend = use(shim(limit=SCARCE[call]))
-    CALLS[call](tmp_path / "found", threads=1)
+    found = CALLS[call](tmp_path / "found", threads=1)
+    if call == "check":
+        assert told(found) == told(expected)
     assert contents(tmp_path / "found") == contents(tmp_path / "expected")
     assert backend.device.refused
 
@@ -226,7 +229,7 @@ def test_full_memory_is_met_by_smaller_blocks(tmp_path, use, shim, call):
 @pytest.mark.parametrize("call", SCARCE)
 def test_memory_that_is_too_small_for_a_tile_is_an_error_and_changes_nothing(tmp_path, use, shim, call):
     use(support.NumpyBackend())
-    CALLS[call](tmp_path / "untouched", **({} if call.startswith("norm") else {"dry_run": True}))
+    CALLS[call](tmp_path / "untouched", **({} if call.startswith(("norm", "check")) else {"dry_run": True}))
     use(shim(limit=1000))
     with pytest.raises(DeviceMemoryError) as caught:
         CALLS[call](tmp_path / "found")

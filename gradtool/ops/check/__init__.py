@@ -188,6 +188,9 @@ class _Visit:
         try:
             census: Census = engine.run(TakeCensus(valued))
         except SystemRefusedError as error:
+            # What is not about a file is not about what is checked.
+            if not all(one.file for one in error.problems):
+                raise
             self._refused += error.problems
             return None
         finally:

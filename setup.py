@@ -15,7 +15,7 @@ setup(
             depends=[
                 f"gradtool/backends/{name}.h"
                 for name in (
-                    *("_codes", "_difference_rows", "_differences", "_half", "_histogram", "_layer_norm"),
+                    *("_codes", "_difference_rows", "_differences", "_extremes", "_half", "_histogram", "_layer_norm"),
                     *("_level", "_processor", "_storage", "_sums", "_tiles"),
                 )
             ],

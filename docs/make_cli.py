@@ -16,8 +16,13 @@ PAGE = """\
 
 `gradtool COMMAND --help` shows the same. Every command is a Python function, too, with the same names, defaults and
 results: `gradtool norm grads/ --per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. Functions do
-not have the options under [General](#general). All but `recover` have `progress`: True for a bar, or a function of the
-pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in upper or lower case.
+not have the options under [General](#general). All but `recover` and `info` have `progress`: True for a bar, or a
+function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in upper
+or lower case.
+
+`gradtool --install-completion` makes your shell (bash, zsh or fish) complete commands, options, their values and paths;
+`gradtool --install-completion zsh` is for another one. `--show-completion` prints the script instead of installing it.
+Where gradtool is installed beside the system's programs, `man gradtool` shows this page.
 
 {sections}
 
@@ -56,15 +61,24 @@ def section(name: str, function: Callable[..., object]) -> str:
     """What there is to say of one command."""
     text, examples = (inspect.getdoc(function) or "").split("\n\n\b\nExamples:\n")
     declared = declared_of(name)
-    groups = {one.group for one in declared}
     return COMMAND.format(
         name=name,
         text=text,
         usage=" ".join(["gradtool", name, *usage_of(declared)]),
         options=options(one for one in declared if one.group in {ARGUMENTS, OPTIONS}),
-        shared=", ".join(f"[{title}](#{title.lower()})" for title in SHARED if title in groups),
+        shared=shared_of(declared),
         examples=inspect.cleandoc(examples),
     )
+
+
+def shared_of(declared: Sequence[Declared]) -> str:
+    """Links to the options that a command shares with others; with their names, if it does not have all of a group."""
+    said = []
+    for title, group in SHARED.items():
+        own = [f"`{one.flag}`" for one in declared if one.group == title]
+        some = "" if len(own) == len(options_of(group)) else f" ({', '.join(own)})"
+        said += [f"[{title}](#{title.lower()}){some}"] if own else []
+    return ", ".join(said)
 
 
 def options(declared: Iterable[Declared]) -> str:

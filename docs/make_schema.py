@@ -32,11 +32,10 @@ ABOUT = (
     "One object, printed on stdout, on failure too. docs/output.md explains it. "
     "A line of --format jsonl is described by #/$defs/line."
 )
-EMPTY = {"maxProperties": 0}
 STATUS = {
     "ok": {"properties": {"exit_code": {"const": 0}, "data": {"minProperties": 1}, "errors": {"maxItems": 0}}},
     "found": {"properties": {"exit_code": {"const": 1}, "errors": {"minItems": 1}}},
-    "error": {"properties": {"exit_code": {"minimum": 2}, "data": EMPTY, "errors": {"minItems": 1}}},
+    "error": {"properties": {"exit_code": {"minimum": 2}, "errors": {"minItems": 1}}},
 }
 # In the one object, what may be a line has no type.
 NO_LINE = {"properties": {"type": False}}
@@ -203,7 +202,7 @@ def call(results: dict[str, type]) -> dict:
         "command": {"description": "The command that was called, or what was taken for one.", "type": "string"},
         "status": {"description": "Whether it is done, has found something, or failed."} | {"enum": [*STATUS]},
         "exit_code": {"description": "The exit code of the process.", "enum": sorted(codes)},
-        "data": {"description": "The result; empty if the command stopped with an error.", "type": "object"},
+        "data": {"description": "The result; empty if the command stopped before it had one.", "type": "object"},
         "errors": {"description": "What is wrong.", "type": "array", "items": {"$ref": "#/$defs/error"}},
     }
     has_data = {"properties": {"data": {"minProperties": 1}}}

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from gradtool.errors import UsageError as UsageError
     from gradtool.ops.accumulate import AccumulateResult as AccumulateResult
     from gradtool.ops.accumulate import accumulate as accumulate
+    from gradtool.ops.check import CheckResult as CheckResult
+    from gradtool.ops.check import check as check
     from gradtool.ops.clip import ClipResult as ClipResult
     from gradtool.ops.clip import clip as clip
     from gradtool.ops.diff import DiffResult as DiffResult
     from gradtool.ops.diff import diff as diff
+    from gradtool.ops.info import InfoResult as InfoResult
+    from gradtool.ops.info import info as info
     from gradtool.ops.layernorm import LayerNormResult as LayerNormResult
     from gradtool.ops.layernorm import layernorm_backward as layernorm_backward
     from gradtool.ops.norm import NormResult as NormResult
@@ -37,9 +41,11 @@ _HOMES = {
     "AccumulateResult": "gradtool.ops.accumulate",
     "BackendUnavailableError": "gradtool.errors",
     "BadInputError": "gradtool.errors",
+    "CheckResult": "gradtool.ops.check",
     "ClipResult": "gradtool.ops.clip",
     "DiffResult": "gradtool.ops.diff",
     "GradtoolError": "gradtool.errors",
+    "InfoResult": "gradtool.ops.info",
     "LayerNormResult": "gradtool.ops.layernorm",
     "NonFiniteError": "gradtool.errors",
     "NormResult": "gradtool.ops.norm",
@@ -48,8 +54,10 @@ _HOMES = {
     "UsageError": "gradtool.errors",
     "ZeroResult": "gradtool.ops.zero",
     "accumulate": "gradtool.ops.accumulate",
+    "check": "gradtool.ops.check",
     "clip": "gradtool.ops.clip",
     "diff": "gradtool.ops.diff",
+    "info": "gradtool.ops.info",
     "layernorm_backward": "gradtool.ops.layernorm",
     "norm": "gradtool.ops.norm",
     "recover": "gradtool.ops.recover",

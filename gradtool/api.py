@@ -34,8 +34,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OPTIONS = {
     "accumulate": options.AccumulateOptions,
+    "check": options.CheckOptions,
     "clip": options.ClipOptions,
     "diff": options.DiffOptions,
+    "info": options.InfoOptions,
     "layernorm_backward": options.LayerNormOptions,
     "norm": options.NormOptions,
     "recover": options.RecoverOptions,
@@ -68,8 +70,8 @@ def _bar(name: str, given: dict[str, Any]) -> Iterator[None]:
 
 
 def _warned(function: str, result: Any) -> Any:
-    """The result with its warnings rewritten as errors are."""
-    warnings = getattr(result, "warnings", ())
+    """The result with its warnings rewritten as errors are; not the remedies of `check`, which are commands."""
+    warnings = () if function == "check" else getattr(result, "warnings", ())
     return replace(result, warnings=tuple(_problem(one, function) for one in warnings)) if warnings else result
 
 
@@ -96,7 +98,9 @@ def in_python(message: str, function: str | None = None) -> str:
     for words, instead in _WORDS.items():
         message = message.replace(words, instead)
     message = re.sub(
-        r"\bgradtool (norm|clip|diff|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?", _call, message
+        r"\bgradtool (norm|check|info|clip|diff|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?",
+        _call,
+        message,
     )
     message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", functools.partial(_given, declared), message)
     argument = functools.partial(_argument, declared)

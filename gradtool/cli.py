@@ -11,10 +11,12 @@ from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
 from gradtool.options import (
     AccumulateOptions,
     Buffer,
+    CheckOptions,
     ClipOptions,
     DiffOptions,
     First,
     Gradients,
+    InfoOptions,
     LayerNormOptions,
     NormOptions,
     RecoverOptions,
@@ -27,8 +29,10 @@ from gradtool.options import (
 if TYPE_CHECKING:
     from gradtool import (
         AccumulateResult,
+        CheckResult,
         ClipResult,
         DiffResult,
+        InfoResult,
         LayerNormResult,
         NormResult,
         RecoverResult,
@@ -71,6 +75,41 @@ def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> "DiffResult":
     from gradtool.ops.diff import diff as run
 
     return run(a, b, **options)
+
+
+@command("Find out whether files are sound, and what helps.")
+def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> "CheckResult":
+    """Look at everything that can be wrong with files and sets; change nothing.
+
+    Faults (a damaged header, an index that does not fit, NaN, files left half changed) make the exit code 1. Notes
+    (subnormal values, tensors of zeros, leftovers) do not, unless --strict is given: healthy files have some.
+
+    \b
+    Examples:
+      gradtool check grads/
+      gradtool check --fast step_*/ --json | jq '.data.per_finding[]'
+      gradtool check sums.safetensors --strict && echo healthy
+    """
+    from gradtool.ops.check import check as run
+
+    return run(paths, **options)
+
+
+@command("List tensors, types, sizes and metadata.")
+def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> "InfoResult":
+    """List the tensors of all paths with type, shape and bytes, the totals of each type, and the metadata.
+
+    Only headers are read, of tensors of any type.
+
+    \b
+    Examples:
+      gradtool info model.safetensors
+      gradtool info grads/ --include '^lm_head'
+      gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
+    """
+    from gradtool.ops.info import info as run
+
+    return run(paths, **options)
 
 
 @command("Clip by global norm, by tensor, or by value.")

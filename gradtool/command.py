@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import gradtool
-from gradtool import process, streams
+from gradtool import completion, process, streams
 from gradtool.formats import chosen_format
 from gradtool.options import Display
 from gradtool.report.progress import progress as progress_bar
@@ -108,10 +108,15 @@ def app(arguments: Sequence[str]) -> int:
     """Run a command line; the exit code."""
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:2], "--help"]
+    if completion.is_about(arguments):
+        arguments = completion.with_shell(arguments)
+    words = completion.words() if completion.is_asked() else arguments
+    named = [name for name in COMMANDS if name in words]
     root = typer.Typer(
         name="gradtool",
         cls=_Root,
-        add_completion=False,
+        # Shown in the list of commands; for a command, its options would only take time.
+        add_completion=completion.is_asked() or not (named or "--version" in arguments),
         # Plain help: rich would cost as much again as everything else that --help does.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -123,12 +128,11 @@ def app(arguments: Sequence[str]) -> int:
     )
     root.callback(invoke_without_command=True)(_root)
     # Typer prepares all options of all commands, needed or not. The list of commands needs none.
-    named = [name for name in COMMANDS if name in arguments]
     for name in named or COMMANDS:
         function, summary = COMMANDS[name]
         run = _runner(name, declared_of(name) if named else [])
         root.command(name, cls=_Command, help=inspect.getdoc(function), short_help=summary)(run)
-    return int(root(arguments, standalone_mode=False) or 0)
+    return int(root(arguments, standalone_mode=False, prog_name=completion.program(arguments)) or 0)
 
 
 def declared_of(name: str) -> list[Declared]:
@@ -167,7 +171,12 @@ def _parameter(one: Declared) -> inspect.Parameter:
     if not one.is_required and not isinstance(default, bool):
         kind, default = kind | None, None
     is_argument = one.group == ARGUMENTS
-    how = typer.Argument(metavar=one.metavar) if is_argument else typer.Option(*one.flags, metavar=one.metavar)
+    if is_argument:
+        how: Any = typer.Argument(metavar=one.metavar)
+    else:
+        help_of_shell = completion.brief(one.option.help) if completion.is_asked() else None
+        values = completion.values(one.choices)
+        how = typer.Option(*one.flags, metavar=one.metavar, help=help_of_shell, autocompletion=values)
     return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how])
 
 

@@ -88,8 +88,8 @@ class Writing(TypedDict, total=False):
     lock_timeout: Annotated[float, Option("Seconds to wait for a lock.", "SECONDS", 0.0, NOT_NEGATIVE_FINITE)]
 
 
-class Compute(TypedDict, total=False):
-    """What does the arithmetic."""
+class Local(TypedDict, total=False):
+    """What does the arithmetic in this process."""
 
     backend: Annotated[
         Literal["auto", "cpu", "cuda"] | None, Option("Compute backend.", unset="$GRADTOOL_BACKEND, or auto")
@@ -98,6 +98,11 @@ class Compute(TypedDict, total=False):
     threads: Annotated[
         int | None, Option("Number of worker threads.", "N", range=AT_LEAST_ONE, unset="one per core, at most 16")
     ]
+
+
+class Compute(Local, total=False):
+    """What does the arithmetic, here or elsewhere."""
+
     engine: Annotated[
         str | None,
         Option(
@@ -304,3 +309,14 @@ class RecoverOptions(TypedDict, total=False):
     """The options of `recover`."""
 
     force: Annotated[bool, Option("Continue even if another program has written to a file since.", default=False)]
+
+
+class CheckOptions(Selection, Local, Callback, total=False):
+    """The options of `check`."""
+
+    fast: Annotated[bool, Option("Read headers only, and no values.", default=False)]
+    strict: Annotated[bool, Option("Let notes make the exit code 1, too.", default=False)]
+
+
+class InfoOptions(Selection, total=False):
+    """The options of `info`."""

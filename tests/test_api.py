@@ -15,7 +15,7 @@ from gradtool import api
 from gradtool.cli import app
 from gradtool.errors import Problem
 
-OPERATIONS = ["norm", "clip", "accumulate", "zero", "layernorm_backward", "recover"]
+OPERATIONS = ["norm", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover"]
 
 
 def options_of(name):

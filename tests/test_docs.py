@@ -1,19 +1,45 @@
 """Pages, and the schema, that are made from the code are up to date."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gradtool.command import COMMANDS, declared_of
+from gradtool.signatures import ARGUMENTS, OPTIONS, PYTHON
+
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("script", "made"), [("docs/make_cli.py", "docs/cli.md"), ("docs/make_schema.py", "gradtool/schema.json")]
+    ("script", "made"),
+    [
+        ("docs/make_cli.py", "docs/cli.md"),
+        ("docs/make_schema.py", "gradtool/schema.json"),
+        ("docs/make_man.py", "docs/gradtool.1"),
+    ],
 )
 def test_what_is_made_from_the_code_is_up_to_date(script, made):
     command = [sys.executable, "-P", ROOT / script]
     done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONUTF8": "1"})
     assert (ROOT / made).read_bytes() == done.stdout, f"python {script} > {made} makes it anew"
+
+
+def test_the_man_page_has_every_command_and_every_option():
+    page = (ROOT / "docs/gradtool.1").read_text().replace("\\-", "-")
+    for name in COMMANDS:
+        section = page.split(f".SS gradtool {name}\n")[1].split("\n.SS ")[0]
+        for one in declared_of(name):
+            if one.group == OPTIONS:
+                assert f"\\fB{one.flag}\\fR" in section, one.flag
+            elif one.group not in {ARGUMENTS, PYTHON}:
+                assert f"\\fB{one.flag}\\fR" in page, one.flag
+
+
+@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
+def test_a_checker_of_man_pages_finds_nothing_but_the_date_that_it_does_not_have():
+    done = subprocess.run(["mandoc", "-Tlint", ROOT / "docs/gradtool.1"], capture_output=True, text=True, check=False)
+    assert [line for line in done.stdout.splitlines() if "missing date" not in line] == []

@@ -12,6 +12,8 @@ from gradtool.signatures import complete, options_of
 CLASSES = [
     options.NormOptions,
     options.DiffOptions,
+    options.CheckOptions,
+    options.InfoOptions,
     options.ClipOptions,
     options.AccumulateOptions,
     options.ZeroOptions,

@@ -14,7 +14,7 @@ from support import gradtool, gradtool_json
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["norm", "diff", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
+COMMANDS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
 
 
 def console_blocks(page):
@@ -101,6 +101,7 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     named = set().union(*(options_in(page.read_text()) for page in PAGES))
     # Of the benchmarks, and of the command without a subcommand; of dask and of sbatch.
     others = {"--timing", "--version", "--scheduler-file", "--port", "--nthreads", "--no-nanny", "--no-dashboard"}
+    others |= {"--install-completion", "--show-completion"}
     others |= {"--interface", "--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
     assert named - others == everything
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
@@ -127,6 +128,8 @@ def test_links_lead_somewhere(page):
 
 CALLS = {
     "norm": ["sample_data/sharded", "--per-tensor", "--by-file", "--histogram"],
+    "check": ["sample_data/nan.safetensors"],
+    "info": ["sample_data/sharded"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": ["sample_data/buffer.safetensors", "sample_data/micro_0.safetensors", "--per-gradient"],
     "zero": ["sample_data/sharded"],
@@ -153,6 +156,9 @@ def test_the_output_page_lists_the_keys_of_json_in_their_order(checkout, command
 def test_the_output_page_names_every_code_of_an_error_or_a_warning():
     source = "\n".join(path.read_text() for path in (ROOT / "gradtool").rglob("*.py"))
     raised = set(re.findall(r'\bcode(?:: \w+)?\s*=\s*"([a-z-]+)"|\bProblem\(\s*"([a-z-]+)"', source))
+    found = set(re.findall(r'\bFinding\((?:"\w+"|\w+), "([a-z-]+)"', source))
     table = (ROOT / "docs" / "output.md").read_text().partition("## Error codes")[2].partition("\n## Progress")[0]
-    named = set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE))
-    assert named == {code or other for code, other in raised}
+    first = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", table, re.MULTILINE)
+    named = set(re.findall(r"[a-z][a-z-]+", " ".join(first)))
+    assert {"unaligned", "saturated", "leftover"} < found
+    assert named == {code or other for code, other in raised} | found

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from gradtool.backends.extremes import Extremes
+
     # A block, or the copy of it that `Backend.to_device` returns.
     Data = Any
 
@@ -175,6 +177,9 @@ class Backend(Protocol):
 
     def histogram(self, block: Data, pieces: Sequence[Piece]) -> BlockHistogram:
         """Count the finite values of each piece other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
+
+    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+        """Count, for each piece, the subnormal values and those of the largest finite magnitude of its type."""
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

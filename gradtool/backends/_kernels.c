@@ -159,6 +159,32 @@ static PyObject *histogram(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* extremes(block, pieces, bounds, counts): pieces is int64 (k, 3) as for `run`; bounds uint64 (k, 2), the codes of the
+ * smallest normal value and of the largest finite one; counts int64 (k, 2) of subnormal and saturated values, added to. */
+static PyObject *extremes(PyObject *self, PyObject *args)
+{
+    Py_buffer block, pieces, bounds, counts;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*y*w*", &block, &pieces, &bounds, &counts)) return NULL;
+
+    Py_ssize_t k = pieces.len / 24;
+    const char *problem = bounds.len == 16 * k && counts.len == 16 * k ? NULL : "one entry a piece is needed";
+    const int64_t *piece = pieces.buf;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) problem = check_piece(&block, piece + 3 * i);
+    if (!problem) {
+        const uint64_t *bound = bounds.buf;
+        int64_t *found = counts.buf;
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < k; i++, piece += 3, bound += 2, found += 2)
+            kernels->count_extremes((const char *)block.buf + piece[1], ITEMSIZE[piece[0]], piece[2], bound, found);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&block, &pieces, &bounds, &counts};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
 /* differences(a, pieces, b, others, absolute, relative, sums, exponents, max_abs, max_rel, ulps, places, counts): pieces as
  * in `run`, those of a and of b as many and as long; then per tile: sums float64 (4,), exponents int32 (3,), max_abs and
  * max_rel float64, ulps uint64, places int64 (3,), counts int64 (6,). */
@@ -311,6 +337,7 @@ static PyMethodDef methods[] = {
     {"histogram", histogram, METH_VARARGS, "Count the values of the pieces of one block by binary exponent."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"differences", differences, METH_VARARGS, "What tells two blocks apart."},
+    {"extremes", extremes, METH_VARARGS, "Count subnormal and saturated values."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},

@@ -1,5 +1,6 @@
 /* All kernels, compiled for one level of a processor; included once for each, with LEVEL the name of its table. */
 #include "_differences.h"
+#include "_extremes.h"
 #include "_histogram.h"
 #include "_layer_norm.h"
 #include "_sums.h"
@@ -11,6 +12,7 @@ struct level {
                        int64_t *);
     void (*compare_pieces)(const char *, const char *, const int64_t *, const int64_t *, int64_t, struct tolerance,
                            struct results);
+    void (*count_extremes)(const char *, int64_t, int64_t, const uint64_t *, int64_t *);
     void (*histogram_pieces)(const char *, const int64_t *, int64_t, int64_t *, double *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);
     void (*sum_rows)(const struct patch *, const double *, double *);
@@ -20,5 +22,6 @@ struct level {
 };
 
 const struct level LEVEL = {
-    LEVEL_NAME, run_pieces, compare_pieces, histogram_pieces, add_all, sum_rows, sum_gradients, differentiate,
+    LEVEL_NAME, run_pieces, compare_pieces, count_extremes, histogram_pieces, add_all, sum_rows, sum_gradients,
+    differentiate,
 };

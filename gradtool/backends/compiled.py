@@ -10,12 +10,14 @@ import numpy as np
 from gradtool.backends import Addend, BlockDifferences, BlockHistogram, BlockSums, NormSpec, Patch, Piece, Tolerance
 from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import differences as differences_kernel
+from gradtool.backends._kernels import extremes as extremes_kernel
 from gradtool.backends._kernels import histogram as histogram_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.differences import empty_differences
+from gradtool.backends.extremes import BOUNDS, Extremes
 from gradtool.backends.histogram import empty_histogram
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
@@ -43,6 +45,13 @@ class CompiledBackend(NumpyBackend):
         found = empty_histogram(pieces)
         histogram_kernel(block, _table(pieces), found.counts, found.largest)
         return found
+
+    def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+        """Count subnormal and saturated values."""
+        bounds = np.array([BOUNDS[piece.dtype] for piece in pieces], np.uint64)
+        counts = np.zeros((len(pieces), 2), np.int64)
+        extremes_kernel(block, _table(pieces), bounds, counts)
+        return Extremes(counts[:, 0], counts[:, 1])
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
@@ -130,8 +139,7 @@ def _run(
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
-    table = _table(pieces)
-    tiles = sum(tile_count(piece.elements) for piece in pieces)
+    table, tiles = _table(pieces), sum(tile_count(piece.elements) for piece in pieces)
     sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
     table, term = _table(pieces), _TERMS[spec.order]

@@ -21,6 +21,7 @@ from gradtool.backends import (
     Tolerance,
 )
 from gradtool.backends.differences import compare_pieces
+from gradtool.backends.extremes import Extremes, count_extremes
 from gradtool.backends.histogram import count_pieces
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
@@ -66,6 +67,10 @@ class NumpyBackend:
     def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
         """Count values by exponent."""
         return count_pieces(block, pieces)
+
+    def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+        """Count subnormal and saturated values."""
+        return count_extremes(block, pieces)
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

@@ -14,7 +14,7 @@ from gradtool.store.io.workers import default_threads
 if TYPE_CHECKING:
     from gradtool.backends import Choice
     from gradtool.engines import Cluster, Engine, Progress
-    from gradtool.options import Compute
+    from gradtool.options import Compute, Local
 
 # More would only take memory.
 MOST_THREADS = 256
@@ -41,9 +41,7 @@ def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice |
     """The engine of complete options; and the backend, if it is chosen here and not by the workers."""
     (name, address), threads = asked_for(chosen["engine"]), chosen["threads"]
     if address is None:
-        choice = backends.choose(chosen["backend"], chosen["device"])
-        count = min(threads or default_threads(), MOST_THREADS)
-        return Threads(choice.backend, count, progress, choice.why), choice
+        return local(chosen, progress)
     from gradtool.engines.executor import Workers  # not needed by threads
 
     timeout = chosen["worker_timeout"]
@@ -52,6 +50,13 @@ def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice |
     # What the environment says here counts for the workers too.
     backend = backends.asked_for(chosen["backend"])
     return Workers(name, join, backend, chosen["device"], most, timeout, progress), None
+
+
+def local(chosen: Local, progress: Progress | None) -> tuple[Threads, Choice]:
+    """The threads of this process, and their backend."""
+    choice = backends.choose(chosen["backend"], chosen["device"])
+    count = min(chosen["threads"] or default_threads(), MOST_THREADS)
+    return Threads(choice.backend, count, progress, choice.why), choice
 
 
 def _join(address: str, timeout: float) -> Cluster:

@@ -12,10 +12,12 @@ from gradtool.report.messages import printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.ops.check import CheckResult
+    from gradtool.ops.info import InfoResult
     from gradtool.ops.recover import RecoverResult
     from gradtool.ops.results import CallFacts
 
-    Result = CallFacts | RecoverResult
+    Result = CallFacts | CheckResult | InfoResult | RecoverResult
 
 # The facts that several results have, in the order of the output: those of the output, then those of the call.
 _SHARED = (
@@ -23,6 +25,8 @@ _SHARED = (
     "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
     "workers", "hosts", "retries", "seconds", "timings",
 )  # fmt: skip
+# The rows that a terminal does not show: errors and warnings say the same in words.
+TOLD = ("per_finding",)
 # What is printed below the headline, unless all is asked for.
 _BRIEF = ("nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds")
 
@@ -71,7 +75,7 @@ def facts_of(result: Result, data: dict[str, Any], *, verbose: bool) -> dict[str
         flat = data
         keys = [*result.headline, *(key for key in _BRIEF if key in data)]
         keys += ["dry_run"] if data.get("dry_run") else []
-    return {key: flat[key] for key in keys if flat[key] is not None}
+    return {key: flat[key] for key in dict.fromkeys(keys) if flat[key] is not None}
 
 
 def field(value: Any) -> str:

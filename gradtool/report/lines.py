@@ -25,7 +25,7 @@ def lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
         yield [key, field(value)]
     for key in filter(is_rows, data):
         for row in data[key]:
-            names = [printable(row.pop(name)) for name in ("name", "file") if name in row]
+            names = [field(row.pop(name)) for name in ("name", "file") if name in row]
             inner = {one: row.pop(one) for one in list(row) if is_rows(one)}
             yield [kind_of(key), *map(field, row.values()), *names]
             for kind, own in inner.items():

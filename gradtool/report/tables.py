@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtool.report.bars import STORAGE_NOTE, norm_bars, show_histogram, storage_columns
-from gradtool.report.facts import data_of, facts_of, field, is_rows, short
+from gradtool.report.facts import TOLD, data_of, facts_of, field, is_rows, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", _BARS, "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
-_TEXTS = ("name", "file", "dtype", "outcome", "stored as", "loss scale", _BARS)
+_TEXTS = ("name", "file", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
 # Between two columns.
 _GAP = 3
 # The paths written that are named; lines off a terminal and JSON name all.
@@ -54,13 +54,13 @@ def show_tables(result: Result, *, verbose: bool) -> None:
     for label, items in labels:
         _show_items(console, label, items, taken)
     for key in filter(is_rows, data):
-        if not data[key]:
+        if not data[key] or key in TOLD:
             continue
         if data.get("histogram"):
             console.print()
         if key == "histogram":
             show_histogram(console, data[key])
-        elif key == "per_dtype":
+        elif key == "per_dtype" and "histogram" in data:
             _show_rows(console, storage_columns(data[key]))
             _show_note(console, STORAGE_NOTE)
         else:
@@ -118,9 +118,10 @@ def _labelled(facts: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
             yield key.replace("_", " "), [f"{value:,}" if type(value) is int else field(value)]
     if "nan" in facts:
         yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", f"{facts['zeros']:,} zeros"]
+    if "files" in facts:
+        yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
     if "timings" not in data:
         return
-    yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
     timings = data["timings"]
     shown = phases if "read_seconds" in facts else ("total",)
     yield "time", [_time(phase, timings) for phase in shown if timings[f"{phase}_seconds"] > 0]

@@ -77,8 +77,10 @@ def contents(folder):
 def told(result):
     """What a result says of the numbers in it."""
     facts = vars(result)
-    told = ("norm", "max_abs", "nan", "inf", "zeros", "coef", "histogram", "per_dtype")
-    return {key: facts[key] for key in facts if key.startswith(told)}
+    told = ("norm", "max_abs", "nan", "inf", "zeros", "coef", "histogram", "subnormal", "saturated", "per_dtype")
+    # Findings name their files.
+    findings = {key: repr(facts[key]).replace("/expected/", "/found/") for key in facts if key == "per_finding"}
+    return {key: facts[key] for key in facts if key.startswith(told)} | findings
 
 
 CALLS = {
@@ -99,6 +101,7 @@ CALLS = {
     "accumulate a clipped mean": lambda folder, **options: gradtool.accumulate(
         grads(folder / "g"), [grads(folder / "h", 100), grads(folder / "i", 200)], mean=True, max_norm=1.0, **options
     ),
+    "check": lambda folder, **options: gradtool.check(grads(folder / "g"), **options),
     "zero": lambda folder, **options: gradtool.zero(grads(folder / "g"), include=["t1"], **options),
     "layernorm": lambda folder, **options: gradtool.layernorm_backward(layers(folder), **options),
     "layernorm without weights": lambda folder, **options: gradtool.layernorm_backward(
@@ -203,6 +206,7 @@ SCARCE = {
     "clip by value": 700_000,
     "clip by tensor": 700_000,
     "norm 3": 700_000,
+    "check": 700_000,
     "accumulate": 2_500_000,
     "accumulate a clipped mean": 2_500_000,
     "layernorm": 5_000_000,
@@ -213,9 +217,11 @@ SCARCE = {
 @pytest.mark.parametrize("call", SCARCE)
 def test_full_memory_is_met_by_smaller_blocks(tmp_path, use, shim, call):
     use(support.NumpyBackend())
-    CALLS[call](tmp_path / "expected")
+    expected = CALLS[call](tmp_path / "expected")
     backend = use(shim(limit=SCARCE[call]))
-    CALLS[call](tmp_path / "found", threads=1)
+    found = CALLS[call](tmp_path / "found", threads=1)
+    if call == "check":
+        assert told(found) == told(expected)
     assert contents(tmp_path / "found") == contents(tmp_path / "expected")
     assert backend.device.refused
 
@@ -223,7 +229,7 @@ def test_full_memory_is_met_by_smaller_blocks(tmp_path, use, shim, call):
 @pytest.mark.parametrize("call", SCARCE)
 def test_memory_that_is_too_small_for_a_tile_is_an_error_and_changes_nothing(tmp_path, use, shim, call):
     use(support.NumpyBackend())
-    CALLS[call](tmp_path / "untouched", **({} if call.startswith("norm") else {"dry_run": True}))
+    CALLS[call](tmp_path / "untouched", **({} if call.startswith(("norm", "check")) else {"dry_run": True}))
     use(shim(limit=1000))
     with pytest.raises(DeviceMemoryError) as caught:
         CALLS[call](tmp_path / "found")

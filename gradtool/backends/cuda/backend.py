@@ -14,6 +14,7 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends import Piece
 from gradtool.backends.cuda import jobs
+from gradtool.backends.cuda.extremes import count_extremes
 from gradtool.backends.cuda.histogram import count_pieces
 from gradtool.backends.cuda.memory import (
     DeviceBlock,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         Tolerance,
     )
     from gradtool.backends.cuda.memory import Device
+    from gradtool.backends.extremes import Extremes
 
     Floats = NDArray[np.float64]
 
@@ -89,6 +91,10 @@ class CudaBackend:
     def histogram(self, block: Data, pieces: Sequence[Piece]) -> BlockHistogram:
         """Count values by exponent."""
         return count_pieces(self.device, self._on_device(block), pieces)
+
+    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+        """Count subnormal and saturated values."""
+        return count_extremes(self.device, self._on_device(block), pieces)
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec

@@ -30,6 +30,7 @@ _PIECE = record("offset", "elements", "first_block", "first_sum", "number", "*fa
 _TARGET = record("offset", "elements", "first_block", "at", "first_addend", "addends")
 _ADDEND = record("dtype", "offset", "start", "elements", "*weight")
 TILES_JOB = record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
+EXTREMES_JOB = record("block", "found", "piece", "normal", "largest", "pieces")
 ADD_JOB = record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
 PATCH_JOB = record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),

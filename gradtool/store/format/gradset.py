@@ -7,16 +7,16 @@ import re
 import shlex
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, os_errors_about, shortened
+from gradtool.errors import BadInputError, UsageError, shortened
 from gradtool.store.format.header import Shard, read_shard
-from gradtool.store.format.index import INDEX_SUFFIX, index_of, read_weight_map
-from gradtool.store.format.paths import is_there
+from gradtool.store.format.index import index_of, read_weight_map
+from gradtool.store.format.listing import listing_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
@@ -145,36 +145,13 @@ def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
 
 
 def _open_named(path: str) -> GradientSet:
-    # A Path drops the slash, and with it that a folder is meant.
-    if path.endswith(os.sep) and not (is_there(path) and os.path.isdir(path)):  # noqa: PTH112
-        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
-    return _open_set(Path(path))
-
-
-def _open_set(path: Path) -> GradientSet:
-    if os.path.isdir(path):  # noqa: PTH112 - Path's own raises without permission
-        return _open_folder(path)
-    if path.name.endswith(INDEX_SUFFIX):
-        return _open_index(path, path)
-    return GradientSet(path, (read_shard(path),))
-
-
-def _open_folder(folder: Path) -> GradientSet:
-    with os_errors_about(folder):
-        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if len(indexes) > 1:
-        raise BadInputError(f"has {len(indexes)} indexes ({', '.join(indexes)}); name the one to use", file=folder)
-    if indexes:
-        return _open_index(folder, folder / indexes[0])
-    files = [folder / name for name in names if name.endswith(".safetensors")]
-    if not files:
-        from gradtool.store.format.contents import without_safetensors  # only needed for the error
-
-        raise BadInputError(without_safetensors(folder), file=folder, code="missing-file")
-    shards = tuple(map(read_shard, files))
-    _shards_by_tensor(shards)
-    return GradientSet(folder, shards)
+    one = listing_of(path)
+    if one.index is not None:
+        return _open_index(one.path, one.index)
+    shards = tuple(map(read_shard, one.files))
+    if len(shards) > 1:
+        _shards_by_tensor(shards)
+    return GradientSet(one.path, shards)
 
 
 def _open_index(path: Path, index: Path) -> GradientSet:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from gradtool import memory
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store.format.limits import MAX_TEXT, memory_to_check, refuse_large_header, refuse_long, refuse_long_names
-from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_wrong_offsets, tensor_of
+from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,19 +51,23 @@ def read_shard(path: Path) -> Shard:
         BadInputError: the file is missing, not a regular file, or refused by the safetensors library.
         SystemRefusedError: it cannot be read.
     """
-    with _opened(path) as (fd, status):
-        try:
-            shard = _read_shard(path, fd, status)
-        except BadInputError as error:
-            # It may look invalid only because it is being written.
-            if not is_unchanged(path, status):
-                raise changed_meanwhile(path) from None
-            if (other := _other_format(path, fd, status.st_size)) is not None:
-                raise other from error
-            raise
-        if not is_unchanged(path, status):
-            raise changed_meanwhile(path)
-        return shard
+    with _judged(path) as (fd, status):
+        text = _read_header(path, fd, status.st_size)
+        _ask_library(path, text, status.st_size)
+        return _shard_of(path, text, status)
+
+
+def read_outline(path: Path) -> Shard:
+    """Read a header without asking the library, which is slow to import and refuses types that it does not know.
+
+    Raises:
+        BadInputError: the file is missing, not a regular file, or does not say what its tensors are.
+        SystemRefusedError: it cannot be read.
+    """
+    with _judged(path) as (fd, status):
+        text = _read_header(path, fd, status.st_size)
+        refuse_unclear(path, text, status.st_size)
+        return _shard_of(path, text, status)
 
 
 def read_text(shard: Shard) -> bytes:
@@ -124,9 +128,25 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
             os.close(fd)
 
 
-def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
-    text = _read_header(path, fd, status.st_size)
-    _ask_library(path, text, status.st_size)
+@contextlib.contextmanager
+def _judged(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """As `_opened`, for a file that must not change until the end of the block; one that is refused is named."""
+    with _opened(path) as (fd, status):
+        try:
+            yield fd, status
+        except BadInputError as error:
+            # It may look invalid only because it is being written.
+            if not is_unchanged(path, status):
+                raise changed_meanwhile(path) from None
+            if (other := _other_format(path, fd, status.st_size)) is not None:
+                raise other from error
+            raise
+        if not is_unchanged(path, status):
+            raise changed_meanwhile(path)
+
+
+def _shard_of(path: Path, text: bytes, status: os.stat_result) -> Shard:
+    """The file that a sound header describes."""
     header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
     refuse_long_names(path, header)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError
+from gradtool.errors import BadInputError, shortened
 from gradtool.store.format.limits import refuse_long_names
 
 if TYPE_CHECKING:
@@ -115,6 +115,36 @@ def refuse_wrong_offsets(path: Path, text: bytes, size: int) -> None:
         _refuse_uncountable(tensor)
         expected = tensor.end
     _refuse_other_size(path, tensors, data_start + expected, size, data_start)
+
+
+def refuse_unclear(path: Path, text: bytes, size: int) -> None:
+    """Raise `BadInputError` unless a header says the type, the shape and the place of each tensor; of any type."""
+    try:
+        header = parse(text)
+        refuse_long_names(path, header)
+        metadata = header.pop("__metadata__", None) or {}
+        unclear = [key for key, value in metadata.items() if not isinstance(value, str)]
+        tensors = [tensor_of(name, entry, 0) for name, entry in header.items()]
+        unclear += [tensor.name for tensor in tensors if not _is_clear(tensor)]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, BadInputError):
+            raise
+        message = f"is not a valid safetensors file: {shortened(repr(error), 400)}"
+        raise BadInputError(message, file=path) from error
+    if unclear:
+        raise BadInputError(f"is not a valid safetensors file: {shortened(repr(unclear[0]))} is unclear", file=path)
+    tensors.sort(key=lambda tensor: tensor[3:])
+    data_start, end = 8 + len(text), max((tensor.end for tensor in tensors), default=0)
+    _refuse_other_size(path, tensors, data_start + end, size, data_start)
+
+
+def _is_clear(tensor: Tensor) -> bool:
+    """Whether the fields of a tensor have the types that they should, and make sense."""
+    dtype: object = tensor.dtype
+    if not isinstance(dtype, str) or len(tensor.shape) > _MAX_RANK:
+        return False
+    numbers = (*tensor.shape, tensor.begin, tensor.end)
+    return all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers) and tensor.begin <= tensor.end
 
 
 def _refuse_uncountable(tensor: Tensor) -> None:

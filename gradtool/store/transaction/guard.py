@@ -61,7 +61,7 @@ def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
         names.setdefault(real.parent, {})[real.name] = path
     for parent, files in names.items():
         with os_errors_about(parent), Folder.at(parent) as folder:
-            for log in _logs_about(folder, files):
+            for log in logs_about(folder, files):
                 touched = [name for name in log.names & files.keys() if could_change(log, folder, name)]
                 if touched and log.run != own:
                     _refuse_if_unfinished(log, files[min(touched)])
@@ -72,7 +72,7 @@ def refuse_unfinished_at(scope: Scope) -> None:
     if not os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         return
     with os_errors_about(scope.folder), Folder.at(scope.folder) as folder:
-        for log in _logs_about(folder, [] if scope.name is None else [scope.name]):
+        for log in logs_about(folder, [] if scope.name is None else [scope.name]):
             if is_about(log, folder, scope.name):
                 _refuse_if_unfinished(log, scope.folder if scope.name is None else scope.folder / scope.name)
 
@@ -110,7 +110,7 @@ def home_of(log: Log) -> Log | None:
     raise unfinished(f"{what}; {remedy}", log.path)
 
 
-def _logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
+def logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
     """The logs in a folder; if it cannot be listed, those that have a marker for one of the names."""
     try:
         return logs_in(folder)

@@ -71,7 +71,7 @@ def claim(home: Folder, log: Log) -> int | InUse | None:
         # We can neither see its lock nor recover it.
         if home.status(log.path.name) is None:
             return None
-        if _has_process(log):
+        if has_process(log):
             return InUse(log)
         message = f"is the log of a crashed run of user {log.owner}; recover it as that user (gradtool recover)"
         raise unfinished(message, log.path)
@@ -86,7 +86,7 @@ def claim(home: Folder, log: Log) -> int | InUse | None:
         got = lock(fd)
         if not _is_same(fd, home, name):
             return None
-        is_alive = _has_process(log)
+        is_alive = has_process(log)
         if not got and (got is False or is_alive):
             return InUse(log, is_orphaned=not is_alive)
         stack.pop_all()
@@ -97,7 +97,7 @@ def _claim_without_lock(home: Folder, log: Log) -> int | InUse | None:
     """A run removes its lock last, so a log without one has lost it; it gets a new one."""
     if home.status(log.path.name) is None:
         return None
-    if log.host == HOST and _has_process(log):
+    if log.host == HOST and has_process(log):
         return InUse(log)
     with os_errors_about(home.path):
         try:
@@ -111,7 +111,7 @@ def _is_same(fd: int, folder: Folder, name: str) -> bool:
     return there is not None and os.path.samestat(status, there) and stat.S_ISREG(status.st_mode)
 
 
-def _has_process(log: Log) -> bool:
+def has_process(log: Log) -> bool:
     """Whether its process exists; one on another machine may."""
     if log.host != HOST:
         return True

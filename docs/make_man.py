@@ -1,0 +1,144 @@
+"""Prints the man page, made from the commands and the options: python docs/make_man.py > docs/gradtool.1."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import gradtool.cli  # its functions are the commands
+from gradtool.command import COMMANDS, declared_of
+from gradtool.signatures import ARGUMENTS, GROUPS, OPTIONS, PYTHON, Declared, options_of, usage_of
+
+PAGE = r"""
+.\" Made by python docs/make_man.py > docs/gradtool.1. Change gradtool/cli.py
+.\" and gradtool/options.py instead.
+.TH GRADTOOL 1 "" "gradtool {version}" "User Commands"
+.SH NAME
+gradtool \- clip, accumulate, zero and measure gradients in safetensors files
+.SH SYNOPSIS
+{synopsis}
+.SH DESCRIPTION
+Reads gradients (or any tensors) from safetensors files, treats all files of a
+call as one vector, and writes results in place. The results have the same
+bits for any number of threads and any way to spread tensors over files. After
+a crash, all files of a call are old or all are new.
+.PP
+A path is a file, a folder, or an index (\fI*.safetensors.index.json\fR).
+.SH COMMANDS
+{commands}
+{shared}
+.SH EXIT STATUS
+{codes}
+.SH ENVIRONMENT
+.TP
+.B GRADTOOL_BACKEND
+Compute backend: auto, cpu or cuda.
+.TP
+.B GRADTOOL_ENGINE
+Where tasks run: threads, or dask:ADDRESS.
+.TP
+.B GRADTOOL_DEBUG
+If it is 1, errors have tracebacks.
+.TP
+.B NO_COLOR
+If it is set, errors have no colour.
+.SH FILES
+.TP
+.I .gradtool\-*
+What a run leaves beside the data while it works; \fBgradtool recover\fR removes
+what a crashed one has left.
+"""
+CODES = {
+    0: "done",
+    1: "a check found something, such as NaN",
+    2: "wrong usage",
+    3: "bad input: a file, a shape, a type or a name",
+    4: "the backend or the engine is not available",
+    5: "the system refused: permission, disk full, a file in use or half changed",
+    130: "interrupted",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    groups = {title: group for title, group in GROUPS.items() if title != PYTHON}
+    filled = PAGE.format(
+        version=escaped(gradtool.__version__),
+        synopsis="\n.br\n".join(synopsis(name) for name in COMMANDS),
+        commands="\n".join(command(name) for name in COMMANDS),
+        shared="\n".join(
+            f".SH {title.upper()} OPTIONS\n{entries(options_of(one).values())}" for title, one in groups.items()
+        ),
+        codes="\n".join(f".TP\n.B {code}\n{escaped(text)}" for code, text in CODES.items()),
+    )
+    return filled.strip()
+
+
+def synopsis(name: str) -> str:
+    """How a command is called."""
+    return rf"\fBgradtool {escaped(name)}\fR {escaped(' '.join(usage_of(declared_of(name))))}"
+
+
+def command(name: str) -> str:
+    """What there is to say of a command."""
+    text, examples = (inspect.getdoc(COMMANDS[name][0]) or "").split("\n\n\b\nExamples:\n")
+    declared = declared_of(name)
+    own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
+    paragraphs = "\n.PP\n".join(paragraph(one) for one in text.split("\n\n"))
+    return "\n".join(
+        [
+            f".SS gradtool {escaped(name)}",
+            paragraphs,
+            entries(own),
+            f".PP\n{paragraph(f'And the options under {shared_of(declared)}.')}",
+            f".PP\nExamples:\n.PP\n.EX\n{lines(escaped(inspect.cleandoc(examples)))}\n.EE",
+        ]
+    )
+
+
+def entries(declared: Iterable[Declared]) -> str:
+    """Arguments and options, each with what it means and its default."""
+    rows = []
+    for one in declared:
+        default = f" Default: {one.default}." if one.default else ""
+        rows.append(f".TP\n{spelled(one)}\n{paragraph(one.text + default)}")
+    return "\n".join(rows)
+
+
+def spelled(one: Declared) -> str:
+    """An option as it is written: its names in bold, its value in italics."""
+    if one.group == ARGUMENTS:
+        return rf"\fI{escaped(one.metavar)}\fR"
+    flags = re.sub(
+        r"[^ ,/]+", lambda found: rf"\fB{escaped(found[0])}\fR", one.spelled.removesuffix(one.metavar).strip()
+    )
+    return rf"{flags} \fI{escaped(one.metavar)}\fR" if one.metavar else flags
+
+
+def shared_of(declared: Sequence[Declared]) -> str:
+    """The groups of options that a command shares with others; with their names, if it does not have all of them."""
+    said = []
+    for title, group in GROUPS.items():
+        own = [one.flag for one in declared if one.group == title and title != PYTHON]
+        some = "" if len(own) == len(options_of(group)) else f" ({', '.join(own)})"
+        said += [f"{title.upper()} OPTIONS{some}"] if own else []
+    return ", ".join(said)
+
+
+def paragraph(text: str) -> str:
+    """Running text, in lines of the length that troff's checkers ask for."""
+    return lines(textwrap.fill(escaped(text), 78, break_on_hyphens=False, break_long_words=False))
+
+
+def lines(text: str) -> str:
+    """Lines, none of which is taken for a request because it begins with a dot or a quote."""
+    return re.sub(r"(?m)^(?=[.'])", r"\\&", text)
+
+
+def escaped(text: str) -> str:
+    """The text with what troff would take for something else escaped."""
+    return text.replace("\\", r"\e").replace("-", r"\-")
+
+
+if __name__ == "__main__":
+    print(page())

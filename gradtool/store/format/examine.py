@@ -1,0 +1,227 @@
+"""One gradient set looked at file by file: everything that is wrong with it, and not only what comes first.
+
+Elsewhere (`gradset`), the first thing that is wrong ends the call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradtool.errors import GradtoolError, Problem, SystemRefusedError, shortened
+from gradtool.store.format import sniff
+from gradtool.store.format.header import Shard, read_shard, read_text
+from gradtool.store.format.index import INDEX_SUFFIX, read_weight_map
+from gradtool.store.format.listing import files_in, listing_of
+from gradtool.store.format.tensors import BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gradtool.store.format.tensors import Tensor
+
+# A file that is replaced while its header is read is read again so often.
+_TRIES = 20
+_PAUSE_SECONDS = 0.01
+# As many tensors are named in one message.
+_MAX_NAMED = 3
+# Where the data begins is a multiple of that, if the file was written by the library.
+_ALIGNMENT = 8
+_LEAST_BYTES = 8
+
+
+@dataclass
+class Examined:
+    """What one path names, as far as it could be read, and what is wrong with the rest.
+
+    `faults` are those of safetensors files and indexes. `strangers` are no such files, or missing. `refused` is what
+    the system refused. `unmapped` are files beside an index that it does not name.
+    """
+
+    path: str
+    shards: list[Shard] = field(default_factory=list)
+    index: Path | None = None
+    faults: list[Problem] = field(default_factory=list)
+    strangers: list[Problem] = field(default_factory=list)
+    refused: list[Problem] = field(default_factory=list)
+    unmapped: list[Path] = field(default_factory=list)
+
+    def note(self, error: GradtoolError, *, in_set: bool = False) -> None:
+        """Note why a file, an index or a folder could not be read; in a set, a missing file is a fault of the set."""
+        (one,) = error.problems
+        is_missing = one.code == "missing-file"
+        if isinstance(error, SystemRefusedError):
+            self.refused.append(one)
+        elif (is_missing and not in_set) or (not is_missing and _is_stranger(Path(one.file or self.path))):
+            self.strangers.append(one)
+        else:
+            self.faults.append(one)
+
+
+def examine(path: str) -> Examined:
+    """Read the headers of what a path names, and compare an index with its shards in both directions."""
+    found = Examined(path)
+    try:
+        listing = listing_of(path)
+    except GradtoolError as error:
+        found.note(error)
+        return found
+    found.index = listing.index
+    weight_map = None if listing.index is None else _read_index(found, listing.index)
+    if weight_map is not None and listing.index is not None:
+        files = [listing.index.parent / name for name in dict.fromkeys(weight_map.values())]
+        found.unmapped = [file for file in files_in(listing.index.parent) if file not in files]
+    else:
+        files = list(listing.files)
+    _read_files(found, files, is_mapped=weight_map is not None, is_listed=listing.path.is_dir())
+    for shard in found.shards:
+        found.faults += _repeated_in(shard)
+    repeated = _repeated_between(found)
+    if weight_map is not None and listing.index is not None:
+        _compare(found, listing.index, weight_map, repeated)
+    return found
+
+
+def unaligned_in(shard: Shard) -> list[Tensor]:
+    """The tensors that do not begin at a multiple of the size of their elements, which no file of the library has."""
+    sizes = {dtype: bits // 8 for dtype, bits in BITS.items() if bits >= _LEAST_BYTES}
+    return [one for one in shard.tensors if one.nbytes and one.begin % sizes.get(one.dtype, 1)]
+
+
+def is_aligned(shard: Shard) -> bool:
+    """Whether the data begins where the library lets it begin."""
+    return shard.data_start % _ALIGNMENT == 0
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names of tensors, and how many more there are."""
+    shown = ", ".join(repr(shortened(name)) for name in names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED:,} more"
+
+
+def _read_index(found: Examined, index: Path) -> Mapping[str, str] | None:
+    try:
+        return read_weight_map(index)
+    except GradtoolError as error:
+        found.note(error)
+        return None
+
+
+def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_listed: bool) -> None:
+    """Read the headers of the files; each once, if it has several names."""
+    for file in files:
+        try:
+            shard = _read_patiently(file)
+        except GradtoolError as error:
+            is_missing = error.problems[0].code == "missing-file"
+            if is_missing and is_mapped:
+                what = f"the index names the shard {shortened(file.name)}, which does not exist"
+                what += "; copy it, or correct the index"
+                found.faults.append(Problem("missing-file", what, str(found.index)))
+            elif not (is_missing and is_listed and not os.path.lexists(file)):
+                # What was listed and is gone was removed meanwhile.
+                found.note(error, in_set=is_listed)
+            continue
+        same = next((one for one in found.shards if one.identity == shard.identity), None)
+        if same is None:
+            found.shards.append(shard)
+        elif is_mapped:
+            what = f"is the same file as {same.path.name}, and the index names both; correct the index"
+            found.faults.append(Problem("duplicate-file", what, str(file)))
+
+
+def _read_patiently(file: Path) -> Shard:
+    for _ in range(_TRIES):
+        try:
+            return read_shard(file)
+        except SystemRefusedError as error:
+            if error.problems[0].code != "changed":
+                raise
+        time.sleep(_PAUSE_SECONDS)
+    return read_shard(file)
+
+
+def _repeated_in(shard: Shard) -> list[Problem]:
+    """A fault for the names that a header has twice: the library takes the last of them, and others may not."""
+    repeated: list[str] = []
+
+    def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # The outermost object is the last.
+        repeated[:] = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+        return dict(pairs)
+
+    try:
+        json.loads(read_text(shard), object_pairs_hook=count)
+    except GradtoolError as error:
+        return list(error.problems)
+    if not repeated:
+        return []
+    what = f"the header has {listed(repeated)} more than once; write the file again with one tensor of each name"
+    return [Problem("duplicate-name", what, str(shard.path), _only(repeated))]
+
+
+def _repeated_between(found: Examined) -> set[str]:
+    """The names that are in several files; a fault for each two files that share some."""
+    home: dict[str, Shard] = {}
+    shared: dict[tuple[Shard, Shard], list[str]] = defaultdict(list)
+    for shard in found.shards:
+        for tensor in shard.tensors:
+            first = home.setdefault(tensor.name, shard)
+            if first is not shard:
+                shared[shard, first].append(tensor.name)
+    for (shard, first), names in shared.items():
+        remedy = "if they are not shards of one set, name the files one by one"
+        what = f"has {listed(names)}, and so has {first.path.name}; {remedy}"
+        found.faults.append(Problem("duplicate-name", what, str(shard.path), _only(names)))
+    return {name for names in shared.values() for name in names}
+
+
+def _compare(found: Examined, index: Path, weight_map: Mapping[str, str], repeated: set[str]) -> None:
+    """A fault for each shard that lacks what the index maps to it, or has what the index does not."""
+    mapped: dict[str, list[str]] = defaultdict(list)
+    for name, file in weight_map.items():
+        mapped[file].append(name)
+    remedy = "; correct the index, or copy the set again"
+    for shard in found.shards:
+        file, names = shard.path.name, {tensor.name for tensor in shard.tensors}
+        missing = [name for name in mapped[file] if name not in names]
+        if missing:
+            what = f"the index maps {listed(missing)} to {file}, which does not hold {_them(missing)}{remedy}"
+            found.faults.append(Problem("missing-tensor", what, str(index), _only(missing)))
+        extra = [one.name for one in shard.tensors if one.name not in repeated and weight_map.get(one.name) != file]
+        if extra:
+            what = f"{file} holds {listed(extra)}, which the index does not map to it{remedy}"
+            found.faults.append(Problem("extra-tensor", what, str(index), _only(extra)))
+
+
+def _only(names: Sequence[str]) -> str | None:
+    """The name, if there is but one: a message that names several is about none of them alone."""
+    return names[0] if len(names) == 1 else None
+
+
+def _them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
+def _is_stranger(file: Path) -> bool:
+    """Whether a refused file is not even a damaged safetensors file, or index."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return True
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return not stat.S_ISDIR(status.st_mode)
+        head = os.pread(fd, sniff.HEAD, 0)
+    finally:
+        os.close(fd)
+    if file.name.endswith(INDEX_SUFFIX):
+        return sniff.foreign_index(file, head, status.st_size) is not None
+    return status.st_size < _LEAST_BYTES or sniff.foreign(file, head, status.st_size) is not None

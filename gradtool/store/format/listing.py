@@ -1,0 +1,59 @@
+"""What a path names: a file, an index or a folder; told from names alone, before anything is opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradtool.errors import NO_SUCH_FOLDER, BadInputError, os_errors_about
+from gradtool.store.format.index import INDEX_SUFFIX
+from gradtool.store.format.paths import is_there
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a path names: an `index`, or else `files`: one, or those of a folder in name order."""
+
+    path: Path
+    files: tuple[Path, ...]
+    index: Path | None = None
+
+
+def listing_of(path: str) -> Listing:
+    """What a path names. A file need not exist.
+
+    Raises:
+        BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
+        SystemRefusedError: the folder cannot be listed.
+    """
+    # A Path drops the slash, and with it that a folder is meant.
+    if path.endswith(os.sep) and not (is_there(path) and os.path.isdir(path)):  # noqa: PTH112
+        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
+    one = Path(path)
+    if os.path.isdir(one):  # noqa: PTH112 - Path's own raises without permission
+        return _listing_of_folder(one)
+    return Listing(one, (), one) if one.name.endswith(INDEX_SUFFIX) else Listing(one, (one,))
+
+
+def files_in(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files in a folder, in name order; hidden ones left out."""
+    return tuple(folder / name for name in _names_in(folder) if name.endswith(".safetensors"))
+
+
+def _listing_of_folder(folder: Path) -> Listing:
+    names = _names_in(folder)
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise BadInputError(f"has {len(indexes)} indexes ({', '.join(indexes)}); name the one to use", file=folder)
+    files = tuple(folder / name for name in names if name.endswith(".safetensors"))
+    if not indexes and not files:
+        from gradtool.store.format.contents import without_safetensors  # only needed for the error
+
+        raise BadInputError(without_safetensors(folder), file=folder, code="missing-file")
+    return Listing(folder, files, folder / indexes[0] if indexes else None)
+
+
+def _names_in(folder: Path) -> list[str]:
+    with os_errors_about(folder):
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))

@@ -37,6 +37,9 @@ Compute backend: auto, cpu or cuda.
 .B GRADTOOL_ENGINE
 Where tasks run: threads, or dask:ADDRESS.
 .TP
+.B GRADTOOL_FORMAT
+Format of the output: text, json, jsonl or github.
+.TP
 .B GRADTOOL_DEBUG
 If it is 1, errors have tracebacks.
 .TP
@@ -126,8 +129,8 @@ def shared_of(declared: Sequence[Declared]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Running text, in lines of the length that troff's checkers ask for."""
-    return lines(textwrap.fill(escaped(text), 78, break_on_hyphens=False, break_long_words=False))
+    """Running text, in lines of fewer than 80 bytes, which troff's checkers ask for."""
+    return lines(textwrap.fill(escaped(text), 72, break_on_hyphens=False, break_long_words=False))
 
 
 def lines(text: str) -> str:

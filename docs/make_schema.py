@@ -32,6 +32,7 @@ ABOUT = (
     "One object, printed on stdout, on failure too. docs/output.md explains it. "
     "A line of --format jsonl is described by #/$defs/line."
 )
+EMPTY = {"properties": {"data": {"maxProperties": 0}}}
 STATUS = {
     "ok": {"properties": {"exit_code": {"const": 0}, "data": {"minProperties": 1}, "errors": {"maxItems": 0}}},
     "found": {"properties": {"exit_code": {"const": 1}, "errors": {"minItems": 1}}},
@@ -207,6 +208,9 @@ def call(results: dict[str, type]) -> dict:
     }
     has_data = {"properties": {"data": {"minProperties": 1}}}
     rules = [{"if": {"properties": {"status": {"const": one}}}, "then": rule} for one, rule in STATUS.items()]
+    # `check` tells what it has found in the files that it could read.
+    stopped = {"properties": {"status": {"const": "error"}, "command": {"not": {"const": "check"}}}}
+    rules += [{"if": stopped, "then": EMPTY}]
     rules += [{"if": has_data, "then": {"properties": {"command": {"enum": [*results]}}}}]
     return closed(properties, [key for key in properties if key != "type"]) | {"allOf": rules}
 

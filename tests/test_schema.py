@@ -17,7 +17,7 @@ from support import SAMPLES, encode, gradtool, gradtool_json, write
 CALLS = {
     "norm": ["sharded", "--per-tensor", "--by-file"],
     "diff": ["micro_0.safetensors", "micro_1.safetensors", "--per-tensor"],
-    "check": ["sharded"],
+    "check": ["sharded", "loss_scaled_f16.safetensors"],
     "info": ["micro_0.safetensors"],
     "clip": ["sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": ["buffer.safetensors", "micro_0.safetensors", "--per-gradient", "--clip-each", "1"],

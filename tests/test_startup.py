@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.installed
 HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes", "distributed", "dask")
 PROBE = """
 import sys

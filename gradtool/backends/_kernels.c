@@ -8,7 +8,6 @@
  * to vectorize.
  */
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
 #include "_layer_norm.h"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gradtool.ops.accumulate import accumulate as accumulate
     from gradtool.ops.clip import ClipResult as ClipResult
     from gradtool.ops.clip import clip as clip
+    from gradtool.ops.doctor import DoctorResult as DoctorResult
+    from gradtool.ops.doctor import doctor as doctor
     from gradtool.ops.layernorm import LayerNormResult as LayerNormResult
     from gradtool.ops.layernorm import layernorm_backward as layernorm_backward
     from gradtool.ops.norm import NormResult as NormResult
@@ -36,6 +38,7 @@ _HOMES = {
     "BackendUnavailableError": "gradtool.errors",
     "BadInputError": "gradtool.errors",
     "ClipResult": "gradtool.ops.clip",
+    "DoctorResult": "gradtool.ops.doctor",
     "GradtoolError": "gradtool.errors",
     "LayerNormResult": "gradtool.ops.layernorm",
     "NonFiniteError": "gradtool.errors",
@@ -46,6 +49,7 @@ _HOMES = {
     "ZeroResult": "gradtool.ops.zero",
     "accumulate": "gradtool.ops.accumulate",
     "clip": "gradtool.ops.clip",
+    "doctor": "gradtool.ops.doctor",
     "layernorm_backward": "gradtool.ops.layernorm",
     "norm": "gradtool.ops.norm",
     "recover": "gradtool.ops.recover",

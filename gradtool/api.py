@@ -95,7 +95,7 @@ def in_python(message: str, function: str | None = None) -> str:
     for words, instead in _WORDS.items():
         message = message.replace(words, instead)
     message = re.sub(
-        r"\bgradtool (norm|clip|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?", _call, message
+        r"\bgradtool (norm|clip|accumulate|zero|layernorm-backward|recover|doctor)\b( --[a-z-]+)?", _call, message
     )
     message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", functools.partial(_given, declared), message)
     argument = functools.partial(_argument, declared)

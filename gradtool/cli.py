@@ -15,6 +15,7 @@ from gradtool.options import (
     Gradients,
     LayerNormOptions,
     NormOptions,
+    Place,
     RecoverOptions,
     Sets,
     Vector,
@@ -22,7 +23,15 @@ from gradtool.options import (
 )
 
 if TYPE_CHECKING:
-    from gradtool import AccumulateResult, ClipResult, LayerNormResult, NormResult, RecoverResult, ZeroResult
+    from gradtool import (
+        AccumulateResult,
+        ClipResult,
+        DoctorResult,
+        LayerNormResult,
+        NormResult,
+        RecoverResult,
+        ZeroResult,
+    )
 
 EXIT_BUG = 70
 
@@ -132,6 +141,22 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "RecoverResu
     from gradtool.ops.recover import recover as run
 
     return run(paths, **options)
+
+
+@command("Report what this machine and a folder can do.")
+def doctor(path: Place = ".") -> "DoctorResult":
+    """Report what this machine and the file system of a folder can do: what a report of a problem should have.
+
+    Two files of 1 MiB are made in the folder and removed at once. Nothing else is written, and no data is read.
+
+    \b
+    Examples:
+      gradtool doctor
+      gradtool doctor /mnt/gradients --json | jq .data.fsync_seconds
+    """
+    from gradtool.ops.doctor import doctor as run
+
+    return run(path)
 
 
 def main() -> NoReturn:

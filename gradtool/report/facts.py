@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
+    from gradtool.ops.doctor import DoctorResult
     from gradtool.ops.recover import RecoverResult
     from gradtool.ops.results import CallFacts
 
-    Result = CallFacts | RecoverResult
+    Result = CallFacts | DoctorResult | RecoverResult
 
 # The facts that several results have, in the order of the output: those of the output, then those of the call.
 _SHARED = (

@@ -145,7 +145,7 @@ class Scene:
         folders = [self.place.root, *(folder for folder in self.folders if folder.is_dir())]
         try:
             # The machine was started again since, so no process is the one that a log names.
-            with mock.patch.object(locks, "boot", return_value="another"):
+            with mock.patch.object(locks, "boot_id", return_value="another"):
                 done = gradtool.recover(folders[::-1] if backwards else folders)
         except SystemRefusedError as error:
             return str(error)

@@ -9,10 +9,10 @@ import statistics
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.store import fs
+from gradtool.store import fs, system
+from gradtool.store.system import BLOCK
 from gradtool.store.transaction.files import PREFIX, name_of
 from gradtool.store.transaction.locks import lock
-from gradtool.store.transaction.staging import keep_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from gradtool.store.fs import Folder
 
 _SIZE = 1 << 20
-# The unit of `st_blocks`, on every file system.
-_BLOCK = 512
 _SYNCS = 5
 # Where nothing may be written; such as in /proc, where no file can be made.
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
@@ -82,7 +80,7 @@ def _files(folder: Folder, names: list[str]) -> Iterator[list[int]]:
 
 
 def _space(fd: int) -> int:
-    return os.fstat(fd).st_blocks * _BLOCK
+    return os.fstat(fd).st_blocks * BLOCK
 
 
 def _has_holes(fd: int) -> bool:
@@ -122,7 +120,7 @@ def _keeps_attributes(fd: int, other: int) -> bool | None:
         return None
     try:
         os.setxattr(fd, "user.gradtool", b"1")
-        keep_attributes(other, fd, os.fstat(fd))
+        system.copy_attributes(fd, other)
     except OSError as error:
         if error.errno in fs.UNSUPPORTED or error.errno in _REFUSED:
             return False

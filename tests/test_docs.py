@@ -5,10 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_page_of_commands_and_options_is_up_to_date():
-    command = [sys.executable, "-P", DOCS / "make_cli.py"]
+@pytest.mark.parametrize("name", ["cli", "api"])
+def test_a_page_that_is_made_is_up_to_date(name):
+    command = [sys.executable, "-P", DOCS / f"make_{name}.py"]
     done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONUTF8": "1"})
-    assert (DOCS / "cli.md").read_bytes() == done.stdout, "python docs/make_cli.py > docs/cli.md makes it anew"
+    assert (DOCS / f"{name}.md").read_bytes() == done.stdout, (
+        f"python docs/make_{name}.py > docs/{name}.md makes it anew"
+    )

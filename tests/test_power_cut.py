@@ -3,6 +3,7 @@
 import contextlib
 import random
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,9 @@ import gradtool
 from gradtool import BadInputError, SystemRefusedError
 from gradtool.store.transaction import locks
 from gradtool.store.transaction.inplace import InPlace
+
+# Which file a call is about is told by /proc.
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which file a descriptor is")
 
 
 def one_file(folder):

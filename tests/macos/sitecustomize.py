@@ -51,6 +51,8 @@ def _fcntl(fd, command, argument=0):
 
 
 def _fcopyfile(fd, to, flags):
+    if flags == posix._COPYFILE_DATA:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     _note("fcopyfile")
     assert flags == 5
     for name in _REAL["listxattr"](fd):
@@ -79,7 +81,7 @@ for name in _LACKED:
         delattr(posix, name)
 fcntl.F_FULLFSYNC = _FULLFSYNC
 fcntl.fcntl = _fcntl
-posix._fcopyfile = _fcopyfile
+posix._fcopyfile, posix._COPYFILE_DATA = _fcopyfile, 8
 builtins.open = io.open = _open
 os.open = _os_open
 # What os says of a function, it says of the one in its place.

@@ -34,7 +34,7 @@ _UUID_BYTES = 64
 
 
 def reserve(fd: int, begin: int, end: int) -> None:
-    """Reserve disk space for a range of a file; on macOS only if it begins at or before the end of the file.
+    """Reserve disk space for a range of a file; on macOS only if there is no hole before it.
 
     Raises:
         OSError: the disk is full, or the file system cannot do it (`UNSUPPORTED`).
@@ -43,9 +43,11 @@ def reserve(fd: int, begin: int, end: int) -> None:
         os.posix_fallocate(fd, begin, end - begin)
     elif hasattr(fcntl, "F_FULLFSYNC"):
         status = os.fstat(fd)
-        missing = end - status.st_blocks * BLOCK
-        if begin <= status.st_size and missing > 0:
-            fcntl.fcntl(fd, _F_PREALLOCATE, _FSTORE.pack(_F_ALLOCATEALL, _F_PEOFPOSMODE, 0, missing, 0))
+        allocated = status.st_blocks * BLOCK
+        if begin <= max(status.st_size, allocated) < end:
+            # Which does not change the size of the file.
+            fstore = _FSTORE.pack(_F_ALLOCATEALL, _F_PEOFPOSMODE, 0, end - allocated, 0)
+            fcntl.fcntl(fd, _F_PREALLOCATE, fstore)
 
 
 def sync(fd: int) -> None:

@@ -85,6 +85,13 @@ def test_macos_reserves_what_is_not_allocated_yet_from_the_end_of_the_file(fd, c
     assert (command, struct.unpack("Iiqqq", argument)) == (42, (4, 3, 0, (1 << 20) - allocated, 0))
 
 
+def test_macos_reserves_more_behind_what_is_reserved_already(fd, calls, monkeypatch):
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=5000, st_blocks=2048))
+    system.reserve(fd, 2048 * 512, 4096 * 512)
+    ((_, argument),) = calls
+    assert struct.unpack("Iiqqq", argument)[3] == 2048 * 512
+
+
 def test_macos_reserves_nothing_twice_and_nothing_behind_a_hole(fd, calls):
     os.pwrite(fd, bytes(8192), 0)
     system.reserve(fd, 0, 4096)

@@ -148,8 +148,8 @@ def cores() -> int:
 def boot_id() -> str:
     """An ID of the machine's current boot; empty if it has none."""
     try:
-        with open(_BOOT_ID, encoding="ascii") as file:  # noqa: PTH123 - pathlib is slow to import
-            return file.read().strip()
+        with open(_BOOT_ID, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
+            return file.read().decode().strip()
     except OSError:
         return _boot_session()
 
@@ -163,4 +163,4 @@ def _boot_session() -> str:
         failed = ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", value, ctypes.byref(size), None, 0)
     except (OSError, AttributeError):
         return ""
-    return "" if failed else value.value.decode("ascii", "replace")
+    return "" if failed else value.value.decode(errors="replace")

@@ -16,9 +16,9 @@ PAGE = """\
 
 `gradtool COMMAND --help` shows the same. Every command is a Python function, too, with the same names, defaults and
 results: `gradtool norm grads/ --per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. Functions do
-not have the options under [General](#general). All but `recover` and `info` have `progress`: True for a bar, or a
-function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in upper
-or lower case.
+not have the options under [General](#general). All but `recover`, `info` and `doctor` have `progress`: True for a bar,
+or a function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in
+upper or lower case.
 
 `gradtool --install-completion` makes your shell (bash, zsh or fish) complete commands, options, their values and paths;
 `gradtool --install-completion zsh` is for another one. `--show-completion` prints the script instead of installing it.

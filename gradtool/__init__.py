@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gradtool.ops.clip import clip as clip
     from gradtool.ops.diff import DiffResult as DiffResult
     from gradtool.ops.diff import diff as diff
+    from gradtool.ops.doctor import DoctorResult as DoctorResult
+    from gradtool.ops.doctor import doctor as doctor
     from gradtool.ops.info import InfoResult as InfoResult
     from gradtool.ops.info import info as info
     from gradtool.ops.layernorm import LayerNormResult as LayerNormResult
@@ -44,6 +46,7 @@ _HOMES = {
     "CheckResult": "gradtool.ops.check",
     "ClipResult": "gradtool.ops.clip",
     "DiffResult": "gradtool.ops.diff",
+    "DoctorResult": "gradtool.ops.doctor",
     "GradtoolError": "gradtool.errors",
     "InfoResult": "gradtool.ops.info",
     "LayerNormResult": "gradtool.ops.layernorm",
@@ -57,6 +60,7 @@ _HOMES = {
     "check": "gradtool.ops.check",
     "clip": "gradtool.ops.clip",
     "diff": "gradtool.ops.diff",
+    "doctor": "gradtool.ops.doctor",
     "info": "gradtool.ops.info",
     "layernorm_backward": "gradtool.ops.layernorm",
     "norm": "gradtool.ops.norm",

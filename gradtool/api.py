@@ -98,7 +98,7 @@ def in_python(message: str, function: str | None = None) -> str:
     for words, instead in _WORDS.items():
         message = message.replace(words, instead)
     message = re.sub(
-        r"\bgradtool (norm|check|info|clip|diff|accumulate|zero|layernorm-backward|recover)\b( --[a-z-]+)?",
+        r"\bgradtool (norm|check|info|clip|diff|accumulate|zero|layernorm-backward|recover|doctor)\b( --[a-z-]+)?",
         _call,
         message,
     )

@@ -19,6 +19,7 @@ from gradtool.options import (
     InfoOptions,
     LayerNormOptions,
     NormOptions,
+    Place,
     RecoverOptions,
     Second,
     Sets,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         CheckResult,
         ClipResult,
         DiffResult,
+        DoctorResult,
         InfoResult,
         LayerNormResult,
         NormResult,
@@ -200,6 +202,22 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "RecoverResu
     from gradtool.ops.recover import recover as run
 
     return run(paths, **options)
+
+
+@command("Report what this machine and a folder can do.")
+def doctor(path: Place = ".") -> "DoctorResult":
+    """Report what this machine and the file system of a folder can do: what a report of a problem should have.
+
+    Two files of 1 MiB are made in the folder and removed at once. Nothing else is written, and no data is read.
+
+    \b
+    Examples:
+      gradtool doctor
+      gradtool doctor /mnt/gradients --json | jq .data.fsync_seconds
+    """
+    from gradtool.ops.doctor import doctor as run
+
+    return run(path)
 
 
 def main() -> NoReturn:

@@ -46,6 +46,7 @@ Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 Vector = Annotated[Paths, Option("Files, folders or index files; together they form one gradient vector.", "PATH...")]
 Sets = Annotated[Paths, Option("Files, folders or index files.", "PATH...")]
 Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
+Place = Annotated[StrPath, Option("Folder, or a file in it.", "PATH", unset="the current folder")]
 Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
 
 _Concat = Annotated[bool, Option("Tensors of the same name in several paths are parts of one vector.", default=False)]

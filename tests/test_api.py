@@ -15,7 +15,7 @@ from gradtool import api
 from gradtool.cli import app
 from gradtool.errors import Problem
 
-OPERATIONS = ["norm", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover"]
+OPERATIONS = ["norm", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor"]
 
 
 def options_of(name):
@@ -41,7 +41,7 @@ def test_command_and_function_have_the_same_arguments_and_defaults(monkeypatch, 
     with pytest.raises(ZeroDivisionError):
         app([name.replace("_", "-"), *(["buffer"] if name == "accumulate" else []), "path", "--quiet"])
     [(paths, options)] = calls
-    assert paths == (("buffer", ["path"]) if name == "accumulate" else (["path"],))
+    assert paths == {"accumulate": ("buffer", ["path"]), "doctor": ("path",)}.get(name, (["path"],))
     assert options.pop("progress", None) is None
     assert {key: defaults[key] for key in options} == options
 

@@ -52,12 +52,13 @@ def test_the_help_of_a_command_shows_its_options_and_an_example(command):
     assert f"Examples:\n    gradtool {command} " in done.stdout
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "recover"])
+@pytest.mark.parametrize("command", [*COMMANDS, "recover", "doctor"])
 def test_help_has_a_heading_for_each_group_of_options_and_fits_80_columns(command):
     lines = gradtool(command, "--help").stdout.splitlines()
     groups = {
         "norm": ["Options", "Selection", "Compute"],
         "recover": ["Options"],
+        "doctor": [],
     }.get(command, ["Options", "Selection", "Output", "Compute"])
     headings = [line for line in lines if re.fullmatch(r"\w+:", line)]
     assert headings == [f"{title}:" for title in ("Arguments", *groups, "General")]
@@ -65,7 +66,7 @@ def test_help_has_a_heading_for_each_group_of_options_and_fits_80_columns(comman
 
 
 @pytest.mark.parametrize("columns", [40, 60])
-@pytest.mark.parametrize("command", ["", *COMMANDS, "recover"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "recover", "doctor"])
 def test_help_on_a_narrow_terminal_breaks_lines_between_words(command, columns):
     arguments = [command, "--help"] if command else ["--help"]
     wide, narrow = (gradtool(*arguments, env={"COLUMNS": str(width)}).stdout for width in (80, columns))

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
     ("script", "made"),
     [
         ("docs/make_cli.py", "docs/cli.md"),
+        ("docs/make_api.py", "docs/api.md"),
         ("docs/make_schema.py", "gradtool/schema.json"),
         ("docs/make_man.py", "docs/gradtool.1"),
     ],

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,9 @@ import gradtool
 from gradtool import BadInputError, SystemRefusedError
 from gradtool.store.transaction import locks
 from gradtool.store.transaction.inplace import InPlace
+
+# Which file a call is about is told by /proc.
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which file a descriptor is")
 
 
 def one_file(folder):
@@ -145,7 +149,7 @@ class Scene:
         folders = [self.place.root, *(folder for folder in self.folders if folder.is_dir())]
         try:
             # The machine was started again since, so no process is the one that a log names.
-            with mock.patch.object(locks, "boot", return_value="another"):
+            with mock.patch.object(locks, "boot_id", return_value="another"):
                 done = gradtool.recover(folders[::-1] if backwards else folders)
         except SystemRefusedError as error:
             return str(error)

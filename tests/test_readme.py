@@ -14,7 +14,7 @@ from support import gradtool, gradtool_json
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover"]
+COMMANDS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor"]
 
 
 def console_blocks(page):
@@ -134,6 +134,7 @@ CALLS = {
     "accumulate": ["sample_data/buffer.safetensors", "sample_data/micro_0.safetensors", "--per-gradient"],
     "zero": ["sample_data/sharded"],
     "layernorm-backward": ["sample_data/layernorm.safetensors"],
+    "doctor": ["sample_data"],
 }
 
 

@@ -19,6 +19,7 @@ CALLS = {
     "diff": ["micro_0.safetensors", "micro_1.safetensors", "--per-tensor"],
     "check": ["sharded", "loss_scaled_f16.safetensors"],
     "info": ["micro_0.safetensors"],
+    "doctor": ["."],
     "clip": ["sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": ["buffer.safetensors", "micro_0.safetensors", "--per-gradient", "--clip-each", "1"],
     "zero": ["sharded"],

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.installed
 HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes", "distributed", "dask")
 # What other formats than text need.
 FORMATS = tuple(f"gradtool.report.{name}" for name in ("json_object", "json_lines", "github", "step_summary"))

@@ -7,6 +7,7 @@ gradtool.accumulate("buffer", ["a", "b"], weight=[1, 2], dtype="BF16", missing="
 gradtool.layernorm_backward("acts", kind="rmsnorm", y_grad="dY", backend="cuda", device=1)
 gradtool.layernorm_backward(["acts", "model"], affine=False, scale_grad="weight", output="grads")
 gradtool.recover("grads", force=True)
+gradtool.doctor("grads")
 gradtool.norm(["a", "b"], by_file=True, concat=True, histogram=True)
 gradtool.accumulate("buffer", "grad", create=True, max_shard_size="5GB")
 gradtool.accumulate("buffer", "grad", create=True, max_shard_size=5_000_000_000)
@@ -23,3 +24,4 @@ gradtool.accumulate("buffer", "grad", dtype="bf16")  # type: ignore[arg-type]
 gradtool.accumulate("buffer", "grad", max_shard_size=1.5)  # type: ignore[arg-type]
 gradtool.layernorm_backward("acts", kind="batchnorm")  # type: ignore[arg-type]
 gradtool.recover("grads", progress=None)  # type: ignore[call-arg]
+gradtool.doctor(["a", "b"])  # type: ignore[arg-type]

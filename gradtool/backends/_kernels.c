@@ -8,7 +8,6 @@
  * One build has them for several levels of a processor, and uses the best that it runs on.
  */
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
 #include <string.h>

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.check import CheckResult
+    from gradtool.ops.doctor import DoctorResult
     from gradtool.ops.info import InfoResult
     from gradtool.ops.recover import RecoverResult
     from gradtool.ops.results import CallFacts
 
-    Result = CallFacts | CheckResult | InfoResult | RecoverResult
+    Result = CallFacts | CheckResult | DoctorResult | InfoResult | RecoverResult
 
 # The facts that several results have, in the order of the output: those of the output, then those of the call.
 _SHARED = (

@@ -13,6 +13,7 @@ import stat
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import changed_meanwhile
+from gradtool.store import system
 from gradtool.store.faults import step, write_half
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 # A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
 SECTOR = 512
-UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+UNSUPPORTED = system.UNSUPPORTED
 # The name now leads to a link, a folder, a socket or nothing.
 _REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
 _TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_TO_SEARCH = _TO_LIST | getattr(os, "O_PATH", 0)  # Works without permission to list the folder.
+_TO_SEARCH = _TO_LIST | system.TO_SEARCH
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ class Folder:
         try:
             return os.listdir(self.fd)  # noqa: PTH208 - a descriptor has no Path
         except OSError as error:
-            if error.errno == errno.EBADF:  # It was opened with O_PATH.
+            if error.errno == errno.EBADF:  # It was opened only to be searched.
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
             raise
 
@@ -234,10 +235,16 @@ def resize(fd: int, size: int) -> None:
 
 def reserve(fd: int, begin: int, end: int) -> None:
     """Reserve disk space for a range of a file, on file systems that can."""
-    if begin < end and hasattr(os, "posix_fallocate"):
+    if begin < end:
         step()
         with where_supported():
-            os.posix_fallocate(fd, begin, end - begin)
+            system.reserve(fd, begin, end)
+
+
+def clone(fd: int, to: int) -> bool | None:
+    """Make a file share the space of another one: whether that succeeded; None if there is no call for it."""
+    step()
+    return system.clone(fd, to)
 
 
 def change_mode(fd: int, mode: int) -> None:
@@ -249,4 +256,4 @@ def change_mode(fd: int, mode: int) -> None:
 def sync(fd: int) -> None:
     """Sync a file or the entries of a folder."""
     step()
-    os.fsync(fd)
+    system.sync(fd)

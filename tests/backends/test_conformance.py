@@ -24,6 +24,7 @@ from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
 
+pytestmark = pytest.mark.installed
 # Odd on purpose: around a lane, a row, a tile; and sizes that are a multiple of nothing.
 SIZES = [1, 2, 37, 199, 760, 2047, 2048, 2049, 4096, 65_535, 65_536, 65_537, 131_072, 200_003]
 

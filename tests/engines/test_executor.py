@@ -183,6 +183,7 @@ def test_clip_into_a_folder_copies_what_does_not_change(tmp_path, pool):
     assert snapshot(ours) == before
 
 
+@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
 def test_mode_and_attributes_of_a_replaced_file_are_kept(tmp_path, pool):
     path = sample(tmp_path)
     path.chmod(0o640)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from gradtool import memory
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
+from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, memory_to_check, refuse_large_header, refuse_long, refuse_long_names
 from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
 
@@ -199,12 +200,10 @@ def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
     """
     with contextlib.ExitStack() as stack:
         copy: Path | str = path
-        with contextlib.suppress(AttributeError, OSError):
-            fd = os.memfd_create("gradtool-header", os.MFD_CLOEXEC)
-            stack.callback(os.close, fd)
+        with contextlib.suppress(OSError):
+            fd, name = stack.enter_context(system.unnamed_file())
             written = os.writev(fd, [len(text).to_bytes(8, "little"), text])
             os.ftruncate(fd, size)
-            name = f"/proc/self/fd/{fd}"
             if written == 8 + len(text) and os.stat(name).st_size == size:  # noqa: PTH116 - it lives as long as fd
                 copy = name
         yield copy

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
-from gradtool.store import fs
+from gradtool.store import fs, system
 from gradtool.store.format.header import Shard, is_unchanged
 
 if TYPE_CHECKING:
@@ -202,8 +202,7 @@ class Channel:
         fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self._check(shard, fd)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            system.read_in_order(fd)
         except BaseException:
             os.close(fd)
             raise

@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradtool.store import signals
+from gradtool.store import signals, system
 from gradtool.store.io.channel import Channel, Clock
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ _MAX_OPEN_FILES = 192
 
 def default_threads() -> int:
     """One thread for each core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_DEFAULT_THREADS)
+    return min(system.cores(), MAX_DEFAULT_THREADS)
 
 
 def run(

@@ -106,9 +106,9 @@ class Attempt:
 
     def _prepare(self) -> None:
         new, keeps_attributes = self._order.new, self._order.keeps_attributes
-        fs.resize(self._fd, new.size)
         for begin, end in [(0, new.size)] if new.ranges is None else new.ranges:
             fs.reserve(self._fd, begin, end)
+        fs.resize(self._fd, new.size)
         if keeps_attributes:
             original = new.shard.stat
             replaced = File(self._folder, self._order.name, original.st_dev, original.st_ino)

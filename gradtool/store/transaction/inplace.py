@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs, signals
+from gradtool.store.system import BLOCK
 from gradtool.store.transaction.files import remove_all
 from gradtool.store.transaction.undolog import Undo, UndoLog
 
@@ -23,8 +24,6 @@ _MAX_AHEAD = 8 << 20
 _MAX_UNDO_LOGS = 256
 # Of an undo log over its content: checksums of 8 bytes for every 512, and a little for each block.
 _OVERHEAD = 1.02
-# The unit of `st_blocks`, on every file system.
-_BLOCK = 512
 
 
 class Target(NamedTuple):
@@ -127,7 +126,7 @@ class InPlace:
         needed[home.identity[0]] = int(sum(target.nbytes for target in self._targets) * _OVERHEAD)
         for file, stat, nbytes in self._targets:
             folders.setdefault(file.device, file.folder)
-            needed[file.device] += min(nbytes, max(0, stat.st_size - stat.st_blocks * _BLOCK))
+            needed[file.device] += min(nbytes, max(0, stat.st_size - stat.st_blocks * BLOCK))
         for device, nbytes in needed.items():
             folder = folders[device]
             with os_errors_about(folder.path):

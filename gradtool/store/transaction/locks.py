@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
 from gradtool.store.fs import UNSUPPORTED
+from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import lock_of
-from gradtool.store.transaction.log import HOST, boot
+from gradtool.store.transaction.log import HOST
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +116,7 @@ def has_process(log: Log) -> bool:
     """Whether its process exists; one on another machine may."""
     if log.host != HOST:
         return True
-    if log.boot != boot():
+    if log.boot != boot_id():
         return False
     try:
         os.kill(log.pid, 0)

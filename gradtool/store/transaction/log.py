@@ -5,7 +5,6 @@ A log is one line for each step, with a checksum in front. A torn line at the en
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 HOST = os.uname().nodename
 # The version that is written, and the only one that is read: none was released before.
 FORMAT = 2
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Of one log: a hundred thousand files take 15 MB.
 MAX_BYTES = 32_000_000
 MAX_FILES = 100_000
@@ -116,15 +114,6 @@ class Log(NamedTuple):
         """The process, for messages."""
         user = "" if self.owner == os.geteuid() else f" of user {self.owner}"
         return f"PID {self.pid}{user}" + ("" if self.host == HOST else f" on {self.host}")
-
-
-@functools.cache
-def boot() -> str:
-    """An ID of the machine's current boot; empty if it has none."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return ""
 
 
 def line_of(file: Path | None = None, /, **entry: Any) -> bytes:

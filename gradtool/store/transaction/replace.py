@@ -82,9 +82,10 @@ class Replacement:
             fd, file = folder.create_file(temporary)
             self._staged.append(Staged(number, file, name, target, original, mode, is_new))
             with fs.closing(fd):
-                fs.resize(fd, size)
+                # In this order, because macOS reserves space only behind the end of a file.
                 for begin, end in [(0, size)] if ranges is None else ranges:
                     fs.reserve(fd, begin, end)
+                fs.resize(fd, size)
                 if original is not None:
                     with File(folder, name, original.st_dev, original.st_ino).opened(os.O_RDONLY) as original_fd:
                         keep_attributes(fd, original_fd, original)

@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
-from gradtool.store import fs
+from gradtool.store import fs, system
 from gradtool.store.format.header import version_of
 
 if TYPE_CHECKING:
@@ -89,16 +89,7 @@ def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None
     ours = os.fstat(fd)
     if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
         os.fchown(fd, original.st_uid, original.st_gid)
-    names: list[str] = []
-    with fs.where_supported():
-        names += os.listxattr(original_fd) if hasattr(os, "listxattr") else []
-    for name in names:
-        try:
-            os.setxattr(fd, name, os.getxattr(original_fd, name))
-        except OSError as error:
-            # The kernel gives the new file security labels of its own.
-            if not name.startswith("security.") and error.errno not in fs.UNSUPPORTED:
-                raise
+    system.copy_attributes(original_fd, fd)
 
 
 def mode_for(original: os.stat_result | None, replaced: os.stat_result | None, mode: int) -> int:

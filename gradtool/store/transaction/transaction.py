@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import SystemRefusedError, os_errors_about
 from gradtool.store import fs
+from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import PREFIX, lock_of, log_of, marker_of, name_of, remove, succeeds
 from gradtool.store.transaction.locks import create_locked
-from gradtool.store.transaction.log import FORMAT, HOST, boot, line_of
+from gradtool.store.transaction.log import FORMAT, HOST, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Transaction:
         # Targets in a folder that is yet to be made are not files of the home.
         names = [] if missing and folder is self.home else sorted(self.targets.names[folder])
         facts: dict[str, Any] = {"id": self.id or PREFIX + "0" * 12, "format": FORMAT, "pid": os.getpid(), "host": HOST}
-        facts |= {"boot": boot(), "key": self.key, "files": names}
+        facts |= {"boot": boot_id(), "key": self.key, "files": names}
         if folder is not self.home:
             return facts | {"home": os.path.relpath(self.home.path / log_of(self.id), folder.path)}
         others = [one.path for one in self.targets.folders[1:]]

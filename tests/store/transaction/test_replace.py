@@ -10,13 +10,15 @@ import pytest
 from support import registered, snapshot, write
 
 from gradtool import SystemRefusedError, UsageError, norm, recover
-from gradtool.store import fs, signals
+from gradtool.store import fs, signals, system
 from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Staged, new_mode
 from gradtool.store.transaction.targets import refuse_collisions
+
+LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
 
 
 def shards_of(folder, count=2):
@@ -80,6 +82,7 @@ def test_the_mode_is_kept_even_one_that_forbids_writing(tmp_path, mode):
     assert shard.path.stat().st_mode & 0o7777 == mode
 
 
+@LINUX
 def test_extended_attributes_are_kept(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     try:
@@ -92,6 +95,7 @@ def test_extended_attributes_are_kept(tmp_path):
     assert os.getxattr(shard.path, "user.note") == b"from rank 3"
 
 
+@LINUX
 def test_an_attribute_that_cannot_be_kept_is_refused_but_a_security_label_is_not(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, 1)
     before = snapshot(tmp_path)
@@ -307,7 +311,7 @@ def test_a_full_disk_is_known_before_work_starts_and_leaves_no_trace(tmp_path, m
 
     with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught, replacing(tmp_path) as replacement:
         replacement.stage(shards[0].path, shards[0].size, shards[0].stat)
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        monkeypatch.setattr(system, "reserve", refuse)
         replacement.stage(shards[1].path, shards[1].size, shards[1].stat)
     assert caught.value.exit_code == 5
     assert snapshot(tmp_path) == before
@@ -333,15 +337,15 @@ def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("call", ["fsync", "fchmod"])
-def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, call):
+@pytest.mark.parametrize(("module", "call"), [(system, "sync"), (os, "fchmod")])
+def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, module, call):
     shards = shards_of(tmp_path)
     before = snapshot(tmp_path)
 
     def refuse(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setattr(module, call, refuse)
     with pytest.raises(SystemRefusedError, match="Input/output"), replacing(tmp_path) as replacement:
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
@@ -352,14 +356,14 @@ def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, call):
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
 def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(tmp_path, monkeypatch, number):
     (shard,) = shards_of(tmp_path, 1)
-    real_sync = os.fsync
+    real_sync = system.sync
 
     def sync(fd):
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             raise OSError(number, os.strerror(number))
         real_sync(fd)
 
-    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(system, "sync", sync)
     said = pytest.raises(SystemRefusedError, match="all files were written, but")
     with said if number == errno.EIO else contextlib.nullcontext(), replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size))
@@ -371,7 +375,7 @@ def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypa
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(system, "reserve", refuse)
     with replacing(tmp_path, "x") as replacement:
         assert replacement.stage(tmp_path / "x", 1000).path.stat().st_size == 1000
 

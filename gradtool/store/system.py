@@ -1,0 +1,166 @@
+"""What systems differ in: what Linux has a call for, and macOS another one or none.
+
+No other module asks which there are. A call is looked for each time it is used, so that tests can hide it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+# The unit of `st_blocks`, on every file system.
+BLOCK = 512
+# A folder that is only searched needs no permission to be listed.
+TO_SEARCH: int = getattr(os, "O_PATH", getattr(os, "O_SEARCH", os.O_RDONLY))
+# Of linux/fs.h: shares the space of another file.
+_FICLONE = 0x4004_9409
+# Of macOS's sys/fcntl.h: the command, all or nothing, from the end of what is allocated; and `struct fstore`.
+_F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
+_FSTORE = struct.Struct("Iiqqq")
+# Of macOS's copyfile.h: access control lists and extended attributes.
+_COPYFILE_ACL, _COPYFILE_XATTR = 1, 4
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_UUID_BYTES = 64
+
+
+def reserve(fd: int, begin: int, end: int) -> None:
+    """Reserve disk space for a range of a file; on macOS only if there is no hole before it.
+
+    Raises:
+        OSError: the disk is full, or the file system cannot do it (`UNSUPPORTED`).
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, begin, end - begin)
+    elif hasattr(fcntl, "F_FULLFSYNC"):
+        status = os.fstat(fd)
+        allocated = status.st_blocks * BLOCK
+        if begin <= max(status.st_size, allocated) < end:
+            # Which does not change the size of the file.
+            fstore = _FSTORE.pack(_F_ALLOCATEALL, _F_PEOFPOSMODE, 0, end - allocated, 0)
+            fcntl.fcntl(fd, _F_PREALLOCATE, fstore)
+
+
+def sync(fd: int) -> None:
+    """Sync a file or a folder to the disk itself; macOS's fsync leaves it in the cache of the disk."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(fd, full)
+        except OSError as error:
+            # Network file systems, and some folders.
+            if error.errno not in (*UNSUPPORTED, errno.ENOTTY):
+                raise
+        else:
+            return
+    os.fsync(fd)
+
+
+def clone(fd: int, to: int) -> bool | None:
+    """Make a file share the space of another one: whether that succeeded; None where no call does so for open files."""
+    if sys.platform != "linux":
+        return None
+    try:
+        fcntl.ioctl(to, _FICLONE, fd)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.ENOTTY, errno.EXDEV):
+            raise
+        return False
+    return True
+
+
+def copy_attributes(fd: int, to: int) -> None:
+    """Copy the extended attributes of a file, where there are any; on macOS its access control list, too.
+
+    Raises:
+        OSError: an attribute cannot be copied. Security labels are left out: the kernel gives a new file its own.
+    """
+    if hasattr(os, "listxattr"):
+        for name in _attributes(fd):
+            try:
+                os.setxattr(to, name, os.getxattr(fd, name))
+            except OSError as error:
+                if not name.startswith("security.") and error.errno not in UNSUPPORTED:
+                    raise
+        return
+    import posix
+
+    # What shutil copies files with, which is all that Python has for it.
+    copy = getattr(posix, "_fcopyfile", None)
+    if copy is not None:
+        try:
+            copy(fd, to, _COPYFILE_ACL | _COPYFILE_XATTR)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+
+
+def _attributes(fd: int) -> list[str]:
+    try:
+        return os.listxattr(fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return []
+
+
+@contextlib.contextmanager
+def unnamed_file() -> Iterator[tuple[int, str]]:
+    """A file that no other process finds, in memory if it may be: its descriptor, and a path that leads to it.
+
+    Raises:
+        OSError: none can be made.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("gradtool", os.MFD_CLOEXEC)
+        try:
+            yield fd, f"/proc/self/fd/{fd}"
+        finally:
+            os.close(fd)
+        return
+    from tempfile import TemporaryFile  # slow to import
+
+    with TemporaryFile(prefix="gradtool-", buffering=0) as file:
+        yield file.fileno(), f"/dev/fd/{file.fileno()}"
+
+
+def read_in_order(fd: int) -> None:
+    """Tell the system that a file will be read from its beginning to its end; macOS finds out by itself."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def boot_id() -> str:
+    """An ID of the machine's current boot; empty if it has none."""
+    try:
+        with open(_BOOT_ID, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
+            return file.read().decode().strip()
+    except OSError:
+        return _boot_session()
+
+
+def _boot_session() -> str:
+    """The ID that macOS has for it."""
+    import ctypes
+
+    value, size = ctypes.create_string_buffer(_UUID_BYTES), ctypes.c_size_t(_UUID_BYTES)
+    try:
+        failed = ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", value, ctypes.byref(size), None, 0)
+    except (OSError, AttributeError):
+        return ""
+    return "" if failed else value.value.decode(errors="replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, cleandoc, signature
@@ -110,6 +111,7 @@ class Declared(NamedTuple):
         return plain
 
 
+@functools.cache
 def options_of(options: type[Mapping[str, object]]) -> dict[str, Declared]:
     """The options of a class: first its own, then those it shares, group by group."""
     shared = {name: title for title, group in GROUPS.items() for name in group.__annotations__}

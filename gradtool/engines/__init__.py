@@ -6,7 +6,6 @@ a part of the pass (`executor`); which processes these are is the business of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from gradtool.errors import DeviceMemoryError
@@ -177,15 +176,14 @@ class Worker(NamedTuple):
         self.destination.write(self.channel, block, view)
 
 
-@dataclass(frozen=True)
 class OnBlock:
     """A task that works on a block; or on its halves, one after the other, where the device has no room for it.
 
     Until the device is out of memory, the work must not have changed or found anything.
     """
 
-    work: Callable[[Block, Worker, Any], None]
-    block: Block
+    def __init__(self, work: Callable[[Block, Worker, Any], None], block: Block) -> None:
+        self.work, self.block = work, block
 
     def __call__(self, worker: Worker, found: Any) -> None:
         """Work on the block."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
@@ -25,19 +24,17 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.output import Output
 
 
-@dataclass
 class Threads:
     """Runs passes on up to `count` threads, and adds up time and bytes over all of them."""
 
     name: ClassVar = "threads"
 
-    backend: Backend
-    count: int = 1
-    progress: Progress | None = None
-    # Why the backend was chosen.
-    why: str = ""
-    clock: Clock = field(default_factory=Clock)
-    _resident: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
+    def __init__(self, backend: Backend, count: int = 1, progress: Progress | None = None, why: str = "") -> None:
+        self.backend, self.count, self.progress = backend, count, progress
+        # Why the backend was chosen.
+        self.why = why
+        self.clock = Clock()
+        self._resident: dict[tuple[Shard, int, int], Data] = {}
 
     @property
     def staff(self) -> Staff:

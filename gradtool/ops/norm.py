@@ -12,43 +12,10 @@ from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 from gradtool.ops.session import Call
 from gradtool.options import NormOptions, Vector
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from gradtool.ops.measurement import Measurement
-    from gradtool.ops.session import Session
-    from gradtool.store.format.gradset import Selected
-
-
-@dataclass(frozen=True)
-class TensorNorm:
-    """What was found in one tensor; `max_abs` leaves NaN out."""
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    norm: float
-    max_abs: float
-    nan: int
-    inf: int
-    zeros: int
-
-
-@dataclass(frozen=True)
-class FileNorm:
-    """What was found in one path, which is `file` as it was given; `max_abs` leaves NaN out."""
-
-    file: str
-    tensors: int
-    elements: int
-    norm: float
-    max_abs: float
-    nan: int
-    inf: int
-    zeros: int
+    from gradtool.ops.norm_rows import FileNorm, TensorNorm
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +30,6 @@ class NormResult(Facts):
     problems: tuple[Problem, ...]
 
 
-@documented
 def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     """The norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
 
@@ -88,52 +54,24 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
         found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
-        norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
-        rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
-        files = list(_file_rows(call.inputs.paths, session, found)) if by_file else []
+        wants_rows = chosen["per_tensor"] or top is not None
+        norms = found.norms(per_tensor=wants_rows)
+        rows: list[TensorNorm] = []
+        files: list[FileNorm] = []
+        if wants_rows or by_file:
+            from gradtool.ops.norm_rows import file_rows, tensor_rows  # not needed for the norm alone
+
+            rows = tensor_rows(session, found, norms.tensors, top)
+            files = file_rows(call.inputs.paths, session, found) if by_file else []
         limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
         problems = nonfinite_problems(session.selected, found)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
             **facts(session, session.selected, found),
             norm=norms.whole,
-            per_tensor=tuple(rows if top is None else _largest(rows, top)),
+            per_tensor=tuple(rows),
             per_file=tuple(files),
             problems=tuple(problems),
-        )
-
-
-def _row(one: Selected, found: Measurement, number: int, value: float) -> TensorNorm:
-    """The row of one tensor."""
-    return TensorNorm(
-        name=one.tensor.name,
-        file=str(one.shard.path),
-        dtype=one.tensor.dtype,
-        shape=one.tensor.shape,
-        norm=value,
-        max_abs=float(found.max_abs[number]),
-        nan=int(found.nan[number]),
-        inf=int(found.inf[number]),
-        zeros=int(found.zeros[number]),
-    )
-
-
-def _file_rows(paths: Sequence[str], session: Session, found: Measurement) -> Iterator[FileNorm]:
-    """The row of each path."""
-    first = 0
-    for path, one in zip(paths, session.opened.sets, strict=True):
-        selected = session.opened.selected_in(one.shards)
-        own = found.between(first, first + len(selected))
-        first += len(selected)
-        yield FileNorm(
-            file=path,
-            tensors=len(selected),
-            elements=sum(one.tensor.elements for one in selected),
-            norm=own.norms().whole,
-            max_abs=own.largest,
-            nan=int(own.nan.sum()),
-            inf=int(own.inf.sum()),
-            zeros=int(own.zeros.sum()),
         )
 
 
@@ -142,7 +80,3 @@ def _above(norm: float, limit: float, file: str | None) -> Problem:
     if math.isnan(norm):
         message = f"the norm is NaN, which is not within the limit {limit!r}"
     return Problem("above-limit", message, file)
-
-
-def _largest(rows: Sequence[TensorNorm], count: int) -> list[TensorNorm]:
-    return sorted(rows, key=lambda row: (not math.isnan(row.norm), -row.norm))[:count]

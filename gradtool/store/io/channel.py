@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.undolog import UndoLog
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Clock:
     """Seconds, summed over the threads, and the bytes that were moved in them."""
 

@@ -5,7 +5,6 @@ A pass writes to a `Destination` and never asks which one it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
@@ -102,15 +101,16 @@ class Destination(Protocol):
         """Write bytes of a shard, from byte `begin` on."""
 
 
-@dataclass(frozen=True)
 class Discard:
     """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    in_place: InPlace | None = None
     shards = ()
     count = 0
+
+    def __init__(self, in_place: InPlace | None = None) -> None:
+        self.in_place = in_place
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return sum(one.tensor.nbytes for one in selected)
@@ -132,14 +132,15 @@ class Discard:
 DISCARD = Discard()
 
 
-@dataclass(frozen=True)
 class NewFiles:
     """New files, which take the place of the old ones later, or are written elsewhere."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    files: Mapping[Shard, tuple[NewFile, File]]
-    in_place: InPlace | None = None
+    in_place = None
+
+    def __init__(self, files: Mapping[Shard, tuple[NewFile, File]]) -> None:
+        self.files = files
 
     @property
     def shards(self) -> Collection[Shard]:
@@ -151,7 +152,7 @@ class NewFiles:
 
     def only(self, shards: Collection[Shard]) -> Self:
         """The same for some of the files."""
-        return replace(self, files={shard: self.files[shard] for shard in shards})
+        return type(self)({shard: self.files[shard] for shard in shards})
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return read_for([new for new, _ in self.files.values()], selected)
@@ -190,14 +191,13 @@ class NewFiles:
         self.put(channel, shard, to, view)
 
 
-@dataclass(frozen=True)
 class Overwritten:
     """The files themselves, whose old content is saved before it is overwritten."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    files: Mapping[Shard, tuple[NewFile, File]]
-    in_place: InPlace
+    def __init__(self, files: Mapping[Shard, tuple[NewFile, File]], in_place: InPlace) -> None:
+        self.files, self.in_place = files, in_place
 
     @property
     def shards(self) -> Collection[Shard]:

@@ -153,8 +153,15 @@ def complete(function: str, options: type[_Options], given: _Options) -> _Option
     for name in given:
         if name not in declared:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    chosen = {name: one.taken(given.get(name, one.option.default)) for name, one in declared.items()}
-    return cast("_Options", chosen)
+    # Lists are made anew for each call.
+    defaults = {name: value.copy() if isinstance(value, list) else value for name, value in _defaults_of(options)}
+    return cast("_Options", defaults | {name: declared[name].taken(value) for name, value in given.items()})
+
+
+@functools.cache
+def _defaults_of(options: type[Mapping[str, object]]) -> list[tuple[str, Any]]:
+    """The defaults of all options of a class, converted."""
+    return [(name, one.taken(one.option.default)) for name, one in options_of(options).items()]
 
 
 def documented(function: _Function) -> _Function:

@@ -159,6 +159,7 @@ class Worker(NamedTuple):
             self.channel.count(len(view))
             return data
         self.channel.read(block.shard, block.begin, view)
+        self.destination.keep(self.channel, block, view)
         return self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
 
     def leave(self, block: Block, data: Data) -> None:

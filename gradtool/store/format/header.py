@@ -3,7 +3,8 @@
 The safetensors library decides whether a file is valid; if it refuses one, this module says what is wrong and where.
 The byte offsets, which the library does not return, are then read from the same header. Headers beyond the limits of
 `gradtool.store.format.limits` never reach the library. It maps the whole file into memory; without enough address space
-for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets.
+for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets. Short headers
+are first checked in that way too, which is faster; and what the last ones held is remembered.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
 JSON, the tensors' bytes without gaps.
@@ -12,6 +13,7 @@ JSON, the tensors' bytes without gaps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from dataclasses import dataclass
@@ -25,6 +27,10 @@ from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_wrong_o
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+# Bytes of a header that is quickly checked without a file, and of one that is worth remembering.
+_SHORT, _SHORT_ENOUGH = 512, 16_384
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -126,7 +132,15 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
     text = _read_header(path, fd, status.st_size)
-    _ask_library(path, text, status.st_size)
+    read = _remembered if len(text) <= _SHORT_ENOUGH else _checked
+    metadata, tensors = read(path, text, status.st_size)
+    return Shard(path, 8 + len(text), status.st_size, dict(metadata), tensors, status)
+
+
+def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], tuple[Tensor, ...]]:
+    """The metadata and the tensors of a header, if it is valid for a file of that size."""
+    if not _is_surely_valid(path, text, size):
+        _ask_library(path, text, size)
     header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
     refuse_long_names(path, header)
@@ -137,7 +151,11 @@ def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
         tensors.append(tensor_of(*header.popitem(), data_start))
     tensors.reverse()
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    return Shard(path, data_start, status.st_size, metadata, tuple(tensors), status)
+    return metadata, tuple(tensors)
+
+
+# For those who call again and again for the same files.
+_remembered = functools.lru_cache(maxsize=64)(_checked)
 
 
 def _read_header(path: Path, fd: int, size: int) -> bytes:
@@ -151,6 +169,21 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
         raise changed_meanwhile(path)
     refuse_large_header(path, text)
     return text
+
+
+def _is_surely_valid(path: Path, text: bytes, size: int) -> bool:
+    """Whether a short header is valid; False if it is not, or not short."""
+    if len(text) > _SHORT:
+        return False
+    from safetensors import SafetensorError, deserialize  # kept off the start-up path
+
+    judged = emptied(text)
+    try:
+        deserialize(len(judged).to_bytes(8, "little") + judged)  # type: ignore[no-untyped-call]
+        refuse_wrong_offsets(path, text, size)
+    except (SafetensorError, ValueError):  # The full check says what is wrong.
+        return False
+    return True
 
 
 def _ask_library(path: Path, text: bytes, size: int) -> None:

@@ -94,6 +94,9 @@ class Destination(Protocol):
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         """The blocks that a pass over the wanted tensors must visit, as `plan` cuts them."""
 
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        """Keep a block as it was read, if it will be overwritten."""
+
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write a block that a pass has changed."""
 
@@ -121,6 +124,9 @@ class Discard:
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         for shard, tensors in wanted.items():
             yield from plan(shard, tensors, unit, nbytes=nbytes)
+
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        pass
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         pass
@@ -174,6 +180,9 @@ class NewFiles:
                 whole = new.copies is None
                 yield from plan(shard, wanted.get(shard, ()), unit, whole=whole, start=start, nbytes=nbytes)
 
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        pass
+
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         new, file = self.files[block.shard]
         channel.write(file, block.begin + new.shift, view)
@@ -222,6 +231,9 @@ class Overwritten:
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         return DISCARD.blocks(wanted, unit, nbytes)
+
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        channel.keep(self.files[block.shard][1], block.begin, view, self.in_place)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         channel.overwrite(self.files[block.shard][1], block.begin, view, covered(block), self.in_place)

@@ -16,7 +16,8 @@ def saved(folder, path, begin, new, key=KEY):
     fd = home.create("log.undo")
     undo_log = UndoLog(home.file("log.undo"), fd, key, fsync=True, ahead=0)
     old = path.read_bytes()[begin : begin + len(new)]
-    undo_log.save(0, begin, memoryview(old), memoryview(new))
+    undo_log.keep(0, begin, memoryview(old))
+    undo_log.seal(memoryview(new))
     undo_log.close()
     return Undo({0: (file_at(path), path.stat().st_size)}, [home.file("log.undo")], KEY)
 
@@ -86,7 +87,8 @@ def test_one_target_that_fails_does_not_keep_the_others_from_being_put_back(tmp_
     undo_log = UndoLog(file, fd, KEY, fsync=False, ahead=0)
     for number, path in enumerate(paths):
         path.write_bytes(b"old" * 300)
-        undo_log.save(number, 0, memoryview(b"old" * 300), memoryview(b"new" * 300))
+        undo_log.keep(number, 0, memoryview(b"old" * 300))
+        undo_log.seal(memoryview(b"new" * 300))
         path.write_bytes(b"new" * 300)
     undo_log.close()
     targets = {number: (file_at(path), 900) for number, path in enumerate(paths)}

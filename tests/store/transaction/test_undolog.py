@@ -103,3 +103,24 @@ def test_one_target_that_fails_does_not_keep_the_others_from_being_put_back(tmp_
     with pytest.raises(SystemRefusedError, match="b: Input/output error"):
         Undo(targets, [home.file("log.undo")], KEY).put_back(fsync=True)
     assert [path.read_bytes()[:3] for path in paths] == [b"old", b"new", b"old"]
+
+
+def test_what_is_kept_counts_only_once_it_is_sealed(tmp_path, path):
+    old, new = path.read_bytes(), b"n" * 5_000
+    home = Folder.at(tmp_path)
+    fd, file = home.create_file("log.undo")
+    undo_log = UndoLog(file, fd, KEY, fsync=False, ahead=0)
+    undo = Undo({0: (file_at(path), 5_000)}, [file], KEY)
+    overwrite(path, 0, new)
+    undo_log.keep(0, 0, memoryview(old))
+    undo.put_back(fsync=False)
+    assert path.read_bytes() == new
+    # Another block takes the place of the one that was not sealed, of which more is left behind it.
+    undo_log.keep(0, 100, memoryview(old[100:300]))
+    assert undo_log.has_kept(0, 100, 200)
+    assert not undo_log.has_kept(0, 0, 5_000)
+    undo_log.seal(memoryview(new[100:300]))
+    assert not undo_log.has_kept(0, 100, 200)
+    undo_log.close()
+    undo.put_back(fsync=False)
+    assert path.read_bytes() == new[:100] + old[100:300] + new[300:]

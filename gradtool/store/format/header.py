@@ -139,8 +139,11 @@ def _read_shard(path: Path, fd: int, status: os.stat_result) -> Shard:
 
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], tuple[Tensor, ...]]:
     """The metadata and the tensors of a header, if it is valid for a file of that size."""
+    cost = memory_to_check(text)
+    # Without memory, the library ends the process.
+    memory.require(cost)
     if not _is_surely_valid(path, text, size):
-        _ask_library(path, text, size)
+        _ask_library(path, text, size, cost)
     header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
     refuse_long_names(path, header)
@@ -186,12 +189,9 @@ def _is_surely_valid(path: Path, text: bytes, size: int) -> bool:
     return True
 
 
-def _ask_library(path: Path, text: bytes, size: int) -> None:
+def _ask_library(path: Path, text: bytes, size: int, cost: int) -> None:
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
-    cost = memory_to_check(text)
-    # Without memory, it ends the process.
-    memory.require(cost)
     has_room = memory.left() >= cost + size
     judged = text if has_room else emptied(text)
     try:

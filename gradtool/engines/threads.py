@@ -10,7 +10,7 @@ import numpy as np
 
 from gradtool.engines import Found, Pass, Staff, Worker
 from gradtool.store.io.channel import Clock
-from gradtool.store.io.workers import run
+from gradtool.store.io.workers import SMALL_BYTES, run
 from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Threads:
         # Why the backend was chosen.
         self.why = why
         self.clock = Clock()
+        self._files = 0
         self._resident: dict[tuple[Shard, int, int], Data] = {}
 
     @property
@@ -41,8 +42,9 @@ class Threads:
         """This process alone."""
         return Staff(1, 1, 0, self.backend.name, self.why)
 
-    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
-        """Nothing: this process has opened the files itself."""
+    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:  # noqa: ARG002 - it is open here
+        """Count the files; this process has opened them itself."""
+        self._files = len(shards)
 
     def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
         """Run a pass, and write what the destination needs besides."""
@@ -55,6 +57,7 @@ class Threads:
             allocate=self.backend.memory,
             in_place=destination.in_place,
             on_bytes=self._counter(one.title, nbytes),
+            are_small=nbytes <= self._files * SMALL_BYTES,
         )
         self.clock.add(clock.each())
         self.clock.workers = max(self.clock.workers, clock.workers)

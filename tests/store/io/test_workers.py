@@ -175,7 +175,7 @@ def threads_of(tasks, moves):
         channel.clock.read_bytes += moves
         seen.append(threading.current_thread())
 
-    clock = run((do for _ in range(tasks)), threads=2)
+    clock = run((do for _ in range(tasks)), threads=2, are_small=True)
     assert (len(seen), clock.read_bytes) == (tasks, tasks * moves)
     return seen, clock
 
@@ -205,5 +205,5 @@ def test_an_error_in_a_quick_task_starts_no_thread(monkeypatch):
         raise SystemRefusedError("no")
 
     with pytest.raises(SystemRefusedError, match="no"):
-        run([fail, fail], threads=2)
+        run([fail, fail], threads=2, are_small=True)
     assert seen == [threading.main_thread()]

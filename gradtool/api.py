@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradtool import options
 from gradtool.errors import GradtoolError
 from gradtool.report.progress import progress
-from gradtool.signatures import Declared, options_of
+from gradtool.signatures import Declared, documented, options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ def public(function: _Function) -> _Function:
 
     # So that it can be pickled: it is not the one of its module.
     call.__module__ = "gradtool"
-    return call  # type: ignore[return-value]
+    return documented(call)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, cleandoc, signature
@@ -110,6 +111,7 @@ class Declared(NamedTuple):
         return plain
 
 
+@functools.cache
 def options_of(options: type[Mapping[str, object]]) -> dict[str, Declared]:
     """The options of a class: first its own, then those it shares, group by group."""
     shared = {name: title for title, group in GROUPS.items() for name in group.__annotations__}
@@ -151,8 +153,15 @@ def complete(function: str, options: type[_Options], given: _Options) -> _Option
     for name in given:
         if name not in declared:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    chosen = {name: one.taken(given.get(name, one.option.default)) for name, one in declared.items()}
-    return cast("_Options", chosen)
+    # Lists are made anew for each call.
+    defaults = {name: value.copy() if isinstance(value, list) else value for name, value in _defaults_of(options)}
+    return cast("_Options", defaults | {name: declared[name].taken(value) for name, value in given.items()})
+
+
+@functools.cache
+def _defaults_of(options: type[Mapping[str, object]]) -> list[tuple[str, Any]]:
+    """The defaults of all options of a class, converted."""
+    return [(name, one.taken(one.option.default)) for name, one in options_of(options).items()]
 
 
 def documented(function: _Function) -> _Function:

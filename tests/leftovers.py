@@ -57,7 +57,8 @@ def half_changed(paths):
         undo_log = in_place(registered(paths), paths).__enter__().undo_log()
         for number, (path, content) in enumerate(zip(paths, old, strict=True)):
             new = b"overwritten" + content[11:]
-            undo_log.save(number, 0, memoryview(content), memoryview(new))
+            undo_log.keep(number, 0, memoryview(content))
+            undo_log.seal(memoryview(new))
             with path.open("r+b") as file:
                 file.write(b"overwritten")
 

@@ -81,7 +81,7 @@ def only(folder, pattern):
 
 def crash(folder, way="replace", runner=ALICE):
     """Kill a run when it has changed the first file and not the last; what the files hold then."""
-    at = (UndoLog, "save", 3) if way == "inplace" else (Folder, "rename", 2)
+    at = (UndoLog, "seal", 3) if way == "inplace" else (Folder, "rename", 2)
     arguments = ["clip", folder, "--max-norm", "1", "--write", way, "--threads", "1"]
     run_as(runner, *arguments, dies_at=at)
     return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]

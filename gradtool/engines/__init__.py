@@ -6,7 +6,6 @@ a part of the pass (`executor`); which processes these are is the business of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from gradtool.errors import DeviceMemoryError
@@ -160,6 +159,7 @@ class Worker(NamedTuple):
             self.channel.count(len(view))
             return data
         self.channel.read(block.shard, block.begin, view)
+        self.destination.keep(self.channel, block, view)
         return self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
 
     def leave(self, block: Block, data: Data) -> None:
@@ -177,15 +177,14 @@ class Worker(NamedTuple):
         self.destination.write(self.channel, block, view)
 
 
-@dataclass(frozen=True)
 class OnBlock:
     """A task that works on a block; or on its halves, one after the other, where the device has no room for it.
 
     Until the device is out of memory, the work must not have changed or found anything.
     """
 
-    work: Callable[[Block, Worker, Any], None]
-    block: Block
+    def __init__(self, work: Callable[[Block, Worker, Any], None], block: Block) -> None:
+        self.work, self.block = work, block
 
     def __call__(self, worker: Worker, found: Any) -> None:
         """Work on the block."""

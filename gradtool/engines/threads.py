@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
@@ -11,7 +10,7 @@ import numpy as np
 
 from gradtool.engines import Found, Pass, Staff, Worker
 from gradtool.store.io.channel import Clock
-from gradtool.store.io.workers import run
+from gradtool.store.io.workers import SMALL_BYTES, run
 from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
@@ -25,27 +24,27 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.output import Output
 
 
-@dataclass
 class Threads:
     """Runs passes on up to `count` threads, and adds up time and bytes over all of them."""
 
     name: ClassVar = "threads"
 
-    backend: Backend
-    count: int = 1
-    progress: Progress | None = None
-    # Why the backend was chosen.
-    why: str = ""
-    clock: Clock = field(default_factory=Clock)
-    _resident: dict[tuple[Shard, int, int], Data] = field(default_factory=dict)
+    def __init__(self, backend: Backend, count: int = 1, progress: Progress | None = None, why: str = "") -> None:
+        self.backend, self.count, self.progress = backend, count, progress
+        # Why the backend was chosen.
+        self.why = why
+        self.clock = Clock()
+        self._files = 0
+        self._resident: dict[tuple[Shard, int, int], Data] = {}
 
     @property
     def staff(self) -> Staff:
         """This process alone."""
         return Staff(1, 1, 0, self.backend.name, self.why)
 
-    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
-        """Nothing: this process has opened the files itself."""
+    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:  # noqa: ARG002 - it is open here
+        """Count the files; this process has opened them itself."""
+        self._files = len(shards)
 
     def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
         """Run a pass, and write what the destination needs besides."""
@@ -58,6 +57,7 @@ class Threads:
             allocate=self.backend.memory,
             in_place=destination.in_place,
             on_bytes=self._counter(one.title, nbytes),
+            are_small=nbytes <= self._files * SMALL_BYTES,
         )
         self.clock.add(clock.each())
         self.clock.workers = max(self.clock.workers, clock.workers)

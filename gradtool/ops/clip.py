@@ -12,7 +12,7 @@ from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import ClipOptions, Vector
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 
 if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement, Norms
@@ -54,7 +54,6 @@ class ClipResult(Facts, Written):
     clipped: bool
 
 
-@documented
 def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     """Scale all selected tensors of all paths, taken as one vector, to a norm of at most `max_norm`, in place.
 

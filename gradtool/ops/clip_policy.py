@@ -112,7 +112,7 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
     coef = policy.coef(norms.whole if policy.total_norm is None else policy.total_norm)
     coefs = [policy.coef(one) for one in norms.tensors] if policy.per_tensor else [coef] * len(selected)
     factors = [policy.factor(one) for one in coefs]
-    limits = {dtype: storage.rounded(policy.limit) for dtype, storage in STORAGE.items()}
+    limits = {dtype: STORAGE[dtype].rounded(policy.limit) for dtype in {one.tensor.dtype for one in selected}}
     clipped, changed = [], []
     for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype

@@ -16,7 +16,6 @@ from gradtool import backends, checks
 from gradtool._version import __version__
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import Place  # noqa: TC001 - the docstring is made from it
-from gradtool.signatures import documented
 from gradtool.store.format.paths import refuse_urls
 from gradtool.store.fs import Folder
 from gradtool.store.io.workers import default_threads
@@ -93,7 +92,6 @@ class DoctorResult:
     per_library: tuple[LibraryRow, ...]
 
 
-@documented
 def doctor(path: Place = ".") -> DoctorResult:
     """Report what this machine and the file system of a folder can do: what a report of a problem should have.
 

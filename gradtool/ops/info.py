@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Unpack
 from gradtool import checks
 from gradtool.errors import UsageError
 from gradtool.options import InfoOptions, Sets
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 from gradtool.store.format.gradset import GradientSet, select
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.index import read_weight_map
@@ -71,7 +71,6 @@ class InfoResult:
     per_tensor: tuple[TensorRow, ...]
 
 
-@documented
 def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> InfoResult:
     """Tell the types, shapes and sizes of tensors, and the metadata, from the headers of files.
 

@@ -4,68 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from gradtool.backends import NormSpec
 from gradtool.errors import Problem
-from gradtool.ops.exponents import Profile
-from gradtool.ops.histogram import ExponentCount, StorageRange, histogram_rows, storage_ranges
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 from gradtool.ops.session import Call
 from gradtool.options import NormOptions, Vector
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from gradtool.ops.exponents import Histograms
-    from gradtool.ops.measurement import Measurement
-    from gradtool.ops.session import Session
-    from gradtool.store.format.gradset import Selected
-
-
-@dataclass(frozen=True)
-class TensorNorm:
-    """What was found in one tensor; `max_abs` leaves NaN out."""
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    norm: float
-    max_abs: float
-    nan: int
-    inf: int
-    zeros: int
-
-
-@dataclass(frozen=True)
-class TensorHistogram(TensorNorm):
-    """The same, and how many values have which exponent."""
-
-    histogram: tuple[ExponentCount, ...]
-
-
-@dataclass(frozen=True)
-class FileNorm:
-    """What was found in one path, which is `file` as it was given; `max_abs` leaves NaN out."""
-
-    file: str
-    tensors: int
-    elements: int
-    norm: float
-    max_abs: float
-    nan: int
-    inf: int
-    zeros: int
-
-
-@dataclass(frozen=True)
-class FileHistogram(FileNorm):
-    """The same, and how many values have which exponent."""
-
-    histogram: tuple[ExponentCount, ...]
+    from gradtool.ops.histogram import ExponentCount, StorageRange
+    from gradtool.ops.norm_rows import FileNorm, TensorNorm
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +38,6 @@ class NormResult(Facts):
     problems: tuple[Problem, ...]
 
 
-@documented
 def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     """The norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
 
@@ -112,80 +63,45 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
         measure = Measure(session.selected, NormSpec(chosen["norm_type"]))
-        found, exponents = session.run(Profile(measure)) if chosen["histogram"] else (session.run(measure), None)
-        norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
-        rows = [
-            _row(session.selected[number], found, exponents, number, one) for number, one in enumerate(norms.tensors)
-        ]
-        files = list(_file_rows(call.inputs.paths, session, found, exponents)) if by_file else []
+        exponents = None
+        if chosen["histogram"]:
+            from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
+
+            found, exponents = session.run(Profile(measure))
+        else:
+            found = session.run(measure)
+        histogram, ranges = _histogram(exponents)
+        wants_rows = chosen["per_tensor"] or top is not None
+        norms = found.norms(per_tensor=wants_rows)
+        rows: list[TensorNorm] = []
+        files: list[FileNorm] = []
+        if wants_rows or by_file:
+            from gradtool.ops.norm_rows import file_rows, tensor_rows
+
+            rows = tensor_rows(session, found, exponents, norms.tensors, top)
+            files = list(file_rows(call.inputs.paths, session, found, exponents)) if by_file else []
         limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
         problems = nonfinite_problems(session.selected, found)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
             **facts(session, session.selected, found),
             norm=norms.whole,
-            **_histogram(exponents),
-            per_tensor=tuple(rows if top is None else _largest(rows, top)),
+            histogram=histogram,
+            per_dtype=ranges,
+            per_tensor=tuple(rows),
             per_file=tuple(files),
             problems=tuple(problems),
         )
 
 
-class _HistogramFields(TypedDict):
-    histogram: tuple[ExponentCount, ...]
-    per_dtype: tuple[StorageRange, ...]
-
-
-def _histogram(exponents: Histograms | None) -> _HistogramFields:
+def _histogram(exponents: Histograms | None) -> tuple[tuple[ExponentCount, ...], tuple[StorageRange, ...]]:
     """What the exponents of all tensors say, if they were counted."""
     if exponents is None:
-        return _HistogramFields(histogram=(), per_dtype=())
+        return (), ()
+    from gradtool.ops.histogram import histogram_rows, storage_ranges
+
     counts = exponents.between(0, len(exponents.largest))
-    ranges = storage_ranges(counts, float(exponents.largest.max(initial=0)))
-    return _HistogramFields(histogram=histogram_rows(counts), per_dtype=tuple(ranges))
-
-
-def _row(one: Selected, found: Measurement, exponents: Histograms | None, number: int, value: float) -> TensorNorm:
-    """The row of one tensor."""
-    row = TensorNorm(
-        name=one.tensor.name,
-        file=str(one.shard.path),
-        dtype=one.tensor.dtype,
-        shape=one.tensor.shape,
-        norm=value,
-        max_abs=float(found.max_abs[number]),
-        nan=int(found.nan[number]),
-        inf=int(found.inf[number]),
-        zeros=int(found.zeros[number]),
-    )
-    if exponents is None:
-        return row
-    return TensorHistogram(**vars(row), histogram=histogram_rows(exponents.between(number, number + 1)))
-
-
-def _file_rows(
-    paths: Sequence[str], session: Session, found: Measurement, exponents: Histograms | None
-) -> Iterator[FileNorm]:
-    """The row of each path."""
-    first = 0
-    for path, one in zip(paths, session.opened.sets, strict=True):
-        selected = session.opened.selected_in(one.shards)
-        end = first + len(selected)
-        own = found.between(first, end)
-        row = FileNorm(
-            file=path,
-            tensors=len(selected),
-            elements=sum(one.tensor.elements for one in selected),
-            norm=own.norms().whole,
-            max_abs=own.largest,
-            nan=int(own.nan.sum()),
-            inf=int(own.inf.sum()),
-            zeros=int(own.zeros.sum()),
-        )
-        if exponents is not None:
-            row = FileHistogram(**vars(row), histogram=histogram_rows(exponents.between(first, end)))
-        yield row
-        first = end
+    return histogram_rows(counts), tuple(storage_ranges(counts, float(exponents.largest.max(initial=0))))
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:
@@ -193,7 +109,3 @@ def _above(norm: float, limit: float, file: str | None) -> Problem:
     if math.isnan(norm):
         message = f"the norm is NaN, which is not within the limit {limit!r}"
     return Problem("above-limit", message, file)
-
-
-def _largest(rows: Sequence[TensorNorm], count: int) -> list[TensorNorm]:
-    return sorted(rows, key=lambda row: (not math.isnan(row.norm), -row.norm))[:count]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.destination import Destination, Wanted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class TensorPass:
     """A pass over the blocks of tensors, which it measures with `spec`; `shards` limits it to those files."""
 
@@ -74,7 +74,7 @@ class TensorPass:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Measure(TensorPass):
     """Sums tensors, and counts what is not finite. With `leaves`, blocks stay on the device for the next pass."""
 
@@ -94,7 +94,6 @@ class Measure(TensorPass):
             worker.leave(block, data)
 
 
-@dataclass(frozen=True)
 class _Nothing(Measure):
     title: ClassVar = "writing"
 
@@ -103,7 +102,7 @@ class _Nothing(Measure):
 NOTHING = _Nothing((), NormSpec())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rewrite(TensorPass):
     """Multiplies tensors by their factors, limits them to [-limit, limit], and measures what is written."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Unpack
 from gradtool import checks
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.options import RecoverOptions, Sets
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 from gradtool.store import signals
 from gradtool.store.format.paths import is_there, refuse_urls
 from gradtool.store.transaction.guard import Scope
@@ -46,7 +46,6 @@ class RecoverResult:
     per_run: tuple[RunRow, ...]
 
 
-@documented
 def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResult:
     """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 

@@ -194,18 +194,17 @@ def refuse_engine(chosen: Compute, command: str) -> None:
         raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine.name}")
 
 
-@dataclass
 class Session:
     """One call: its open sets, the engine, and why that has its backend."""
 
-    opened: OpenSets
-    engine: Engine
-    choice: Choice | None
-    began: float
-    warnings: list[Problem]
-    commit_seconds: float = 0.0
-    # Where a pass that only reads writes nothing to.
-    _nowhere: Destination = DISCARD
+    def __init__(
+        self, opened: OpenSets, engine: Engine, choice: Choice | None, began: float, warnings: list[Problem]
+    ) -> None:
+        self.opened, self.engine, self.choice = opened, engine, choice
+        self.began, self.warnings = began, warnings
+        self.commit_seconds = 0.0
+        # Where a pass that only reads writes nothing to.
+        self._nowhere: Destination = DISCARD
 
     @property
     def selected(self) -> list[Selected]:

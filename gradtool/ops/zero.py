@@ -12,7 +12,7 @@ from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
 from gradtool.options import Sets, ZeroOptions
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,6 @@ class ZeroResult(CallFacts, Written):
     headline = ("elements", "bytes")
 
 
-@documented
 def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
     """Set every element of all selected tensors to +0, whatever its type and value, in place.
 

@@ -211,7 +211,8 @@ def test_an_undo_log_that_another_user_adds_is_not_applied(root, trick):
         with Folder.at(folder) as opened:
             fd = opened.create(added.name)
             undo_log = UndoLog(opened.file(added.name), fd, key, fsync=False, ahead=0)
-            undo_log.save(1, 0, memoryview(b"x" * len(now)), memoryview(now))
+            undo_log.keep(1, 0, memoryview(b"x" * len(now)))
+            undo_log.seal(memoryview(now))
             undo_log.close()
         os.chown(added, MALLORY, MALLORY)
     else:

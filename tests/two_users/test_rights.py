@@ -52,7 +52,7 @@ def test_locks_of_a_user_who_can_only_read_stop_no_writer(root):
 
 
 CRASHES = {
-    "changing files in place": (UndoLog, "save", 3),
+    "changing files in place": (UndoLog, "seal", 3),
     "renaming": (Folder, "rename", 2),
     "before its log was written": (fs, "write_all", 1),
     "before it was ready": (Transaction, "append", 1),

@@ -14,7 +14,7 @@ from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import Facts, Written, facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import AccumulateOptions, Buffer, Gradients
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 from gradtool.store.format.rename import Renames
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class AccumulateResult(Facts, Written):
     per_gradient: tuple[GradientRow, ...]
 
 
-@documented
 def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> AccumulateResult:
     """Add gradients to a buffer, tensor by tensor of the same name: buffer ← round(buffer + Σ w · g), in place.
 

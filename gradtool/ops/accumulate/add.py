@@ -117,6 +117,7 @@ class Add(NamedTuple):
         reads = not self.is_new and (self.rule.keeps or not covered)
         if reads:
             channel.read(block.shard, block.begin, view)
+            worker.destination.keep(channel, block, view)
         elif not covered:
             view[:] = bytes(len(view))
         data = view

@@ -17,7 +17,7 @@ from gradtool.ops.check.counts import DtypeCounts, by_dtype, total
 from gradtool.ops.check.findings import Finding, of_layout, of_remains, of_set, of_values
 from gradtool.ops.session import Timings
 from gradtool.options import CheckOptions, Sets
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 from gradtool.store.format.examine import examine
 from gradtool.store.format.gradset import GradientSet, select
 from gradtool.store.format.paths import read_path_list
@@ -71,7 +71,6 @@ class CheckResult:
     problems: tuple[Problem, ...]
 
 
-@documented
 def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> CheckResult:
     """Look at everything that can be wrong with gradient sets, and change nothing.
 

@@ -13,7 +13,7 @@ from gradtool.ops.diff.pair import Pairs, Side, UnmatchedRow, pair
 from gradtool.ops.results import CallFacts, call_facts
 from gradtool.ops.session import Call
 from gradtool.options import DiffOptions, First, Second
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 from gradtool.store.format.rename import Renames
 
 if TYPE_CHECKING:
@@ -102,7 +102,6 @@ class DiffResult(CallFacts):
     problems: tuple[Problem, ...]
 
 
-@documented
 def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> DiffResult:
     """How far the tensors of A are from those of B, as one vector and tensor by tensor; they match by name.
 

@@ -18,7 +18,7 @@ from gradtool.ops.passes import in_file_order
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.options import LayerNormOptions, Sets
-from gradtool.signatures import complete, documented
+from gradtool.signatures import complete
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,6 @@ class LayerNormResult(CallFacts, Written):
     per_layer: tuple[LayerRow, ...]
 
 
-@documented
 def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) -> LayerNormResult:
     """Compute X_grad, scale_grad and bias_grad of every layer whose Y_grad is in the files, and add them there.
 

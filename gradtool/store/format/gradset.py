@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.tensors import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class GradientSet:
     """What one path names: a file, an index with its shards, or a folder."""
 

@@ -3,7 +3,8 @@
 The safetensors library decides whether a file is valid; if it refuses one, this module says what is wrong and where.
 The byte offsets, which the library does not return, are then read from the same header. Headers beyond the limits of
 `gradtool.store.format.limits` never reach the library. It maps the whole file into memory; without enough address space
-for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets.
+for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets. Short headers
+are first checked in that way too, which is faster; and what the last ones held is remembered.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
 JSON, the tensors' bytes without gaps.
@@ -12,6 +13,7 @@ JSON, the tensors' bytes without gaps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from dataclasses import dataclass
@@ -27,8 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    Tensors = tuple[Tensor, ...]
 
-@dataclass(frozen=True, eq=False)
+# Bytes of a header that is quickly checked without a file, and of one that is worth remembering.
+_SHORT, _SHORT_ENOUGH = 512, 16_384
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Shard:
     """One file of a gradient set; `tensors` are in the order of their bytes."""
 
@@ -54,8 +61,8 @@ def read_shard(path: Path) -> Shard:
     """
     with _judged(path) as (fd, status):
         text = _read_header(path, fd, status.st_size)
-        _ask_library(path, text, status.st_size)
-        return _shard_of(path, text, status)
+        read = _remembered if len(text) <= _SHORT_ENOUGH else _checked
+        return _shard(path, text, status, *read(path, text, status.st_size))
 
 
 def read_outline(path: Path) -> Shard:
@@ -68,7 +75,7 @@ def read_outline(path: Path) -> Shard:
     with _judged(path) as (fd, status):
         text = _read_header(path, fd, status.st_size)
         refuse_unclear(path, text, status.st_size)
-        return _shard_of(path, text, status)
+        return _shard(path, text, status, *_parsed(path, text))
 
 
 def read_text(shard: Shard) -> bytes:
@@ -146,8 +153,22 @@ def _judged(path: Path) -> Iterator[tuple[int, os.stat_result]]:
             raise changed_meanwhile(path)
 
 
-def _shard_of(path: Path, text: bytes, status: os.stat_result) -> Shard:
-    """The file that a sound header describes."""
+def _shard(path: Path, text: bytes, status: os.stat_result, metadata: dict[str, str], tensors: Tensors) -> Shard:
+    return Shard(path, 8 + len(text), status.st_size, dict(metadata), tensors, status)
+
+
+def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
+    """The metadata and the tensors of a header, if it is valid for a file of that size."""
+    cost = memory_to_check(text)
+    # Without memory, the library ends the process.
+    memory.require(cost)
+    if not _is_surely_valid(path, text, size):
+        _ask_library(path, text, size, cost)
+    return _parsed(path, text)
+
+
+def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
+    """The metadata and the tensors of a sound header."""
     header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
     refuse_long_names(path, header)
@@ -158,7 +179,11 @@ def _shard_of(path: Path, text: bytes, status: os.stat_result) -> Shard:
         tensors.append(tensor_of(*header.popitem(), data_start))
     tensors.reverse()
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    return Shard(path, data_start, status.st_size, metadata, tuple(tensors), status)
+    return metadata, tuple(tensors)
+
+
+# For those who call again and again for the same files.
+_remembered = functools.lru_cache(maxsize=64)(_checked)
 
 
 def _read_header(path: Path, fd: int, size: int) -> bytes:
@@ -174,12 +199,24 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
     return text
 
 
-def _ask_library(path: Path, text: bytes, size: int) -> None:
+def _is_surely_valid(path: Path, text: bytes, size: int) -> bool:
+    """Whether a short header is valid; False if it is not, or not short."""
+    if len(text) > _SHORT:
+        return False
+    from safetensors import SafetensorError, deserialize  # kept off the start-up path
+
+    judged = emptied(text)
+    try:
+        deserialize(len(judged).to_bytes(8, "little") + judged)  # type: ignore[no-untyped-call]
+        refuse_wrong_offsets(path, text, size)
+    except (SafetensorError, ValueError):  # The full check says what is wrong.
+        return False
+    return True
+
+
+def _ask_library(path: Path, text: bytes, size: int, cost: int) -> None:
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
-    cost = memory_to_check(text)
-    # Without memory, it ends the process.
-    memory.require(cost)
     has_room = memory.left() >= cost + size
     judged = text if has_room else emptied(text)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from gradtool import tuning
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs, system
 from gradtool.store.format.header import Shard, is_unchanged
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.undolog import UndoLog
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Clock:
     """Seconds, summed over the threads, and the bytes that were moved in them."""
 
@@ -33,6 +34,11 @@ class Clock:
     written_bytes: int = 0
     # The threads that got any work.
     workers: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes, read or written."""
+        return self.read_bytes + self.written_bytes
 
     def each(self) -> Clock:
         """The seconds of one thread, on average; the threads themselves do not count."""
@@ -120,6 +126,17 @@ class Channel:
             self.clock.written_bytes += fs.write_all(self._descriptor(file), [view], begin)
         self.clock.write += perf_counter() - began
 
+    def keep(self, file: File, begin: int, view: memoryview, in_place: InPlace) -> None:
+        """Save `view`, which was read from byte `begin` of a file on: to overwrite it, it need not be read again.
+
+        Raises:
+            SystemRefusedError: it could not be saved.
+        """
+        began = perf_counter()
+        self._undo_log = self._undo_log or in_place.undo_log()
+        self._undo_log.keep(in_place.number_of(file), begin, view)
+        self.clock.write += perf_counter() - began
+
     def overwrite(
         self, file: File, begin: int, view: memoryview, parts: Sequence[tuple[int, int]], in_place: InPlace
     ) -> None:
@@ -129,10 +146,13 @@ class Channel:
             SystemRefusedError: the old content could not be saved, or writing failed.
         """
         began = perf_counter()
-        fd, old = self._descriptor(file), self.memory("undo", len(view))
-        self._fill(file.path, fd, begin, old)
-        self._undo_log = self._undo_log or in_place.undo_log()
-        self._undo_log.save(in_place.number_of(file), begin, old, view)
+        fd, number = self._descriptor(file), in_place.number_of(file)
+        log = self._undo_log = self._undo_log or in_place.undo_log()
+        if not log.has_kept(number, begin, len(view)):
+            old = self.memory("undo", len(view))
+            self._fill(file.path, fd, begin, old)
+            log.keep(number, begin, old)
+        log.seal(view)
         with os_errors_about(file.path):
             for start, stop in parts:
                 self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
@@ -202,7 +222,9 @@ class Channel:
         fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self._check(shard, fd)
-            system.read_in_order(fd)
+            # A small file is read at once.
+            if shard.size > tuning.BLOCK_BYTES:
+                system.read_in_order(fd)
         except BaseException:
             os.close(fd)
             raise

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
 MAX_DEFAULT_THREADS = 16
 _HEARTBEAT_SECONDS = 0.2
+# Most of a small task is Python's own work, which threads cannot share and slow down for each other. As long as tasks
+# are small and quick, as those of many small files in the page cache are, one thread does them. One may be delayed.
+SMALL_BYTES = 512 << 10
+_QUICK_SECONDS, _SPARE_SECONDS = 0.0003, 0.002
 # Of all threads together; a process may usually have 1,024, on some systems 256.
 _MAX_OPEN_FILES = 192
 
@@ -42,11 +46,13 @@ def run(
     allocate: Callable[[int], memoryview],
     in_place: InPlace | None = None,
     on_bytes: Callable[[int], None] | None = None,
+    are_small: bool = False,
 ) -> Clock:
     """Do every task, in worker threads. The first exception stops all threads and is raised here.
 
     `allocate` gives the threads their memory. `in_place` is the transaction whose files are overwritten, if any.
-    `on_bytes` is called with the number of bytes that were read, from one thread at a time.
+    `on_bytes` is called with the number of bytes that were read, from one thread at a time. Where tasks `are_small`,
+    this thread does them itself, until one is not, or they are not quick.
     """
     budget = min(_MAX_OPEN_FILES, _descriptors_left())
     if in_place is not None:
@@ -57,7 +63,8 @@ def run(
     queue = _Queue(iter(tasks), partial(Channel, max(1, budget // threads), allocate, in_place), on_bytes)
     try:
         # This thread works itself, unless it must be free to handle Ctrl-C while others work.
-        started = _start(threads, queue) if threads > 1 else 0
+        is_worth_it = threads > 1 and (not are_small or _drain(queue, while_quick=True))
+        started = _start(threads, queue) if is_worth_it else 0
         if not started:
             _drain(queue)
         for _ in range(started):
@@ -160,22 +167,31 @@ class _Queue:
             self.clock.add(clock)
 
 
-def _drain(queue: _Queue) -> None:
-    """Do tasks until there are no more; an error stops the queue, and `run` raises it in the thread that called it."""
+def _drain(queue: _Queue, *, while_quick: bool = False) -> bool:
+    """Do tasks until there are no more; an error stops the queue, and `run` raises it in the thread that called it.
+
+    With `while_quick`, only while they are small and quick: whether they no longer were, and there may be more.
+    """
     try:
         channel = queue.channel()
-        clock = channel.clock
+        clock, due, is_quick = channel.clock, perf_counter() + _SPARE_SECONDS, True
         try:
-            while (task := queue.next()) is not None:
-                began, moved = perf_counter(), clock.read + clock.write
+            while is_quick and (task := queue.next()) is not None:
+                began, moved, nbytes = perf_counter(), clock.read + clock.write, clock.moved_bytes
                 task(channel)
                 # Where there is no other thread, this one handles signals.
                 signals.deliver()
-                clock.compute += perf_counter() - began - (clock.read + clock.write - moved)
-                clock.workers = 1
+                now = perf_counter()
+                clock.compute += now - began - (clock.read + clock.write - moved)
+                due = min(due, now + _SPARE_SECONDS) + _QUICK_SECONDS
+                is_quick = not while_quick or (now < due and clock.moved_bytes - nbytes <= SMALL_BYTES)
+                # The threads that follow are counted instead.
+                clock.workers = int(is_quick)
             channel.check()
         finally:
             channel.close()
             queue.finish(clock)
     except BaseException as error:  # noqa: BLE001
         queue.stop(error)
+        return False
+    return not is_quick

@@ -5,7 +5,6 @@ A pass writes to a `Destination` and never asks which one it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
@@ -95,6 +94,9 @@ class Destination(Protocol):
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         """The blocks that a pass over the wanted tensors must visit, as `plan` cuts them."""
 
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        """Keep a block as it was read, if it will be overwritten."""
+
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write a block that a pass has changed."""
 
@@ -102,15 +104,16 @@ class Destination(Protocol):
         """Write bytes of a shard, from byte `begin` on."""
 
 
-@dataclass(frozen=True)
 class Discard:
     """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    in_place: InPlace | None = None
     shards = ()
     count = 0
+
+    def __init__(self, in_place: InPlace | None = None) -> None:
+        self.in_place = in_place
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return sum(one.tensor.nbytes for one in selected)
@@ -122,6 +125,9 @@ class Discard:
         for shard, tensors in wanted.items():
             yield from plan(shard, tensors, unit, nbytes=nbytes)
 
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        pass
+
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         pass
 
@@ -132,14 +138,15 @@ class Discard:
 DISCARD = Discard()
 
 
-@dataclass(frozen=True)
 class NewFiles:
     """New files, which take the place of the old ones later, or are written elsewhere."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    files: Mapping[Shard, tuple[NewFile, File]]
-    in_place: InPlace | None = None
+    in_place = None
+
+    def __init__(self, files: Mapping[Shard, tuple[NewFile, File]]) -> None:
+        self.files = files
 
     @property
     def shards(self) -> Collection[Shard]:
@@ -151,7 +158,7 @@ class NewFiles:
 
     def only(self, shards: Collection[Shard]) -> Self:
         """The same for some of the files."""
-        return replace(self, files={shard: self.files[shard] for shard in shards})
+        return type(self)({shard: self.files[shard] for shard in shards})
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return read_for([new for new, _ in self.files.values()], selected)
@@ -173,6 +180,9 @@ class NewFiles:
                 whole = new.copies is None
                 yield from plan(shard, wanted.get(shard, ()), unit, whole=whole, start=start, nbytes=nbytes)
 
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        pass
+
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         new, file = self.files[block.shard]
         channel.write(file, block.begin + new.shift, view)
@@ -190,14 +200,13 @@ class NewFiles:
         self.put(channel, shard, to, view)
 
 
-@dataclass(frozen=True)
 class Overwritten:
     """The files themselves, whose old content is saved before it is overwritten."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    files: Mapping[Shard, tuple[NewFile, File]]
-    in_place: InPlace
+    def __init__(self, files: Mapping[Shard, tuple[NewFile, File]], in_place: InPlace) -> None:
+        self.files, self.in_place = files, in_place
 
     @property
     def shards(self) -> Collection[Shard]:
@@ -222,6 +231,9 @@ class Overwritten:
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         return DISCARD.blocks(wanted, unit, nbytes)
+
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        channel.keep(self.files[block.shard][1], block.begin, view, self.in_place)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         channel.overwrite(self.files[block.shard][1], block.begin, view, covered(block), self.in_place)

@@ -10,7 +10,6 @@ and `.gradtool-ID-N.undo` is an undo log: what was overwritten in place. In fold
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import threading
@@ -46,6 +45,8 @@ def name_of(run: str, number: int, kind: str) -> str:
 
 def marker_of(name: str) -> str:
     """The second name of a log for one of its targets."""
+    import hashlib  # slow to import
+
     return f"{PREFIX}{hashlib.sha256(os.fsencode(name)).hexdigest()[:24]}{MARKER}"
 
 

@@ -1,4 +1,4 @@
-"""Keeps readers away from files that may be half changed, and finds the folders that a path is about."""
+"""Tells which files may be half changed, and finds the folders that a path is about."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
 from gradtool.store.transaction.targets import refuse_foreign_link
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from gradtool.store.transaction.log import Log
 
@@ -53,22 +53,19 @@ class Scope(NamedTuple):
         return scopes
 
 
-def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
-    """Raise `SystemRefusedError` if one of the files may be half changed, by a live run other than `own` or a crash."""
-    names: dict[Path, dict[str, Path]] = {}
-    for path in paths:
-        real = Path(os.path.realpath(path))
-        names.setdefault(real.parent, {})[real.name] = path
-    for parent, files in names.items():
-        with os_errors_about(parent), Folder.at(parent) as folder:
-            for log in logs_about(folder, files):
-                touched = [name for name in log.names & files.keys() if could_change(log, folder, name)]
-                if touched and log.run != own:
-                    _refuse_if_unfinished(log, files[min(touched)])
+def refuse_unfinished_in(folder: Folder, files: Mapping[str, Path], own: str | None) -> None:
+    """Raise `SystemRefusedError` if a file of the folder may be half changed; `files` are by name, as they were given.
+
+    Those of the run `own` do not count.
+    """
+    for log in logs_about(folder, files):
+        touched = [name for name in log.names & files.keys() if could_change(log, folder, name)]
+        if touched and log.run != own:
+            _refuse_if_unfinished(log, files[min(touched)])
 
 
 def refuse_unfinished_at(scope: Scope) -> None:
-    """As `refuse_unfinished`, for a path that could not be opened."""
+    """As `refuse_unfinished_in`, for a path that could not be opened."""
     if not os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         return
     with os_errors_about(scope.folder), Folder.at(scope.folder) as folder:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.gradset import open_sets, refuse_dtypes, refuse_shared_names, select
-from gradtool.store.transaction.guard import Scope, refuse_unfinished, refuse_unfinished_at
+from gradtool.store.transaction.readers import refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.rename import Renames
+    from gradtool.store.transaction.guard import Scope
 
 
-@dataclass(frozen=True)
 class OpenSets:
     """The gradient sets of a call, headers read and checked, and the tensors that are selected in them."""
 
-    sets: list[GradientSet]
-    selected: list[Selected]
+    def __init__(self, sets: list[GradientSet], selected: list[Selected]) -> None:
+        self.sets, self.selected = sets, selected
 
     @property
     def shards(self) -> list[Shard]:
@@ -73,6 +72,8 @@ class Inputs(NamedTuple):
 
     def places(self, error: GradtoolError | None = None) -> list[Scope]:
         """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
+        from gradtool.store.transaction.guard import Scope  # only needed for errors, and to write
+
         files = [problem.file for problem in error.problems if problem.file] if error else []
         places: dict[Scope, None] = {}
         for path in files or self.paths:
@@ -92,6 +93,8 @@ def open_to_read(inputs: Inputs) -> OpenSets:
     try:
         opened = inputs.open()
     except BadInputError as error:
+        from gradtool.store.transaction.guard import refuse_unfinished_at  # only needed for the error
+
         # A half-changed file may be what is wrong.
         for place in inputs.places(error):
             refuse_unfinished_at(place)

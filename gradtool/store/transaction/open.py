@@ -13,10 +13,11 @@ from gradtool.store import signals
 from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.files import PREFIX
-from gradtool.store.transaction.guard import Scope, refuse_unfinished
+from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output, explained
+from gradtool.store.transaction.readers import refuse_unfinished
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:

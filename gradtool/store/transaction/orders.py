@@ -154,6 +154,9 @@ class Ordered:
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         raise NotImplementedError
 
+    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
+        raise NotImplementedError
+
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         raise NotImplementedError
 

@@ -47,25 +47,54 @@ class Entry(NamedTuple):
     sums: bytes
 
 
+class _Kept(NamedTuple):
+    """Content that an undo log holds: where it was, and what stands for it in the checksum of its entry."""
+
+    number: int
+    begin: int
+    length: int
+    digest: bytes
+
+
+# No target has this number.
+_NOTHING = _Kept(-1, 0, 0, b"")
+
+
 class UndoLog:
     """An undo log that is being written; `key` is its run's, so that it cannot pass for another's."""
 
     def __init__(self, file: File, fd: int, key: str, *, fsync: bool, ahead: int) -> None:
         self._file, self._fd, self._key, self._fsync, self._ahead = file, fd, key.encode(), fsync, ahead
         self._end = self._reserved = 0
+        self._kept = _NOTHING
 
-    def save(self, number: int, begin: int, content: memoryview, new: memoryview) -> None:
-        """Save the content of a target from byte `begin` on, before it is overwritten with `new`."""
-        sums = _sector_sums(new, begin).tobytes()
-        header = _sealed(self._key, _HEADER.pack(_MAGIC, number, begin, len(content)), sums, content)
+    def keep(self, number: int, begin: int, content: memoryview) -> None:
+        """Write the content that a target has from byte `begin` on; it counts only once it is sealed.
+
+        What is kept next takes the place of what was not sealed.
+        """
+        at = self._end + _HEADER_BYTES + _sectors(begin, len(content)) * _WORD
         with os_errors_about(self._file.path):
-            end = self._end + len(header) + len(sums) + len(content)
-            if end > self._reserved:
-                fs.reserve(self._fd, self._reserved, end + self._ahead)
-                self._reserved = end + self._ahead
-            self._end += fs.write_all(self._fd, [header, sums, content], self._end)
+            if at + len(content) > self._reserved:
+                fs.reserve(self._fd, self._reserved, at + len(content) + self._ahead)
+                self._reserved = at + len(content) + self._ahead
+            fs.write_all(self._fd, [content], at)
+        self._kept = _Kept(number, begin, len(content), _digest(content))
+
+    def has_kept(self, number: int, begin: int, length: int) -> bool:
+        """Whether just this range of a target was kept last, and is not sealed yet."""
+        return self._kept[:3] == (number, begin, length)
+
+    def seal(self, new: memoryview) -> None:
+        """Complete the entry of what was kept last; from then on, `new` may be written over it."""
+        number, begin, length, digest = self._kept
+        sums = _sector_sums(new, begin).tobytes()
+        header = _sealed(self._key, _HEADER.pack(_MAGIC, number, begin, length), sums, digest)
+        with os_errors_about(self._file.path):
+            self._end += fs.write_all(self._fd, [header, sums], self._end) + length
             if self._fsync:
                 fs.sync(self._fd)
+        self._kept = _NOTHING
 
     def close(self) -> None:
         """Close the file; its content stays."""
@@ -172,7 +201,7 @@ def _entries(file: File, key: bytes) -> Iterator[Entry]:
                     return
                 sums = log.read(_sectors(begin, length) * _WORD)
                 content = log.read(length)
-                if header != _sealed(key, header[: _HEADER.size], sums, memoryview(content)):
+                if header != _sealed(key, header[: _HEADER.size], sums, _digest(content)):
                     return
                 yield Entry(number, begin, content, sums)
     except OSError as error:
@@ -190,20 +219,20 @@ def undo_logs(folder: fs.Folder, names: Sequence[str], owner: int) -> list[File]
     return found
 
 
-def _sealed(key: bytes, fields: bytes, sums: bytes, content: memoryview) -> bytes:
+def _sealed(key: bytes, fields: bytes, sums: bytes, digest: bytes) -> bytes:
     """A header with its two checksums: of key, fields and sector checksums; and of the content too."""
     begin = zlib.crc32(sums, zlib.crc32(fields, zlib.crc32(key)))
-    return fields + _CHECKSUM.pack(begin, _content_sum(content, begin))
+    return fields + _CHECKSUM.pack(begin, zlib.crc32(digest, begin))
 
 
-def _content_sum(content: memoryview, begin: int) -> int:
-    """The CRC-32, continued from `begin`, of the sum of all pages as 64-bit words, and of the rest: very fast."""
+def _digest(content: bytes | memoryview) -> bytes:
+    """What stands for a content in its checksum: the sum of all pages as 64-bit words, and the rest; very fast."""
     import numpy as np  # kept off the start-up path
 
     pages = len(content) // _PAGE
     words = np.frombuffer(content, "<u8", pages * _PAGE // _WORD).reshape(pages, _PAGE // _WORD)
-    folded = np.add.reduce(words, axis=0, dtype="<u8")
-    return zlib.crc32(content[pages * _PAGE :], zlib.crc32(folded.tobytes(), begin))
+    folded: bytes = np.add.reduce(words, axis=0, dtype="<u8").tobytes()
+    return folded + bytes(content[pages * _PAGE :])
 
 
 def _sectors(begin: int, length: int) -> int:

@@ -12,11 +12,14 @@ from support import read, snapshot, write, write_index
 
 from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
 from gradtool.store import system
+from gradtool.store.format import header
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import read_regular, read_shard
 from gradtool.store.transaction import inputs as opening
 
 ONES = {"a": np.ones(20_000, np.float32), "b": np.ones(3, np.float64)}
+# A header that is not short.
+LONG = ONES | {"c" * 600: np.ones(3, np.float64)}
 
 
 def shrink(path):
@@ -75,14 +78,20 @@ def before(monkeypatch, module, name, act):
     monkeypatch.setattr(module, name, wrapped)
 
 
-MOMENTS = {"read": (os, "pread"), "judged": (safetensors, "safe_open"), "parsed": (json, "loads")}
+MOMENTS = {
+    "read": (ONES, os, "pread"),
+    "short judged": (ONES, safetensors, "deserialize"),
+    "judged": (LONG, safetensors, "safe_open"),
+    "parsed": (ONES, json, "loads"),
+}
 
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monkeypatch, change, moment):
-    path = write(tmp_path / "x.safetensors", ONES)
-    before(monkeypatch, *moment, lambda: change(path))
+    tensors, *function = moment
+    path = write(tmp_path / "x.safetensors", tensors)
+    before(monkeypatch, *function, lambda: change(path))
     with pytest.raises(SystemRefusedError, match="changed by another program in the meantime; run again"):
         read_shard(path)
 
@@ -135,7 +144,7 @@ def test_an_index_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
 
 
 def test_the_library_judges_a_copy_that_no_other_program_can_cut(tmp_path, monkeypatch):
-    path = write(tmp_path / "x.safetensors", ONES)
+    path = write(tmp_path / "x.safetensors", LONG)
     judged = []
 
     def judge(name, framework):
@@ -143,7 +152,7 @@ def test_the_library_judges_a_copy_that_no_other_program_can_cut(tmp_path, monke
         return safe_open(name, framework=framework)
 
     monkeypatch.setattr(safetensors, "safe_open", judge)
-    assert len(read_shard(path).tensors) == 2
+    assert len(read_shard(path).tensors) == 3
     ((name, size),) = judged
     assert size == path.stat().st_size
     assert name != str(path)
@@ -154,9 +163,10 @@ def no_room():
 
 
 def test_where_there_can_be_no_copy_the_library_judges_the_file_itself(tmp_path, monkeypatch):
-    path = write(tmp_path / "x.safetensors", ONES)
+    path = write(tmp_path / "x.safetensors", LONG)
     expected = read_shard(path).tensors
     monkeypatch.setattr(system, "unnamed_file", no_room)
+    header._remembered.cache_clear()
     assert read_shard(path).tensors == expected
     shrink(path)
     with pytest.raises(BadInputError, match=r"truncated: .* \(1 missing\)"):
@@ -164,7 +174,7 @@ def test_where_there_can_be_no_copy_the_library_judges_the_file_itself(tmp_path,
 
 
 def test_no_descriptor_is_left_open(tmp_path):
-    path = write(tmp_path / "x.safetensors", ONES)
+    path = write(tmp_path / "x.safetensors", LONG)
     (tmp_path / "bad").write_bytes(b"\xff" * 99)
     held = os.listdir("/dev/fd")  # noqa: PTH208
     for _ in range(5):
@@ -172,3 +182,21 @@ def test_no_descriptor_is_left_open(tmp_path):
         with pytest.raises(BadInputError):
             read_shard(tmp_path / "bad")
     assert os.listdir("/dev/fd") == held  # noqa: PTH208
+
+
+def test_what_a_header_holds_is_remembered_only_for_the_same_bytes_and_size(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", LONG)
+    judged = []
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda *arguments, **options: judged.append(1) or safe_open(*arguments, **options)
+    )
+    first = read_shard(path)
+    first.metadata["added"] = "by a caller"
+    assert read_shard(path).metadata == {}
+    assert judged == [1]
+    write(path, LONG | {"a": np.ones(20_000, np.int32)})
+    assert [tensor.dtype for tensor in read_shard(path).tensors if tensor.name == "a"] == ["I32"]
+    assert judged == [1, 1]
+    shrink(path)
+    with pytest.raises(BadInputError, match=r"truncated: .* \(1 missing\)"):
+        read_shard(path)

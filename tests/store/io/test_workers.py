@@ -165,3 +165,45 @@ def test_a_signal_while_threads_are_started_stops_them_and_does_not_wait_for_eve
     with pytest.raises(KeyboardInterrupt):
         run(rewriting(blocks, lambda *_: None, {}), threads=8)
     assert len(started) == 5
+
+
+def threads_of(tasks, moves):
+    """The threads that do so many tasks, each of which moves so many bytes."""
+    seen = []
+
+    def do(channel):
+        channel.clock.read_bytes += moves
+        seen.append(threading.current_thread())
+
+    clock = run((do for _ in range(tasks)), threads=2, are_small=True)
+    assert (len(seen), clock.read_bytes) == (tasks, tasks * moves)
+    return seen, clock
+
+
+def test_one_thread_does_tasks_that_are_small_and_quick(monkeypatch):
+    monkeypatch.setattr(stream, "_QUICK_SECONDS", 1e9)
+    seen, clock = threads_of(50, 100_000)
+    assert set(seen) == {threading.main_thread()}
+    assert clock.workers == 1
+
+
+@pytest.mark.parametrize(("moves", "quick"), [(1 << 20, 1e9), (100, -1e9)], ids=["large", "slow"])
+def test_other_threads_do_the_tasks_after_one_that_is_large_or_slow(monkeypatch, moves, quick):
+    monkeypatch.setattr(stream, "_QUICK_SECONDS", quick)
+    seen, clock = threads_of(50, moves)
+    assert seen[0] is threading.main_thread()
+    assert threading.main_thread() not in seen[1:]
+    assert clock.workers in (1, 2)
+
+
+def test_an_error_in_a_quick_task_starts_no_thread(monkeypatch):
+    monkeypatch.setattr(stream, "_QUICK_SECONDS", 1e9)
+    seen = []
+
+    def fail(_):
+        seen.append(threading.current_thread())
+        raise SystemRefusedError("no")
+
+    with pytest.raises(SystemRefusedError, match="no"):
+        run([fail, fail], threads=2, are_small=True)
+    assert seen == [threading.main_thread()]

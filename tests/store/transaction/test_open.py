@@ -14,8 +14,8 @@ from tiers import EXHAUSTIVE
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.guard import refuse_unfinished
 from gradtool.store.transaction.log import line_of
+from gradtool.store.transaction.readers import refuse_unfinished
 
 
 def one_file(folder, name="x.safetensors", value=3.0):

@@ -16,7 +16,8 @@ def saved(folder, path, begin, new, key=KEY):
     fd = home.create("log.undo")
     undo_log = UndoLog(home.file("log.undo"), fd, key, fsync=True, ahead=0)
     old = path.read_bytes()[begin : begin + len(new)]
-    undo_log.save(0, begin, memoryview(old), memoryview(new))
+    undo_log.keep(0, begin, memoryview(old))
+    undo_log.seal(memoryview(new))
     undo_log.close()
     return Undo({0: (file_at(path), path.stat().st_size)}, [home.file("log.undo")], KEY)
 
@@ -86,7 +87,8 @@ def test_one_target_that_fails_does_not_keep_the_others_from_being_put_back(tmp_
     undo_log = UndoLog(file, fd, KEY, fsync=False, ahead=0)
     for number, path in enumerate(paths):
         path.write_bytes(b"old" * 300)
-        undo_log.save(number, 0, memoryview(b"old" * 300), memoryview(b"new" * 300))
+        undo_log.keep(number, 0, memoryview(b"old" * 300))
+        undo_log.seal(memoryview(b"new" * 300))
         path.write_bytes(b"new" * 300)
     undo_log.close()
     targets = {number: (file_at(path), 900) for number, path in enumerate(paths)}
@@ -101,3 +103,24 @@ def test_one_target_that_fails_does_not_keep_the_others_from_being_put_back(tmp_
     with pytest.raises(SystemRefusedError, match="b: Input/output error"):
         Undo(targets, [home.file("log.undo")], KEY).put_back(fsync=True)
     assert [path.read_bytes()[:3] for path in paths] == [b"old", b"new", b"old"]
+
+
+def test_what_is_kept_counts_only_once_it_is_sealed(tmp_path, path):
+    old, new = path.read_bytes(), b"n" * 5_000
+    home = Folder.at(tmp_path)
+    fd, file = home.create_file("log.undo")
+    undo_log = UndoLog(file, fd, KEY, fsync=False, ahead=0)
+    undo = Undo({0: (file_at(path), 5_000)}, [file], KEY)
+    overwrite(path, 0, new)
+    undo_log.keep(0, 0, memoryview(old))
+    undo.put_back(fsync=False)
+    assert path.read_bytes() == new
+    # Another block takes the place of the one that was not sealed, of which more is left behind it.
+    undo_log.keep(0, 100, memoryview(old[100:300]))
+    assert undo_log.has_kept(0, 100, 200)
+    assert not undo_log.has_kept(0, 0, 5_000)
+    undo_log.seal(memoryview(new[100:300]))
+    assert not undo_log.has_kept(0, 100, 200)
+    undo_log.close()
+    undo.put_back(fsync=False)
+    assert path.read_bytes() == new[:100] + old[100:300] + new[300:]

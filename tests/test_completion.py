@@ -14,6 +14,11 @@ import time
 import pytest
 from support import gradtool
 
+EVERY_COMMAND = {
+    *("norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor"),
+}
+
+
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],
     "zsh": ["zsh", "-f", "-i"],
@@ -105,7 +110,7 @@ def test_a_shell_completes_commands_options_choices_and_paths(shell):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("gradtool ", {"norm", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover"}),
+        ("gradtool ", EVERY_COMMAND),
         ("gradtool z", {"zero"}),
         ("gradtool clip --wr", {"--write"}),
         ("gradtool clip --write ", {"replace", "inplace"}),

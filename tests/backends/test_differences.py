@@ -106,12 +106,14 @@ def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
     b = encode(np.clip(wide, -limit, limit), other)
     found = compare(backend, a, b)
 
-    def number(value):
-        (rounded,) = rounded_once(np.array([abs(value)]), coarser).astype(np.float64)
-        return place[math.copysign(math.inf if math.isnan(rounded) else rounded, value) + 0.0]
+    def numbers(values):
+        wide = values.astype(np.float64)
+        rounded = rounded_once(np.abs(wide), coarser).astype(np.float64)
+        # What overflows a type without infinity is NaN.
+        signed = np.copysign(np.where(np.isnan(rounded), math.inf, rounded), wide) + 0.0
+        return [place[value] for value in signed.tolist()]
 
-    x, y = (one.astype(np.float64).tolist() for one in (a, b))
-    distances = [abs(number(p) - number(q)) for p, q in zip(x, y, strict=True)]
+    distances = [abs(p - q) for p, q in zip(numbers(a), numbers(b), strict=True)]
     assert found.ulps.tolist() == [max(distances)]
     assert found.places[0, ULPS] == distances.index(max(distances))
 

@@ -15,8 +15,8 @@ import pytest
 from support import gradtool
 
 EVERY_COMMAND = {
-    *("norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor"),
-}
+    "norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor",
+}  # fmt: skip
 
 
 SHELLS = {

@@ -143,6 +143,9 @@ class NormOptions(Reading, total=False):
     top: Annotated[
         int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
     ]
+    group: Annotated[
+        Sequence[str], Option("Report the norm of the tensors whose name matches REGEX, too; repeatable.", "REGEX", ())
+    ]
     by_file: Annotated[bool, Option("Report the norm of each path by itself, too.", default=False)]
     concat: _Concat
     fail_above: Annotated[
@@ -162,6 +165,12 @@ class ClipOptions(Rewriting, total=False):
         Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    group: Annotated[
+        Sequence[str],
+        Option(
+            "Clip the tensors whose name matches REGEX to a norm of their own of at most C; repeatable.", "REGEX:C", ()
+        ),
+    ]
     concat: _Concat
     total_norm: Annotated[
         float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)

@@ -71,6 +71,18 @@ BAD_INPUTS = {
 
 # The same for the commands that came later, whose ways to the files are the same.
 BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected in BAD_INPUTS.values()} | {
+    "clip x.safetensors --group a": (2, "--group must be REGEX:C, such as '^lm_head:0.5', not 'a'"),
+    "clip x.safetensors --group :1": (2, "--group must be REGEX:C"),
+    "clip x.safetensors --group a:": (2, "the C of --group 'a:' must be a number, not ''"),
+    "clip x.safetensors --group a:nan": (2, "must be 0 or more, not nan"),
+    "clip x.safetensors --group (:1": (2, "--group '(' is not a regular expression"),
+    "clip x.safetensors --group zzz:1": (3, "--group 'zzz' matches no tensor"),
+    "clip x.safetensors --group a:1 --group .:2": (3, "is in two groups, --group 'a' and --group '.'; narrow"),
+    "clip x.safetensors --group a:1 --per-tensor --max-norm 1": (2, "--per-tensor and --group exclude each other"),
+    "clip x.safetensors --group a:1 --total-norm 1 --max-norm 1": (2, "--group and --total-norm exclude each other"),
+    "clip x.safetensors --group a:1 --max-value 1": (2, "give either"),
+    "norm x.safetensors --group zzz": (3, "--group 'zzz' matches no tensor"),
+    "norm x.safetensors --group a --group a": (3, "is in two groups"),
     "accumulate": (2, "BUFFER"),
     "accumulate x.safetensors": (2, "no gradient is given"),
     "accumulate missing x.safetensors": (3, "--create makes it"),

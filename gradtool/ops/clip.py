@@ -1,4 +1,4 @@
-"""Clips gradients by their global norm, by each tensor's norm, or by value."""
+"""Clips gradients by their global norm, by the norm of each group or tensor, or by value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 from gradtool.errors import BadInputError
-from gradtool.ops.clip_policy import Decision, Policy, decide
+from gradtool.ops.clip_policy import Decision, Policy, decide, is_limit
+from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
@@ -15,6 +16,9 @@ from gradtool.options import ClipOptions, Vector
 from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.groups import Group
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.ops.session import Session
 
@@ -33,17 +37,33 @@ class TensorClip:
     clipped: bool
 
 
+@dataclass(frozen=True)
+class GroupClip:
+    """What was done to the tensors that a regular expression matches; without one, to those in no group.
+
+    `coef` is None where nothing limits them.
+    """
+
+    group: str | None
+    tensors: int
+    norm_before: float
+    norm_after: float
+    coef: float | None
+    clipped: bool
+
+
 @dataclass(frozen=True, repr=False)
 class ClipResult(Facts, Written):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None where there is no single one (`per_tensor`, `max_value`). `norm_after` is measured on the values that
-    were written.
+    `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`). `norm_after` is measured on the
+    values that were written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
 
     per_tensor: tuple[TensorClip, ...]
+    per_group: tuple[GroupClip, ...]
     max_norm: float | None
     max_value: float | None
     total_norm: float | None
@@ -63,10 +83,14 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
     `gradtool.norm`.
 
+    A `group` REGEX:C clips the tensors whose name matches REGEX to C, by their own norm; all other tensors are clipped
+    to `max_norm`, by theirs, or are left as they are without it.
+
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
-        BadInputError: a file, index or tensor is invalid, or a coefficient is out of range for its type.
+        BadInputError: a file, index or tensor is invalid, a tensor is in two groups, or a coefficient is out of range
+            for its type.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
@@ -75,9 +99,10 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     output_options = output_options_of(chosen)
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
+        groups = groups_of(session.selected, [one.pattern for one in policy.groups])
         before = session.run(Measure(session.selected, policy.spec, leaves=True))
-        norms = _checked_norms(session, policy, before)
-        decision = decide(policy, session.selected, before, norms)
+        norms = _checked_norms(session, policy, before, groups)
+        decision = decide(policy, session.selected, before, norms, groups)
         changed = [number for number, changes in enumerate(decision.changed) if changes]
         selected = [session.selected[number] for number in changed]
         rewrite = Rewrite(selected, policy.spec, [decision.factors[number] for number in changed], policy.limit)
@@ -85,11 +110,13 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
             after = session.run(rewrite, destination)
             if policy.nonfinite != "propagate":
                 refuse_overflow(selected, after)
-            norms_after = before.updated(changed, after).norms(per_tensor=policy.per_tensor)
+            numbers = [group.numbers for group in groups]
+            norms_after = before.updated(changed, after).norms(per_tensor=policy.per_tensor, groups=numbers)
     return ClipResult(
         **facts(session, session.selected, before, unscale=policy.unscale),
         **written(session, output, destination),
         per_tensor=tuple(_rows(session, decision, norms, norms_after) if policy.per_tensor else ()),
+        per_group=tuple(_group_rows(groups, policy, decision, norms, norms_after)),
         max_norm=policy.max_norm,
         max_value=policy.max_value,
         total_norm=policy.total_norm,
@@ -101,12 +128,15 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     )
 
 
-def _checked_norms(session: Session, policy: Policy, before: Measurement) -> Norms:
+def _checked_norms(session: Session, policy: Policy, before: Measurement, groups: Sequence[Group]) -> Norms:
     """The norms of what was measured; refused where the policy says so."""
     if policy.nonfinite == "error":
         refuse_nonfinite(session.selected, before, "Use --nonfinite zero or propagate to continue")
-    norms = before.norms(per_tensor=policy.per_tensor, unscale=policy.unscale)
+    numbers = [group.numbers for group in groups]
+    norms = before.norms(per_tensor=policy.per_tensor, groups=numbers, unscale=policy.unscale)
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
+    if groups:
+        limiting = [one for one, limit in zip(norms.groups, policy.limits, strict=False) if is_limit(limit)]
     if policy.needs_norm and before.is_finite and math.inf in limiting:
         raise BadInputError("the norm overflows float64; nothing written. Use --max-value to limit the values first")
     return norms
@@ -126,5 +156,23 @@ def _rows(session: Session, decision: Decision, before: Norms, after: Norms) -> 
         )
         for one, norm_before, norm_after, coef, clipped in zip(
             session.selected, before.tensors, after.tensors, decision.coefs, decision.clipped, strict=True
+        )
+    ]
+
+
+def _group_rows(
+    groups: Sequence[Group], policy: Policy, decision: Decision, before: Norms, after: Norms
+) -> list[GroupClip]:
+    return [
+        GroupClip(
+            group=group.pattern,
+            tensors=len(group.numbers),
+            norm_before=norm_before,
+            norm_after=norm_after,
+            coef=None if limit is None else decision.coefs[group.numbers[0]],
+            clipped=any(decision.clipped[number] for number in group.numbers),
+        )
+        for group, limit, norm_before, norm_after in zip(
+            groups, policy.limits[: len(groups)], before.groups, after.groups, strict=True
         )
     ]

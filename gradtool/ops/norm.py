@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from gradtool.backends import NormSpec
 from gradtool.errors import Problem
+from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 from gradtool.ops.session import Call
@@ -51,6 +52,15 @@ class FileNorm:
     zeros: int
 
 
+@dataclass(frozen=True)
+class GroupNorm:
+    """The norm of the tensors that a regular expression matches; without one, of those in no group."""
+
+    group: str | None
+    tensors: int
+    norm: float
+
+
 @dataclass(frozen=True, repr=False)
 class NormResult(Facts):
     """What was found in all selected tensors, taken as one vector."""
@@ -60,6 +70,7 @@ class NormResult(Facts):
     norm: float
     per_tensor: tuple[TensorNorm, ...]
     per_file: tuple[FileNorm, ...]
+    per_group: tuple[GroupNorm, ...]
     problems: tuple[Problem, ...]
 
 
@@ -71,14 +82,15 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
 
     Tensors of one name in several paths are refused, because nothing says whether they are parts of one vector, unless
-    `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these.
+    `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these. With
+    `group`, so have the tensors that each regular expression matches, and those that none does.
 
     Returns:
         The result. NaN, Inf and a norm above `fail_above` are not raised; they are its `problems`.
 
     Raises:
         UsageError: an option is invalid.
-        BadInputError: a file, index or tensor is invalid.
+        BadInputError: a file, index or tensor is invalid, or a tensor is in two groups.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
@@ -87,8 +99,11 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     by_file = chosen["by_file"]
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
+        groups = groups_of(session.selected, chosen["group"])
         found = session.run(Measure(session.selected, NormSpec(chosen["norm_type"])))
-        norms = found.norms(per_tensor=chosen["per_tensor"] or top is not None)
+        norms = found.norms(
+            per_tensor=chosen["per_tensor"] or top is not None, groups=[group.numbers for group in groups]
+        )
         rows = [_row(session.selected[number], found, number, one) for number, one in enumerate(norms.tensors)]
         files = list(_file_rows(call.inputs.paths, session, found)) if by_file else []
         limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
@@ -99,6 +114,10 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
             norm=norms.whole,
             per_tensor=tuple(rows if top is None else _largest(rows, top)),
             per_file=tuple(files),
+            per_group=tuple(
+                GroupNorm(group.pattern, len(group.numbers), value)
+                for group, value in zip(groups, norms.groups, strict=True)
+            ),
             problems=tuple(problems),
         )
 

@@ -30,7 +30,7 @@ _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
-_TEXTS = ("name", "file", "dtype", "outcome")
+_TEXTS = ("name", "file", "group", "dtype", "outcome")
 # Between two columns.
 _GAP = 3
 # The paths written that are named; lines off a terminal and JSON name all.
@@ -178,8 +178,9 @@ def _show_blocks(console: Console, columns: Columns) -> None:
     """Rows where there is no room for a table: a line with the name, and below it the other fields."""
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
-        if "name" in values:
-            console.print(Text(values.pop("name"), style="bold"), soft_wrap=True)
+        for key in ("name", "group"):
+            if key in values:
+                console.print(Text(values.pop(key), style="bold"), soft_wrap=True)
         if "file" in values:
             console.print(_middle(values.pop("file"), console.width), soft_wrap=True)
         fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items()]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 from gradtool.checks import (
     ALL_FINITE,
     AT_LEAST_ONE,
+    AT_LEAST_TWO,
     FINITE,
     NOT_NAN,
     NOT_NEGATIVE,
@@ -170,6 +171,24 @@ class ClipOptions(Rewriting, total=False):
         Option(
             "Clip the tensors whose name matches REGEX to a norm of their own of at most C; repeatable.", "REGEX:C", ()
         ),
+    ]
+    limit: Annotated[
+        str | None,
+        Option("Maximum norm that follows from the norms so far: z=T (ZClip) or percentile=P (AutoClip).", "RULE"),
+    ]
+    state: Annotated[
+        StrPath | None, Option("What --limit knows of the norms so far; created if it is missing.", "FILE")
+    ]
+    warmup: Annotated[
+        int | None,
+        Option("Number of norms before --limit z=T clips.", "N", range=AT_LEAST_TWO, unset="25"),
+    ]
+    window: Annotated[
+        int | None,
+        Option("Number of norms of which --limit percentile=P is taken.", "N", range=AT_LEAST_ONE, unset="10000"),
+    ]
+    skip_above: Annotated[
+        float | None, Option("Write nothing if the norm is above X, with exit code 1.", "X", range=NOT_NAN)
     ]
     concat: _Concat
     total_norm: Annotated[

@@ -12,12 +12,14 @@ import numpy as np
 from gradtool import checks
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError, Problem, UsageError
+from gradtool.ops.limits import rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.groups import Group
+    from gradtool.ops.limits import Rule
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
@@ -68,6 +70,8 @@ class Policy(NamedTuple):
 
     max_norm: float | None
     groups: Sequence[GroupLimit]
+    rule: Rule | None
+    skip_above: float | None
     max_value: float | None
     norm_type: float
     eps: float
@@ -82,6 +86,8 @@ class Policy(NamedTuple):
         policy = cls(
             max_norm=chosen["max_norm"],
             groups=[GroupLimit.of(one) for one in chosen["group"]],
+            rule=rule_of(chosen),
+            skip_above=chosen["skip_above"],
             max_value=chosen["max_value"],
             norm_type=chosen["norm_type"],
             eps=chosen["eps"],
@@ -90,9 +96,9 @@ class Policy(NamedTuple):
             unscale=chosen["unscale"],
             nonfinite=chosen["nonfinite"],
         )
-        limits_norm = policy.max_norm is not None or bool(policy.groups)
+        limits_norm = policy.max_norm is not None or bool(policy.groups) or policy.rule is not None
         if limits_norm == (policy.max_value is not None):
-            raise UsageError("give either --max-norm or --max-value, or limits of groups with --group")
+            raise UsageError("give one of --max-norm, --max-value, --group and --limit")
         own = {
             "--per-tensor": policy.per_tensor,
             "--group": policy.groups,
@@ -103,7 +109,22 @@ class Policy(NamedTuple):
             raise UsageError(f"--max-value does not take {given[0]}: it uses no norm")
         if len(given) > 1:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other")
+        if policy.rule is not None and (policy.per_tensor or policy.groups):
+            raise UsageError(f"--limit is that of all tensors as one vector; leave out {given[0]}")
         return policy
+
+    def with_limit(self, limit: float | None) -> Self:
+        """The same with the maximum norm that a rule has found, None for no limit, if that is the smaller one."""
+        known = [one for one in (limit, self.max_norm) if one is not None]
+        return self._replace(max_norm=min(known, default=math.inf))
+
+    def problems(self, norm: float) -> list[Problem]:
+        """One if the norm is above that of a gradient which is skipped; so is NaN."""
+        limit = self.skip_above
+        if limit is None or norm <= limit:
+            return []
+        what = "is NaN, which is not within" if math.isnan(norm) else f"{norm!r} is above"
+        return [Problem("above-limit", f"the norm {what} the limit {limit!r} of --skip-above; nothing written")]
 
     @property
     def limits(self) -> list[float | None]:
@@ -126,7 +147,7 @@ class Policy(NamedTuple):
     @property
     def needs_norm(self) -> bool:
         """Whether a coefficient is made of the norm that is measured."""
-        return self.total_norm is None and any(is_limit(one) for one in self.limits)
+        return self.total_norm is None and (self.rule is not None or any(is_limit(one) for one in self.limits))
 
     @property
     def limit(self) -> float:
@@ -145,6 +166,12 @@ class Decision(NamedTuple):
     factors: list[float]
     clipped: list[bool]
     changed: list[bool]
+
+
+def keep(selected: Sequence[Selected]) -> Decision:
+    """Nothing becomes of any tensor."""
+    ones, no = [1.0] * len(selected), [False] * len(selected)
+    return Decision(1.0, ones, ones, no, no)
 
 
 def decide(

@@ -24,7 +24,10 @@ _SHARED = (
     "workers", "hosts", "retries", "seconds", "timings",
 )  # fmt: skip
 # What is printed below the headline, unless all is asked for.
-_BRIEF = ("nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds")
+_BRIEF = (
+    "limit", "steps", "nan", "inf", "zeros",
+    "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds",
+)  # fmt: skip
 
 # Numbers that JSON does not have.
 NONFINITE = ("NaN", "Infinity", "-Infinity")

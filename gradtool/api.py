@@ -67,9 +67,10 @@ def _bar(name: str, given: dict[str, Any]) -> Iterator[None]:
 
 
 def _warned(function: str, result: Any) -> Any:
-    """The result with its warnings rewritten as errors are."""
-    warnings = getattr(result, "warnings", ())
-    return replace(result, warnings=tuple(_problem(one, function) for one in warnings)) if warnings else result
+    """The result with its warnings and problems rewritten as errors are."""
+    said = {key: getattr(result, key, ()) for key in ("warnings", "problems")}
+    changes = {key: tuple(_problem(one, function) for one in several) for key, several in said.items() if several}
+    return replace(result, **changes) if changes else result
 
 
 @contextlib.contextmanager

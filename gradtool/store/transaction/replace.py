@@ -153,11 +153,8 @@ class Replacement:
             for move, staged in zip(moves, self._staged, strict=True):
                 begun.append(move)
                 if staged.take_place():
+                    # It stays until the link is synced: recovery needs each file under one of its names.
                     self._linked.append((staged.folder, staged.temporary.name))
-            # Those of several stay until the links are synced: recovery needs each file under one of its names.
-            while self._linked and not several:
-                # The target is complete; that the temporary may stay for a while is no failure.
-                remove(*self._linked.pop())
         except GradtoolError as error:
             if several:
                 self._revoke(error, begun)

@@ -119,6 +119,7 @@ class Targets:
     def _add(self, path: Path, *, is_new: bool) -> None:
         if is_new:
             self._new[path] = path.name
+            self._located[path] = self.folders[0], path.name
             return
         folder, name, links = self._follow(path)
         _refuse_foreign(path, links, folder, name)

@@ -92,7 +92,7 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
         return False
 
 
-def read_regular(path: Path, most: int = MAX_TEXT) -> tuple[os.stat_result, bytes]:
+def read_regular(path: Path, most: int | None = None) -> tuple[os.stat_result, bytes]:
     """The status and the content of a small regular file; anything else is refused, and a FIFO does not block.
 
     Raises:

@@ -121,6 +121,17 @@ def test_clip_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
     assert content_of(ours) == content_of(theirs)
 
 
+def test_a_limit_that_learns_has_the_same_state(tmp_path, pool):
+    ours, theirs, _ = twice(tmp_path, 3)
+    with workers(pool) as there:
+        for folder, engine in ((ours, there), (theirs, {})):
+            for _ in range(3):
+                state = tmp_path / f"{folder.name}.json"
+                gradtool.clip(folder, limit="percentile=40", max_norm=0.5, state=state, **engine)
+    assert content_of(ours) == content_of(theirs)
+    assert (tmp_path / "ours.json").read_bytes() == (tmp_path / "theirs.json").read_bytes()
+
+
 def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):
     ours, _, sizes = twice(tmp_path, 2)
     random_set(tmp_path / "g", 7, like=sizes)

@@ -70,9 +70,10 @@ def _bar(name: str, given: dict[str, Any]) -> Iterator[None]:
 
 
 def _warned(function: str, result: Any) -> Any:
-    """The result with its warnings rewritten as errors are; not the remedies of `check`, which are commands."""
-    warnings = () if function == "check" else getattr(result, "warnings", ())
-    return replace(result, warnings=tuple(_problem(one, function) for one in warnings)) if warnings else result
+    """The result with its warnings and problems rewritten as errors are; not what `check` says, which are commands."""
+    said = {} if function == "check" else {key: getattr(result, key, ()) for key in ("warnings", "problems")}
+    changes = {key: tuple(_problem(one, function) for one in several) for key, several in said.items() if several}
+    return replace(result, **changes) if changes else result
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ ORDER = Range(
 )
 POSITIVE_FINITE = Range("above 0 and finite", lambda value: 0 < value < math.inf)
 AT_LEAST_ONE = Range("at least 1", lambda value: value >= 1)
+AT_LEAST_TWO = Range("at least 2", lambda value: value >= 2)  # noqa: PLR2004
 FINITE = Range("finite", math.isfinite)
 ALL_FINITE = Range("finite", lambda values: all(map(math.isfinite, values)))
 FROM_MINUS_ONE_TO_ONE = Range("from -1 to 1", lambda value: -1 <= value <= 1)

@@ -123,6 +123,8 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "ClipResult":
     \b
     Examples:
       gradtool clip grads/ --max-norm 1.0
+      gradtool clip grads/ --group '^lm_head:0.5' --max-norm 1.0
+      gradtool clip grads/ --limit z=2.5 --state clip.json
       gradtool clip rank*.safetensors --concat --max-norm 1.0
       gradtool clip scaled.safetensors --output clipped.safetensors \\
           --unscale 1024 --max-norm 1.0

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 from gradtool.checks import (
     ALL_FINITE,
     AT_LEAST_ONE,
+    AT_LEAST_TWO,
     FINITE,
     FROM_MINUS_ONE_TO_ONE,
     NOT_NAN,
@@ -157,6 +158,9 @@ class NormOptions(Reading, total=False):
     top: Annotated[
         int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
     ]
+    group: Annotated[
+        Sequence[str], Option("Report the norm of the tensors whose name matches REGEX, too; repeatable.", "REGEX", ())
+    ]
     by_file: Annotated[bool, Option("Report the norm of each path by itself, too.", default=False)]
     histogram: Annotated[
         bool, Option("Count values by binary exponent, and say which storage types can hold them.", default=False)
@@ -210,6 +214,30 @@ class ClipOptions(Rewriting, total=False):
         Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    group: Annotated[
+        Sequence[str],
+        Option(
+            "Clip the tensors whose name matches REGEX to a norm of their own of at most C; repeatable.", "REGEX:C", ()
+        ),
+    ]
+    limit: Annotated[
+        str | None,
+        Option("Maximum norm that follows from the norms so far: z=T (ZClip) or percentile=P (AutoClip).", "RULE"),
+    ]
+    state: Annotated[
+        StrPath | None, Option("What --limit knows of the norms so far; created if it is missing.", "FILE")
+    ]
+    warmup: Annotated[
+        int | None,
+        Option("Number of norms before --limit z=T clips.", "N", range=AT_LEAST_TWO, unset="25"),
+    ]
+    window: Annotated[
+        int | None,
+        Option("Number of norms of which --limit percentile=P is taken.", "N", range=AT_LEAST_ONE, unset="10000"),
+    ]
+    skip_above: Annotated[
+        float | None, Option("Write nothing if the norm is above X, with exit code 1.", "X", range=NOT_NAN)
+    ]
     concat: _Concat
     total_norm: Annotated[
         float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)

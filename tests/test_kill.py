@@ -43,6 +43,7 @@ def is_possible(case, mode, _count=0):
 
 
 SAMPLED = [("clip", 1), ("clip", 8), ("layernorm", 1), ("total", 8), ("zero-total", 1), ("new-total", 1)]
+SAMPLED += [("state", 1), ("state", 8), ("first-state", 1)]
 
 
 def several_files_with_syncs(_case, mode, count):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from crashes import FAST, layers, micro_batch, tensors, weighted
+from crashes import FAST, layers, micro_batch, tensors, weighted, with_state
 from power import File, Op, Place, cuts
 from support import write, write_index
 from tiers import PARTS, in_parts, up_to
@@ -34,11 +34,12 @@ def shards(folder, *numbers):
 
 
 class Case(NamedTuple):
-    """A data set, the command that changes it, and the folders that the files are in which it changes."""
+    """A data set, the command that changes it, and the folders of the data and of other files that it changes."""
 
     make: object
     command: object
     folders: tuple[str, ...] = ("set",)
+    beside: tuple[str, ...] = ()
 
 
 CASES = {
@@ -54,6 +55,19 @@ CASES = {
         lambda root: (shards(root / "a", 0, 1), one_file(root / "b")),
         lambda root, **options: gradtool.clip([root / "a", root / "b"], max_norm=1, concat=True, **options),
         ("a", "b"),
+    ),
+    "state-file": Case(
+        lambda root: with_state(root / "set", 1, 150),
+        lambda root, **options: gradtool.clip(
+            root / "set/model.safetensors", limit="z=2.5", state=root / "set/clip.json", **options
+        ),
+    ),
+    "state-elsewhere": Case(
+        lambda root: (shards(root / "set", 0, 1), (root / "states").mkdir()),
+        lambda root, **options: gradtool.clip(
+            root / "set", limit="percentile=10", max_norm=1, state=root / "states/clip.json", **options
+        ),
+        beside=("states",),
     ),
     "accumulate-set": Case(
         lambda root: (shards(root / "set", 0, 1), shards(root / "other", 0, 1)),
@@ -100,6 +114,7 @@ EVERY = [
 ]
 SAMPLED = [
     *("clip-file-inplace", "clip-set-replace", "clip-two-folders-inplace", "total-set-inplace"),
+    *("state-file-replace", "state-file-inplace", "state-elsewhere-inplace"),
     *("layernorm-set-replace", "new-output-folder-replace", "created-output-folder-replace"),
 ]
 CRASHED = [
@@ -146,7 +161,8 @@ class Scene:
 
     def recover(self, *, backwards=False):
         """What recovering says that has become of the files: "old", "new", nothing, or why that cannot be said."""
-        folders = [self.place.root, *(folder for folder in self.folders if folder.is_dir())]
+        beside = [self.place.root / folder for folder in self._case.beside]
+        folders = [self.place.root, *beside, *(folder for folder in self.folders if folder.is_dir())]
         try:
             # The machine was started again since, so no process is the one that a log names.
             with mock.patch.object(locks, "boot_id", return_value="another"):

@@ -47,24 +47,27 @@ FILE_ROW_KEYS = ["file", "tensors", "elements", "norm", "max_abs", "nan", "inf",
 DTYPE_ROW_KEYS = [
     "dtype", "overflow_at_least", "overflow_at_most", "to_subnormal", "to_zero", "min_scale_log2", "max_scale_log2",
 ]  # fmt: skip
+GROUP_ROW_KEYS = ["group", "tensors", "norm"]
+CLIPPED_GROUP_KEYS = ["group", "tensors", "norm_before", "norm_after", "coef", "clipped"]
 CLIPPED_ROW_KEYS = ["name", "file", "dtype", "shape", "norm_before", "norm_after", "coef", "clipped"]
 
 
 def test_the_keys_of_norm_in_json_are_pinned(tmp_path):
-    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor", "--by-file", "--histogram")
+    answer = gradtool_json("norm", sample(tmp_path), "--per-tensor", "--by-file", "--histogram", "--group", "a")
     assert list(answer) == ["gradtool", "schema", "command", "status", "exit_code", "data", "errors"]
     assert [answer[key] for key in ("gradtool", "schema", "command", "status", "exit_code", "errors")] == [
         "0.1.0", 1, "norm", "ok", 0, [],
     ]  # fmt: skip
     assert list(answer["data"]) == [
         "norm", "max_abs", "norm_type", "nan", "inf", "zeros", *CALL_KEYS, "histogram", "per_dtype", "per_tensor",
-        "per_file",
+        "per_file", "per_group",
     ]  # fmt: skip
     assert list(answer["data"]["timings"]) == TIMING_KEYS
     assert answer["data"]["histogram"] == [{"exponent": 2, "count": 1}, {"exponent": 3, "count": 1}]
     assert [list(row) for row in answer["data"]["per_dtype"]] == [DTYPE_ROW_KEYS] * 6
     assert [list(row) for row in answer["data"]["per_tensor"]] == [[*ROW_KEYS, "histogram"]] * 2
     assert [list(row) for row in answer["data"]["per_file"]] == [[*FILE_ROW_KEYS, "histogram"]]
+    assert [list(row) for row in answer["data"]["per_group"]] == [GROUP_ROW_KEYS] * 2
     assert (answer["data"]["norm"], answer["data"]["zeros"]) == (5.0, 2)
 
 
@@ -79,10 +82,12 @@ def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
     answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "coef", "clipped", *FACT_KEYS, "max_norm", "max_value", "total_norm",
-        "unscale", *WRITTEN_KEYS, *CALL_KEYS, "per_tensor",
+        "unscale", "limit", "state", "steps", *WRITTEN_KEYS, *CALL_KEYS, "per_tensor", "per_group",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
     assert answer["data"]["clipped"] is True
+    answer = gradtool_json("clip", sample(tmp_path), "--group", "a:1")
+    assert [list(row) for row in answer["data"]["per_group"]] == [CLIPPED_GROUP_KEYS] * 2
 
 
 def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):

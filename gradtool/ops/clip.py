@@ -1,22 +1,31 @@
-"""Clips gradients by their global norm, by each tensor's norm, or by value."""
+"""Clips gradients by their global norm, by the norm of each group or tensor, or by value."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from gradtool.errors import BadInputError
-from gradtool.ops.clip_policy import Decision, Policy, decide
+from gradtool.errors import BadInputError, Problem
+from gradtool.ops.clip_policy import Decision, Policy, decide, is_limit, keep
+from gradtool.ops.groups import groups_of
+from gradtool.ops.limits.learn import Learned, state_path
+from gradtool.ops.limits.state import Kept
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import ClipOptions, Vector
 from gradtool.signatures import complete
+from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.groups import Group
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.ops.session import Session
+    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.output import Output
 
 
 @dataclass(frozen=True)
@@ -33,25 +42,47 @@ class TensorClip:
     clipped: bool
 
 
+@dataclass(frozen=True)
+class GroupClip:
+    """What was done to the tensors that a regular expression matches; without one, to those in no group.
+
+    `coef` is None where nothing limits them.
+    """
+
+    group: str | None
+    tensors: int
+    norm_before: float
+    norm_after: float
+    coef: float | None
+    clipped: bool
+
+
 @dataclass(frozen=True, repr=False)
 class ClipResult(Facts, Written):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None where there is no single one (`per_tensor`, `max_value`). `norm_after` is measured on the values that
-    were written.
+    `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`). `norm_after` is measured on the
+    values that were written. `limit` is what the rule of `limit` came to, None where it clips nothing, and `steps`
+    counts the norms that its state has seen. A norm above `skip_above` is one of the `problems`; then nothing was
+    written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
 
     per_tensor: tuple[TensorClip, ...]
+    per_group: tuple[GroupClip, ...]
     max_norm: float | None
     max_value: float | None
     total_norm: float | None
     unscale: float
+    limit: float | None
+    state: str | None
+    steps: int | None
     norm_before: float
     norm_after: float
     coef: float | None
     clipped: bool
+    problems: tuple[Problem, ...]
 
 
 def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
@@ -62,50 +93,91 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
     `gradtool.norm`.
 
+    A `group` REGEX:C clips the tensors whose name matches REGEX to C, by their own norm; all other tensors are clipped
+    to `max_norm`, by theirs, or are left as they are without it.
+
+    A `limit` follows from the norms of earlier calls, which the file `state` keeps: "z=2.5" is ZClip (arXiv
+    2504.02507), "percentile=10" is AutoClip (arXiv 2007.14469); `gradtool.ops.limits` has their formulas. With
+    `max_norm` too, the smaller one counts. The state is written together with the gradients, or by itself where nothing
+    is clipped.
+
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
-        BadInputError: a file, index or tensor is invalid, or a coefficient is out of range for its type.
+        BadInputError: a file, index, tensor or state is invalid, a tensor is in two groups, or a coefficient is out of
+            range for its type.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("clip", ClipOptions, options)
-    policy = Policy.of(chosen)
-    output_options = output_options_of(chosen)
+    policy, state = Policy.of(chosen), state_path(chosen)
+    output_options = output_options_of(chosen)._replace(state=None if state is None else str(state))
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
+        groups = groups_of(session.selected, [one.pattern for one in policy.groups])
+        kept = None if policy.rule is None or state is None else Kept.read(state, policy.rule, policy.norm_type)
         before = session.run(Measure(session.selected, policy.spec, leaves=True))
-        norms = _checked_norms(session, policy, before)
-        decision = decide(policy, session.selected, before, norms)
-        changed = [number for number, changes in enumerate(decision.changed) if changes]
-        selected = [session.selected[number] for number in changed]
-        rewrite = Rewrite(selected, policy.spec, [decision.factors[number] for number in changed], policy.limit)
-        with session.writing(output, output.files(selected)) as destination:
-            after = session.run(rewrite, destination)
-            if policy.nonfinite != "propagate":
-                refuse_overflow(selected, after)
-            norms_after = before.updated(changed, after).norms(per_tensor=policy.per_tensor)
+        norms = _checked_norms(session, policy, before, groups)
+        norm = norms.whole if policy.total_norm is None else policy.total_norm
+        problems = policy.problems(norm)
+        learned = None if policy.rule is None or kept is None or problems else Learned.of(policy.rule, kept, norm)
+        limited = policy if learned is None else policy.with_limit(learned.limit)
+        decision = keep(session.selected) if problems else decide(limited, session.selected, before, norms, groups)
+        plan = _Plan(policy, decision, [group.numbers for group in groups], learned)
+        destination, norms_after = (DISCARD, norms) if problems else _write(session, output, before, plan)
     return ClipResult(
         **facts(session, session.selected, before, unscale=policy.unscale),
         **written(session, output, destination),
         per_tensor=tuple(_rows(session, decision, norms, norms_after) if policy.per_tensor else ()),
+        per_group=tuple(_group_rows(groups, policy, decision, norms, norms_after)),
         max_norm=policy.max_norm,
         max_value=policy.max_value,
         total_norm=policy.total_norm,
         unscale=policy.unscale,
+        limit=None if learned is None else learned.limit,
+        state=None if state is None else str(state),
+        steps=learned.steps if learned else kept.state.steps if kept else None,
         norm_before=norms.whole,
         norm_after=norms_after.whole,
         coef=decision.coef,
         clipped=any(decision.clipped),
+        problems=tuple(problems),
     )
 
 
-def _checked_norms(session: Session, policy: Policy, before: Measurement) -> Norms:
+class _Plan(NamedTuple):
+    """What is to be written."""
+
+    policy: Policy
+    decision: Decision
+    groups: list[list[int]]
+    learned: Learned | None
+
+
+def _write(session: Session, output: Output, before: Measurement, plan: _Plan) -> tuple[Destination, Norms]:
+    """Write what changes and the state; where it was written, and the norms of the result."""
+    policy, decision, groups, learned = plan
+    state = None if learned is None else learned.state
+    changed = [number for number, changes in enumerate(decision.changed) if changes]
+    selected = [session.selected[number] for number in changed]
+    rewrite = Rewrite(selected, policy.spec, [decision.factors[number] for number in changed], policy.limit)
+    with session.writing(output, output.files(selected), state=state) as destination:
+        after = session.run(rewrite, destination)
+        if policy.nonfinite != "propagate":
+            refuse_overflow(selected, after)
+        norms = before.updated(changed, after).norms(per_tensor=policy.per_tensor, groups=groups)
+    return destination, norms
+
+
+def _checked_norms(session: Session, policy: Policy, before: Measurement, groups: Sequence[Group]) -> Norms:
     """The norms of what was measured; refused where the policy says so."""
     if policy.nonfinite == "error":
         refuse_nonfinite(session.selected, before, "Use --nonfinite zero or propagate to continue")
-    norms = before.norms(per_tensor=policy.per_tensor, unscale=policy.unscale)
+    numbers = [group.numbers for group in groups]
+    norms = before.norms(per_tensor=policy.per_tensor, groups=numbers, unscale=policy.unscale)
     limiting = norms.tensors if policy.per_tensor else [norms.whole]
+    if groups:
+        limiting = [one for one, limit in zip(norms.groups, policy.limits, strict=False) if is_limit(limit)]
     if policy.needs_norm and before.is_finite and math.inf in limiting:
         raise BadInputError("the norm overflows float64; nothing written. Use --max-value to limit the values first")
     return norms
@@ -125,5 +197,23 @@ def _rows(session: Session, decision: Decision, before: Norms, after: Norms) -> 
         )
         for one, norm_before, norm_after, coef, clipped in zip(
             session.selected, before.tensors, after.tensors, decision.coefs, decision.clipped, strict=True
+        )
+    ]
+
+
+def _group_rows(
+    groups: Sequence[Group], policy: Policy, decision: Decision, before: Norms, after: Norms
+) -> list[GroupClip]:
+    return [
+        GroupClip(
+            group=group.pattern,
+            tensors=len(group.numbers),
+            norm_before=norm_before,
+            norm_after=norm_after,
+            coef=None if limit is None else decision.coefs[group.numbers[0]],
+            clipped=any(decision.clipped[number] for number in group.numbers),
+        )
+        for group, limit, norm_before, norm_after in zip(
+            groups, policy.limits[: len(groups)], before.groups, after.groups, strict=True
         )
     ]

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
+from gradtool import checks
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError, Problem, UsageError
+from gradtool.ops.limits import rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.ops.groups import Group
+    from gradtool.ops.limits import Rule
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
@@ -23,6 +27,11 @@ if TYPE_CHECKING:
 
 # Below, a float64 loses precision, and then is 0.
 SMALLEST_NORMAL = sys.float_info.min
+
+
+def is_limit(limit: float | None) -> bool:
+    """Whether there is a norm that is above a limit."""
+    return limit is not None and limit < math.inf
 
 
 def clip_coef(limit: float | None, norm: float, eps: float) -> float:
@@ -37,10 +46,32 @@ def clip_coef(limit: float | None, norm: float, eps: float) -> float:
     return limit / (norm + eps) or (0.0 if is_zero else math.ulp(0.0))
 
 
+class GroupLimit(NamedTuple):
+    """The maximum norm of the tensors whose names match a regular expression."""
+
+    pattern: str
+    max_norm: float
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """What REGEX:C says, split at the last colon; raises `UsageError` for anything else."""
+        pattern, colon, limit = text.rpartition(":")
+        if not (colon and pattern):
+            raise UsageError(f"--group must be REGEX:C, such as '^lm_head:0.5', not {text!r}")
+        option = f"the C of --group {text!r}"
+        max_norm = checks.number(option, limit)
+        if not checks.NOT_NEGATIVE.holds(max_norm):
+            raise UsageError(f"{option} must be {checks.NOT_NEGATIVE.words}, not {max_norm!r}")
+        return cls(pattern, max_norm)
+
+
 class Policy(NamedTuple):
     """The options that decide what becomes of a value."""
 
     max_norm: float | None
+    groups: Sequence[GroupLimit]
+    rule: Rule | None
+    skip_above: float | None
     max_value: float | None
     norm_type: float
     eps: float
@@ -54,6 +85,9 @@ class Policy(NamedTuple):
         """The policy of complete options; raises `UsageError` where these contradict each other."""
         policy = cls(
             max_norm=chosen["max_norm"],
+            groups=[GroupLimit.of(one) for one in chosen["group"]],
+            rule=rule_of(chosen),
+            skip_above=chosen["skip_above"],
             max_value=chosen["max_value"],
             norm_type=chosen["norm_type"],
             eps=chosen["eps"],
@@ -62,13 +96,40 @@ class Policy(NamedTuple):
             unscale=chosen["unscale"],
             nonfinite=chosen["nonfinite"],
         )
-        if (policy.max_norm is None) == (policy.max_value is None):
-            raise UsageError("give either --max-norm or --max-value")
-        if policy.max_value is not None and (policy.per_tensor or policy.total_norm is not None):
-            raise UsageError("--max-value takes neither --per-tensor nor --total-norm: it knows no norm")
-        if policy.per_tensor and policy.total_norm is not None:
-            raise UsageError("--per-tensor and --total-norm exclude each other")
+        limits_norm = policy.max_norm is not None or bool(policy.groups) or policy.rule is not None
+        if limits_norm == (policy.max_value is not None):
+            raise UsageError("give one of --max-norm, --max-value, --group and --limit")
+        own = {
+            "--per-tensor": policy.per_tensor,
+            "--group": policy.groups,
+            "--total-norm": policy.total_norm is not None,
+        }
+        given = [option for option, is_given in own.items() if is_given]
+        if policy.max_value is not None and given:
+            raise UsageError(f"--max-value does not take {given[0]}: it uses no norm")
+        if len(given) > 1:
+            raise UsageError(f"{given[0]} and {given[1]} exclude each other")
+        if policy.rule is not None and (policy.per_tensor or policy.groups):
+            raise UsageError(f"--limit is that of all tensors as one vector; leave out {given[0]}")
         return policy
+
+    def with_limit(self, limit: float | None) -> Self:
+        """The same with the maximum norm that a rule has found, None for no limit, if that is the smaller one."""
+        known = [one for one in (limit, self.max_norm) if one is not None]
+        return self._replace(max_norm=min(known, default=math.inf))
+
+    def problems(self, norm: float) -> list[Problem]:
+        """One if the norm is above that of a gradient which is skipped; so is NaN."""
+        limit = self.skip_above
+        if limit is None or norm <= limit:
+            return []
+        what = "is NaN, which is not within" if math.isnan(norm) else f"{norm!r} is above"
+        return [Problem("above-limit", f"the norm {what} the limit {limit!r} of --skip-above; nothing written")]
+
+    @property
+    def limits(self) -> list[float | None]:
+        """The maximum norm of each group, and last of all other tensors."""
+        return [*(group.max_norm for group in self.groups), self.max_norm]
 
     def coef(self, norm: float) -> float:
         """What clips a norm to the limit; 1 or more where there is nothing to clip."""
@@ -86,7 +147,7 @@ class Policy(NamedTuple):
     @property
     def needs_norm(self) -> bool:
         """Whether a coefficient is made of the norm that is measured."""
-        return self.max_norm is not None and self.max_norm < math.inf and self.total_norm is None
+        return self.total_norm is None and (self.rule is not None or any(is_limit(one) for one in self.limits))
 
     @property
     def limit(self) -> float:
@@ -107,10 +168,21 @@ class Decision(NamedTuple):
     changed: list[bool]
 
 
-def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, norms: Norms) -> Decision:
+def keep(selected: Sequence[Selected]) -> Decision:
+    """Nothing becomes of any tensor."""
+    ones, no = [1.0] * len(selected), [False] * len(selected)
+    return Decision(1.0, ones, ones, no, no)
+
+
+def decide(
+    policy: Policy, selected: Sequence[Selected], before: Measurement, norms: Norms, groups: Sequence[Group] = ()
+) -> Decision:
     """What becomes of each tensor, given what was measured in it and the unscaled norms."""
     coef = policy.coef(norms.whole if policy.total_norm is None else policy.total_norm)
     coefs = [policy.coef(one) for one in norms.tensors] if policy.per_tensor else [coef] * len(selected)
+    for group, limit, norm in zip(groups, policy.limits, norms.groups, strict=False):
+        for number in group.numbers:
+            coefs[number] = clip_coef(limit, norm, policy.eps)
     factors = [policy.factor(one) for one in coefs]
     limits = {dtype: STORAGE[dtype].rounded(policy.limit) for dtype in {one.tensor.dtype for one in selected}}
     clipped, changed = [], []
@@ -124,7 +196,7 @@ def decide(policy: Policy, selected: Sequence[Selected], before: Measurement, no
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
         clipped.append(clamps or (not own >= 1 and _rounded(dtype, own) != 1))
         changed.append(one.tensor.elements > 0 and (rounded != 1 or clamps or drops))
-    has_one = policy.max_norm is not None and not policy.per_tensor
+    has_one = policy.max_norm is not None and not (policy.per_tensor or policy.groups)
     return Decision(coef if has_one else None, coefs, factors, clipped, changed)
 
 

@@ -26,10 +26,11 @@ _FACTS = ("max_abs", "nan", "inf", "zeros", "first_nonfinite")
 
 
 class Norms(NamedTuple):
-    """The norm of all tensors as one vector, and of each of them if asked for."""
+    """The norm of all tensors as one vector, and of each of them and of each group if asked for."""
 
     whole: float
     tensors: list[float]
+    groups: list[float]
 
 
 class Measurement:
@@ -161,13 +162,17 @@ class Measurement:
         """max|g| over all tensors, without NaN."""
         return float(np.max(self.max_abs, initial=0.0))
 
-    def norms(self, *, per_tensor: bool = False, unscale: float = 1.0) -> Norms:
-        """The norm of all tensors as one vector and, with `per_tensor`, of each of them, divided by `unscale`."""
+    def norms(self, *, per_tensor: bool = False, groups: Sequence[Sequence[int]] = (), unscale: float = 1.0) -> Norms:
+        """The norm of all tensors as one vector, with `per_tensor` of each of them, and of each group of numbers.
+
+        All are divided by `unscale`.
+        """
         numbers = range(len(self.max_abs)) if per_tensor else ()
         tensors = [self._norm(slice(number, number + 1), self._tiles(number), unscale) for number in numbers]
-        return Norms(self._norm(slice(None), slice(None), unscale), tensors)
+        grouped = [self._norm(np.array(group), self._tiles_of(group), unscale) for group in groups]
+        return Norms(self._norm(slice(None), slice(None), unscale), tensors, grouped)
 
-    def _norm(self, tensors: slice, tiles: slice, unscale: float) -> float:
+    def _norm(self, tensors: slice | NDArray[np.int64], tiles: slice | NDArray[np.int64], unscale: float) -> float:
         if not math.isinf(self.spec.order):
             return norm_of(self.sums[tiles], self.exponents[tiles], self.spec.order, unscale)
         if self.nan[tensors].any() and not self.spec.drop_nonfinite:
@@ -176,3 +181,7 @@ class Measurement:
 
     def _tiles(self, number: int) -> slice:
         return slice(int(self._first_tile[number]), int(self._first_tile[number + 1]))
+
+    def _tiles_of(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        tiles = map(self._tiles, numbers)
+        return np.concatenate([np.arange(one.start, one.stop) for one in tiles])

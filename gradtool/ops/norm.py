@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from gradtool.backends import NormSpec
 from gradtool.errors import Problem
+from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 from gradtool.ops.session import Call
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from gradtool.ops.exponents import Histograms
     from gradtool.ops.histogram import ExponentCount, StorageRange
     from gradtool.ops.norm_rows import FileNorm, TensorNorm
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """The norm of the tensors that a regular expression matches; without one, of those in no group."""
+
+    group: str | None
+    tensors: int
+    norm: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +45,7 @@ class NormResult(Facts):
     per_dtype: tuple[StorageRange, ...]
     per_tensor: tuple[TensorNorm, ...]
     per_file: tuple[FileNorm, ...]
+    per_group: tuple[GroupNorm, ...]
     problems: tuple[Problem, ...]
 
 
@@ -46,14 +57,15 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
 
     Tensors of one name in several paths are refused, because nothing says whether they are parts of one vector, unless
     `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these. With
-    `histogram`, the finite values other than zero are counted by their exponent e as `math.frexp` has it.
+    `group`, so have the tensors that each regular expression matches, and those that none does. With `histogram`, the
+    finite values other than zero are counted by their exponent e as `math.frexp` has it.
 
     Returns:
         The result. NaN, Inf and a norm above `fail_above` are not raised; they are its `problems`.
 
     Raises:
         UsageError: an option is invalid.
-        BadInputError: a file, index or tensor is invalid.
+        BadInputError: a file, index or tensor is invalid, or a tensor is in two groups.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
@@ -62,6 +74,7 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     by_file = chosen["by_file"]
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
+        groups = groups_of(session.selected, chosen["group"])
         measure = Measure(session.selected, NormSpec(chosen["norm_type"]))
         exponents = None
         if chosen["histogram"]:
@@ -72,7 +85,7 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
             found = session.run(measure)
         histogram, ranges = _histogram(exponents)
         wants_rows = chosen["per_tensor"] or top is not None
-        norms = found.norms(per_tensor=wants_rows)
+        norms = found.norms(per_tensor=wants_rows, groups=[group.numbers for group in groups])
         rows: list[TensorNorm] = []
         files: list[FileNorm] = []
         if wants_rows or by_file:
@@ -90,6 +103,10 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
             per_dtype=ranges,
             per_tensor=tuple(rows),
             per_file=tuple(files),
+            per_group=tuple(
+                GroupNorm(group.pattern, len(group.numbers), value)
+                for group, value in zip(groups, norms.groups, strict=True)
+            ),
             problems=tuple(problems),
         )
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
-    from gradtool.store.transaction.output import NewIndex, Output
+    from gradtool.store.transaction.output import Output
     from gradtool.store.transaction.output_options import OutputOptions
+    from gradtool.store.transaction.small import NewIndex, NewState
 
 
 @dataclass(frozen=True)
@@ -227,10 +228,14 @@ class Session:
 
     @contextlib.contextmanager
     def writing(
-        self, output: Output, files: Sequence[NewFile], indexes: Sequence[NewIndex] | None = None
+        self,
+        output: Output,
+        files: Sequence[NewFile],
+        indexes: Sequence[NewIndex] | None = None,
+        state: NewState | None = None,
     ) -> Iterator[Destination]:
         """As `Output.writing`; the time that it takes to commit counts."""
-        with output.writing(files, indexes) as destination:
+        with output.writing(files, indexes, state) as destination:
             self._nowhere = Discard(destination.in_place)
             yield destination
             began = perf_counter()

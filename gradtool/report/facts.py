@@ -29,7 +29,10 @@ _SHARED = (
 # The rows that a terminal does not show: errors and warnings say the same in words.
 TOLD = ("per_finding",)
 # What is printed below the headline, unless all is asked for.
-_BRIEF = ("nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds")
+_BRIEF = (
+    "limit", "steps", "nan", "inf", "zeros",
+    "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds",
+)  # fmt: skip
 
 # Numbers that JSON does not have.
 NONFINITE = ("NaN", "Infinity", "-Infinity")

@@ -36,7 +36,7 @@ _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", _BARS, "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
-_TEXTS = ("name", "file", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
+_TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
 # Between two columns.
 _GAP = 3
 # The paths written that are named; lines off a terminal and JSON name all.
@@ -221,7 +221,7 @@ def _show_blocks(console: Console, columns: Columns) -> None:
     """Rows where there is no room for a table: a line with the name, and below it the other fields."""
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
-        for key in ("name", "stored as"):
+        for key in ("name", "group", "stored as"):
             if key in values:
                 console.print(Text(values.pop(key), style="bold"), soft_wrap=True)
         if "file" in values:

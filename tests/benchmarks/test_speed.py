@@ -1,5 +1,6 @@
 """Speed and memory of whole processes against the torch script that users write today, and against `cat` and `cp`."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -33,6 +34,31 @@ def test_clip_is_faster_than_the_peer(bench, gradtool_command, peer_command, dty
     target = target if sync == "--no-fsync" else 0
     what = f"clip {dtype} 1 GiB, {sync.strip('-')}"
     compare(bench, ours, [*peer_command, "clip", work], what=what, target=target, nbytes=nbytes, restore=source)
+
+
+LIMITS = {
+    "groups": ["--group", "^t[0-9]$:1", "--group", "t1[0-9]:1", "--max-norm", "1"],
+    "z-score": ["--limit", "z=2.5"],
+    "percentile of 10,000 norms": ["--limit", "percentile=10"],
+}
+
+
+@pytest.mark.parametrize("rule", LIMITS)
+def test_groups_and_limits_that_learn_cost_next_to_nothing(bench, gradtool_command, rule):
+    source = bench.file("f32", GIB, 48)
+    work, state = str(bench.restored(source)), bench.folder / "clip.json"
+    known = {"z-score": ("z", 1.0, 0.25, []), "groups": ("z", None, None, [])}
+    name, mean, variance, norms = known.get(rule, ("percentile", None, None, [1 + i / 7000 for i in range(10_000)]))
+    document = {"gradtool_state": 1, "rule": name, "norm_type": 2.0, "steps": 10_000}
+    state.write_text(json.dumps(document | {"mean": mean, "variance": variance, "norms": norms}))
+    options = LIMITS[rule] if rule == "groups" else [*LIMITS[rule], "--state", str(state)]
+    plain = [*gradtool_command, "clip", work, "--max-norm", "1", "--no-fsync"]
+    ours = [*gradtool_command, "clip", work, *options, "--no-fsync"]
+    mine, theirs = bench.in_turn([ours, plain], source)
+    # The least of each: a machine that is busy only adds to a time.
+    ratio = min(mine.seconds) / min(theirs.seconds)
+    bench.note(f"clip f32 1 GiB by {rule}, beside --max-norm", f"{ratio:.3f}x", "<= 1.03x", f"{mine.median:.3f} s")
+    assert not bench.timing or ratio <= 1.03
 
 
 @pytest.mark.parametrize(("dtype", "target"), [("f32", 4), ("bf16", 3)])

@@ -133,10 +133,23 @@ def test_clip_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
     ours, theirs, _ = twice(tmp_path, seed)
     options = [{"max_norm": 1e-3}, {"max_value": 1e-4}, {"max_norm": 1e-4, "per_tensor": True}][seed % 3]
     options |= [{}, {"unscale": 8.0, "include": ["t0", "t1", "t7"]}][seed % 2]
+    if seed == 0:
+        options |= {"group": ["t[1-3]:1e-4"]}
     with workers(pool) as there:
         result = gradtool.clip(ours, **options, **there)
     assert facts_of(result) == facts_of(gradtool.clip(theirs, **options))
     assert content_of(ours) == content_of(theirs)
+
+
+def test_a_limit_that_learns_has_the_same_state(tmp_path, pool):
+    ours, theirs, _ = twice(tmp_path, 3)
+    with workers(pool) as there:
+        for folder, engine in ((ours, there), (theirs, {})):
+            for _ in range(3):
+                state = tmp_path / f"{folder.name}.json"
+                gradtool.clip(folder, limit="percentile=40", max_norm=0.5, state=state, **engine)
+    assert content_of(ours) == content_of(theirs)
+    assert (tmp_path / "ours.json").read_bytes() == (tmp_path / "theirs.json").read_bytes()
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):

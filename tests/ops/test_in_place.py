@@ -64,7 +64,13 @@ def test_only_what_is_selected_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_value": 0.5}, {"max_norm": 1e-3, "per_tensor": True}, {"max_norm": 1.0, "unscale": 8.0}]
+    "options",
+    [
+        {"max_value": 0.5},
+        {"max_norm": 1e-3, "per_tensor": True},
+        {"max_norm": 1.0, "unscale": 8.0},
+        {"group": ["large:1e-3"]},
+    ],
 )
 def test_every_way_of_clipping_can_be_done_in_place(tmp_path, options):
     tensors = {"small": gaussian(900, "F16") / 1000, "large": gaussian(90_000, "F16")}

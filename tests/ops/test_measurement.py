@@ -130,7 +130,15 @@ def test_each_tensor_has_its_own_norm_and_the_loss_scale_divides_all(selected):
     assert [one * 2.0**40 for one in scaled.tensors] == usual.tensors
     assert scaled.whole * 2.0**40 == usual.whole == usual.tensors[2]
     assert usual.tensors[3] == 0 < usual.tensors[4] < 1e-240
-    assert whole.norms() == (usual.whole, [])
+    assert whole.norms() == (usual.whole, [], [])
+
+
+def test_each_group_has_the_norm_of_its_tensors_as_one_vector(selected):
+    whole = measured(selected, NormSpec(drop_nonfinite=True), blocks_of(selected))
+    numbers = [[4, 0], [3], list(range(len(selected)))]
+    own = [whole.part([selected[number] for number in group], group).norms().whole for group in numbers]
+    assert whole.norms(groups=numbers).groups == own
+    assert own[-1] == whole.norms().whole
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, np.inf])

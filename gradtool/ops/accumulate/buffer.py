@@ -17,7 +17,7 @@ from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there, refuse_output
 from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.output import NewIndex
+from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

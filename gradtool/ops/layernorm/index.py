@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradtool.errors import BadInputError
 from gradtool.store.format.gradset import foreign_index
 from gradtool.store.format.header import read_regular
-from gradtool.store.transaction.output import NewIndex
+from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

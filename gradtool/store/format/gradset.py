@@ -73,22 +73,22 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         UsageError: a pattern is not a regular expression.
         BadInputError: a pattern matches no tensor, or nothing is left.
     """
-    wanted, unwanted = _compile(include, "--include"), _compile(exclude, "--exclude")
+    wanted, unwanted = compiled(include, "--include"), compiled(exclude, "--exclude")
     everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
     if not wanted and not unwanted:
         return everything
     names = {one.tensor.name for one in everything}
-    included = _matching(names, wanted, "--include") if wanted else names
-    excluded = _matching(names, unwanted, "--exclude")
+    included = matching(names, wanted, "--include") if wanted else names
+    excluded = matching(names, unwanted, "--exclude")
     selected = [one for one in everything if one.tensor.name in included and one.tensor.name not in excluded]
     if not selected:
         raise BadInputError("--include and --exclude leave no tensor", code="no-match")
     return selected
 
 
-def _matching(names: set[str], patterns: Sequence[re.Pattern[str]], option: str) -> set[str]:
-    """The names that any pattern matches; each must match one."""
-    matching: set[str] = set()
+def matching(names: set[str], patterns: Iterable[re.Pattern[str]], option: str) -> set[str]:
+    """The names that any pattern of an option matches; raises `BadInputError` for a pattern that matches none."""
+    matched: set[str] = set()
     for pattern in patterns:
         found = set(filter(pattern.search, names))
         if not found:
@@ -96,8 +96,8 @@ def _matching(names: set[str], patterns: Sequence[re.Pattern[str]], option: str)
 
             what = f"{option} {pattern.pattern!r} matches no tensor name{hint(option, pattern.pattern, names)}"
             raise BadInputError(what, code="no-match")
-        matching |= found
-    return matching
+        matched |= found
+    return matched
 
 
 def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
@@ -130,18 +130,19 @@ def foreign_index(one: GradientSet) -> Path | None:
     return index_of(one.shards[0].path) if one.index is None and len(one.shards) == 1 else None
 
 
-def _compile(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
-    compiled = []
+def compiled(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
+    """The patterns of an option; raises `UsageError` for one that is not a regular expression."""
+    expressions = []
     for pattern in patterns:
         try:
             with warnings.catch_warnings(action="ignore"):
-                compiled.append(re.compile(pattern))
+                expressions.append(re.compile(pattern))
         except (re.error, OverflowError, RecursionError) as error:
             from gradtool.store.format.globs import hint  # only needed for the error
 
             what = f"{option} {pattern!r} is not a regular expression: {error}{hint(option, pattern)}"
             raise UsageError(what) from error
-    return compiled
+    return expressions
 
 
 def _open_named(path: str) -> GradientSet:

@@ -104,7 +104,7 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
         return False
 
 
-def read_regular(path: Path) -> tuple[os.stat_result, bytes]:
+def read_regular(path: Path, most: int | None = None) -> tuple[os.stat_result, bytes]:
     """The status and the content of a small regular file; anything else is refused, and a FIFO does not block.
 
     Raises:
@@ -112,7 +112,7 @@ def read_regular(path: Path) -> tuple[os.stat_result, bytes]:
         SystemRefusedError: it cannot be read, or changed meanwhile.
     """
     with _opened(path) as (fd, status):
-        refuse_long(path, "the file", status.st_size)
+        refuse_long(path, "the file", status.st_size, most)
         content = _pread(fd, status.st_size, 0)
         if len(content) != status.st_size or not is_unchanged(fd, status):
             raise changed_meanwhile(path)

@@ -34,10 +34,11 @@ _OF_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
 _OF_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
 
 
-def refuse_long(path: Path, what: str, length: int) -> None:
-    """Raise `BadInputError` for a header or an index with too many bytes; called before it is read."""
-    if length > MAX_TEXT:
-        raise _over(path, f"{what} has {length:,} bytes", MAX_TEXT)
+def refuse_long(path: Path, what: str, length: int, most: int | None = None) -> None:
+    """Raise `BadInputError` for a header, an index or a state with too many bytes; called before it is read."""
+    limit = MAX_TEXT if most is None else most
+    if length > limit:
+        raise _over(path, f"{what} has {length:,} bytes", limit)
 
 
 def refuse_large_header(path: Path, text: bytes) -> None:

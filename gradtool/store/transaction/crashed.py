@@ -63,21 +63,30 @@ class Crashed:
     def recover(self, *, force: bool) -> str:
         """Roll the run forward or back, and remove its files; the outcome."""
         home = self._home
-        outcome = self._outcome_of_one(home.moves[0]) if len(home.moves) == 1 and not home.revoked else home.outcome
+        outcome = self._outcome()
         # The log must be on the disk before anything that follows from it.
         fs.sync(self._fd)
         if home.is_unfinished:
-            self._roll(force=force)
-            if len(home.folders) > 1:
+            if not (home.changes and outcome == "finished"):
+                self._roll(force=force)
+            if len(home.folders) > 1 or home.ends_with_rename:
                 self._append(**{"done" if outcome == "finished" else "undone": True})
         self._clear(unmake=outcome != "finished")
         return outcome
 
-    def _outcome_of_one(self, move: Move) -> str:
-        """A single rename was done or not; there is nothing to roll."""
+    def _outcome(self) -> str:
+        """What becomes of the targets. Of a single rename, that depends on whether it was done."""
+        home = self._home
+        if len(home.moves) != 1 or home.revoked or home.done or home.undone:
+            return home.outcome
+        (move,) = home.moves
         folder = self._folders.get(move.folder)
-        if folder is None or not is_new(folder, move):
-            return "untouched"
+        is_done = folder is not None and is_new(folder, move)
+        if folder is not None and home.ends_with_rename:
+            # In a copy of the folder, inodes differ.
+            is_done = is_done or self._status(move, "tmp", move.inode) is None
+        if folder is None or not is_done:
+            return "undone" if home.changes else "untouched"
         # The run may have crashed before it did this.
         folder.sync()
         return "finished"

@@ -11,6 +11,7 @@ from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error
 from gradtool.store import fs, signals
 from gradtool.store.system import BLOCK
 from gradtool.store.transaction.files import remove_all
+from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.undolog import Undo, UndoLog
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class InPlace:
     """The old content of everything that one run overwrites.
 
     Used as a context manager: a `Channel` saves what it overwrites, and `commit` makes the changes final; without it,
-    everything is put back at the end of the block.
+    everything is put back at the end of the block. A file that is staged in `last` is replaced, and that is the commit:
+    while it is old, so is everything, and once it is new, so is everything.
     """
 
     def __init__(self, transaction: Transaction, targets: Sequence[Target]) -> None:
@@ -47,6 +49,7 @@ class InPlace:
         self._numbers = {target.file: number for number, target in enumerate(targets)}
         self._sizes = {(one.file.device, one.file.inode): one.stat.st_size for one in targets}
         self._logs: list[File] = []
+        self.last = Replacement(transaction)
         self._committed = False
         self._ahead = 0
 
@@ -76,7 +79,8 @@ class InPlace:
             self._put_back()
         if self._transaction.needs_recovery:
             return
-        self._transaction.leaves_files = not remove_all(self._logs)
+        gone = [remove_all(self._logs), self.last.clean()]
+        self._transaction.leaves_files = not all(gone)
         if error is not None:
             error.add_note("all files were written before" if self._committed else "no file was changed")
 
@@ -113,10 +117,34 @@ class InPlace:
                 if self._transaction.fsync:
                     fs.sync(fd)
             signals.deliver()
+        if not self.last.is_empty:
+            self._commit_with_last()
+            return
         with os_errors_about(self._transaction.home.path):
             self._transaction.append(done=True)
         self._committed = True
         signals.mark_committed()
+
+    def _commit_with_last(self) -> None:
+        """Replace the one file that is staged, by a rename that recovery can tell was done or not."""
+        home = self._transaction.home
+        with os_errors_about(home.path):
+            # Recovery looks for the temporary, which must be there in a power cut until it is renamed.
+            self._transaction.sync_folders()
+        try:
+            self.last.commit()
+            self._committed = True
+            self._transaction.append(done=True)
+        except BaseException as error:
+            if not self.last.is_committed:
+                raise
+            self._committed = True
+            self._transaction.leave_to_recovery()
+            if not isinstance(error, OSError):
+                raise
+            problem = from_os_error(error, home.path).problems[0]
+            reason = f"all files were written, but the run could not be ended: {problem.message}"
+            raise SystemRefusedError(f"{reason}; run gradtool recover to try again", file=problem.file) from error
 
     def _refuse_full_disk(self) -> None:
         """Refuse now what would run out of disk space later: undo logs in the home, and holes that are filled."""

@@ -101,6 +101,11 @@ class Log(NamedTuple):
         return bool(len(self.moves) > 1 or self.changes) and not (self.done or self.undone)
 
     @property
+    def ends_with_rename(self) -> bool:
+        """Whether files are changed in place, and become new as a whole when one more file is renamed."""
+        return bool(self.changes and self.moves)
+
+    @property
     def outcome(self) -> str:
         """What recovery makes, or made, of the targets; a single move is not considered."""
         if self.undone or self.revoked:

@@ -59,7 +59,9 @@ def open_to_write(
         _refuse_used(created.folder)
     if options.only_reads:
         opened = open_to_read(inputs)
-        yield opened, Output.of(options, opened, writes, created, homes)
+        output = Output.of(options, opened, writes, created, homes)
+        with output.locked_for_state() as locked:
+            yield opened, locked
         return
     opened = _open_to_write(inputs, time.monotonic() + options.lock_timeout)
     output = Output.of(options, opened, writes, created, homes)
@@ -68,9 +70,10 @@ def open_to_write(
         if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
             output = Output.of(options, opened, writes, created, homes)
-        for target in output.targets:
+        for target in (*output.targets, *output.states):
             transaction.locate(target)
-        refuse_unfinished((shard.path for shard in opened.shards), own=transaction.id)
+        read = [*(shard.path for shard in opened.shards), *output.states]
+        refuse_unfinished(read, own=transaction.id)
         yield opened, output.held_by(transaction) if is_held else output
 
 

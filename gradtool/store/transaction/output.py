@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError, from_os_error
-from gradtool.store import fs, signals
+from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
+from gradtool.store import signals
 from gradtool.store.format.header import read_regular
 from gradtool.store.format.metadata import rewritten
 from gradtool.store.fs import File
@@ -17,7 +17,9 @@ from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.orders import Ordered
+from gradtool.store.transaction.readers import refuse_unfinished
 from gradtool.store.transaction.replace import Replacement
+from gradtool.store.transaction.small import NewIndex, fill, refuse_among
 from gradtool.store.transaction.staging import new_mode
 from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
@@ -31,22 +33,12 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output_options import OutputOptions
+    from gradtool.store.transaction.small import NewState
 
     # For each file whose metadata change, the entries that get a new text, or none.
     Metadata = Mapping[Shard, Mapping[str, str | None]]
 
 _REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
-
-
-class NewIndex(NamedTuple):
-    """An index to be written: the one that it comes from, as it was when it was read, and the new content.
-
-    Without `stat` it is created.
-    """
-
-    path: Path
-    stat: os.stat_result | None
-    content: bytes
 
 
 class Output(NamedTuple):
@@ -92,6 +84,7 @@ class Output(NamedTuple):
             raise UsageError(f"--output {what}; use --output-dir for several files")
         if options.is_elsewhere:
             refuse_collisions(output.targets, shards, [one.index for one in sets if one.index])
+        refuse_among(output.targets, output.states)
         output.refuse_existing()
         return output
 
@@ -102,6 +95,11 @@ class Output(NamedTuple):
             return list(self.created)
         indexes = [one.index for one in self.sets if one.index]
         return [self._target(path) for path in (*(shard.path for shard in self.shards), *indexes)]
+
+    @property
+    def states(self) -> list[Path]:
+        """The state that is written with the targets, if there is one."""
+        return [] if self.options.state is None else [Path(self.options.state)]
 
     @property
     def shards(self) -> list[Shard]:
@@ -141,38 +139,55 @@ class Output(NamedTuple):
 
     def new_transaction(self) -> Transaction:
         """The transaction that will lock the targets; it does nothing yet."""
-        return Transaction(Targets(self.targets, self.folder), fsync=self.options.fsync)
+        return Transaction(Targets(self.targets, self.folder, self.states), fsync=self.options.fsync)
 
     def held_by(self, transaction: Transaction) -> Self:
         """The same, with the locks that a transaction has taken."""
         return self._replace(transaction=transaction)
 
     @contextlib.contextmanager
-    def writing(self, files: Sequence[NewFile], indexes: Sequence[NewIndex] | None = None) -> Iterator[Destination]:
+    def locked_for_state(self) -> Iterator[Self]:
+        """The same, where no input is written; locked if there is a state, which no other run may write meanwhile."""
+        if not self.options.keeps_state:
+            refuse_unfinished(self.states)
+            yield self
+            return
+        with self._locked() as transaction:
+            yield self.held_by(transaction)
+
+    @contextlib.contextmanager
+    def writing(
+        self,
+        files: Sequence[NewFile],
+        indexes: Sequence[NewIndex] | None = None,
+        state: NewState | None = None,
+    ) -> Iterator[Destination]:
         """A destination for the files, which are all put in their places at the end of the block.
 
         An exception in the block leaves every file as it was. `indexes` are written too; by default a copy of each
-        where the output is elsewhere.
+        where the output is elsewhere. So is `state`, even where there are no files.
 
         Raises:
             BadInputError: in place, the header of a file has no room for new metadata.
         """
         files = [_with_metadata(file, in_place=self.options.in_place) for file in files]
-        if self.options.dry_run or not (files or self.is_elsewhere):
+        if self.options.dry_run or not (files or self.is_elsewhere or state):
             yield DISCARD
             return
         with self._locked() as transaction:
             # Another run may have written them while this one waited for its locks.
             self.refuse_existing()
-            if self.options.in_place:
+            if self.options.in_place and files:
                 targets = [_target_of(transaction, file) for file in files]
                 with InPlace(transaction, targets) as in_place:
                     yield Overwritten(_by_shard(files, [target.file for target in targets]), in_place)
+                    self._write_state(in_place.last, state)
                     in_place.commit()
             else:
                 with Replacement(transaction) as replacement:
                     yield self._built(replacement, files)
                     self._write_indexes(replacement, self._copied_indexes() if indexes is None else indexes)
+                    self._write_state(replacement, state)
                     replacement.commit()
 
     @contextlib.contextmanager
@@ -215,14 +230,13 @@ class Output(NamedTuple):
         for path, stat, content in indexes:
             target, original = self._target(path), None if self.is_elsewhere else stat
             staged = replacement.stage(target, len(content), original, mode=self.mode, is_new=stat is None)
-            try:
-                fd = staged.open(os.O_WRONLY)
-                try:
-                    fs.write_all(fd, [content], 0)
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                raise from_os_error(error, target) from error
+            fill(staged, target, content)
+
+    def _write_state(self, replacement: Replacement, state: NewState | None) -> None:
+        if state is not None:
+            size, is_new = len(state.content), state.stat is None
+            staged = replacement.stage(state.path, size, state.stat, mode=self.mode, is_new=is_new)
+            fill(staged, state.path, state.content)
 
 
 @contextlib.contextmanager

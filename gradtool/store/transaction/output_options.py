@@ -21,6 +21,8 @@ class OutputOptions(NamedTuple):
     lock_timeout: float = 0.0
     # Other processes build new files.
     by_workers: bool = False
+    # A small file that is written together with the sets, and says what a later call must know of this one.
+    state: str | None = None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -31,6 +33,11 @@ class OutputOptions(NamedTuple):
     def only_reads(self) -> bool:
         """Whether no input is written."""
         return self.dry_run or self.is_elsewhere
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the call reads a state and writes it anew."""
+        return self.state is not None and not self.dry_run
 
     def check(self, *, creates: bool) -> None:
         """Check whatever does not depend on the inputs; `creates` if a new set is made.
@@ -45,7 +52,7 @@ class OutputOptions(NamedTuple):
             raise UsageError(
                 "--output-dir - is not supported: results are files, not streams. Use ./- for a folder named -"
             )
-        for path in filter(None, (self.file, self.folder)):
+        for path in filter(None, (self.file, self.folder, self.state)):
             refuse_output(path)
         if self.in_place and (self.is_elsewhere or creates):
             raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")

@@ -66,7 +66,7 @@ def _recover(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | 
             return None
         with Crashed.opened(folder, home) as crashed:
             outcome = crashed.recover(force=force)
-        return Recovered(outcome, len(home.moves or home.changes), home.pid, home.path)
+        return Recovered(outcome, len(home.steps), home.pid, home.path)
 
 
 def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:

@@ -42,7 +42,8 @@ class Replacement:
         self._linked: list[tuple[Folder, str]] = []
         # Of files that other processes build.
         self.orders = Orders(transaction)
-        self._committed = False
+        # Whether all files are in their places.
+        self.is_committed = False
 
     def __enter__(self) -> Self:
         return self
@@ -50,11 +51,20 @@ class Replacement:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._transaction.needs_recovery:
             return
+        self._transaction.leaves_files = not self.clean()
+        if error is not None:
+            error.add_note("all files were written before" if self.is_committed else "no file was changed")
+
+    def clean(self) -> bool:
+        """Remove all files that are not in their places; whether all are gone."""
         files = [*((one.folder, one.temporary.name) for one in self._staged), *self._linked, *self._backups]
         gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
-        self._transaction.leaves_files = not all(gone)
-        if error is not None:
-            error.add_note("all files were written before" if self._committed else "no file was changed")
+        return all(gone)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is staged."""
+        return not self._staged
 
     def stage(
         self,
@@ -144,17 +154,14 @@ class Replacement:
             for move, staged in zip(moves, self._staged, strict=True):
                 begun.append(move)
                 if staged.take_place():
+                    # It stays until the link is synced: recovery needs each file under one of its names.
                     self._linked.append((staged.folder, staged.temporary.name))
-            # Those of several stay until the links are synced: recovery needs each file under one of its names.
-            while self._linked and not several:
-                # The target is complete; that the temporary may stay for a while is no failure.
-                remove(*self._linked.pop())
         except GradtoolError as error:
             if several:
                 self._revoke(error, begun)
             self._transaction.needs_recovery = False
             raise
-        self._committed = True
+        self.is_committed = True
         signals.mark_committed()
         self._transaction.needs_recovery = False
 

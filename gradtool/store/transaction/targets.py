@@ -44,14 +44,16 @@ class Targets:
     """The folders of the targets, open, and the `names` of the targets in each.
 
     If `new_folder` does not exist, the nearest existing folder above it comes first; `missing` are the folders to make
-    in it, each in the one before, and `made` those that were made. A link of another user that leads to a file of yet
-    another is a `SystemRefusedError`.
+    in it, each in the one before, and `made` those that were made. All `paths` are then in it; `others` are not. A link
+    of another user that leads to a file of yet another is a `SystemRefusedError`.
     """
 
-    def __init__(self, paths: Iterable[Path], new_folder: Path | None = None) -> None:
+    def __init__(self, paths: Iterable[Path], new_folder: Path | None = None, others: Iterable[Path] = ()) -> None:
         # In the order of the log.
         self.names: dict[Folder, set[str]] = {}
         self.made: list[Folder] = []
+        # The names and paths of the targets in a folder that is missing.
+        self._new: dict[Path, str] = {}
         # By path as text, and by device and inode.
         self._followed: dict[str, tuple[Folder, list[_Link]]] = {}
         self._opened: dict[tuple[int, int], Folder] = {}
@@ -59,7 +61,9 @@ class Targets:
         try:
             self.missing = () if new_folder is None else self._find_missing(new_folder)
             for path in paths:
-                self._add(path)
+                self._add(path, is_new=bool(self.missing))
+            for path in others:
+                self._add(path, is_new=False)
         except BaseException:
             self.close()
             raise
@@ -68,6 +72,13 @@ class Targets:
     def folders(self) -> list[Folder]:
         """The folders of the targets, home first."""
         return list(self.names)
+
+    @property
+    def planned(self) -> dict[Folder, set[str]]:
+        """The names of the targets in each folder; those in a folder that is missing are counted with the home's."""
+        if self.made or not self.missing:
+            return self.names
+        return self.names | {self.folders[0]: self.names[self.folders[0]] | set(self._new.values())}
 
     def locate(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
@@ -82,13 +93,13 @@ class Targets:
         """Make the missing folders, outermost first, and move the targets there."""
         if not self.missing or self.made:
             return
-        home = inner = self.folders[0]
+        inner = self.folders[0]
         for name in self.missing:
             inner = inner.make(name)
             self._opened[inner.identity] = inner
             self.made.append(inner)
-        self.names[inner], self.names[home] = self.names[home], set()
-        self._located = {path: (inner, name) for path, (_, name) in self._located.items()}
+        self.names[inner] = set(self._new.values())
+        self._located |= {path: (inner, name) for path, name in self._new.items()}
 
     def close(self) -> None:
         """Close all folders."""
@@ -105,12 +116,13 @@ class Targets:
             self.names[self._followed_folder(above)[0]] = set()
         return tuple(reversed(missing))
 
-    def _add(self, path: Path) -> None:
-        if self.missing:
-            folder, name = self.folders[0], path.name
-        else:
-            folder, name, links = self._follow(path)
-            _refuse_foreign(path, links, folder, name)
+    def _add(self, path: Path, *, is_new: bool) -> None:
+        if is_new:
+            self._new[path] = path.name
+            self._located[path] = self.folders[0], path.name
+            return
+        folder, name, links = self._follow(path)
+        _refuse_foreign(path, links, folder, name)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
 

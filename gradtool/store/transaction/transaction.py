@@ -146,7 +146,7 @@ class Transaction:
         """Raise `BadInputError` now for a log that would become too large later."""
         file = self.home.path
         moves = []
-        for folder, names in self.targets.names.items():
+        for folder, names in self.targets.planned.items():
             file = folder.path / min(names, default="")
             line_of(file, run=self._facts(folder))
             moves += [[name, *[_LONGEST] * _NUMBERS] for name in names]
@@ -190,8 +190,7 @@ class Transaction:
 
     def _facts(self, folder: Folder) -> dict[str, Any]:
         missing = self.targets.missing
-        # Targets in a folder that is yet to be made are not files of the home.
-        names = [] if missing and folder is self.home else sorted(self.targets.names[folder])
+        names = sorted(self.targets.names[folder])
         facts: dict[str, Any] = {"id": self.id or PREFIX + "0" * 12, "format": FORMAT, "pid": os.getpid(), "host": HOST}
         facts |= {"boot": boot_id(), "key": self.key, "files": names}
         if folder is not self.home:
@@ -199,7 +198,7 @@ class Transaction:
         others = [one.path for one in self.targets.folders[1:]]
         if missing:
             facts["missing"] = list(missing)
-            others = others or [self.home.path.joinpath(*missing)]
+            others += [] if self.targets.made else [self.home.path.joinpath(*missing)]
         return facts | {"folders": [os.path.relpath(other, folder.path) for other in others]}
 
     def _end(self) -> None:

@@ -1,0 +1,54 @@
+"""Small files that are written whole, together with the data: indexes, and the state that a later call reads."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import UsageError, from_os_error
+from gradtool.store import fs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from gradtool.store.fs import File
+
+
+class NewIndex(NamedTuple):
+    """An index to be written: the one that it comes from, as it was when it was read, and the new content.
+
+    Without `stat` it is created.
+    """
+
+    path: Path
+    stat: os.stat_result | None
+    content: bytes
+
+
+class NewState(NamedTuple):
+    """A state to be written: its path, its status when it was read, and the new content.
+
+    Without `stat` it is created.
+    """
+
+    path: Path
+    stat: os.stat_result | None
+    content: bytes
+
+
+def fill(staged: File, target: Path, content: bytes) -> None:
+    """Write the content of a file that was staged for a target."""
+    try:
+        with staged.opened(os.O_WRONLY) as fd:
+            fs.write_all(fd, [content], 0)
+    except OSError as error:
+        raise from_os_error(error, target) from error
+
+
+def refuse_among(targets: Sequence[Path], states: Sequence[Path]) -> None:
+    """Raise `UsageError` for a state that is the file of a gradient or an index, which are written too."""
+    real = {os.path.realpath(target) for target in targets}
+    for state in states:
+        if os.path.realpath(state) in real:
+            raise UsageError(f"--state {state} is a file that the gradients are written to; give it another name")

@@ -14,7 +14,17 @@ setup(
             # Rebuilt when one of these changes, and shipped with the source.
             depends=[
                 f"gradtool/backends/{name}.h"
-                for name in ("_codes", "_half", "_layer_norm", "_level", "_processor", "_storage", "_sums", "_tiles")
+                for name in (
+                    "_codes",
+                    "_half",
+                    "_layer_norm",
+                    "_level",
+                    "_order",
+                    "_processor",
+                    "_storage",
+                    "_sums",
+                    "_tiles",
+                )
             ],
             extra_compile_args=EXACT,
             py_limited_api=True,

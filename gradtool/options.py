@@ -17,6 +17,7 @@ from gradtool.checks import (
     ORDER,
     POSITIVE_FINITE,
     Range,
+    reduction,
     size,
 )
 
@@ -176,7 +177,16 @@ class AccumulateOptions(Rewriting, total=False):
     weight_key: Annotated[
         str | None, Option("Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY")
     ]
-    mean: Annotated[bool, Option("Divide the sum by the sum of the weights.", default=False)]
+    mean: Annotated[bool, Option("Divide the sum by the sum of the weights; the same as --reduce mean.", default=False)]
+    reduce: Annotated[
+        str | None,
+        Option(
+            "Add the gradients' sum, mean, median, or trimmed=K, the mean without the K smallest and K largest.",
+            "HOW",
+            unset="sum",
+            check=reduction,
+        ),
+    ]
     missing: Annotated[
         Literal["error", "skip"],
         Option("Tensors missing on either side: write nothing, or add the others.", default="error"),

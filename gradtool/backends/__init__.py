@@ -7,6 +7,7 @@ backend knows no path and no policy. The numpy backend (`cpu`) is the reference:
 from __future__ import annotations
 
 import os
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gradtool.errors import BackendUnavailableError, UsageError
@@ -39,6 +40,11 @@ class Addend(NamedTuple):
     weight: float
 
 
+def groups_of(addends: Iterable[Addend]) -> list[list[Addend]]:
+    """Addends of the same elements, which follow one another, in groups."""
+    return [list(group) for _, group in groupby(addends, key=lambda one: (one.at, one.elements))]
+
+
 class Rule(NamedTuple):
     """The value that is rounded and written, from Σ w·g: (old + Σ) · factor, or (old + Σ / divisor) · factor.
 
@@ -49,6 +55,21 @@ class Rule(NamedTuple):
     divisor: float | None = None
     factor: float = 1.0
     rounds: bool = True
+
+
+class Trim(NamedTuple):
+    """How many of the smallest and of the largest values are `dropped` before the mean; None for all but the middle.
+
+    The middle of an even number of values is two of them, so that their mean is the median. If all must be `finite`,
+    one that is not makes the mean NaN.
+    """
+
+    dropped: int | None = None
+    finite: bool = False
+
+    def of(self, count: int) -> int:
+        """How many values are dropped at each end, of so many."""
+        return (count - 1) // 2 if self.dropped is None else self.dropped
 
 
 class Patch(NamedTuple):
@@ -159,6 +180,16 @@ class Backend(Protocol):
 
         `Addend.at` counts the elements of all pieces, one piece after another. The memory of a source is no longer
         used when the next one is taken.
+        """
+
+    def trimmed_means(
+        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
+    ) -> NDArray[np.float64]:
+        """The trimmed mean of the values w·g of each element, shape (elements,), in float64.
+
+        Addends of the same elements follow one another and have the same `at`; what none has is 0. The values are
+        sorted, -0 counting as 0; those that are left are added in ascending order and divided by their number. A NaN
+        among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
         """
 
     def row_sums(

@@ -1,5 +1,6 @@
 /* All kernels, compiled for one level of a processor; included once for each, with LEVEL the name of its table. */
 #include "_layer_norm.h"
+#include "_order.h"
 #include "_sums.h"
 #include "_tiles.h"
 
@@ -12,6 +13,8 @@ struct level {
     void (*sum_gradients)(const struct patch *, double *, double *);
     void (*differentiate)(const struct patch *, const double *, const double *, enum dtype, char *, int64_t, double *,
                           double *);
+    void (*trim_all)(const struct trim *, double *, const char *, const struct addend *, const double *, int64_t);
 };
 
-const struct level LEVEL = {LEVEL_NAME, run_pieces, add_all, sum_rows, sum_gradients, differentiate};
+const struct level LEVEL = {LEVEL_NAME, run_pieces, add_all, sum_rows, sum_gradients, differentiate,
+                            trim_all};

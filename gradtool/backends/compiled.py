@@ -12,7 +12,9 @@ from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
+from gradtool.backends._kernels import trimmed_means as trim_kernel
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.network import network
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
+# As COLUMNS in _order.h.
+_COLUMNS = 128
 
 
 class CompiledBackend(NumpyBackend):
@@ -72,8 +76,21 @@ class CompiledBackend(NumpyBackend):
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
     ) -> None:
-        table = np.array([(STORAGE[a.dtype].code, a.offset, a.elements, a.at) for a in addends], np.int64)
-        add_kernel(sums, source, table, np.array([addend.weight for addend in addends], np.float64), fresh)
+        add_kernel(sums, source, *_table(addends), fresh)
+
+    def _trim(
+        self,
+        means: NDArray[np.float64],
+        source: memoryview,
+        groups: Sequence[Sequence[Addend]],
+        dropped: int,
+        *,
+        finite: bool,
+    ) -> None:
+        count = len(groups[0])
+        scratch = np.empty((count + 1) * _COLUMNS)
+        table = _table([one for group in groups for one in group])
+        trim_kernel(means, source, *table, count, dropped, finite, network(count, dropped), scratch)
 
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
@@ -81,6 +98,12 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super()._round(sums, block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec, wide=sums)
+
+
+def _table(addends: Sequence[Addend]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Addends as the kernels take them, and their weights."""
+    rows = [(STORAGE[one.dtype].code, one.offset, one.elements, one.at) for one in addends]
+    return np.array(rows, np.int64), np.array([one.weight for one in addends], np.float64)
 
 
 def _arguments(patch: Patch) -> tuple[Any, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule
+from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule, Trim, groups_of
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
 from gradtool.reduction import fold
@@ -88,6 +88,15 @@ class NumpyBackend:
         wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, spec)
 
+    def trimmed_means(
+        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
+    ) -> NDArray[np.float64]:
+        """The means of the middle values."""
+        means = np.zeros(elements)
+        for count, alike in groupby(groups_of(addends), key=len):
+            self._trim(means, source, list(alike), trim.of(count), finite=trim.finite)
+        return means
+
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
     ) -> NDArray[np.float64]:
@@ -146,6 +155,32 @@ class NumpyBackend:
             values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
             part = sums[one.at : one.at + one.elements]
             part[:] = values * one.weight if fresh else part + values * one.weight
+
+    def _trim(
+        self,
+        means: NDArray[np.float64],
+        source: memoryview,
+        groups: Sequence[Sequence[Addend]],
+        dropped: int,
+        *,
+        finite: bool,
+    ) -> None:
+        """Set the means of groups of addends, all of the same number."""
+        with np.errstate(all="ignore"):
+            for group in groups:
+                values = np.zeros((len(group), group[0].elements))
+                for row, one in zip(values, group, strict=True):
+                    self._add(row, source, [one._replace(at=0)], fresh=True)
+                values += 0.0  # -0 becomes 0, so that equal values have equal bits
+                bad = (~np.isfinite(values) if finite else np.isnan(values)).any(axis=0)
+                values.sort(axis=0)
+                # A loop, because numpy promises no order of its reductions.
+                total = values[dropped].copy()
+                for row in values[dropped + 1 : len(values) - dropped]:
+                    total += row
+                # What underflows to -0 becomes 0, too.
+                own = total / (len(values) - 2 * dropped) + 0.0
+                means[group[0].at : group[0].at + len(own)] = np.where(bad, np.nan, own)
 
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec

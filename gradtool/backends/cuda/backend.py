@@ -6,13 +6,13 @@ One launch works on all pieces of one storage type in a block, however many ther
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Piece
+from gradtool.backends import Piece, groups_of
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.memory import (
     DeviceBlock,
@@ -22,6 +22,7 @@ from gradtool.backends.cuda.memory import (
     upload_arrays,
     upload_vectors,
 )
+from gradtool.backends.network import network
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule
-    from gradtool.backends.cuda.memory import Device
+    from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule, Trim
+    from gradtool.backends.cuda.memory import Buffer, Device
 
     Floats = NDArray[np.float64]
 
@@ -101,6 +102,14 @@ class CudaBackend:
         found = self._sum(data, pieces, None, math.inf, spec)
         self._copy_back(data, block)
         return found
+
+    def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Floats:
+        """The means of the middle values."""
+        data, means = self.to_device(source), self.device.allocate(8 * elements + 1)
+        self.device.clear(means.address, 8 * elements)
+        for count, alike in groupby(groups_of(addends), key=len):
+            self._trim(data, means, jobs.Columns.of(list(alike)), trim.of(count), finite=trim.finite)
+        return download_floats(self.device, means, elements)
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Floats:
         """Per row the sum of x, or of (x - center)²."""
@@ -238,6 +247,28 @@ class CudaBackend:
             self.device.wait()
             is_first = False
         return None if rule.rounds else sums
+
+    def _trim(self, data: DeviceBlock, means: Buffer, columns: jobs.Columns, dropped: int, *, finite: bool) -> None:
+        """Set the means of groups of addends, all of the same number."""
+        pairs, threads = network(columns.each, dropped), columns.blocks * jobs.THREADS
+        table = upload_arrays(self.device, columns.groups, columns.addends, pairs)
+        scratch = self.device.allocate(8 * threads * columns.each)
+        job = jobs.job(
+            jobs.TRIM_JOB,
+            **dict(zip(("group", "addend", "pair"), table.addresses, strict=True)),
+            source=data.address,
+            means=means.address,
+            scratch=scratch.address,
+            groups=len(columns.groups),
+            elements=columns.elements,
+            pairs=len(pairs),
+            count=columns.each,
+            dropped=dropped,
+            finite=finite,
+            threads=threads,
+        )
+        self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job)
+        self.device.wait()
 
     def _patch_job(self, patch: Patch) -> tuple[NDArray[Any], Any]:
         """The job of a layer norm's kernel, and the memory that must live until the kernel is done."""

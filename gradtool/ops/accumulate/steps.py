@@ -8,6 +8,7 @@ from gradtool.backends import Rule
 from gradtool.errors import NonFiniteError
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
+from gradtool.ops.accumulate.reduce import refuse_nothing_left
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
 from gradtool.ops.accumulate.total import new_total, refuse_nonzero
 from gradtool.ops.passes import NOTHING, Measure
@@ -65,6 +66,8 @@ def add(
 ) -> Done:
     """Add the contributions, and clip the sum where there is a limit."""
     screened = screen(session, policy, contributions)
+    if policy.trim is not None:
+        refuse_nothing_left(policy.trim, buffer.targets, screened.taken)
     weight_sum = policy.weight_sum([one.weight for one in screened.taken])
     if policy.weight_key is not None:
         buffer = buffer.with_total(policy.weight_key, Total(weight_sum, is_sum=not policy.mean))
@@ -109,7 +112,7 @@ def _adding(policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribu
     place = {number: position for position, number in enumerate(numbers)}
     moved = [one._replace(tensors={place[n]: tensor for n, tensor in one.tensors.items()}) for one in contributions]
     targets = [buffer.targets[number] for number in numbers]
-    return Add(targets, moved, rule, policy.spec, is_new=policy.create, measures_before=rule.keeps)
+    return Add(targets, moved, rule, policy.spec, policy.trim, is_new=policy.create, measures_before=rule.keeps)
 
 
 def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: BeforeAndAfter) -> None:

@@ -155,6 +155,18 @@ class ClipOptions(Rewriting, total=False):
         Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    agc: Annotated[
+        float | None,
+        Option(
+            "Clip each unit, such as a row of a weight, to a norm of R times that of its parameters.",
+            "R",
+            range=POSITIVE_FINITE,
+        ),
+    ]
+    params: Annotated[StrPath | None, Option("Gradient set with the parameters, for --agc; only read.", "PATH")]
+    agc_eps: Annotated[
+        float, Option("Smallest norm that --agc takes parameters to have.", "E", 1e-3, NOT_NEGATIVE_FINITE)
+    ]
     concat: _Concat
     total_norm: Annotated[
         float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)

@@ -72,6 +72,17 @@ class Trim(NamedTuple):
         return (count - 1) // 2 if self.dropped is None else self.dropped
 
 
+class Units(NamedTuple):
+    """What the units of a tensor are multiplied by, which are `size` consecutive elements each.
+
+    The first element of the piece is number `start` of the tensor; `factors` are those of all its units.
+    """
+
+    factors: NDArray[np.float64]
+    size: int
+    start: int
+
+
 class Patch(NamedTuple):
     """Some rows of a layer norm: its input and the gradient of its output, (rows, columns) each, and their parameters.
 
@@ -167,6 +178,9 @@ class Backend(Protocol):
         The factor is rounded to float32 (for F64, to float64), the limit to the type of the piece, and the exact
         product, once, to the type of the piece. NaN stays NaN.
         """
+
+    def scale_units(self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec) -> BlockSums:
+        """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
 
     def accumulate(
         self,

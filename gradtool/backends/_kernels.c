@@ -104,6 +104,42 @@ static PyObject *run(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* The unit of the last element of a piece, counted from that of its first. */
+static int64_t last_unit(const struct units *piece)
+{
+    int64_t last = piece->elements - 1;
+    return last / piece->columns + (last % piece->columns >= piece->columns - piece->phase);
+}
+
+/* scale_units(block, pieces, factors): pieces is int64 (k, 6) of dtype code, byte offset, elements, the number of the first
+ * element in its unit, elements of a unit, and the index of its factor; factors float64. */
+static PyObject *scale_units_of(PyObject *self, PyObject *args)
+{
+    Py_buffer block, pieces, factors;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*y*y*", &block, &pieces, &factors)) return NULL;
+
+    const struct units *piece = pieces.buf;
+    Py_ssize_t k = pieces.len / (Py_ssize_t)sizeof *piece;
+    const char *problem = NULL;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) {
+        problem = check_piece(&block, &piece[i].dtype);
+        if (problem || !piece[i].elements) continue;
+        if (piece[i].columns < 1 || piece[i].phase < 0 || piece[i].phase >= piece[i].columns) problem = "no such unit";
+        else if (piece[i].first < 0 || piece[i].first >= factors.len / 8) problem = "one factor a unit is needed";
+        else if (last_unit(piece + i) >= factors.len / 8 - piece[i].first) problem = "one factor a unit is needed";
+    }
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        kernels->scale_units(block.buf, piece, factors.buf, k);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&block, &pieces, &factors};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
 /* Checks the sizes of what is added to sums. */
 static const char *check_addends(const Py_buffer *sums, const Py_buffer *source, const Py_buffer *addends,
                                  const Py_buffer *weights)
@@ -299,6 +335,7 @@ static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"trimmed_means", trimmed_means, METH_VARARGS, "The means of the middle values of columns."},
+    {"scale_units", scale_units_of, METH_VARARGS, "Multiply each unit by its factor."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},

@@ -3,6 +3,7 @@
 #include "_order.h"
 #include "_sums.h"
 #include "_tiles.h"
+#include "_units.h"
 
 struct level {
     const char *name;
@@ -14,7 +15,9 @@ struct level {
     void (*differentiate)(const struct patch *, const double *, const double *, enum dtype, char *, int64_t, double *,
                           double *);
     void (*trim_all)(const struct trim *, double *, const char *, const struct addend *, const double *, int64_t);
+    void (*scale_units)(char *, const struct units *, const double *, int64_t);
 };
 
 const struct level LEVEL = {LEVEL_NAME, run_pieces, add_all, sum_rows, sum_gradients, differentiate,
-                            trim_all};
+                            trim_all,
+                            scale_units};

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece
+from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Units
 from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
+from gradtool.backends._kernels import scale_units as scale_units_kernel
 from gradtool.backends._kernels import trimmed_means as trim_kernel
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.network import network
@@ -45,6 +46,19 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super().scale(block, pieces, factors, limit, spec)
         return _run(block, pieces, np.array(factors, np.float64), limit, spec)
+
+    def scale_units(
+        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec
+    ) -> BlockSums:
+        """Multiply each unit by its factor in place; the sums of what was written."""
+        rows, parts, count = [], [np.empty(0)], 0
+        for piece, own in zip(pieces, units, strict=True):
+            first, phase = divmod(own.start, own.size)
+            parts.append(own.factors[first : (own.start + piece.elements - 1) // own.size + 1])
+            rows.append((STORAGE[piece.dtype].code, piece.offset, piece.elements, phase, own.size, count))
+            count += len(parts[-1])
+        scale_units_kernel(block, np.array(rows, np.int64), np.concatenate(parts))
+        return self.tile_sums(block, pieces, spec)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule, Trim, groups_of
+from gradtool.backends import Addend, BlockSums, NormSpec, Patch, Piece, Rule, Trim, Units, groups_of
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
 from gradtool.reduction import fold
@@ -56,6 +56,21 @@ class NumpyBackend:
     ) -> BlockSums:
         """Multiply and clamp in place; the sums of what was written."""
         return sum_pieces(block, pieces, spec, factors, limit)
+
+    def scale_units(
+        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec
+    ) -> BlockSums:
+        """Multiply each unit by its factor in place; the sums of what was written."""
+        with np.errstate(all="ignore"):
+            for piece, own in zip(pieces, units, strict=True):
+                storage = STORAGE[piece.dtype]
+                raw = np.frombuffer(block, np.uint8, piece.elements * storage.itemsize, piece.offset)
+                values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
+                number = np.arange(own.start, own.start + piece.elements) // own.size
+                # As the factors of `scale`: float64 only for F64.
+                values *= own.factors.astype(storage.work).astype(np.float64)[number]
+                raw[:] = storage.narrow_wide(values).view(np.uint8)
+        return self.tile_sums(block, pieces, spec)
 
     def accumulate(
         self,

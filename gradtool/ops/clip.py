@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 from gradtool.errors import BadInputError
+from gradtool.ops.agc import AgcPolicy, decide_units
 from gradtool.ops.clip_policy import Decision, Policy, decide
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
-from gradtool.ops.session import Call, output_options_of
-from gradtool.options import ClipOptions, Vector
+from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.units import ScaleUnits
+from gradtool.options import ClipOptions, Paths, Vector
 from gradtool.signatures import complete, documented
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ class TensorClip:
 class ClipResult(Facts, Written):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None where there is no single one (`per_tensor`, `max_value`). `norm_after` is measured on the values that
-    were written.
+    `coef` is None where there is no single one (`per_tensor`, `max_value`, `agc`). `norm_after` is measured on the
+    values that were written. `units` and `units_clipped` are None without `agc`.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -48,6 +50,9 @@ class ClipResult(Facts, Written):
     max_value: float | None
     total_norm: float | None
     unscale: float
+    agc: float | None
+    units: int | None
+    units_clipped: int | None
     norm_before: float
     norm_after: float
     coef: float | None
@@ -63,6 +68,10 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
     `gradtool.norm`.
 
+    With `agc` each unit, such as a row of a weight, becomes round(g · agc · max(‖w‖, agc_eps) / ‖g‖) where its norm is
+    larger than agc · max(‖w‖, agc_eps); w are the parameters of the same unit, from `params`. This is adaptive gradient
+    clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis counts outputs, as torch has them.
+
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
@@ -71,6 +80,9 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("clip", ClipOptions, options)
+    agc = AgcPolicy.of(chosen)
+    if agc is not None:
+        return _clip_units(paths, chosen, agc)
     policy = Policy.of(chosen)
     output_options = output_options_of(chosen)
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
@@ -94,10 +106,49 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         max_value=policy.max_value,
         total_norm=policy.total_norm,
         unscale=policy.unscale,
+        agc=None,
+        units=None,
+        units_clipped=None,
         norm_before=norms.whole,
         norm_after=norms_after.whole,
         coef=decision.coef,
         clipped=any(decision.clipped),
+    )
+
+
+def _clip_units(paths: Paths, chosen: ClipOptions, policy: AgcPolicy) -> ClipResult:
+    """Clip each unit by the norm of its parameters."""
+    refuse_engine(chosen, "clip --agc")
+    output_options = output_options_of(chosen)
+    call = Call.of(paths, chosen, unique_names=not chosen["concat"])
+    with call.open_to_write(output_options) as (session, output):
+        before = session.run(Measure(session.selected, policy.spec))
+        if policy.nonfinite == "error":
+            refuse_nonfinite(session.selected, before, "Use --nonfinite propagate to continue")
+        decision = decide_units(session, policy, session.selected)
+        changed = [number for number, changes in enumerate(decision.changed) if changes]
+        selected = [session.selected[number] for number in changed]
+        scale = ScaleUnits(selected, policy.spec, [decision.factors[number] for number in changed])
+        with session.writing(output, output.files(selected)) as destination:
+            after = session.run(scale, destination)
+            if policy.nonfinite != "propagate":
+                refuse_overflow(selected, after)
+            norm_after = before.updated(changed, after).norms().whole
+    return ClipResult(
+        **facts(session, session.selected, before, unscale=policy.unscale),
+        **written(session, output, destination),
+        per_tensor=(),
+        max_norm=None,
+        max_value=None,
+        total_norm=None,
+        unscale=policy.unscale,
+        agc=policy.ratio,
+        units=decision.units,
+        units_clipped=decision.clipped,
+        norm_before=before.norms(unscale=policy.unscale).whole,
+        norm_after=norm_after,
+        coef=None,
+        clipped=decision.clipped > 0,
     )
 
 

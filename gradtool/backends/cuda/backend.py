@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Piece, groups_of
+from gradtool.backends import NormSpec, Piece, groups_of
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.memory import (
     DeviceBlock,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, BlockSums, Data, NormSpec, Patch, Rule, Trim
+    from gradtool.backends import Addend, BlockSums, Data, Patch, Rule, Trim, Units
     from gradtool.backends.cuda.memory import Buffer, Device
 
     Floats = NDArray[np.float64]
@@ -82,6 +82,23 @@ class CudaBackend:
         """Multiply and clamp in place; the sums of what was written."""
         data = self._on_device(block)
         found = self._sum(data, pieces, factors, limit, spec)
+        self._copy_back(data, block)
+        return found
+
+    def scale_units(self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec) -> BlockSums:
+        """Multiply each unit by its factor in place; the sums of what was written."""
+        data, rows, factors = self._on_device(block), [], []
+        for piece, own in zip(pieces, units, strict=True):
+            # A row of the table for each unit: their sums are not those of tiles, and are not used.
+            itemsize, done = STORAGE[piece.dtype].itemsize, 0
+            while done < piece.elements:
+                number, phase = divmod(own.start + done, own.size)
+                count = min(own.size - phase, piece.elements - done)
+                rows.append(Piece(piece.dtype, piece.offset + done * itemsize, count))
+                factors.append(float(own.factors[number]))
+                done += count
+        self._sum(data, rows, factors, math.inf, NormSpec(math.inf))
+        found = self._sum(data, pieces, None, math.inf, spec)
         self._copy_back(data, block)
         return found
 

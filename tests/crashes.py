@@ -79,6 +79,7 @@ class Case(NamedTuple):
 
 CASES = {
     "clip": Case(shards, lambda path: ["clip", path, "--max-norm", "1"]),
+    "agc": Case(shards, lambda path: ["clip", path, "--agc", "0.01", "--params", path.parent / "other"], shards),
     "accumulate": Case(shards, lambda path: ["accumulate", path, path.parent / "other"], shards),
     "zero": Case(shards, lambda path: ["zero", path]),
     "layernorm": Case(layers, lambda path: ["layernorm-backward", path]),

@@ -53,8 +53,8 @@ class Coefs:
 
     def merge(self, other: Self) -> None:
         """Add the coefficients of other units; those that are not known yet are 1."""
-        for own, found in zip(self.tensors, other.tensors, strict=True):
-            own *= found
+        for coefs, found in zip(self.tensors, other.tensors, strict=True):
+            np.multiply(coefs, found, out=coefs)
         self.suspects |= other.suspects
 
 

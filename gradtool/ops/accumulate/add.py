@@ -126,13 +126,13 @@ class Add(NamedTuple):
         if pieces:
             data = backend.to_device(view, copies=reads or not covered, align=pieces[0].offset)
             before = None if found.before is None else backend.tile_sums(data, pieces, self.spec)
-            after = backend.accumulate(data, pieces, self._sources(block, worker), self.rule, self.spec)
+            after = backend.accumulate(data, pieces, self.sources(block, worker), self.rule, self.spec)
             if found.before is not None and before is not None:
                 found.before.add(block, before)
             found.after.add(block, after)
         worker.store(block, data)
 
-    def _sources(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
+    def sources(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
         """What is added to a block, a batch at a time."""
         if self.trim is not None:
             return reduced(self.trim, self.contributions, self.targets, block, worker)

@@ -42,6 +42,7 @@ class Policy(NamedTuple):
     norm_type: float
     eps: float
     nonfinite: str
+    per_gradient: bool
 
     @classmethod
     def of(cls, chosen: AccumulateOptions) -> Self:
@@ -63,6 +64,7 @@ class Policy(NamedTuple):
             norm_type=chosen["norm_type"],
             eps=chosen["eps"],
             nonfinite=chosen["nonfinite"],
+            per_gradient=chosen["per_gradient"],
         )
         if policy.weights is not None and policy.weight_key is not None:
             raise UsageError("--weight and --weight-key exclude each other")

@@ -8,6 +8,7 @@ from gradtool.backends import Rule
 from gradtool.errors import NonFiniteError
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
+from gradtool.ops.accumulate.compare import compared
 from gradtool.ops.accumulate.reduce import refuse_nothing_left
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
 from gradtool.ops.accumulate.total import new_total, refuse_nonzero
@@ -82,6 +83,7 @@ def add(
         before, sum_norm = sums.before, sums.after.norms().whole
         coef = policy.sum_coef(sums.after, sum_norm)
         adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
+    rows = compared(session, adding, screened.rows) if policy.per_gradient else screened.rows
     files = buffer.files(output, adding.targets, metadata)
     with session.writing(output, files, buffer.indexes) as destination:
         found = session.run(adding, destination)
@@ -99,7 +101,7 @@ def add(
         norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         weight_sum=weight_sum,
-        rows=screened.rows,
+        rows=rows,
         sum_norm=sum_norm,
         coef=coef,
         warnings=[*screened.warnings, *told],

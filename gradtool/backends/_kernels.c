@@ -207,7 +207,7 @@ static PyObject *trimmed_means(PyObject *self, PyObject *args)
     trim.scratch = (double *)(((uintptr_t)scratch.buf + 63) / 64 * 64);
     const char *problem = check_addends(&values, &source, &addends, &weights);
     if (!problem) problem = check_trim(&trim, addends.buf, k);
-    if (!problem && scratch.len / (8 * COLUMNS) < trim.count + 1) problem = "more room is needed";
+    if (!problem && scratch.len / (8 * COLUMNS) <= trim.count) problem = "more room is needed";
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
         kernels->trim_all(&trim, values.buf, source.buf, addends.buf, weights.buf, k / trim.count);

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)")
+_TRIMMED = re.compile(r"trimmed=0*[1-9][0-9]{0,8}")
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
@@ -108,6 +109,14 @@ def _bytes_in(text: str) -> int:
         return 0
     number, unit = match.groups()
     return int(float(number) * _UNITS.get(unit.upper(), 0))
+
+
+def reduction(option: str, value: Any) -> str:
+    """How several values become one: sum, mean, median, or trimmed=K with a whole number above 0."""
+    text = value.lower() if isinstance(value, str) else ""
+    if text not in ("sum", "mean", "median") and not _TRIMMED.fullmatch(text):
+        raise UsageError(f"{option} must be sum, mean, median or trimmed=K, K being 1 or more, not {value!r}")
+    return text
 
 
 def word(option: str, value: Any) -> str:

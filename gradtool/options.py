@@ -19,6 +19,7 @@ from gradtool.checks import (
     ORDER,
     POSITIVE_FINITE,
     Range,
+    reduction,
     size,
 )
 
@@ -214,6 +215,18 @@ class ClipOptions(Rewriting, total=False):
         Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
+    agc: Annotated[
+        float | None,
+        Option(
+            "Clip each unit, such as a row of a weight, to a norm of R times that of its parameters.",
+            "R",
+            range=POSITIVE_FINITE,
+        ),
+    ]
+    params: Annotated[StrPath | None, Option("Gradient set with the parameters, for --agc; only read.", "PATH")]
+    agc_eps: Annotated[
+        float, Option("Smallest norm that --agc takes parameters to have.", "E", 1e-3, NOT_NEGATIVE_FINITE)
+    ]
     group: Annotated[
         Sequence[str],
         Option(
@@ -260,7 +273,16 @@ class AccumulateOptions(Rewriting, total=False):
     weight_key: Annotated[
         str | None, Option("Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY")
     ]
-    mean: Annotated[bool, Option("Divide the sum by the sum of the weights.", default=False)]
+    mean: Annotated[bool, Option("Divide the sum by the sum of the weights; the same as --reduce mean.", default=False)]
+    reduce: Annotated[
+        str | None,
+        Option(
+            "Add the gradients' sum, mean, median, or trimmed=K, the mean without the K smallest and K largest.",
+            "HOW",
+            unset="sum",
+            check=reduction,
+        ),
+    ]
     map: Annotated[
         Sequence[str],
         Option("Rename tensors of gradients first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", ()),

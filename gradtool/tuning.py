@@ -9,6 +9,8 @@ BLOCK_SPANS = 4096
 SUM_TILES = 6
 # Bytes of gradients that are read before they are added.
 BATCH_BYTES = 2 << 20
+# Of all gradients whose median is computed, if they were float64: sorted columns should stay in the cache, too.
+WINDOW_BYTES = 4 << 20
 # Elements of a gradient that is broadcast, read at a time.
 WINDOW_ELEMENTS = 1 << 18
 

@@ -95,6 +95,7 @@ class Case(NamedTuple):
 
 CASES = {
     "clip": Case(shards, lambda path: ["clip", path, "--max-norm", "1"]),
+    "agc": Case(shards, lambda path: ["clip", path, "--agc", "0.01", "--params", path.parent / "other"], shards),
     "accumulate": Case(shards, lambda path: ["accumulate", path, path.parent / "other"], shards),
     # The state is one more file, which in place is replaced all the same; and which may not be there yet.
     "state": Case(with_state, lambda path: ["clip", path, "--limit", "z=2.5", "--state", state_of(path)]),

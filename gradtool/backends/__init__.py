@@ -7,6 +7,7 @@ backend knows no path and no policy. The numpy backend (`cpu`) is the reference:
 from __future__ import annotations
 
 import os
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gradtool.errors import BackendUnavailableError, UsageError
@@ -41,6 +42,11 @@ class Addend(NamedTuple):
     weight: float
 
 
+def groups_of(addends: Iterable[Addend]) -> list[list[Addend]]:
+    """Addends of the same elements, which follow one another, in groups."""
+    return [list(group) for _, group in groupby(addends, key=lambda one: (one.at, one.elements))]
+
+
 class Rule(NamedTuple):
     """The value that is rounded and written, from Σ w·g: (old + Σ) · factor, or (old + Σ / divisor) · factor.
 
@@ -51,6 +57,32 @@ class Rule(NamedTuple):
     divisor: float | None = None
     factor: float = 1.0
     rounds: bool = True
+
+
+class Trim(NamedTuple):
+    """How many of the smallest and of the largest values are `dropped` before the mean; None for all but the middle.
+
+    The middle of an even number of values is two of them, so that their mean is the median. If all must be `finite`,
+    one that is not makes the mean NaN.
+    """
+
+    dropped: int | None = None
+    finite: bool = False
+
+    def of(self, count: int) -> int:
+        """How many values are dropped at each end, of so many."""
+        return (count - 1) // 2 if self.dropped is None else self.dropped
+
+
+class Units(NamedTuple):
+    """What the units of a tensor are multiplied by, which are `size` consecutive elements each.
+
+    The first element of the piece is number `start` of the tensor; `factors` are those of all its units.
+    """
+
+    factors: NDArray[np.float64]
+    size: int
+    start: int
 
 
 class Patch(NamedTuple):
@@ -190,6 +222,9 @@ class Backend(Protocol):
         product, once, to the type of the piece. NaN stays NaN.
         """
 
+    def scale_units(self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec) -> BlockSums:
+        """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
+
     def accumulate(
         self,
         block: Data,
@@ -208,6 +243,16 @@ class Backend(Protocol):
         self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance
     ) -> BlockDifferences:
         """Compare each piece of a with the piece of b in the same place, which has as many elements."""
+
+    def trimmed_means(
+        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
+    ) -> NDArray[np.float64]:
+        """The trimmed mean of the values w·g of each element, shape (elements,), in float64.
+
+        Addends of the same elements follow one another and have the same `at`; what none has is 0. The values are
+        sorted, -0 counting as 0; those that are left are added in ascending order and divided by their number. A NaN
+        among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
+        """
 
     def row_sums(
         self, x: Data, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None

@@ -103,6 +103,57 @@ static PyObject *run(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* The unit of the last element of a piece, counted from that of its first. */
+static int64_t last_unit(const struct units *piece)
+{
+    int64_t last = piece->elements - 1;
+    return last / piece->columns + (last % piece->columns >= piece->columns - piece->phase);
+}
+
+/* scale_units(block, pieces, factors): pieces is int64 (k, 6) of dtype code, byte offset, elements, the number of the first
+ * element in its unit, elements of a unit, and the index of its factor; factors float64. */
+static PyObject *scale_units_of(PyObject *self, PyObject *args)
+{
+    Py_buffer block, pieces, factors;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*y*y*", &block, &pieces, &factors)) return NULL;
+
+    const struct units *piece = pieces.buf;
+    Py_ssize_t k = pieces.len / (Py_ssize_t)sizeof *piece;
+    const char *problem = NULL;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) {
+        problem = check_piece(&block, &piece[i].dtype);
+        if (problem || !piece[i].elements) continue;
+        if (piece[i].columns < 1 || piece[i].phase < 0 || piece[i].phase >= piece[i].columns) problem = "no such unit";
+        else if (piece[i].first < 0 || piece[i].first >= factors.len / 8) problem = "one factor a unit is needed";
+        else if (last_unit(piece + i) >= factors.len / 8 - piece[i].first) problem = "one factor a unit is needed";
+    }
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        kernels->scale_units(block.buf, piece, factors.buf, k);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&block, &pieces, &factors};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return done(problem);
+}
+
+/* Checks the sizes of what is added to sums. */
+static const char *check_addends(const Py_buffer *sums, const Py_buffer *source, const Py_buffer *addends,
+                                 const Py_buffer *weights)
+{
+    Py_ssize_t k = addends->len / 32;
+    const char *problem = weights->len == 8 * k ? NULL : "one weight an addend is needed";
+    const int64_t *addend = addends->buf;
+    for (Py_ssize_t i = 0; i < k && !problem; i++) {
+        problem = check_piece(source, addend + 4 * i);
+        int64_t at = addend[4 * i + 3];
+        if (at < 0 || at > sums->len / 8 || addend[4 * i + 2] > sums->len / 8 - at) problem = "an addend lies outside the sums";
+    }
+    return problem;
+}
+
 /* add(sums, source, addends, weights, fresh): addends is int64 (k, 4) of dtype code, byte offset in the source, elements,
  * and index into the sums; weights float64 (k,). Fresh sums are set instead of added to. */
 static PyObject *add(PyObject *self, PyObject *args)
@@ -112,17 +163,10 @@ static PyObject *add(PyObject *self, PyObject *args)
     int fresh;
     if (!PyArg_ParseTuple(args, "w*y*y*y*p", &sums, &source, &addends, &weights, &fresh)) return NULL;
 
-    Py_ssize_t k = addends.len / 32;
-    const char *problem = weights.len == 8 * k ? NULL : "one weight an addend is needed";
-    const int64_t *addend = addends.buf;
-    for (Py_ssize_t i = 0; i < k && !problem; i++) {
-        problem = check_piece(&source, addend + 4 * i);
-        int64_t at = addend[4 * i + 3];
-        if (at < 0 || at > sums.len / 8 || addend[4 * i + 2] > sums.len / 8 - at) problem = "an addend lies outside the sums";
-    }
+    const char *problem = check_addends(&sums, &source, &addends, &weights);
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        kernels->add_all(sums.buf, source.buf, addends.buf, weights.buf, k, fresh);
+        kernels->add_all(sums.buf, source.buf, addends.buf, weights.buf, addends.len / 32, fresh);
         Py_END_ALLOW_THREADS
     }
 
@@ -216,6 +260,49 @@ static PyObject *differences(PyObject *self, PyObject *args)
     }
     for (int i = 0; i < 4; i++) PyBuffer_Release(&in[i]);
     for (int i = 0; i < 7; i++) PyBuffer_Release(&out[i]);
+    return done(problem);
+}
+
+/* Whether a network, and groups of addends of the same columns, are what `trim` needs. */
+static const char *check_trim(const struct trim *trim, const struct addend *addend, Py_ssize_t k)
+{
+    if (trim->count < 1 || trim->dropped < 0 || trim->dropped > (trim->count - 1) / 2) return "nothing is left";
+    if (k % trim->count) return "groups of as many addends are needed";
+    for (int64_t i = 0; i < 2 * trim->pairs; i++)
+        if (trim->pair[i] < 0 || trim->pair[i] >= trim->count) return "a pair lies outside its column";
+    for (Py_ssize_t i = 0; i < k; i++) {
+        const struct addend *first = addend + i / trim->count * trim->count;
+        if (addend[i].at != first->at || addend[i].elements != first->elements) return "a group is of other columns";
+    }
+    return NULL;
+}
+
+/* trimmed_means(values, source, addends, weights, count, dropped, finite, network, scratch): addends and weights as
+ * of `add`, each `count` of them for the same values, which are set; network int32 (n, 2); scratch float64, aligned to 64
+ * bytes here, which costs up to 7 of them. */
+static PyObject *trimmed_means(PyObject *self, PyObject *args)
+{
+    Py_buffer values, source, addends, weights, network, scratch;
+    struct trim trim = {0};
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*y*y*y*LLpy*w*", &values, &source, &addends, &weights, &trim.count, &trim.dropped,
+                          &trim.finite, &network, &scratch))
+        return NULL;
+
+    Py_ssize_t k = addends.len / 32;
+    trim.pair = network.buf, trim.pairs = network.len / 8;
+    trim.scratch = (double *)(((uintptr_t)scratch.buf + 63) / 64 * 64);
+    const char *problem = check_addends(&values, &source, &addends, &weights);
+    if (!problem) problem = check_trim(&trim, addends.buf, k);
+    if (!problem && scratch.len / (8 * COLUMNS) <= trim.count) problem = "more room is needed";
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        kernels->trim_all(&trim, values.buf, source.buf, addends.buf, weights.buf, k / trim.count);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&values, &source, &addends, &weights, &network, &scratch};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
     return done(problem);
 }
 
@@ -337,6 +424,8 @@ static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"differences", differences, METH_VARARGS, "What tells two blocks apart."},
     {"extremes", extremes, METH_VARARGS, "Count subnormal and saturated values."},
+    {"trimmed_means", trimmed_means, METH_VARARGS, "The means of the middle values of columns."},
+    {"scale_units", scale_units_of, METH_VARARGS, "Multiply each unit by its factor."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},

@@ -3,8 +3,10 @@
 #include "_extremes.h"
 #include "_histogram.h"
 #include "_layer_norm.h"
+#include "_order.h"
 #include "_sums.h"
 #include "_tiles.h"
+#include "_units.h"
 
 struct level {
     const char *name;
@@ -19,9 +21,11 @@ struct level {
     void (*sum_gradients)(const struct patch *, double *, double *);
     void (*differentiate)(const struct patch *, const double *, const double *, enum dtype, char *, int64_t, double *,
                           double *);
+    void (*trim_all)(const struct trim *, double *, const char *, const struct addend *, const double *, int64_t);
+    void (*scale_units)(char *, const struct units *, const double *, int64_t);
 };
 
 const struct level LEVEL = {
     LEVEL_NAME, run_pieces, compare_pieces, count_extremes, histogram_pieces, add_all, sum_rows, sum_gradients,
-    differentiate,
+    differentiate, trim_all, scale_units,
 };

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtool.backends import Addend, BlockDifferences, BlockHistogram, BlockSums, NormSpec, Patch, Piece, Tolerance
+from gradtool.backends import (
+    Addend,
+    BlockDifferences,
+    BlockHistogram,
+    BlockSums,
+    NormSpec,
+    Patch,
+    Piece,
+    Tolerance,
+    Units,
+)
 from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import differences as differences_kernel
 from gradtool.backends._kernels import extremes as extremes_kernel
@@ -15,10 +25,13 @@ from gradtool.backends._kernels import histogram as histogram_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
+from gradtool.backends._kernels import scale_units as scale_units_kernel
+from gradtool.backends._kernels import trimmed_means as trim_kernel
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.differences import empty_differences
 from gradtool.backends.extremes import BOUNDS, Extremes
 from gradtool.backends.histogram import empty_histogram
+from gradtool.backends.network import network
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -29,6 +42,8 @@ if TYPE_CHECKING:
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
+# As COLUMNS in _order.h.
+_COLUMNS = 128
 
 
 class CompiledBackend(NumpyBackend):
@@ -69,6 +84,19 @@ class CompiledBackend(NumpyBackend):
         differences_kernel(a, _table(pieces), b, _table(others), *tolerance, *found)
         return found
 
+    def scale_units(
+        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec
+    ) -> BlockSums:
+        """Multiply each unit by its factor in place; the sums of what was written."""
+        rows, parts, count = [], [np.empty(0)], 0
+        for piece, own in zip(pieces, units, strict=True):
+            first, phase = divmod(own.start, own.size)
+            parts.append(own.factors[first : (own.start + piece.elements - 1) // own.size + 1])
+            rows.append((STORAGE[piece.dtype].code, piece.offset, piece.elements, phase, own.size, count))
+            count += len(parts[-1])
+        scale_units_kernel(block, np.array(rows, np.int64), np.concatenate(parts))
+        return self.tile_sums(block, pieces, spec)
+
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
     ) -> NDArray[np.float64]:
@@ -99,8 +127,21 @@ class CompiledBackend(NumpyBackend):
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
     ) -> None:
-        table = np.array([(STORAGE[a.dtype].code, a.offset, a.elements, a.at) for a in addends], np.int64)
-        add_kernel(sums, source, table, np.array([addend.weight for addend in addends], np.float64), fresh)
+        add_kernel(sums, source, *_addends(addends), fresh)
+
+    def _trim(
+        self,
+        means: NDArray[np.float64],
+        source: memoryview,
+        groups: Sequence[Sequence[Addend]],
+        dropped: int,
+        *,
+        finite: bool,
+    ) -> None:
+        count = len(groups[0])
+        scratch = np.empty((count + 1) * _COLUMNS)
+        table = _addends([one for group in groups for one in group])
+        trim_kernel(means, source, *table, count, dropped, finite, network(count, dropped), scratch)
 
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
@@ -108,6 +149,12 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super()._round(sums, block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec, wide=sums)
+
+
+def _addends(addends: Sequence[Addend]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Addends as the kernels take them, and their weights."""
+    rows = [(STORAGE[one.dtype].code, one.offset, one.elements, one.at) for one in addends]
+    return np.array(rows, np.int64), np.array([one.weight for one in addends], np.float64)
 
 
 def _arguments(patch: Patch) -> tuple[Any, ...]:
@@ -139,7 +186,7 @@ def _run(
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
-    table, tiles = _table(pieces), sum(tile_count(piece.elements) for piece in pieces)
+    tiles = sum(tile_count(piece.elements) for piece in pieces)
     sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
     counts = np.zeros((len(pieces), 4), np.int64)
     table, term = _table(pieces), _TERMS[spec.order]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,9 @@ from gradtool.backends import (
     Piece,
     Rule,
     Tolerance,
+    Trim,
+    Units,
+    groups_of,
 )
 from gradtool.backends.differences import compare_pieces
 from gradtool.backends.extremes import Extremes, count_extremes
@@ -78,6 +81,21 @@ class NumpyBackend:
         """Multiply and clamp in place; the sums of what was written."""
         return sum_pieces(block, pieces, spec, factors, limit)
 
+    def scale_units(
+        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec
+    ) -> BlockSums:
+        """Multiply each unit by its factor in place; the sums of what was written."""
+        with np.errstate(all="ignore"):
+            for piece, own in zip(pieces, units, strict=True):
+                storage = STORAGE[piece.dtype]
+                raw = np.frombuffer(block, np.uint8, piece.elements * storage.itemsize, piece.offset)
+                values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
+                number = np.arange(own.start, own.start + piece.elements) // own.size
+                # As the factors of `scale`: float64 only for F64.
+                values *= own.factors.astype(storage.work).astype(np.float64)[number]
+                raw[:] = storage.narrow_wide(values).view(np.uint8)
+        return self.tile_sums(block, pieces, spec)
+
     def accumulate(
         self,
         block: memoryview,
@@ -114,6 +132,15 @@ class NumpyBackend:
     ) -> BlockDifferences:
         """Compare pieces in the same places."""
         return compare_pieces(a, pieces, b, others, tolerance)
+
+    def trimmed_means(
+        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
+    ) -> NDArray[np.float64]:
+        """The means of the middle values."""
+        means = np.zeros(elements)
+        for count, alike in groupby(groups_of(addends), key=len):
+            self._trim(means, source, list(alike), trim.of(count), finite=trim.finite)
+        return means
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
@@ -173,6 +200,32 @@ class NumpyBackend:
             values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
             part = sums[one.at : one.at + one.elements]
             part[:] = values * one.weight if fresh else part + values * one.weight
+
+    def _trim(
+        self,
+        means: NDArray[np.float64],
+        source: memoryview,
+        groups: Sequence[Sequence[Addend]],
+        dropped: int,
+        *,
+        finite: bool,
+    ) -> None:
+        """Set the means of groups of addends, all of the same number."""
+        with np.errstate(all="ignore"):
+            for group in groups:
+                values = np.zeros((len(group), group[0].elements))
+                for row, one in zip(values, group, strict=True):
+                    self._add(row, source, [one._replace(at=0)], fresh=True)
+                values += 0.0  # -0 becomes 0, so that equal values have equal bits
+                bad = (~np.isfinite(values) if finite else np.isnan(values)).any(axis=0)
+                values.sort(axis=0)
+                # A loop, because numpy promises no order of its reductions.
+                total = values[dropped].copy()
+                for row in values[dropped + 1 : len(values) - dropped]:
+                    total += row
+                # What underflows to -0 becomes 0, too.
+                own = total / (len(values) - 2 * dropped) + 0.0
+                means[group[0].at : group[0].at + len(own)] = np.where(bad, np.nan, own)
 
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec

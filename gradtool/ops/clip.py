@@ -61,10 +61,10 @@ class GroupClip:
 class ClipResult(Facts, Written):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`). `norm_after` is measured on the
-    values that were written. `limit` is what the rule of `limit` came to, None where it clips nothing, and `steps`
-    counts the norms that its state has seen. A norm above `skip_above` is one of the `problems`; then nothing was
-    written.
+    `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
+    the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
+    `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. A norm above
+    `skip_above` is one of the `problems`; then nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -75,6 +75,9 @@ class ClipResult(Facts, Written):
     max_value: float | None
     total_norm: float | None
     unscale: float
+    agc: float | None
+    units: int | None
+    units_clipped: int | None
     limit: float | None
     state: str | None
     steps: int | None
@@ -101,6 +104,10 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     `max_norm` too, the smaller one counts. The state is written together with the gradients, or by itself where nothing
     is clipped.
 
+    With `agc` each unit, such as a row of a weight, becomes round(g · agc · max(‖w‖, agc_eps) / ‖g‖) where its norm is
+    larger than agc · max(‖w‖, agc_eps); w are the parameters of the same unit, from `params`. This is adaptive gradient
+    clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis counts outputs, as torch has them.
+
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
@@ -110,6 +117,10 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("clip", ClipOptions, options)
+    if chosen["agc"] is not None or chosen["params"] is not None:
+        from gradtool.ops.clip_units import clip_units  # only needed for this
+
+        return clip_units(paths, chosen)
     policy, state = Policy.of(chosen), state_path(chosen)
     output_options = output_options_of(chosen)._replace(state=None if state is None else str(state))
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
@@ -134,6 +145,9 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         max_value=policy.max_value,
         total_norm=policy.total_norm,
         unscale=policy.unscale,
+        agc=None,
+        units=None,
+        units_clipped=None,
         limit=None if learned is None else learned.limit,
         state=None if state is None else str(state),
         steps=learned.steps if learned else kept.state.steps if kept else None,

@@ -94,6 +94,83 @@ def test_no_addition_reaches_outside_its_buffers(wrong):
         kernels.add(*addition(**wrong))
 
 
+def trimming(addends=((1, 0, 4, 0), (1, 0, 4, 0), (1, 0, 4, 0)), **changed):
+    """A call that computes a median of three, and what a test changes about it."""
+    good = {
+        "values": np.zeros(4),
+        "source": np.arange(4, dtype="f4").tobytes(),
+        "addends": np.array(addends, np.int64),
+        "weights": np.ones(3),
+        "count": 3,
+        "dropped": 1,
+        "finite": True,
+        "network": np.array([(0, 1), (1, 2), (0, 1)], np.int32),
+        "scratch": np.empty(4 * 128),
+    }
+    return list((good | changed).values())
+
+
+def test_a_correct_median_works():
+    call = trimming()
+    kernels.trimmed_means(*call)
+    assert call[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"addends": [(1, 0, 5, 0)] * 3},
+        {"addends": [(1, 0, 4, 1)] * 3},
+        {"addends": [(1, 0, 4, 0)] * 2, "weights": np.ones(2)},
+        {"addends": [(1, 0, 4, 0), (1, 0, 4, 0), (1, 0, 3, 0)]},
+        {"addends": [(1, 0, 3, 0), (1, 0, 3, 1), (1, 0, 3, 0)]},
+        {"weights": np.ones(2)},
+        {"count": 0},
+        {"count": -3},
+        {"dropped": 2},
+        {"dropped": -1},
+        {"network": np.array([(0, 3)], np.int32)},
+        {"network": np.array([(-1, 2)], np.int32)},
+        {"scratch": np.empty(4 * 128 - 1)},
+    ],
+)
+def test_no_median_reaches_outside_its_buffers(wrong):
+    with pytest.raises(ValueError, match=r"needed|outside|left|other columns"):
+        kernels.trimmed_means(*trimming(**wrong))
+
+
+def scaling(*pieces, factors=2):
+    """A call that scales units of three elements."""
+    return bytearray(np.ones(4, "f4").tobytes()), np.array(pieces, np.int64), np.arange(2.0, 2.0 + factors)
+
+
+def test_a_correct_scaling_of_units_works():
+    call = scaling((1, 0, 4, 1, 3, 0))
+    kernels.scale_units(*call)
+    assert np.frombuffer(call[0], "f4").tolist() == [2, 2, 3, 3]
+    kernels.scale_units(*scaling((1, 16, 0, 0, 1, 0), factors=0))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        (1, 0, 5, 0, 5, 0),
+        (6, 0, 1, 0, 1, 0),
+        (1, 0, 4, 0, 0, 0),
+        (1, 0, 4, 3, 3, 0),
+        (1, 0, 4, -1, 3, 0),
+        (1, 0, 4, 0, 1, 0),
+        (1, 0, 4, 1, 2, 0),
+        (1, 0, 4, 0, 3, 1),
+        (1, 0, 4, 0, 3, 2),
+        (1, 0, 4, 0, 3, -1),
+    ],
+)
+def test_no_scaling_of_units_reaches_outside_its_buffers(piece):
+    with pytest.raises(ValueError, match=r"needed|outside|storage type|no such unit"):
+        kernels.scale_units(*scaling(piece))
+
+
 def test_a_level_that_the_processor_does_not_have_is_not_used():
     assert kernels.levels()[-1] == "any"
     with pytest.raises(ValueError, match="does not run the level x86-64-v9"):

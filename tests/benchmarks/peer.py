@@ -3,6 +3,7 @@
 python peer.py norm|clip FILE
 python peer.py diff A B
 python peer.py accumulate BUFFER GRADIENT...
+python peer.py median BUFFER GRADIENT...
 python peer.py layernorm FILE [OUTPUT]
 """
 
@@ -58,6 +59,11 @@ def accumulate(path, *gradients):
     replace(path, buffer)
 
 
+def median(path, *gradients):
+    loaded = [load_file(gradient) for gradient in gradients]
+    replace(path, {name: torch.stack([one[name] for one in loaded]).median(dim=0).values for name in loaded[0]})
+
+
 def layernorm(path, output=None):
     tensors = load_file(path)
     x, y_grad, mean, inv_std_dev = (tensors[name] for name in ("X", "Y_grad", "mean", "inv_std_dev"))
@@ -74,5 +80,7 @@ def replace(path, tensors):
     os.replace(path + ".new", path)  # noqa: PTH105 - nothing imported that a script would not
 
 
-COMMANDS = {"norm": norm, "diff": diff, "clip": clip, "accumulate": accumulate, "layernorm": layernorm}
+COMMANDS = {
+    "norm": norm, "diff": diff, "clip": clip, "accumulate": accumulate, "median": median, "layernorm": layernorm,
+}  # fmt: skip
 COMMANDS[sys.argv[1]](*sys.argv[2:])

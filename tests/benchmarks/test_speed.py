@@ -116,6 +116,49 @@ def test_accumulate_is_faster_than_the_peer(bench, gradtool_command, peer_comman
     )  # fmt: skip
 
 
+def test_the_median_of_nine_is_faster_than_the_peer_and_nearly_as_fast_as_the_mean(
+    bench, gradtool_command, peer_command
+):
+    buffer, gradients = bench.file("f32", 64 * MIB, 48), bench.gradients("f32", 64 * MIB, 9)
+    work = str(bench.restored(buffer))
+    command = [*gradtool_command, "accumulate", work, *gradients, "--overwrite", "--no-fsync", "--reduce"]
+    nbytes = buffer.stat().st_size + sum(Path(path).stat().st_size for path in gradients)
+    compare(
+        bench, [*command, "median"], [*peer_command, "median", work, *gradients],
+        what="median of 9 x f32 64 MiB", target=5, nbytes=nbytes, restore=buffer,
+    )  # fmt: skip
+    median, mean = bench.in_turn([[*command, "median"], [*command, "mean"]], buffer)
+    ratio = median.median / mean.median
+    detail = f"{median.median:.3f} s, mean {mean.median:.3f} s"
+    bench.note("median beside mean of 9 x f32 64 MiB", f"{ratio:.2f}x", "<= 3x", detail)
+    assert not bench.timing or ratio <= 3
+
+
+def test_peak_memory_of_the_median_of_hundreds(bench, gradtool_command):
+    bench.rounds = 1
+    gradients = bench.gradients("f32", 4 * MIB, 300)
+    buffer = bench.file("f32", 4 * MIB, 48)
+    work = bench.restored(buffer)
+    command = [*gradtool_command, "accumulate", str(work), *gradients, "--reduce", "median", "--no-fsync"]
+    (run,) = bench.in_turn([command], buffer)
+    bench.note("peak memory of the median of 300 x f32 4 MiB", f"{run.peak_mib:.0f} MiB", "< 200 MiB")
+    assert run.peak_mib < 200
+
+
+def test_adaptive_clipping_beside_clip(bench, gradtool_command):
+    source, params = bench.file("f32", GIB, 48), bench.gradients("f32", GIB, 1)[0]
+    work = str(bench.restored(source))
+    command = [*gradtool_command, "clip", work, "--no-fsync"]
+    agc, plain = bench.in_turn(
+        [[*command, "--agc", "0.001", "--params", params], [*command, "--max-norm", "1"]], source
+    )
+    ratio = agc.median / plain.median
+    detail = f"{agc.median:.3f} s, clip {plain.median:.3f} s, {agc.peak_mib:.0f} MiB"
+    bench.note("clip --agc f32 1 GiB beside clip", f"{ratio:.2f}x", "<= 1.5x", detail)
+    assert agc.peak_mib < 200
+    assert not bench.timing or ratio <= 1.5
+
+
 @pytest.mark.parametrize("to", ["in place", "apart"])
 @pytest.mark.parametrize(("dtype", "target"), [("f32", 3), ("bf16", 2)])
 def test_layernorm_backward_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, target, to):

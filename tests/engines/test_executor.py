@@ -216,6 +216,7 @@ ACCUMULATIONS = {
     "max-norm": {"max_norm": 1e-2},
     "clip-each": {"clip_each": 1e-2, "per_gradient": True, "nonfinite": "skip"},
     "overwrite": {"overwrite": True},
+    "median": {"reduce": "median", "per_gradient": True},
     "no-update": {"update": False},
 }
 

@@ -6,13 +6,13 @@ One launch works on all pieces of one storage type in a block, however many ther
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import Piece
+from gradtool.backends import NormSpec, Piece, groups_of
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.extremes import count_extremes
 from gradtool.backends.cuda.histogram import count_pieces
@@ -24,6 +24,7 @@ from gradtool.backends.cuda.memory import (
     upload_arrays,
     upload_vectors,
 )
+from gradtool.backends.network import network
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
         BlockHistogram,
         BlockSums,
         Data,
-        NormSpec,
         Patch,
         Rule,
         Tolerance,
+        Trim,
+        Units,
     )
-    from gradtool.backends.cuda.memory import Device
+    from gradtool.backends.cuda.memory import Buffer, Device
     from gradtool.backends.extremes import Extremes
 
     Floats = NDArray[np.float64]
@@ -105,6 +107,23 @@ class CudaBackend:
         self._copy_back(data, block)
         return found
 
+    def scale_units(self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec) -> BlockSums:
+        """Multiply each unit by its factor in place; the sums of what was written."""
+        data, rows, factors = self._on_device(block), [], []
+        for piece, own in zip(pieces, units, strict=True):
+            # A row of the table for each unit: their sums are not those of tiles, and are not used.
+            itemsize, done = STORAGE[piece.dtype].itemsize, 0
+            while done < piece.elements:
+                number, phase = divmod(own.start + done, own.size)
+                count = min(own.size - phase, piece.elements - done)
+                rows.append(Piece(piece.dtype, piece.offset + done * itemsize, count))
+                factors.append(float(own.factors[number]))
+                done += count
+        self._sum(data, rows, factors, math.inf, NormSpec(math.inf))
+        found = self._sum(data, pieces, None, math.inf, spec)
+        self._copy_back(data, block)
+        return found
+
     def accumulate(
         self,
         block: Data,
@@ -147,6 +166,14 @@ class CudaBackend:
             self.device.download(results.address, found)
             self.device.wait()
         return pairs.found(found)
+
+    def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Floats:
+        """The means of the middle values."""
+        data, means = self.to_device(source), self.device.allocate(8 * elements + 1)
+        self.device.clear(means.address, 8 * elements)
+        for count, alike in groupby(groups_of(addends), key=len):
+            self._trim(data, means, jobs.Columns.of(list(alike)), trim.of(count), finite=trim.finite)
+        return download_floats(self.device, means, elements)
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Floats:
         """Per row the sum of x, or of (x - center)²."""
@@ -284,6 +311,28 @@ class CudaBackend:
             self.device.wait()
             is_first = False
         return None if rule.rounds else sums
+
+    def _trim(self, data: DeviceBlock, means: Buffer, columns: jobs.Columns, dropped: int, *, finite: bool) -> None:
+        """Set the means of groups of addends, all of the same number."""
+        pairs, threads = network(columns.each, dropped), columns.blocks * jobs.THREADS
+        table = upload_arrays(self.device, columns.groups, columns.addends, pairs)
+        scratch = self.device.allocate(8 * threads * columns.each)
+        job = jobs.job(
+            jobs.TRIM_JOB,
+            **dict(zip(("group", "addend", "pair"), table.addresses, strict=True)),
+            source=data.address,
+            means=means.address,
+            scratch=scratch.address,
+            groups=len(columns.groups),
+            elements=columns.elements,
+            pairs=len(pairs),
+            count=columns.each,
+            dropped=dropped,
+            finite=finite,
+            threads=threads,
+        )
+        self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job)
+        self.device.wait()
 
     def _patch_job(self, patch: Patch) -> tuple[NDArray[Any], Any]:
         """The job of a layer norm's kernel, and the memory that must live until the kernel is done."""

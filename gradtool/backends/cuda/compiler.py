@@ -14,7 +14,7 @@ from gradtool.errors import BackendUnavailableError
 
 _FILES = (
     *("_device.cuh", "_codes.h", "_storage.cuh", "_tiles.cuh", "_again.cuh"),
-    *("_histogram.cuh", "_extremes.cuh", "_sums.cuh", "_differences.cuh", "_layer_norm.cuh"),
+    *("_histogram.cuh", "_extremes.cuh", "_sums.cuh", "_order.cuh", "_differences.cuh", "_layer_norm.cuh"),
 )
 # CuPy's own way to compile always flushes subnormals to zero, so NVRTC is called directly.
 _OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")

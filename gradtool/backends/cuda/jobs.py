@@ -32,6 +32,11 @@ _ADDEND = record("dtype", "offset", "start", "elements", "*weight")
 TILES_JOB = record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
 EXTREMES_JOB = record("block", "found", "piece", "normal", "largest", "pieces")
 ADD_JOB = record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
+_GROUP = record("first", "at", "first_addend")
+TRIM_JOB = record(
+    *("source", "means", "scratch", "group", "addend", "pair"),
+    *("groups", "elements", "pairs", "count", "dropped", "finite", "threads"),
+)
 PATCH_JOB = record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),
     *("x_dtype", "y_grad_dtype", "x_grad_dtype", "rows", "columns", "height", "rms", "has_means"),
@@ -53,6 +58,7 @@ _FIRST, _LAST, _KEEPS, _DIVIDES, _MULTIPLIES, _ROUNDS = (1 << bit for bit in ran
 _TERMS = {math.inf: "maximum", 1.0: "absolute", 2.0: "square"}
 _NEVER = 1 << 62
 _FACTS = 5
+_SCRATCH_BYTES = 64 << 20
 
 
 def job(kind: np.dtype[Any], **fields: float) -> NDArray[Any]:
@@ -201,6 +207,30 @@ class PiecePairs(NamedTuple):
             places=places,
             counts=counts,
         )
+
+
+class Columns(NamedTuple):
+    """Groups of addends of the same elements, all of `each` addends, as tables."""
+
+    groups: NDArray[Any]
+    addends: NDArray[Any]
+    each: int
+    elements: int
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Addend]]) -> Columns:
+        """The tables of some groups."""
+        sizes = [group[0].elements for group in groups]
+        count, first = len(groups[0]), np.cumsum([0, *sizes])
+        rows = [(int(first[i]), group[0].at, i * count) for i, group in enumerate(groups)]
+        addends = [(STORAGE[one.dtype].code, one.offset, 0, one.elements, one.weight) for g in groups for one in g]
+        return cls(np.array(rows, _GROUP), np.array(addends, _ADDEND), count, int(first[-1]))
+
+    @property
+    def blocks(self) -> int:
+        """The number of thread blocks: as many as keep a GPU busy, and whose columns take little memory."""
+        most = max(1, _SCRATCH_BYTES // (8 * THREADS * self.each))
+        return max(1, min(most, -(-self.elements // THREADS)))
 
 
 def add_flags(rule: Rule, *, is_first: bool, is_last: bool) -> int:

@@ -10,6 +10,7 @@ from gradtool.errors import UsageError
 from gradtool.ops.accumulate.buffer import OpenBuffer, checked_buffer, new_set
 from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
+from gradtool.ops.accumulate.reduce import refuse_too_few
 from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import Facts, Written, facts, written
 from gradtool.ops.session import Call, output_options_of
@@ -72,6 +73,8 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         offered = session.opened.sets[owned:]
         if not offered:
             raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
+        if policy.trim is not None:
+            refuse_too_few(policy.trim, len(offered))
         selected = [session.opened.selected_in(one.shards) for one in offered]
         if created is None:
             into = OpenBuffer(session.opened.selected_in(output.shards), there=output.sets[0])

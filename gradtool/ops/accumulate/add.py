@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool import tuning
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import OnBlock, Part
+from gradtool.ops.accumulate.reduce import reduced
 from gradtool.ops.beside import read
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
@@ -15,7 +16,7 @@ from gradtool.reduction import TILE
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from gradtool.backends import Backend, NormSpec, Rule
+    from gradtool.backends import Addend, Backend, NormSpec, Rule, Trim
     from gradtool.engines import Worker
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected
@@ -53,6 +54,7 @@ class BeforeAndAfter(NamedTuple):
 class Add(NamedTuple):
     """Adds contributions to tensors of the buffer (`targets`), which their tensors are numbered by.
 
+    With `trim`, what is added is the trimmed mean of the contributions and not their sum.
     The buffer `is_new` if it is only being created. With `measures_before`, what it held is measured in the same pass.
     """
 
@@ -60,6 +62,7 @@ class Add(NamedTuple):
     contributions: Sequence[Contribution]
     rule: Rule
     spec: NormSpec
+    trim: Trim | None = None
     is_new: bool = False
     measures_before: bool = False
     shards: Collection[Shard] | None = None
@@ -124,13 +127,18 @@ class Add(NamedTuple):
         if pieces:
             data = backend.to_device(view, copies=reads or not covered, align=pieces[0].offset)
             before = None if found.before is None else backend.tile_sums(data, pieces, self.spec)
-            batch = tuning.BATCH_BYTES * _times_larger(backend)
-            sources = read(self.contributions, self.targets, block, channel, batch)
-            after = backend.accumulate(data, pieces, sources, self.rule, self.spec)
+            after = backend.accumulate(data, pieces, self.sources(block, worker), self.rule, self.spec)
             if found.before is not None and before is not None:
                 found.before.add(block, before)
             found.after.add(block, after)
         worker.store(block, data)
+
+    def sources(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
+        """What is added to a block, a batch at a time."""
+        if self.trim is not None:
+            return reduced(self.trim, self.contributions, self.targets, block, worker)
+        batch = tuning.BATCH_BYTES * _times_larger(worker.backend)
+        return read(self.contributions, self.targets, block, worker.channel, batch)
 
 
 def _times_larger(backend: Backend) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.backends import NormSpec
+from gradtool.backends import NormSpec, Trim
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef
 from gradtool.ops.totals import checked_key
@@ -30,6 +30,8 @@ class Policy(NamedTuple):
     weights: Sequence[float] | None
     weight_key: str | None
     mean: bool
+    # None for sums and means.
+    trim: Trim | None
     missing: str
     create: bool
     dtype: str | None
@@ -40,6 +42,7 @@ class Policy(NamedTuple):
     norm_type: float
     eps: float
     nonfinite: str
+    per_gradient: bool
 
     @classmethod
     def of(cls, chosen: AccumulateOptions) -> Self:
@@ -49,7 +52,8 @@ class Policy(NamedTuple):
             overwrite=chosen["overwrite"],
             weights=chosen["weight"] or None,
             weight_key=checked_key(chosen["weight_key"]),
-            mean=chosen["mean"],
+            mean=chosen["mean"] or chosen["reduce"] == "mean",
+            trim=_trim(chosen["reduce"], finite=chosen["nonfinite"] != "propagate"),
             missing=chosen["missing"],
             create=chosen["create"],
             dtype=chosen["dtype"],
@@ -60,9 +64,16 @@ class Policy(NamedTuple):
             norm_type=chosen["norm_type"],
             eps=chosen["eps"],
             nonfinite=chosen["nonfinite"],
+            per_gradient=chosen["per_gradient"],
         )
         if policy.weights is not None and policy.weight_key is not None:
             raise UsageError("--weight and --weight-key exclude each other")
+        if chosen["mean"] and chosen["reduce"] not in (None, "mean"):
+            raise UsageError(f"--mean is --reduce mean; leave it out for --reduce {chosen['reduce']}")
+        if policy.trim is not None and (policy.weights is not None or policy.weight_key is not None):
+            raise UsageError(
+                "--weight and --weight-key are for sums and means; a median or trimmed mean has no weights"
+            )
         if policy.dtype is not None and not policy.create:
             raise UsageError("--dtype is the type of a buffer that --create makes")
         if policy.is_sharded and not policy.create:
@@ -128,6 +139,13 @@ class Policy(NamedTuple):
         if self.mean and sum_ == 0:
             raise BadInputError("the weights add up to 0; there is no mean", code="weight")
         return sum_
+
+
+def _trim(reduce: str | None, *, finite: bool) -> Trim | None:
+    """What is dropped before the mean of values; None for sums, and for means of all."""
+    if reduce in (None, "sum", "mean"):
+        return None
+    return Trim(int(reduce.removeprefix("trimmed=")) if reduce != "median" else None, finite)
 
 
 def added_up(weights: Sequence[float]) -> float:

@@ -22,7 +22,11 @@ NONFINITE_REMEDY = "Use --nonfinite skip to leave out such gradients, or --overw
 
 @dataclass(frozen=True)
 class GradientRow:
-    """One gradient set: its weight, and whether it was added; what was found in it, if it was looked at before."""
+    """One gradient set: its weight, and whether it was added; what was found in it, if it was looked at before.
+
+    `cosine` and `distance` are between it, without its weight, and the sum, mean or median of all, before that is
+    clipped. A tensor that it lacks counts as zeros there.
+    """
 
     weight: float
     taken: bool
@@ -30,12 +34,14 @@ class GradientRow:
     coef: float | None
     nan: int | None
     inf: int | None
+    cosine: float | None
+    distance: float | None
     file: str
 
     @classmethod
     def unseen(cls, one: Contribution, *, taken: bool) -> GradientRow:
         """A gradient that was not looked at by itself."""
-        return cls(one.weight, taken, None, None, None, None, str(one.path))
+        return cls(one.weight, taken, None, None, None, None, None, None, str(one.path))
 
 
 class Screened(NamedTuple):
@@ -88,5 +94,7 @@ def _limited(
         coef=None if policy.clip_each is None else limited.coef,
         nan=int(found.nan.sum()),
         inf=int(found.inf.sum()),
+        cosine=None,
+        distance=None,
         file=str(one.path),
     )

@@ -8,6 +8,8 @@ from gradtool.backends import Rule
 from gradtool.errors import NonFiniteError
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
+from gradtool.ops.accumulate.compare import compared
+from gradtool.ops.accumulate.reduce import refuse_nothing_left
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
 from gradtool.ops.accumulate.total import new_total, refuse_nonzero
 from gradtool.ops.passes import NOTHING, Measure
@@ -65,6 +67,8 @@ def add(
 ) -> Done:
     """Add the contributions, and clip the sum where there is a limit."""
     screened = screen(session, policy, contributions)
+    if policy.trim is not None:
+        refuse_nothing_left(policy.trim, buffer.targets, screened.taken)
     weight_sum = policy.weight_sum([one.weight for one in screened.taken])
     if policy.weight_key is not None:
         buffer = buffer.with_total(policy.weight_key, Total(weight_sum, is_sum=not policy.mean))
@@ -79,6 +83,7 @@ def add(
         before, sum_norm = sums.before, sums.after.norms().whole
         coef = policy.sum_coef(sums.after, sum_norm)
         adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
+    rows = compared(session, adding, screened.rows) if policy.per_gradient else screened.rows
     files = buffer.files(output, adding.targets, metadata)
     with session.writing(output, files, buffer.indexes) as destination:
         found = session.run(adding, destination)
@@ -96,7 +101,7 @@ def add(
         norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         weight_sum=weight_sum,
-        rows=screened.rows,
+        rows=rows,
         sum_norm=sum_norm,
         coef=coef,
         warnings=[*screened.warnings, *told],
@@ -109,7 +114,7 @@ def _adding(policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribu
     place = {number: position for position, number in enumerate(numbers)}
     moved = [one._replace(tensors={place[n]: tensor for n, tensor in one.tensors.items()}) for one in contributions]
     targets = [buffer.targets[number] for number in numbers]
-    return Add(targets, moved, rule, policy.spec, is_new=policy.create, measures_before=rule.keeps)
+    return Add(targets, moved, rule, policy.spec, policy.trim, is_new=policy.create, measures_before=rule.keeps)
 
 
 def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: BeforeAndAfter) -> None:

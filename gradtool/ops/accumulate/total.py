@@ -50,6 +50,8 @@ def _without_weights(buffer: GradientSet, policy: Policy) -> NewMetadata:
     if policy.keeps:
         old, what = _old_total(buffer, key), "gradients were added"
         remedy = _merge(key) if old is not None and old.weight and not old.is_sum else remedy
+    if policy.trim is not None:
+        return without(buffer, None, what, "Medians and trimmed means have no total weight")
     return without(buffer, None, f"{what} without --weight-key", remedy)
 
 

@@ -21,7 +21,8 @@ def test_a_known_result(tmp_path):
     assert (result.files, result.tensors, result.elements, result.max_abs) == (2, 1, 3, 9.0)
     assert (result.files_written, result.bytes_written) == (1, path.stat().st_size)
     (row,) = result.per_gradient
-    assert (row.weight, row.taken, row.norm, row.file) == (1.0, True, None, str(grads[0]))
+    assert (row.weight, row.taken, row.norm, row.file) == (1.0, True, math.sqrt(77), str(grads[0]))
+    assert (row.cosine, row.distance) == (1.0, 0.0)
 
 
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=50))

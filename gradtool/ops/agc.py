@@ -1,0 +1,145 @@
+"""Adaptive gradient clipping: each unit is limited by the norm of its own parameters."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+
+from gradtool.backends import NormSpec
+from gradtool.backends.storage import STORAGE
+from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
+from gradtool.ops.passes import Measure
+from gradtool.ops.results import nonfinite_problems
+from gradtool.ops.units import CompareUnits, units_of
+from gradtool.store.transaction.inputs import Inputs, open_to_read
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.session import Session
+    from gradtool.ops.units import Coefs, Floats
+    from gradtool.options import ClipOptions
+    from gradtool.store.format.gradset import Selected
+
+
+class AgcPolicy(NamedTuple):
+    """The options of adaptive clipping."""
+
+    ratio: float
+    params: str
+    eps: float
+    unscale: float
+    nonfinite: str
+
+    @classmethod
+    def of(cls, chosen: ClipOptions) -> Self:
+        """The policy of complete options; `UsageError` where they contradict each other."""
+        ratio, params = chosen["agc"], chosen["params"]
+        if ratio is None:
+            raise UsageError("--params is the parameters that --agc compares gradients with; give --agc, too")
+        if params is None:
+            raise UsageError("--agc needs the parameters of the gradients; give them with --params")
+        others = {
+            "--max-norm": chosen["max_norm"] is not None,
+            "--max-value": chosen["max_value"] is not None,
+            "--per-tensor": chosen["per_tensor"],
+            "--total-norm": chosen["total_norm"] is not None,
+            "--group": bool(chosen["group"]),
+            "--limit": chosen["limit"] is not None,
+            "--state": chosen["state"] is not None,
+            "--skip-above": chosen["skip_above"] is not None,
+        }
+        for option, is_given in others.items():
+            if is_given:
+                raise UsageError(f"--agc has a limit for each unit and does not take {option}")
+        if chosen["norm_type"] != 2:  # noqa: PLR2004
+            raise UsageError("--agc is about norms of order 2; leave out --norm-type")
+        if chosen["nonfinite"] == "zero":
+            raise UsageError("--agc does not take --nonfinite zero; use error or propagate")
+        return cls(ratio, os.fspath(params), chosen["agc_eps"], chosen["unscale"], chosen["nonfinite"])
+
+    @property
+    def spec(self) -> NormSpec:
+        """The norm that is measured."""
+        return NormSpec()
+
+
+class UnitDecision(NamedTuple):
+    """The factors of the units of each tensor, whether it changes, and how many units there are and are clipped."""
+
+    factors: list[Floats]
+    changed: list[bool]
+    units: int
+    clipped: int
+
+
+def parameters_of(policy: AgcPolicy, selected: Sequence[Selected]) -> list[Selected]:
+    """The parameters of gradients: the tensors of the same names and shapes in another set.
+
+    Raises:
+        BadInputError: a file is invalid, or a tensor is missing or has another shape or a type without values.
+        SystemRefusedError: a file cannot be read, or may be half changed.
+    """
+    from gradtool.store.format.gradset import refuse_dtypes, refuse_shared_names
+
+    opened = open_to_read(Inputs([policy.params]))
+    refuse_shared_names(opened.selected)
+    home = {one.tensor.name: one for one in opened.selected}
+    problems = []
+    for one in selected:
+        own = home.get(one.tensor.name)
+        if own is None:
+            message = f"is not among the parameters in {policy.params}"
+            problems.append(Problem("missing-tensor", message, str(one.shard.path), one.tensor.name))
+        elif own.tensor.shape != one.tensor.shape:
+            message = f"shape {list(own.tensor.shape)} is not that of the gradient, {list(one.tensor.shape)}"
+            problems.append(Problem("shape", message, str(own.shard.path), one.tensor.name))
+    if problems:
+        raise BadInputError.of(problems, "nothing written. Leave tensors out with --exclude")
+    params = [home[one.tensor.name] for one in selected]
+    refuse_dtypes(params, tuple(STORAGE))
+    return params
+
+
+def decide_units(session: Session, policy: AgcPolicy, selected: Sequence[Selected]) -> UnitDecision:
+    """Compare gradients with their parameters.
+
+    Raises:
+        NonFiniteError: a parameter is NaN or Inf.
+        BadInputError: parameters are missing, or a coefficient is out of range for its type.
+    """
+    params = parameters_of(policy, selected)
+    found = session.run(CompareUnits(selected, params, policy.ratio, policy.eps, policy.unscale))
+    if policy.nonfinite == "error" and found.suspects:
+        suspects = [params[number] for number in sorted(found.suspects)]
+        problems = nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
+        if problems:
+            raise NonFiniteError("a parameter is NaN or Inf; nothing written. Use --nonfinite propagate", problems)
+    return _decision(policy, selected, found)
+
+
+def _decision(policy: AgcPolicy, selected: Sequence[Selected], found: Coefs) -> UnitDecision:
+    factors, changed, clipped = [], [], 0
+    for one, coefs in zip(selected, found.tensors, strict=True):
+        work = STORAGE[one.tensor.dtype].work
+        own = coefs / policy.unscale
+        sizes = np.abs(own.astype(work))
+        bad = ((sizes < np.finfo(work).tiny) & (coefs != 0)) | np.isinf(sizes)
+        if bad.any():
+            raise _out_of_range(one, float(own[bad][0]))
+        factors.append(own)
+        changed.append(bool((own.astype(work) != 1).any()))
+        clipped += int((coefs.astype(work) != 1).sum())
+    return UnitDecision(factors, changed, sum(units_of(one)[0] for one in selected), clipped)
+
+
+def _out_of_range(one: Selected, factor: float) -> BadInputError:
+    work = np.finfo(STORAGE[one.tensor.dtype].work)
+    return BadInputError(
+        f"the coefficient {factor!r} of a unit is out of range for {work.dtype} ({work.tiny:.3g} to {work.max:.3g}), "
+        f"its type for {one.tensor.dtype}; nothing written. Use a larger --agc, or clip in several steps",
+        file=one.shard.path,
+        tensor=one.tensor.name,
+    )

@@ -1,0 +1,62 @@
+"""Clips each unit of gradients by the norm of its own parameters: `clip --agc`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradtool.ops.agc import AgcPolicy, decide_units
+from gradtool.ops.clip import ClipResult
+from gradtool.ops.passes import Measure
+from gradtool.ops.results import facts, refuse_nonfinite, refuse_overflow, written
+from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.units import ScaleUnits
+
+if TYPE_CHECKING:
+    from gradtool.options import ClipOptions, Paths
+
+
+def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
+    """Clip each unit by the norm of its parameters.
+
+    Raises:
+        UsageError: the options contradict each other.
+        BadInputError: a tensor has no parameters, or they do not fit it.
+    """
+    policy = AgcPolicy.of(chosen)
+    refuse_engine(chosen, "clip --agc")
+    output_options = output_options_of(chosen)
+    call = Call.of(paths, chosen, unique_names=not chosen["concat"])
+    with call.open_to_write(output_options) as (session, output):
+        before = session.run(Measure(session.selected, policy.spec))
+        if policy.nonfinite == "error":
+            refuse_nonfinite(session.selected, before, "Use --nonfinite propagate to continue")
+        decision = decide_units(session, policy, session.selected)
+        changed = [number for number, changes in enumerate(decision.changed) if changes]
+        selected = [session.selected[number] for number in changed]
+        scale = ScaleUnits(selected, policy.spec, [decision.factors[number] for number in changed])
+        with session.writing(output, output.files(selected)) as destination:
+            after = session.run(scale, destination)
+            if policy.nonfinite != "propagate":
+                refuse_overflow(selected, after)
+            norm_after = before.updated(changed, after).norms().whole
+    return ClipResult(
+        **facts(session, session.selected, before, unscale=policy.unscale),
+        **written(session, output, destination),
+        per_tensor=(),
+        per_group=(),
+        max_norm=None,
+        max_value=None,
+        total_norm=None,
+        unscale=policy.unscale,
+        agc=policy.ratio,
+        units=decision.units,
+        units_clipped=decision.clipped,
+        limit=None,
+        state=None,
+        steps=None,
+        norm_before=before.norms(unscale=policy.unscale).whole,
+        norm_after=norm_after,
+        coef=None,
+        clipped=decision.clipped > 0,
+        problems=(),
+    )

@@ -133,17 +133,17 @@ class Scene:
 
     def __init__(self, name):
         case, _, mode = name.rpartition("-")
-        self._case = CASES[case]
+        own = CASES[case]
         # In memory where possible: what a cut loses is simulated.
         self._home = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
         root = self._home / "data"
         root.mkdir()
-        self._case.make(root)
+        own.make(root)
         self.place = Place(root, self._home / "vault")
-        self.folders = [root / folder for folder in self._case.folders]
+        self.folders, self._beside = ([root / folder for folder in some] for some in (own.folders, own.beside))
         self.disk = self.place.disk
         self._states = {"old": (self.place.files(), self.look())}
-        self.calls = self.place.record(lambda: self._case.command(root, write=mode, threads=1))
+        self.calls = self.place.record(lambda: own.command(root, write=mode, threads=1))
         self._states["new"] = (self.place.files(), self.look())
         # The recorded calls alone turn the old files into the new ones, so none is missing.
         played = self.disk.copy()
@@ -161,8 +161,7 @@ class Scene:
 
     def recover(self, *, backwards=False):
         """What recovering says that has become of the files: "old", "new", nothing, or why that cannot be said."""
-        beside = [self.place.root / folder for folder in self._case.beside]
-        folders = [self.place.root, *beside, *(folder for folder in self.folders if folder.is_dir())]
+        folders = [self.place.root, *self._beside, *(folder for folder in self.folders if folder.is_dir())]
         try:
             # The machine was started again since, so no process is the one that a log names.
             with mock.patch.object(locks, "boot_id", return_value="another"):
@@ -258,7 +257,7 @@ class RolledBack(Scene):
         root.mkdir()
         shards(root / "set", 0, 1)
         self.place = Place(root, self._home / "vault")
-        self.folders, self.disk = [root / "set"], self.place.disk
+        self.folders, self._beside, self.disk = [root / "set"], [], self.place.disk
         self._states = {"old": (self.place.files(), self.look())}
         self.calls = self.place.record(self._fail)
         assert self.place.files() == self._states["old"][0]

@@ -61,7 +61,7 @@ def test_groups_and_limits_that_learn_cost_next_to_nothing(bench, gradtool_comma
     assert not bench.timing or ratio <= 1.03
 
 
-@pytest.mark.parametrize(("dtype", "target"), [("f32", 4), ("bf16", 3)])
+@pytest.mark.parametrize(("dtype", "target"), [("f32", 4), ("bf16", 3), ("f16", 3)])
 def test_norm_is_faster_than_the_peer(bench, gradtool_command, peer_command, dtype, target):
     source = bench.file(dtype, GIB, 48)
     ours, peer = [*gradtool_command, "norm", str(source)], [*peer_command, "norm", str(source)]

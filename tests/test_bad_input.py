@@ -85,6 +85,7 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "diff x.safetensors x.safetensors --max-ulp -1": (2, "0 or more"),
     "diff x.safetensors x.safetensors --max-rel-l2 nan": (2, "0 or more"),
     "accumulate x.safetensors x.safetensors --map x": (2, "must be REGEX=REPLACEMENT"),
+    "clip x.safetensors --agc 1 --params x.safetensors --eps 0": (2, "does not take --eps"),
     "clip x.safetensors --group a": (2, "--group must be REGEX:C, such as '^lm_head:0.5', not 'a'"),
     "clip x.safetensors --group :1": (2, "--group must be REGEX:C"),
     "clip x.safetensors --group a:": (2, "the C of --group 'a:' must be a number, not ''"),

@@ -44,6 +44,7 @@ class AgcPolicy(NamedTuple):
         others = {
             "--max-norm": chosen["max_norm"] is not None,
             "--max-value": chosen["max_value"] is not None,
+            "--eps": chosen["eps"] != 1e-6,  # noqa: PLR2004 - its default
             "--per-tensor": chosen["per_tensor"],
             "--total-norm": chosen["total_norm"] is not None,
             "--group": bool(chosen["group"]),

@@ -28,10 +28,6 @@ from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends._kernels import scale_units as scale_units_kernel
 from gradtool.backends._kernels import trimmed_means as trim_kernel
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.differences import empty_differences
-from gradtool.backends.extremes import BOUNDS, Extremes
-from gradtool.backends.histogram import empty_histogram
-from gradtool.backends.network import network
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -39,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from gradtool.backends.extremes import Extremes
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
@@ -57,12 +55,16 @@ class CompiledBackend(NumpyBackend):
 
     def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
         """Count values by exponent."""
+        from gradtool.backends.histogram import empty_histogram  # late, as what most calls do not need
+
         found = empty_histogram(pieces)
         histogram_kernel(block, _table(pieces), found.counts, found.largest)
         return found
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""
+        from gradtool.backends.extremes import BOUNDS, Extremes
+
         bounds = np.array([BOUNDS[piece.dtype] for piece in pieces], np.uint64)
         counts = np.zeros((len(pieces), 2), np.int64)
         extremes_kernel(block, _table(pieces), bounds, counts)
@@ -80,6 +82,8 @@ class CompiledBackend(NumpyBackend):
         self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
     ) -> BlockDifferences:
         """Compare pieces in the same places."""
+        from gradtool.backends.differences import empty_differences
+
         found = empty_differences(sum(tile_count(piece.elements) for piece in pieces))
         differences_kernel(a, _table(pieces), b, _table(others), *tolerance, *found)
         return found
@@ -138,6 +142,8 @@ class CompiledBackend(NumpyBackend):
         *,
         finite: bool,
     ) -> None:
+        from gradtool.backends.network import network
+
         count = len(groups[0])
         scratch = np.empty((count + 1) * _COLUMNS)
         table = _addends([one for group in groups for one in group])

@@ -23,9 +23,6 @@ from gradtool.backends import (
     Units,
     groups_of,
 )
-from gradtool.backends.differences import compare_pieces
-from gradtool.backends.extremes import Extremes, count_extremes
-from gradtool.backends.histogram import count_pieces
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import sum_pieces
 from gradtool.reduction import fold
@@ -34,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
+
+    from gradtool.backends.extremes import Extremes
 
 _ROW_LANES, _CHUNK = 32, 1024
 
@@ -69,10 +68,14 @@ class NumpyBackend:
 
     def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
         """Count values by exponent."""
+        from gradtool.backends.histogram import count_pieces  # late, as what most calls do not need
+
         return count_pieces(block, pieces)
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""
+        from gradtool.backends.extremes import count_extremes
+
         return count_extremes(block, pieces)
 
     def scale(
@@ -131,6 +134,8 @@ class NumpyBackend:
         self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
     ) -> BlockDifferences:
         """Compare pieces in the same places."""
+        from gradtool.backends.differences import compare_pieces
+
         return compare_pieces(a, pieces, b, others, tolerance)
 
     def trimmed_means(

@@ -31,26 +31,6 @@ struct difference {
 /* Values of a row, float64 if they are wide and else float32, at any address. */
 struct row { const char *x, *y; int is_wide, n; int64_t start; };
 
-HELPER double value_at(const char *values, int64_t j, int is_wide)
-{
-    return is_wide ? as_double(load64(values + 8 * j)) : (double)as_float(load32(values + 4 * j));
-}
-
-static void widen_values(const char *restrict row, double *restrict values, int n)
-{
-    for (int64_t j = 0; j < n; j++) values[j] = value_at(row, j, 0);
-}
-
-/* The values of some elements; they stay where they are if they can, and are else put into `room`. */
-static const char *load_values(enum dtype dtype, const char *data, int is_wide, double *room, int n)
-{
-    ALIGNED float row[PART];
-    if (dtype == F64 || (dtype == F32 && !is_wide)) return data;
-    if (dtype != F32) load_row(dtype, data, is_wide ? row : (float *)room, n);
-    if (is_wide) widen_values(dtype == F32 ? data : (const char *)row, room, n);
-    return (const char *)room;
-}
-
 /* The values of a row in float64. */
 static void widen(struct row row, double *x, double *y)
 {

@@ -339,7 +339,7 @@ static PyObject *row_sums(PyObject *self, PyObject *args)
     const char *problem = patch_of(&patch, &x, dtype, &x, dtype, rows, none);
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        kernels->sum_rows(&patch, center.buf, sums.buf);
+        kernels->sum_rows(&patch, sums.buf);
         Py_END_ALLOW_THREADS
     }
     Py_buffer *const all[] = {&x, &center, &sums};

@@ -2,7 +2,7 @@
 #ifndef GRADTOOL_LAYER_NORM_H
 #define GRADTOOL_LAYER_NORM_H
 
-#include "_storage.h"
+#include "_lanes.h"
 
 struct patch {
     int64_t rows, columns;
@@ -11,76 +11,145 @@ struct patch {
     const double *mean, *inv_std_dev, *scale, *bias;
 };
 
-static void load_wide(enum dtype dtype, const char *source, double *wide, int n)
+/* Part of a row: its values, float64 if they are wide and else float32, and the parameters of the row and the columns. */
+struct chunk {
+    const char *x, *y_grad;
+    int is_wide, n;
+    double mean, inv_std_dev;
+    const double *scale, *bias;
+};
+
+/* The two means over a row that the gradient of x takes. */
+struct means { double weighted, projected; };
+
+/* Runs a statement for each element j of n and its lane. */
+#define FOR_LANES(N, STATEMENT)                                                                                        \
+    do {                                                                                                               \
+        int64_t whole = (N) / ROW_LANES * ROW_LANES;                                                                   \
+        for (int64_t start = 0; start < whole; start += ROW_LANES)                                                     \
+            for (int64_t lane = 0, j = start; lane < ROW_LANES; lane++, j++) STATEMENT;                                \
+        for (int64_t lane = 0, j = whole; j < (N); lane++, j++) STATEMENT;                                             \
+    } while (0)
+
+/* ---- sums over a chunk of a row --------------------------------------------------------------------------------- */
+
+HELPER double term_of(struct chunk chunk, int64_t j, int is_wide, int centers)
 {
-    ALIGNED float row[CHUNK];
-    if (dtype == F64) { memcpy(wide, source, 8 * (size_t)n); return; }
-    load_row(dtype, source, row, n);
-    for (int64_t j = 0; j < n; j++) wide[j] = (double)row[j];
+    double x = value_at(chunk.x, j, is_wide), away = x - chunk.mean;
+    return centers ? away * away : x;
 }
 
-static void row_normalize(double *x, double mean, double inv_std_dev, int n)
+#define TERM_SUM(NAME, IS_WIDE, CENTERS)                                                                               \
+    static double chunk_##NAME(struct chunk chunk)                                                                     \
+    {                                                                                                                  \
+        ALIGNED double lanes[ROW_LANES] = {0};                                                                         \
+        FOR_LANES(chunk.n, lanes[lane] += term_of(chunk, j, IS_WIDE, CENTERS));                                        \
+        return fold_row(lanes);                                                                                        \
+    }
+
+TERM_SUM(values32, 0, 0)
+TERM_SUM(values64, 1, 0)
+TERM_SUM(squares32, 0, 1)
+TERM_SUM(squares64, 1, 1)
+
+/* The normalized input. */
+HELPER double normalized(struct chunk chunk, int64_t j, int is_wide, int inverts)
 {
-    for (int64_t j = 0; j < n; j++) x[j] = (x[j] - mean) * inv_std_dev;
+    double x = value_at(chunk.x, j, is_wide);
+    return inverts ? (x - chunk.bias[j]) / chunk.scale[j] : (x - chunk.mean) * chunk.inv_std_dev;
 }
 
-static void row_invert(double *restrict y, const double *restrict bias, const double *restrict scale, int n)
+HELPER void add_products(struct chunk chunk, int64_t j, int is_wide, int inverts, double *weighted, double *projected)
 {
-    for (int64_t j = 0; j < n; j++) y[j] = (y[j] - bias[j]) / scale[j];
+    double product = value_at(chunk.y_grad, j, is_wide) * chunk.scale[j];
+    *weighted += product;
+    *projected += product * normalized(chunk, j, is_wide, inverts);
 }
 
-/* The normalized input and the gradient of a chunk of a row. */
-static void load_chunk(const struct patch *patch, int64_t row, int64_t column, int n, double *xh, double *y_grad)
+#define PRODUCT_SUMS(NAME, IS_WIDE, INVERTS)                                                                           \
+    static struct means chunk_##NAME(struct chunk chunk)                                                               \
+    {                                                                                                                  \
+        ALIGNED double weighted[ROW_LANES] = {0}, projected[ROW_LANES] = {0};                                          \
+        FOR_LANES(chunk.n, add_products(chunk, j, IS_WIDE, INVERTS, weighted + lane, projected + lane));               \
+        struct means sums = {fold_row(weighted), fold_row(projected)};                                                 \
+        return sums;                                                                                                   \
+    }
+
+PRODUCT_SUMS(products32, 0, 0)
+PRODUCT_SUMS(products64, 1, 0)
+PRODUCT_SUMS(inverted, 1, 1)
+
+/* ---- gradients of a chunk of a row ------------------------------------------------------------------------------ */
+
+/* Writes the gradient of x, in the bits of a float32 or float64, and adds to the gradients of scale and bias. */
+#define GRADIENTS(NAME, IS_WIDE, INVERTS, BITS, ROUND)                                                                 \
+    static void write_##NAME(struct chunk chunk, struct means means, char *restrict x_grad,                            \
+                             double *restrict scale_grad, double *restrict bias_grad)                                  \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < chunk.n; j++) {                                                                        \
+            double xh = normalized(chunk, j, IS_WIDE, INVERTS), y_grad = value_at(chunk.y_grad, j, IS_WIDE);           \
+            double centered = (y_grad * chunk.scale[j] - means.weighted) - xh * means.projected;                       \
+            scale_grad[j] += xh * y_grad;                                                                              \
+            bias_grad[j] += y_grad;                                                                                    \
+            store##BITS(x_grad + BITS / 8 * j, ROUND(centered * chunk.inv_std_dev));                                   \
+        }                                                                                                              \
+    }
+#define TO_SINGLE(VALUE) float_to_f32((float)(VALUE))
+
+GRADIENTS(singles32, 0, 0, 32, TO_SINGLE)
+GRADIENTS(doubles32, 0, 0, 64, double_to_f64)
+GRADIENTS(doubles64, 1, 0, 64, double_to_f64)
+GRADIENTS(inverted, 1, 1, 64, double_to_f64)
+
+/* Writes the gradient of x in its type. */
+static void write_gradients(struct chunk chunk, struct means means, enum dtype dtype, char *x_grad, double *scale_grad,
+                            double *bias_grad)
 {
-    int64_t at = row * patch->columns + column;
-    load_wide(patch->x_dtype, patch->x + at * ITEMSIZE[patch->x_dtype], xh, n);
-    load_wide(patch->y_grad_dtype, patch->y_grad + at * ITEMSIZE[patch->y_grad_dtype], y_grad, n);
-    if (patch->bias) row_invert(xh, patch->bias + column, patch->scale + column, n);
-    else row_normalize(xh, patch->mean[row], patch->inv_std_dev[row], n);
+    ALIGNED double room[CHUNK];
+    char *wide = dtype == F64 ? x_grad : (char *)room;
+    if (dtype == F32 && !chunk.is_wide) { write_singles32(chunk, means, x_grad, scale_grad, bias_grad); return; }
+    if (chunk.bias) write_inverted(chunk, means, wide, scale_grad, bias_grad);
+    else (chunk.is_wide ? write_doubles64 : write_doubles32)(chunk, means, wide, scale_grad, bias_grad);
+    if (dtype != F64) store_wide(dtype, room, x_grad, chunk.n);
 }
 
-static void lanes_add(double *restrict lanes, const double *restrict x, int n)
+/* ---- all chunks of a patch -------------------------------------------------------------------------------------- */
+
+/* A chunk without its gradient, which begins in a column. Its values may be put into `room`. */
+static struct chunk load_x(const struct patch *patch, int64_t row, int64_t column, int is_wide, double *room)
 {
-    int whole = n / ROW_LANES * ROW_LANES;
-    for (int64_t j = 0; j < whole; j += ROW_LANES)
-        for (int lane = 0; lane < ROW_LANES; lane++) lanes[lane] += x[j + lane];
-    for (int64_t j = whole; j < n; j++) lanes[j - whole] += x[j];
+    const char *x = patch->x + (row * patch->columns + column) * ITEMSIZE[patch->x_dtype];
+    int64_t left = patch->columns - column;
+    struct chunk chunk = {.is_wide = is_wide, .n = (int)(left < CHUNK ? left : CHUNK)};
+    if (patch->mean) chunk.mean = patch->mean[row];
+    chunk.x = load_values(patch->x_dtype, x, is_wide, room, chunk.n);
+    return chunk;
 }
 
-static void row_center_square(double *x, double center, int n)
+/* The inverted form is wide whatever its types are. */
+static struct chunk load_chunk(const struct patch *patch, int64_t row, int64_t column, double (*room)[CHUNK])
 {
-    for (int64_t j = 0; j < n; j++) { double away = x[j] - center; x[j] = away * away; }
+    const char *y_grad = patch->y_grad + (row * patch->columns + column) * ITEMSIZE[patch->y_grad_dtype];
+    int is_wide = patch->x_dtype == F64 || patch->y_grad_dtype == F64 || patch->bias;
+    struct chunk chunk = load_x(patch, row, column, is_wide, room[0]);
+    chunk.y_grad = load_values(patch->y_grad_dtype, y_grad, is_wide, room[1], chunk.n);
+    chunk.inv_std_dev = patch->inv_std_dev[row];
+    chunk.scale = patch->scale + column;
+    if (patch->bias) chunk.bias = patch->bias + column;
+    return chunk;
 }
 
-/* y_grad becomes y_grad·scale, and xh that times xh. */
-static void row_weigh(double *restrict xh, double *restrict y_grad, const double *restrict scale, int n)
+/* The sums of rows, or of their squared distances from their means if there are any. */
+static void sum_rows(const struct patch *patch, double *sums)
 {
-    for (int64_t j = 0; j < n; j++) { y_grad[j] *= scale[j]; xh[j] = y_grad[j] * xh[j]; }
-}
-
-static double fold_lanes(double *lanes)
-{
-    for (int width = ROW_LANES; width > 1; width /= 2)
-        for (int64_t j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
-    return lanes[0];
-}
-
-static int chunk_of(int64_t columns, int64_t column)
-{
-    return (int)(columns - column < CHUNK ? columns - column : CHUNK);
-}
-
-static void sum_rows(const struct patch *patch, const double *center, double *sums)
-{
+    int is_wide = patch->x_dtype == F64;
     for (int64_t row = 0; row < patch->rows; row++) {
         sums[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-            ALIGNED double lanes[ROW_LANES] = {0}, x[CHUNK];
-            int n = chunk_of(patch->columns, column);
-            load_wide(patch->x_dtype, patch->x + (row * patch->columns + column) * ITEMSIZE[patch->x_dtype], x, n);
-            if (center) row_center_square(x, center[row], n);
-            lanes_add(lanes, x, n);
-            sums[row] += fold_lanes(lanes);
+            ALIGNED double room[CHUNK];
+            struct chunk chunk = load_x(patch, row, column, is_wide, room);
+            if (patch->mean) sums[row] += (is_wide ? chunk_squares64 : chunk_squares32)(chunk);
+            else sums[row] += (is_wide ? chunk_values64 : chunk_values32)(chunk);
         }
     }
 }
@@ -90,45 +159,29 @@ static void sum_gradients(const struct patch *patch, double *weighted, double *p
     for (int64_t row = 0; row < patch->rows; row++) {
         weighted[row] = projected[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-            ALIGNED double first[ROW_LANES] = {0}, second[ROW_LANES] = {0}, xh[CHUNK], y_grad[CHUNK];
-            int n = chunk_of(patch->columns, column);
-            load_chunk(patch, row, column, n, xh, y_grad);
-            row_weigh(xh, y_grad, patch->scale + column, n);
-            lanes_add(first, y_grad, n);
-            lanes_add(second, xh, n);
-            weighted[row] += fold_lanes(first);
-            projected[row] += fold_lanes(second);
+            ALIGNED double room[2][CHUNK];
+            struct chunk chunk = load_chunk(patch, row, column, room);
+            struct means sums;
+            if (chunk.bias) sums = chunk_inverted(chunk);
+            else sums = (chunk.is_wide ? chunk_products64 : chunk_products32)(chunk);
+            weighted[row] += sums.weighted, projected[row] += sums.projected;
         }
-    }
-}
-
-/* y_grad becomes the gradient of x, and the gradients of scale and bias are added to. */
-static void row_gradients(const double *restrict xh, double *restrict y_grad, const double *restrict scale,
-                                 double mean, double projection, double inv_std_dev, double *restrict scale_grad,
-                                 double *restrict bias_grad, int n)
-{
-    for (int64_t j = 0; j < n; j++) {
-        double grad = y_grad[j];
-        scale_grad[j] += xh[j] * grad;
-        bias_grad[j] += grad;
-        y_grad[j] = ((grad * scale[j] - mean) - xh[j] * projection) * inv_std_dev;
     }
 }
 
 /* Column after column of chunks, so that the sums over the rows stay in the cache. The gradients of scale and bias are
  * (groups, columns), one group for each `height` rows. */
-static void differentiate(const struct patch *patch, const double *mean, const double *projection, enum dtype dtype,
+static void differentiate(const struct patch *patch, const double *weighted, const double *projected, enum dtype dtype,
                           char *x_grad, int64_t height, double *scale_grad, double *bias_grad)
 {
     for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-        int n = chunk_of(patch->columns, column);
         for (int64_t row = 0; row < patch->rows; row++) {
             int64_t group = row / height * patch->columns + column;
-            ALIGNED double xh[CHUNK], y_grad[CHUNK];
-            load_chunk(patch, row, column, n, xh, y_grad);
-            row_gradients(xh, y_grad, patch->scale + column, mean[row], projection[row], patch->inv_std_dev[row],
-                          scale_grad + group, bias_grad + group, n);
-            store_wide(dtype, y_grad, x_grad + (row * patch->columns + column) * ITEMSIZE[dtype], n);
+            ALIGNED double room[2][CHUNK];
+            struct chunk chunk = load_chunk(patch, row, column, room);
+            struct means means = {weighted[row], projected[row]};
+            char *target = x_grad + (row * patch->columns + column) * ITEMSIZE[dtype];
+            write_gradients(chunk, means, dtype, target, scale_grad + group, bias_grad + group);
         }
     }
 }

@@ -17,7 +17,7 @@ struct level {
     void (*count_extremes)(const char *, int64_t, int64_t, const uint64_t *, int64_t *);
     void (*histogram_pieces)(const char *, const int64_t *, int64_t, int64_t *, double *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);
-    void (*sum_rows)(const struct patch *, const double *, double *);
+    void (*sum_rows)(const struct patch *, double *);
     void (*sum_gradients)(const struct patch *, double *, double *);
     void (*differentiate)(const struct patch *, const double *, const double *, enum dtype, char *, int64_t, double *,
                           double *);

@@ -81,6 +81,27 @@ static void load_row(enum dtype dtype, const char *source, float *row, int n)
     }
 }
 
+/* One of many values at any address, float64 if they are wide and else float32. */
+HELPER double value_at(const char *values, int64_t j, int is_wide)
+{
+    return is_wide ? as_double(load64(values + 8 * j)) : (double)as_float(load32(values + 4 * j));
+}
+
+static void widen_values(const char *restrict row, double *restrict values, int n)
+{
+    for (int64_t j = 0; j < n; j++) values[j] = value_at(row, j, 0);
+}
+
+/* The values of some elements; they stay where they are if they can, and are else put into `room`. */
+static const char *load_values(enum dtype dtype, const char *data, int is_wide, double *room, int n)
+{
+    ALIGNED float row[LANES];
+    if (dtype == F64 || (dtype == F32 && !is_wide)) return data;
+    if (dtype != F32) load_row(dtype, data, is_wide ? row : (float *)room, n);
+    if (is_wide) widen_values(dtype == F32 ? data : (const char *)row, room, n);
+    return (const char *)room;
+}
+
 /* Rounds a row and stores it. */
 static void store_row(enum dtype dtype, const float *row, char *target, int n)
 {
@@ -103,9 +124,36 @@ HELPER float double_to_odd(double value)
     return as_float(nearest == value || value != value ? bits : cut);
 }
 
-static void row_odd(const double *restrict wide, float *restrict row, int n)
+/* The nearest number of a range; all are positive. GCC has single instructions for minima and maxima of integers with
+ * AVX-512, and of numbers elsewhere. */
+HELPER double clamp(double value, double lowest, double highest)
 {
-    for (int64_t j = 0; j < n; j++) row[j] = double_to_odd(wide[j]);
+#ifdef __AVX512F__
+    int64_t bits = (int64_t)as_bits64(value), low = (int64_t)as_bits64(lowest), high = (int64_t)as_bits64(highest);
+    bits = bits > low ? bits : low;
+    return as_double((uint64_t)(bits < high ? bits : high));
+#else
+    value = value > lowest ? value : lowest;
+    return value < highest ? value : highest;
+#endif
+}
+
+/* The value of a type of 16 bits or fewer that is nearest to a float64 value, before overflow.
+ *
+ * As in round_product, the last place of anchor + value is that of the type, and the sum is rounded once. The anchor is
+ * one and a half times a power of two, so that a negative value does not change that place. Above 2^512 it is another
+ * one, but all of these values overflow. */
+HELPER float round_wide(double value, double lowest, double factor)
+{
+    double power = as_double(as_bits64(value) & 0x7ff0000000000000u);
+    double anchor = clamp(power, lowest, 0x1p512) * factor, rounded = (value + anchor) - anchor;
+    return (float)as_double(as_bits64(rounded) | (as_bits64(value) & 0x8000000000000000u));
+}
+
+static void row_round_wide(const double *restrict wide, float *restrict row, struct format format, int n)
+{
+    double lowest = (double)as_float(format.lowest), factor = 1.5 * power_of_two((int)(format.spare >> 23) + 52 - 23);
+    for (int64_t j = 0; j < n; j++) row[j] = round_wide(wide[j], lowest, factor);
 }
 
 static void narrow_nearest(const double *restrict wide, char *restrict target, int n)
@@ -124,7 +172,7 @@ static void store_wide(enum dtype dtype, const double *wide, char *target, int n
     ALIGNED float row[LANES];
     if (dtype == F64) { narrow_f64(wide, target, n); return; }
     if (dtype == F32) { narrow_nearest(wide, target, n); return; }
-    row_odd(wide, row, n);
+    row_round_wide(wide, row, format_of(dtype), n);
     store_row(dtype, row, target, n);
 }
 

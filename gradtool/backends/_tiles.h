@@ -2,7 +2,7 @@
 #ifndef GRADTOOL_TILES_H
 #define GRADTOOL_TILES_H
 
-#include "_storage.h"
+#include "_lanes.h"
 
 /* ---- one row ---------------------------------------------------------------------------------------------------- */
 
@@ -189,11 +189,6 @@ static void scale_row32(struct job job, enum dtype dtype, char *data, int n)
 }
 
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
-
-static void halve(const double *restrict lanes, double *restrict sums, int width)
-{
-    for (int64_t j = 0; j < width; j++) sums[j] = lanes[2 * j] + lanes[2 * j + 1];
-}
 
 /* Folds the lanes, neighbors first. */
 static double fold(enum dtype dtype, double *lanes)

@@ -45,6 +45,29 @@ def test_a_float64_sum_is_not_rounded_twice(backend, dtype):
         assert np.array_equal(bits_of(stored(block, pieces[0])), expected.astype(storage.bits)), offset
 
 
+def hard_to_round(dtype):
+    """Values of a type, ties, and what float64 has on either side of them; subnormals, ends of ranges, and any bits."""
+    kind, rng = NUMPY_TYPES[dtype], np.random.default_rng(7)
+    own = np.arange(STORAGE[dtype].overflow or 0x7F80, dtype=f"u{kind.itemsize}").view(kind).astype(np.float64)
+    own = np.append(own[np.isfinite(own)], 2 * own[-1] - own[-2])
+    exact = np.concatenate([own, (own[:-1] + own[1:]) / 2, 2.0 ** np.arange(-1074, 1024)])
+    around = [exact, np.nextafter(exact, np.inf), np.nextafter(exact, 0)]
+    special = [np.inf, np.nan, np.finfo(np.float64).max, 5e-324]
+    bits = rng.integers(0, 2**64, 1 << 14, np.uint64).view(np.float64)
+    values = np.concatenate([*around, special, bits])
+    return rng.permutation(np.concatenate([values, -values]))
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_what_is_hard_to_round_is_rounded_once(backend, dtype):
+    with np.errstate(all="ignore"):
+        values = hard_to_round(dtype) if NUMPY_TYPES[dtype].itemsize < 4 else hard_to_round("BF16")
+        expected = rounded_once(values, dtype)
+    block, pieces = block_of(np.zeros(len(values), NUMPY_TYPES[dtype]))
+    backend.accumulate(block, pieces, iter([whole(values)]), Rule(keeps=False), NormSpec())
+    assert np.array_equal(bits_of(stored(block, pieces[0])), bits_of(expected))
+
+
 def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(backend):
     for dtype in VALUE_TYPES[1:]:
         block, pieces = block_of(encode([0, 0, 0], dtype))

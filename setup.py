@@ -29,7 +29,7 @@ setup(
     ext_modules=[
         Extension(
             "gradtool.backends._kernels",
-            sources=[f"gradtool/backends/{name}.c" for name in ("_kernels", "_level_v3", "_level_v4")],
+            sources=[f"gradtool/backends/{name}.c" for name in ("_kernels", "_level_v3", "_level_v4", "_level_v4_512")],
             # Rebuilt when one of these changes, and shipped with the source.
             depends=[
                 f"gradtool/backends/{name}.h"

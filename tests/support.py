@@ -58,7 +58,7 @@ VALUE_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 def backends():
     """Every backend that there may be: its name, and what makes it or raises `ImportError` saying why not."""
-    levels = {f"compiled {level}": partial(compiled, level) for level in ("x86-64-v3", "any")}
+    levels = {f"compiled {level}": partial(compiled, level) for level in ("x86-64-v4", "x86-64-v3", "any")}
     return {"numpy": NumpyBackend, "compiled": compiled, **levels, "shim": shim, "cuda": cuda}
 
 

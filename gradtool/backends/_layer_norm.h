@@ -11,7 +11,7 @@ struct patch {
     const double *mean, *inv_std_dev, *scale, *bias;
 };
 
-/* Part of a row: its values, float64 if they are wide and else float32, and the parameters of the row and the columns. */
+/* Part of a row: its values, float64 if they are wide and else float32, and the parameters of its row and columns. */
 struct chunk {
     const char *x, *y_grad;
     int is_wide, n;

@@ -3,6 +3,7 @@ import errno
 import os
 import signal
 import stat
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,27 @@ def test_extended_attributes_are_kept(tmp_path):
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert os.getxattr(shard.path, "user.note") == b"from rank 3"
+
+
+@LINUX
+def test_a_file_without_an_access_control_list_gets_none_from_its_folder(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    shard.path.chmod(0o660)
+    object.__setattr__(shard, "stat", shard.path.stat())
+    # What new files in the folder inherit: user 1234 may do everything. Of linux/posix_acl_xattr.h: tag, rights, ID.
+    entries = [(1, 7, -1), (2, 7, 1234), (4, 7, -1), (0x10, 7, -1), (0x20, 0, -1)]
+    default = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_default", default)
+    except OSError as error:
+        pytest.skip(f"this file system has no access control lists: {error}")
+    with replacing(tmp_path) as replacement:
+        temporary = replacement.stage(shard.path, shard.size, shard.stat)
+        assert "system.posix_acl_access" not in os.listxattr(temporary.path)
+        fill(temporary)
+        replacement.commit()
+    assert "system.posix_acl_access" not in os.listxattr(shard.path)
+    assert shard.path.stat().st_mode & 0o7777 == 0o660
 
 
 @LINUX

@@ -323,6 +323,30 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("call", "number"), [("replace", errno.ENOENT), ("link", errno.EEXIST)])
+def test_a_call_whose_answer_a_server_lost_was_done(tmp_path, monkeypatch, count, call, number):
+    shards = shards_of(tmp_path, count)
+    is_new = call == "link"
+    if is_new:
+        for shard in shards:
+            shard.path.unlink()
+    real = getattr(os, call)
+
+    def fail_after(*arguments, **options):
+        # As NFS, whose second try finds that the first was done.
+        real(*arguments, **options)
+        raise OSError(number, os.strerror(number))
+
+    with replacing(tmp_path) as replacement:
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, None if is_new else shard.stat, is_new=is_new))
+        monkeypatch.setattr(os, call, fail_after)
+        replacement.commit()
+    assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
+    assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_full_disk_is_known_before_work_starts_and_leaves_no_trace(tmp_path, monkeypatch, number):
     shards = shards_of(tmp_path)

@@ -5,6 +5,7 @@
 import inspect
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
@@ -132,7 +133,10 @@ def app(arguments: Sequence[str]) -> int:
         function, summary = COMMANDS[name]
         run = _runner(name, declared_of(name) if named else [])
         root.command(name, cls=_Command, help=inspect.getdoc(function), short_help=summary)(run)
-    return int(root(arguments, standalone_mode=False, prog_name=completion.program(arguments)) or 0)
+    call = partial(root, standalone_mode=False, prog_name=completion.program(arguments))
+    if completion.is_about(arguments):
+        return completion.show_or_install(call, *arguments)
+    return int(call(arguments) or 0)
 
 
 def declared_of(name: str) -> list[Declared]:

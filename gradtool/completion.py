@@ -1,17 +1,29 @@
-"""Completion of command lines by shells, as Typer has it; next to nothing is done unless a shell or its user asks."""
+"""Completion of command lines by shells, as Typer has it; next to nothing is done unless a shell or its user asks.
+
+Typer's scripts are installed here: Typer itself rewrites the start-up file of the shell, which a full disk would empty.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import UsageError
+from gradtool.errors import SystemRefusedError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-_FLAGS = ("--install-completion", "--show-completion")
-SHELLS = ("bash", "zsh", "fish")
+_FLAGS = _INSTALL, _SHOW = "--install-completion", "--show-completion"
+# Where each shell gets its script from; and its start-up file, with the line there that has it look.
+_PLACES = {
+    "bash": (".bash_completions/gradtool.sh", ".bashrc", "source ~/.bash_completions/gradtool.sh"),
+    "zsh": (".zfunc/_gradtool", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
+    "fish": (".config/fish/completions/gradtool.fish", "", ""),
+}
+SHELLS = tuple(_PLACES)
 # What the scripts of Typer set: that this is a completion, and the words so far.
 _ASKED = "_GRADTOOL_COMPLETE"
 _WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
@@ -52,6 +64,53 @@ def with_shell(arguments: Sequence[str]) -> list[str]:
         raise UsageError(f"name the shell: {flag} {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")
     os.environ[_TAKES_NAME] = "1"
     return [flag, name]
+
+
+def show_or_install(call: Callable[[Sequence[str]], Any], flag: str, shell: str) -> int:
+    """Print the script for a shell, or install it; `call` is Typer. The exit code.
+
+    Raises:
+        SystemRefusedError: a file cannot be written; what the start-up file had is still there.
+    """
+    # Typer exits once it has printed.
+    with contextlib.redirect_stdout(io.StringIO()) as script, contextlib.suppress(SystemExit):
+        call([_SHOW, shell])
+    if flag == _SHOW:
+        sys.stdout.write(script.getvalue())
+        return 0
+    home = os.environ.get("HOME", "")
+    if not os.path.isabs(home):  # noqa: PTH117 - pathlib is slow to import
+        raise UsageError("HOME is not set to a folder; set it, so that the shell finds what is installed")
+    path, startup, line = _PLACES[shell]
+    place = os.path.join(home, path)  # noqa: PTH118
+    with _by_hand(place, shell):
+        os.makedirs(os.path.dirname(place), exist_ok=True)  # noqa: PTH103, PTH120
+        with open(place, "wb") as file:  # noqa: PTH123
+            file.write(script.getvalue().encode())
+    if startup:
+        with _by_hand(os.path.join(home, startup), shell) as start:  # noqa: PTH118
+            _append_line(start, line.encode())
+    sys.stdout.write(f"wrote {place}; {shell} completes gradtool from its next start on\n")
+    return 0
+
+
+@contextlib.contextmanager
+def _by_hand(path: str, shell: str) -> Iterator[str]:
+    """The path; an error about it says how to do without."""
+    try:
+        yield path
+    except OSError as error:
+        remedy = f"gradtool {_SHOW} {shell} prints the script, to install it by hand"
+        raise SystemRefusedError(f"{error.strerror or error}; {remedy}", file=path) from error
+
+
+def _append_line(path: str, line: bytes) -> None:
+    """Append a line to a text file, unless it is there."""
+    with open(path, "ab+") as file:  # noqa: PTH123
+        file.seek(0)
+        text = file.read()
+        if line not in text:
+            file.write((b"" if text.endswith(b"\n") or not text else b"\n") + line + b"\n")
 
 
 def brief(text: str) -> str:

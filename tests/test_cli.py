@@ -178,10 +178,22 @@ def test_in_a_folder_that_is_gone_a_path_from_the_root_works_and_another_is_miss
     for call in (["norm", "x"], ["clip", "x", "--max-norm", "1"]):
         done = subprocess.run([*REMOVED_FOLDER, *call], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (3, "gradtool: error: x: no such file\n")
-    call = ["clip", path, "--max-norm", "1", "--output", "y"]
+    for more in (["--output", "y"], ["--output-dir", "y"], ["--limit", "z=2", "--state", "y"]):
+        call = ["clip", path, *(["--max-norm", "1"] if "--state" not in more else []), *more]
+        done = subprocess.run([*REMOVED_FOLDER, *call], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 5
+        assert done.stderr == "gradtool: error: the current folder is gone; change to another one\n"
+    call = ["clip", path, "--max-norm", "1e-3", "--output", tmp_path / "y"]
     done = subprocess.run([*REMOVED_FOLDER, *call], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 5
-    assert done.stderr == "gradtool: error: the current folder is gone; change to another one\n"
+    assert (done.returncode, done.stderr, (tmp_path / "y").exists()) == (0, "", True)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="only Linux has such a folder")
+@pytest.mark.parametrize("option", ["--output=/proc/x", "--output-dir=/proc/x", "--output-dir=/proc"])
+def test_a_folder_that_takes_no_files_says_so(tmp_path, option):
+    done = gradtool("clip", sample(tmp_path), "--max-norm", "1e-3", option)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr.startswith("gradtool: error: /proc: no file can be made in this folder")
 
 
 # An error of the system where none is expected.

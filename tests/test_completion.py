@@ -8,11 +8,13 @@ import select
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from support import gradtool
+from support import COMMAND, gradtool
 
 EVERY_COMMAND = {
     "norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor",
@@ -148,6 +150,42 @@ def test_it_is_installed_for_a_shell_that_is_named_and_only_there(tmp_path):
         ".config/fish/completions/gradtool.fish"
     ]
     assert "gradtool" in (tmp_path / ".config/fish/completions/gradtool.fish").read_text()
+
+
+@pytest.mark.parametrize(("shell", "name", "line"), [("bash", ".bashrc", "source "), ("zsh", ".zshrc", "fpath+=")])
+def test_the_start_up_file_of_the_shell_gets_one_line_more_and_keeps_all_others(tmp_path, shell, name, line):
+    # As an editor may leave it: neither UTF-8 nor with a newline at its end.
+    (tmp_path / name).write_bytes(b"alias x=\xff")
+    for _ in range(2):
+        done = gradtool("--install-completion", shell, env={"HOME": str(tmp_path)})
+        assert (done.returncode, done.stderr) == (0, "")
+        (place,) = re.fullmatch(
+            rf"wrote (.*); {shell} completes gradtool from its next start on\n", done.stdout
+        ).groups()
+        assert Path(place).read_text() == gradtool("--show-completion", shell).stdout
+    before, added, end = (tmp_path / name).read_bytes().split(b"\n")
+    assert (before, end) == (b"alias x=\xff", b"")
+    assert added.startswith(line.encode())
+
+
+@pytest.mark.parametrize("home", ["", "here"])
+def test_without_a_home_nothing_is_installed(tmp_path, home):
+    done = gradtool("--install-completion", "bash", env={"HOME": home}, cwd=tmp_path)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert done.stderr.startswith("gradtool: error: HOME is not set to a folder; set it")
+
+
+def test_a_start_up_file_that_has_no_room_stays_as_it_was(tmp_path):
+    startup = tmp_path / ".bashrc"
+    startup.write_bytes(b"x" * 4096)
+    # Four units of 512 or 1,024 bytes: room for the script, and none behind what is there.
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 4; exec "$@"', "-", *COMMAND, "--install-completion", "bash"],
+        env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, check=False, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, startup.read_bytes()) == (5, "", b"x" * 4096)
+    remedy = "gradtool --show-completion bash prints the script, to install it by hand"
+    assert done.stderr == f"gradtool: error: {startup}: File too large; {remedy}\n"
 
 
 @pytest.mark.parametrize("arguments", [["tcsh"], ["bash", "zsh"], [""]])

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import shutil
 import subprocess
 
@@ -80,6 +81,31 @@ def test_what_needs_no_room_is_done_on_a_full_disk(disk):
     done = gradtool("clip", disk / "set", "--max-norm", "1e9", "--json")
     assert done.returncode == 0, done
     assert gradtool("recover", disk / "set").returncode == 0
+
+
+def test_doctor_says_that_a_disk_is_full(disk):
+    shards(disk / "set", 1000)
+    fill(disk)
+    done = gradtool("doctor", disk / "set")
+    facts = dict(line.split("\t")[:2] for line in done.stdout.splitlines())
+    assert (done.returncode, done.stderr, facts["writable"], facts["free_bytes"]) == (0, "", "no", "0"), done
+
+
+@pytest.mark.parametrize("mode", ["replace", "inplace"])
+def test_a_disk_without_room_for_the_state_leaves_the_gradients_elsewhere(disk, tmp_path, mode):
+    shards(tmp_path / "set", 1000)
+    # Of many norms, so that no remainder of the disk has room for another one.
+    known = {"gradtool_state": 1, "rule": "percentile", "norm_type": 2.0, "mean": None, "variance": None}
+    (disk / "clip.json").write_text(json.dumps(known | {"steps": 9000, "norms": [0.1] * 9000}))
+    fill(disk)
+    before, state = content_of(tmp_path / "set"), (disk / "clip.json").read_bytes()
+    done = gradtool(
+        *("clip", tmp_path / "set", "--limit", "percentile=1", "--state", disk / "clip.json", "--write", mode)
+    )
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "free some space" in done.stderr
+    assert (content_of(tmp_path / "set"), (disk / "clip.json").read_bytes()) == (before, state)
+    assert not [path for folder in (disk, tmp_path / "set") for path in folder.glob(".gradtool*")]
 
 
 @pytest.mark.parametrize("mode", ["replace", "inplace"])

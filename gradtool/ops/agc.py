@@ -14,9 +14,11 @@ from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems
 from gradtool.ops.units import CompareUnits, units_of
 from gradtool.store.transaction.inputs import Inputs, open_to_read
+from gradtool.store.transaction.small import refuse_to_replace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from gradtool.ops.session import Session
     from gradtool.ops.units import Coefs, Floats
@@ -76,16 +78,18 @@ class UnitDecision(NamedTuple):
     clipped: int
 
 
-def parameters_of(policy: AgcPolicy, selected: Sequence[Selected]) -> list[Selected]:
-    """The parameters of gradients: the tensors of the same names and shapes in another set.
+def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequence[Path]) -> list[Selected]:
+    """The parameters of gradients that are written to the targets: tensors of the same names and shapes in another set.
 
     Raises:
+        UsageError: a target is a file of the parameters.
         BadInputError: a file is invalid, or a tensor is missing or has another shape or a type without values.
         SystemRefusedError: a file cannot be read, or may be half changed.
     """
     from gradtool.store.format.gradset import refuse_dtypes, refuse_shared_names
 
     opened = open_to_read(Inputs([policy.params]))
+    refuse_to_replace(opened.sets, "--params", targets)
     refuse_shared_names(opened.selected)
     home = {one.tensor.name: one for one in opened.selected}
     problems = []
@@ -104,14 +108,16 @@ def parameters_of(policy: AgcPolicy, selected: Sequence[Selected]) -> list[Selec
     return params
 
 
-def decide_units(session: Session, policy: AgcPolicy, selected: Sequence[Selected]) -> UnitDecision:
-    """Compare gradients with their parameters.
+def decide_units(session: Session, policy: AgcPolicy, targets: Sequence[Path]) -> UnitDecision:
+    """Compare gradients with their parameters; `targets` are the files that they are written to.
 
     Raises:
+        UsageError: a target is a file of the parameters.
         NonFiniteError: a parameter is NaN or Inf.
         BadInputError: parameters are missing, or a coefficient is out of range for its type.
     """
-    params = parameters_of(policy, selected)
+    selected = session.selected
+    params = parameters_of(policy, selected, targets)
     found = session.run(CompareUnits(selected, params, policy.ratio, policy.eps, policy.unscale))
     if policy.nonfinite == "error" and found.suspects:
         suspects = [params[number] for number in sorted(found.suspects)]

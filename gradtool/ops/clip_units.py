@@ -30,7 +30,7 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         before = session.run(Measure(session.selected, policy.spec))
         if policy.nonfinite == "error":
             refuse_nonfinite(session.selected, before, "Use --nonfinite propagate to continue")
-        decision = decide_units(session, policy, session.selected)
+        decision = decide_units(session, policy, output.targets)
         changed = [number for number, changes in enumerate(decision.changed) if changes]
         selected = [session.selected[number] for number in changed]
         scale = ScaleUnits(selected, policy.spec, [decision.factors[number] for number in changed])

@@ -30,7 +30,8 @@ def append(outcome: Outcome) -> list[Problem]:
     if not path:
         return []
     try:
-        with open(path, "ab") as file:  # noqa: PTH123 - pathlib is slow to import
+        # Not to block: the path may be that of a FIFO that nobody reads.
+        with open(path, "ab", opener=_opened) as file:
             taken = file.tell()
             section = _section(outcome, _MOST_BYTES - taken - 1)
             # What is there may end in the middle of a line.
@@ -40,6 +41,10 @@ def append(outcome: Outcome) -> list[Problem]:
     if not section:
         return [Problem("step-summary", "the summary of the step is full; this call is not in it", path)]
     return []
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _section(outcome: Outcome, room: int) -> bytes:

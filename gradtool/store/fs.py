@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gradtool.errors import changed_meanwhile
+from gradtool.errors import SystemRefusedError, changed_meanwhile
 from gradtool.store import system
 from gradtool.store.faults import step, write_half
 
@@ -146,7 +146,14 @@ class Folder:
     def create(self, name: str, mode: int = 0o600) -> int:
         """Make a file that did not exist; its descriptor."""
         step()
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.fd)
+        try:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.fd)
+        except FileNotFoundError as error:
+            # As in /proc.
+            message = "no file can be made in this folder, or it was just removed; write somewhere else"
+            refused = SystemRefusedError(message, file=self.path)
+            refused.errno = error.errno
+            raise refused from error
 
     def create_file(self, name: str) -> tuple[int, File]:
         """As `create`, with the file; removed again if that fails."""

@@ -27,6 +27,8 @@ _FICLONE = 0x4004_9409
 # Of macOS's sys/fcntl.h: the command, all or nothing, from the end of what is allocated; and `struct fstore`.
 _F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
 _FSTORE = struct.Struct("Iiqqq")
+# Linux keeps the access control list of a file in this attribute.
+_ACL = "system.posix_acl_access"
 # Of macOS's copyfile.h: access control lists and extended attributes.
 _COPYFILE_ACL, _COPYFILE_XATTR = 1, 4
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -79,13 +81,17 @@ def clone(fd: int, to: int) -> bool | None:
 
 
 def copy_attributes(fd: int, to: int) -> None:
-    """Copy the extended attributes of a file, where there are any; on macOS its access control list, too.
+    """Copy the extended attributes of a file, where there are any, and its access control list.
 
     Raises:
         OSError: an attribute cannot be copied. Security labels are left out: the kernel gives a new file its own.
     """
     if hasattr(os, "listxattr"):
-        for name in _attributes(fd):
+        names = _attributes(fd)
+        if _ACL not in names and _ACL in _attributes(to):
+            # Inherited from the folder, it would let in users whom the original keeps out.
+            os.removexattr(to, _ACL)
+        for name in names:
             try:
                 os.setxattr(to, name, os.getxattr(fd, name))
             except OSError as error:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import VALUE_TYPES, encode, gaussian, read, rounded_once, snapshot, write, write_index
+from support import VALUE_TYPES, encode, gaussian, gradtool, read, rounded_once, snapshot, write, write_index
 
-import gradtool
-from gradtool import BadInputError, NonFiniteError, UsageError, clip, tuning
+from gradtool import BadInputError, NonFiniteError, UsageError, clip, norm, tuning
 
 
 def agc(grad, param, ratio, eps=1e-3):
@@ -199,6 +198,29 @@ def test_a_coefficient_beyond_its_type_is_bad_input(tmp_path):
     assert problems_of(BadInputError, path, agc=0.1, params=other, agc_eps=0) == [("input", "a", "grads")]
 
 
+@pytest.mark.parametrize("options", [["--output", "w/a"], ["--output-dir", "w"], ["--write", "inplace"]])
+def test_parameters_are_not_replaced_by_gradients(tmp_path, options):
+    tensors = {"t": encode([3, 4], "F32")}
+    path, params = write(tmp_path / "a", tensors), write(tmp_path / "w" / "a", tensors)
+    if "inplace" in options:
+        params = path
+    before = snapshot(tmp_path)
+    done = gradtool("clip", path, "--agc", "0.01", "--params", params, *options, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(" is a file of --params, which would be replaced; write to another file\n")
+    assert snapshot(tmp_path) == before
+
+
+def test_an_index_of_parameters_is_not_replaced_either(tmp_path):
+    shard = {"t": encode([3, 4], "F32")}
+    grads = write_index(tmp_path / "grads", {"g.safetensors": shard})
+    params = write_index(tmp_path / "params", {"p.safetensors": shard})
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError, match="is a file of params"):
+        clip(grads, agc=0.01, params=params, output_dir=tmp_path / "params")
+    assert snapshot(tmp_path) == before
+
+
 def test_dry_run_and_output_leave_the_input(tmp_path):
     path, other = pair(tmp_path, {"a": encode([3, 4], "F32")}, {"a": encode([3, 4], "F32")})
     before = snapshot(tmp_path)
@@ -206,4 +228,4 @@ def test_dry_run_and_output_leave_the_input(tmp_path):
     assert snapshot(tmp_path) == before
     clip(path, agc=0.5, params=other, output=tmp_path / "new")
     assert read(tmp_path / "new")["a"].tolist() == [1.5, 2.0]
-    assert gradtool.norm(path).norm == 5.0
+    assert norm(path).norm == 5.0

@@ -275,11 +275,27 @@ def test_a_state_that_is_none_is_one_line_and_changes_nothing(tmp_path, path, wh
 
 def test_what_is_no_file_is_no_state(tmp_path, path):
     os.mkfifo(tmp_path / "fifo")
-    for name in ("fifo", "set"):
-        with pytest.raises(BadInputError, match="is not a regular file|is a folder"):
-            clip(path, **Z, state=tmp_path / name)
-    with pytest.raises(BadInputError, match="no such folder"):
-        clip(path, **Z, state=tmp_path / "missing" / "s")
+    with pytest.raises(BadInputError, match="is not a regular file"):
+        clip(path, **Z, state=tmp_path / "fifo")
+    with pytest.raises(UsageError, match="must be a file"):
+        clip(path, **Z, state=tmp_path / "set")
+    for dry_run in (False, True):
+        with pytest.raises(BadInputError, match="no such folder"):
+            clip(path, **Z, state=tmp_path / "missing" / "s", dry_run=dry_run)
+
+
+@pytest.mark.parametrize("name", [".gradtool-0123456789ab.lock", ".gradtool-0123456789ab-1.tmp", ".gradtool-x"])
+def test_a_name_that_recovery_would_remove_is_refused(tmp_path, path, name):
+    before = snapshot(tmp_path)
+    for options in (Z | {"state": tmp_path / name}, {"max_norm": 1, "output": tmp_path / name}):
+        with pytest.raises(UsageError, match="removes; use another name"):
+            clip(path, **options)
+    # Nor does a link make another name of it.
+    (tmp_path / "link").symlink_to(name)
+    with pytest.raises(UsageError, match="removes; use another name"):
+        clip(path, **Z, state=tmp_path / "link")
+    (tmp_path / "link").unlink()
+    assert snapshot(tmp_path) == before
 
 
 WRONG = {
@@ -325,7 +341,20 @@ def test_an_output_folder_and_the_state_beside_it_are_written_as_one(tmp_path, p
     assert sorted(one.name for one in tmp_path.iterdir()) == ["clip.json", "out", "set"]
 
 
-@pytest.mark.parametrize("place", [".", "states"])
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_state_in_the_new_output_folder_is_made_with_it(tmp_path, path, options, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["clip", path, "--limit", "percentile=10", "--max-norm", "1", "--state", "out/clip.json"]
+    for steps in (1, 2):
+        done = gradtool_json(*command, "--output-dir", "out", *options)
+        assert done["data"]["steps"] == (1 if options else steps)
+        names = [] if options else ["clip.json", "x.safetensors"]
+        assert sorted(one.name for one in tmp_path.glob("out/*")) == names
+    done = gradtool(*command, "--output-dir", "out/deeper", *options)
+    assert done.returncode == (3 if options else 0), done
+
+
+@pytest.mark.parametrize("place", [".", "states", "out"])
 def test_a_killed_run_into_a_new_folder_leaves_folder_and_state_or_neither(tmp_path, place):
     write_index(tmp_path / "set", {f"{i}.safetensors": {f"t{i}": encode([3, 4], "F32")} for i in range(2)})
     (tmp_path / "states").mkdir()
@@ -339,7 +368,7 @@ def test_a_killed_run_into_a_new_folder_leaves_folder_and_state_or_neither(tmp_p
         assert run(*command, fault=f"kill@{step}").code == KILLED
         for folder in (tmp_path, tmp_path / "states", out):
             assert not folder.exists() or run("recover", folder).code == 0
-        files = sorted(one.name for one in out.iterdir()) if out.exists() else None
+        files = sorted(one.name for one in out.iterdir() if one != state) if out.exists() else None
         outcomes.append((files, state.exists()))
         assert not list(tmp_path.rglob(".gradtool*")), step
     whole = ["0.safetensors", "1.safetensors", "model.safetensors.index.json"]

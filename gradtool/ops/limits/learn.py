@@ -40,6 +40,6 @@ def state_path(chosen: ClipOptions) -> Path | None:
     path = os.fspath(chosen["state"])
     if path.endswith(_OF_SETS):
         raise UsageError(f"--state {path} has a name of gradients; give it another one, such as clip.json")
-    if path == "-" or path.endswith(os.sep):
+    if path == "-" or path.endswith(os.sep) or os.path.isdir(path):  # noqa: PTH112 - Path's own raises
         raise UsageError(f"--state {path} must be a file")
     return Path(path)

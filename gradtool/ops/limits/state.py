@@ -100,12 +100,12 @@ def _parsed(path: Path, content: bytes) -> State:
 
 
 def _loaded(content: bytes) -> dict[str, Any]:
+    if not content.lstrip().startswith(b"{"):
+        raise ValueError("it is not a JSON object")
     # Each value of a list has a comma: they are counted before they are parsed.
     if content.count(b",") > MOST_NORMS + 100 or max(map(content.count, (b"[", b"{"))) > 1:
         raise ValueError("it has too many values")
     document: dict[str, Any] = json.loads(content)
-    if type(document) is not dict:
-        raise ValueError("it is not a JSON object")
     return document
 
 

@@ -41,7 +41,7 @@ def no_such_file(path: str) -> str:
 def no_such_folder(path: str) -> str:
     """The same for a path that should be that of a folder."""
     name = path.rstrip(os.sep) or path
-    if os.path.isfile(name):  # noqa: PTH113 - Path's own raises without permission
+    if os.path.exists(name) and not os.path.isdir(name):  # noqa: PTH110, PTH112 - Path's own raise without permission
         return "no such folder, but a file of that name" + ("; leave out the slash at its end" if name != path else "")
     return url_message(path) or no_such_file(name).replace("no such file", "no such folder", 1)
 

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 _SIZE = 1 << 20
 _SYNCS = 5
-# Where nothing may be written; such as in /proc, where no file can be made.
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+# Where nothing can be written; such as in /proc, where no file can be made, and on a full disk.
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSPC, errno.EDQUOT)
 
 
 class Abilities(NamedTuple):
-    """What a file system can do; None where nothing may be written, or the system has no call to find out.
+    """What a file system can do; None where nothing can be written, or the system has no call to find out.
 
-    `holes`: a file may be larger than the space that it takes. `reserves`: space can be taken before it is written.
-    `reflinks`: a copy can share the space of its original. `hard_links`: a file may have a second name.
-    `locks`: `flock` keeps a second process out. `attributes`: extended attributes are copied. `fsync_seconds`: the
-    median time that syncing 4 KiB takes.
+    `writable`: two files of 1 MiB may be made, and there is room for them. `holes`: a file may be larger than the space
+    that it takes. `reserves`: space can be taken before it is written. `reflinks`: a copy can share the space of its
+    original. `hard_links`: a file may have a second name. `locks`: `flock` keeps a second process out. `attributes`:
+    extended attributes are copied. `fsync_seconds`: the median time that syncing 4 KiB takes.
     """
 
     writable: bool

@@ -149,7 +149,10 @@ class Output(NamedTuple):
     def locked_for_state(self) -> Iterator[Self]:
         """The same, where no input is written; locked if there is a state, which no other run may write meanwhile."""
         if not self.options.keeps_state:
-            refuse_unfinished(self.states)
+            if self.states:
+                # What a path that leads nowhere is refused by, in a dry run too.
+                Targets((), self.folder, self.states).close()
+            refuse_unfinished(one for one in self.states if one.parent.is_dir())
             yield self
             return
         with self._locked() as transaction:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from gradtool.store.format.gradset import GradientSet
     from gradtool.store.fs import File
 
 
@@ -44,6 +45,15 @@ def fill(staged: File, target: Path, content: bytes) -> None:
             fs.write_all(fd, [content], 0)
     except OSError as error:
         raise from_os_error(error, target) from error
+
+
+def refuse_to_replace(sets: Sequence[GradientSet], what: str, targets: Sequence[Path]) -> None:
+    """Raise `UsageError` for a target that is a file of sets that are only read; `what` they are."""
+    files = [path for one in sets for path in (*(shard.path for shard in one.shards), one.index) if path is not None]
+    read = set(map(os.path.realpath, files))
+    for target in targets:
+        if os.path.realpath(target) in read:
+            raise UsageError(f"{target} is a file of {what}, which would be replaced; write to another file")
 
 
 def refuse_among(targets: Sequence[Path], states: Sequence[Path]) -> None:

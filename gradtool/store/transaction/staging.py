@@ -59,7 +59,11 @@ class Staged(NamedTuple):
                 raise changed_meanwhile(self.temporary.path)
             if self.is_new and self._link():
                 return True
-            self.folder.rename(self.temporary.name, self.name)
+            try:
+                self.folder.rename(self.temporary.name, self.name)
+            except OSError:
+                if not self._is_target():
+                    raise
             return False
 
     def was_swapped(self) -> bool:
@@ -70,6 +74,11 @@ class Staged(NamedTuple):
             return False  # The rename succeeded, and nothing else is known.
         return status is None or not self.temporary.matches(status)
 
+    def _is_target(self) -> bool:
+        """Whether a call that failed was done: a server may lose its answer, and fail when it is asked again."""
+        status = self.folder.status(self.name)
+        return status is not None and self.temporary.matches(status)
+
     def _link(self) -> bool:
         """Link the target, which replaces nothing, unlike a rename; False on file systems without links."""
         try:
@@ -77,6 +86,8 @@ class Staged(NamedTuple):
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
                 raise
+            if self._is_target():
+                return True
             if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
                 message = "another program created it in the meantime; run again"
                 raise SystemRefusedError(message, file=self.target) from error

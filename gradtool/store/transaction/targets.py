@@ -23,6 +23,7 @@ from gradtool.errors import (
     os_errors_about,
 )
 from gradtool.store.fs import Folder, open_folder, open_to_search
+from gradtool.store.transaction.files import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,8 +45,9 @@ class Targets:
     """The folders of the targets, open, and the `names` of the targets in each.
 
     If `new_folder` does not exist, the nearest existing folder above it comes first; `missing` are the folders to make
-    in it, each in the one before, and `made` those that were made. All `paths` are then in it; `others` are not. A link
-    of another user that leads to a file of yet another is a `SystemRefusedError`.
+    in it, each in the one before, and `made` those that were made. All `paths` are then in it; `others` may be. A link
+    of another user that leads to a file of yet another is a `SystemRefusedError`, and a name of a run's own files a
+    `UsageError`.
     """
 
     def __init__(self, paths: Iterable[Path], new_folder: Path | None = None, others: Iterable[Path] = ()) -> None:
@@ -63,7 +65,8 @@ class Targets:
             for path in paths:
                 self._add(path, is_new=bool(self.missing))
             for path in others:
-                self._add(path, is_new=False)
+                in_new = new_folder is not None and path.parent.absolute() == new_folder.absolute()
+                self._add(path, is_new=bool(self.missing) and in_new)
         except BaseException:
             self.close()
             raise
@@ -118,10 +121,12 @@ class Targets:
 
     def _add(self, path: Path, *, is_new: bool) -> None:
         if is_new:
+            _refuse_name(path, path.name)
             self._new[path] = path.name
             self._located[path] = self.folders[0], path.name
             return
         folder, name, links = self._follow(path)
+        _refuse_name(path, name)
         _refuse_foreign(path, links, folder, name)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
@@ -142,9 +147,11 @@ class Targets:
 
     def _followed_folder(self, path: str) -> tuple[Folder, list[_Link]]:
         if path not in self._followed:
+            # Where the current folder is gone, other folders are not.
+            absolute = path if path.startswith(os.sep) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118
             with os_errors_about(path):
                 try:
-                    self._followed[path] = self._opened_folder(path)
+                    self._followed[path] = self._opened_folder(absolute)
                 except (FileNotFoundError, NotADirectoryError) as error:
                     from gradtool.store.format.missing import no_such_folder  # only needed for the error
 
@@ -153,7 +160,7 @@ class Targets:
 
     def _opened_folder(self, path: str) -> tuple[Folder, list[_Link]]:
         """Open a folder by way of every folder above it, so that each link is seen."""
-        left = _parts(os.path.join(os.getcwd(), path))  # noqa: PTH109, PTH118 - no part may be dropped
+        left = _parts(path)
         real: list[str] = []
         foreign: list[_Link] = []
         links = 0
@@ -225,6 +232,13 @@ def _parts(path: str) -> list[str]:
 
 def _loop() -> OSError:
     return OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _refuse_name(path: Path, name: str) -> None:
+    """Refuse a target that recovery would take for what a run has left, and remove."""
+    if name.startswith(PREFIX):
+        what = f"names that begin with {PREFIX} are those of temporary files, which gradtool recover removes"
+        raise UsageError(f"{path}: {what}; use another name")
 
 
 def _foreign(path: str, status: os.stat_result) -> list[_Link]:

@@ -81,6 +81,13 @@ def test_where_no_file_can_be_made_nothing_else_is_known(folder, monkeypatch, nu
     assert abilities(folder) == Abilities(writable=False)
 
 
+@pytest.mark.parametrize("call", ["reserve", "write_all"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_error_but_what_is_to_be_said(folder, monkeypatch, call, number):
+    monkeypatch.setattr(fs, call, failing(number))
+    assert abilities(folder) == Abilities(writable=False)
+
+
 @pytest.mark.parametrize("call", ["resize", "reserve", "write_all", "sync", "clone"])
 def test_a_file_system_that_fails_is_an_error(folder, monkeypatch, call):
     monkeypatch.setattr(fs, call, failing(errno.EIO))

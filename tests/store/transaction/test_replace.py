@@ -3,6 +3,7 @@ import errno
 import os
 import signal
 import stat
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,27 @@ def test_extended_attributes_are_kept(tmp_path):
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert os.getxattr(shard.path, "user.note") == b"from rank 3"
+
+
+@LINUX
+def test_a_file_without_an_access_control_list_gets_none_from_its_folder(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    shard.path.chmod(0o660)
+    object.__setattr__(shard, "stat", shard.path.stat())
+    # What new files in the folder inherit: user 1234 may do everything. Of linux/posix_acl_xattr.h: tag, rights, ID.
+    entries = [(1, 7, -1), (2, 7, 1234), (4, 7, -1), (0x10, 7, -1), (0x20, 0, -1)]
+    default = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_default", default)
+    except OSError as error:
+        pytest.skip(f"this file system has no access control lists: {error}")
+    with replacing(tmp_path) as replacement:
+        temporary = replacement.stage(shard.path, shard.size, shard.stat)
+        assert "system.posix_acl_access" not in os.listxattr(temporary.path)
+        fill(temporary)
+        replacement.commit()
+    assert "system.posix_acl_access" not in os.listxattr(shard.path)
+    assert shard.path.stat().st_mode & 0o7777 == 0o660
 
 
 @LINUX
@@ -299,6 +321,30 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
     assert recover(tmp_path).finished == 1
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("call", "number"), [("replace", errno.ENOENT), ("link", errno.EEXIST)])
+def test_a_call_whose_answer_a_server_lost_was_done(tmp_path, monkeypatch, count, call, number):
+    shards = shards_of(tmp_path, count)
+    is_new = call == "link"
+    if is_new:
+        for shard in shards:
+            shard.path.unlink()
+    real = getattr(os, call)
+
+    def fail_after(*arguments, **options):
+        # As NFS, whose second try finds that the first was done.
+        real(*arguments, **options)
+        raise OSError(number, os.strerror(number))
+
+    with replacing(tmp_path) as replacement:
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, None if is_new else shard.stat, is_new=is_new))
+        monkeypatch.setattr(os, call, fail_after)
+        replacement.commit()
+    assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
+    assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

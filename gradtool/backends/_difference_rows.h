@@ -1,186 +1,187 @@
-/* Rows of two blocks side by side: their values, terms, facts and codes. */
+/* Rows of two tiles side by side, as values: their terms, and the places of the largest differences. */
 #ifndef GRADTOOL_DIFFERENCE_ROWS_H
 #define GRADTOOL_DIFFERENCE_ROWS_H
 
-#include "_storage.h"
+#include "_difference_codes.h"
+#include "_tiles.h"
 
-/* So many lanes are done at a time, row after row, that their sums and the values of a row stay in the L1 cache. */
-enum { PART = 256 };
+/* So many lanes are done at a time, row after row, that their sums stay in the L1 cache. */
+enum { PART = 512 };
 enum { GAPS, SQUARES_A, SQUARES_B, PRODUCTS, SUMS };
-enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
-enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS };
 
 struct tolerance { double absolute, relative; };
 
-/* A tile of a, and the tile of b that it is compared with. */
-struct pair { enum dtype dtype[2]; const char *data[2]; int64_t elements; };
+/* A quotient that is larger is looked for, if there may be one. */
+struct wanted { struct tolerance tolerance; double quotient; };
 
-/* Where an element of a side is. */
-static const char *at(struct pair pair, int side, int64_t number)
+/* Facts of a row: the bits of the largest |x - y|; how many are far; and whether a quotient may be above the wanted one. */
+struct row_facts { int64_t largest, far; uint64_t above; };
+
+/* The terms of a lane. */
+struct terms { double gaps, a, b, products; };
+
+HELPER struct terms terms_of(double (*lanes)[PART], int64_t j)
 {
-    return pair.data[side] + number * ITEMSIZE[pair.dtype[side]];
+    return (struct terms){lanes[GAPS][j], lanes[SQUARES_A][j], lanes[SQUARES_B][j], lanes[PRODUCTS][j]};
 }
 
-/* What is found in a tile. */
-struct difference {
-    double sums[SUMS], max_abs, max_rel;
-    uint64_t ulps;
-    int64_t places[MAXIMA], counts[COUNTS];
-};
-
-/* Values of a row, float64 if they are wide and else float32, at any address. */
-struct row { const char *x, *y; int is_wide, n; int64_t start; };
-
-/* The values of a row in float64. */
-static void widen(struct row row, double *x, double *y)
+HELPER void set_terms(double (*lanes)[PART], int64_t j, struct terms terms)
 {
-    if (row.is_wide) {
-        memcpy(x, row.x, 8 * (size_t)row.n);
-        memcpy(y, row.y, 8 * (size_t)row.n);
-    } else {
-        widen_values(row.x, x, row.n);
-        widen_values(row.y, y, row.n);
-    }
+    lanes[GAPS][j] = terms.gaps, lanes[SQUARES_A][j] = terms.a;
+    lanes[SQUARES_B][j] = terms.b, lanes[PRODUCTS][j] = terms.products;
 }
 
-/* Facts of a row: the bits of the largest |x - y|, counts, and whether a quotient may be above the bound. */
-struct row_facts { uint64_t largest, differing, bits, far, above; };
-
-/* Adds the terms of a row to the lanes, and looks at its differences. Without a tolerance, none is far. */
-HELPER struct row_facts add_and_look(struct row row, double (*restrict lanes)[PART], struct tolerance tolerance,
-                                     double bound, int is_wide, int has_tolerance)
+HELPER double add_product(double sum, double x, double y, int is_wide)
 {
-    double *restrict gaps = lanes[GAPS], *restrict a = lanes[SQUARES_A];
-    double *restrict b = lanes[SQUARES_B], *restrict products = lanes[PRODUCTS];
-    uint64_t largest = 0, differing = 0, bits = 0, far = 0, above = 0;
-    for (int64_t j = 0; j < row.n; j++) {
-        double x = value_at(row.x, j, is_wide), y = value_at(row.y, j, is_wide);
-        double gap = fabs(x - y), magnitude = fabs(y), least = magnitude * bound;
-        uint64_t gap_bits = as_bits64(gap);
-        gaps[j] += gap * gap;
-        a[j] += x * x;
-        b[j] += y * y;
-        products[j] += x * y;
-        largest = gap_bits > largest ? gap_bits : largest;
-        differing += gap != 0;
-        bits += as_bits64(x) != as_bits64(y);
-        if (has_tolerance) far += gap > tolerance.absolute + tolerance.relative * magnitude;
-        above |= (uint64_t)(gap > least);
-        /* Near underflow, where values of 32 bits are not, the product may be too large. */
-        if (is_wide) above |= (uint64_t)(least < 0x1p-1000) & (uint64_t)(gap != 0);
-    }
-    struct row_facts facts = {largest, differing, bits, far, above};
-    return facts;
+    /* That of two floats is exact in float64, so to round it in between, or not, gives the same bits. */
+    return HAS_FMA && !is_wide ? fma(x, y, sum) : sum + x * y;
 }
 
-#define ROW_COMPARE(NAME, IS_WIDE, HAS_TOLERANCE)                                                                      \
-    static struct row_facts row_##NAME(struct row row, double (*restrict lanes)[PART],                                 \
-                                              struct tolerance tolerance, double bound)                                \
+/* Adds the terms of an element, and looks at it. */
+HELPER struct terms add_terms(struct terms terms, double x, double y, struct wanted wanted, struct row_facts *facts,
+                              int is_wide, int has_tolerance)
+{
+    double gap = fabs(x - y), magnitude = fabs(y);
+    /* The first has the sign of the exact result. Of the second, `wanted` leaves room for the rounding. */
+    double under = HAS_FMA ? fma(wanted.quotient, magnitude, -gap) : wanted.quotient * magnitude - gap;
+    int64_t gap_bits = (int64_t)as_bits64(gap);
+    facts->largest = gap_bits > facts->largest ? gap_bits : facts->largest;
+    facts->above |= as_bits64(under);
+    /* Near underflow either may have been rounded to zero, and an infinity less an infinity has no sign; the gaps of other
+     * types are in between. */
+    if (is_wide) facts->above |= (uint64_t)(((gap < 0x1p-900) & (gap != 0)) | (gap > DBL_MAX)) << 63;
+    if (has_tolerance) facts->far += gap > wanted.tolerance.absolute + wanted.tolerance.relative * magnitude;
+    terms.gaps += gap * gap;
+    terms.a = add_product(terms.a, x, x, is_wide);
+    terms.b = add_product(terms.b, y, y, is_wide);
+    terms.products = add_product(terms.products, x, y, is_wide);
+    return terms;
+}
+
+/* Adds the terms of a row to the lanes. That of two BF16 rows takes two values of each at a time, as the halves of a word;
+ * its lanes of even numbers come before all of odd ones. */
+#define ROW_TERMS(NAME, HAS_TOLERANCE)                                                                                 \
+    static struct row_facts NAME##64(const char *restrict x, const char *restrict y, double (*restrict lanes)[PART],   \
+                                     struct wanted wanted, int n)                                                      \
     {                                                                                                                  \
-        return add_and_look(row, lanes, tolerance, bound, IS_WIDE, HAS_TOLERANCE);                                     \
+        struct row_facts facts = {0, 0, 0};                                                                            \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            double first = as_double(load64(x + 8 * j)), second = as_double(load64(y + 8 * j));                        \
+            set_terms(lanes, j, add_terms(terms_of(lanes, j), first, second, wanted, &facts, 1, HAS_TOLERANCE));       \
+        }                                                                                                              \
+        return facts;                                                                                                  \
+    }                                                                                                                  \
+    static struct row_facts NAME##32(const char *restrict x, const char *restrict y, double (*restrict lanes)[PART],   \
+                                     struct wanted wanted, int n)                                                      \
+    {                                                                                                                  \
+        struct row_facts facts = {0, 0, 0};                                                                            \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            double first = as_float(load32(x + 4 * j)), second = as_float(load32(y + 4 * j));                          \
+            set_terms(lanes, j, add_terms(terms_of(lanes, j), first, second, wanted, &facts, 0, HAS_TOLERANCE));       \
+        }                                                                                                              \
+        return facts;                                                                                                  \
+    }                                                                                                                  \
+    static struct row_facts NAME##16(const char *restrict x, const char *restrict y, double (*restrict lanes)[PART],   \
+                                     struct wanted wanted, int words)                                                  \
+    {                                                                                                                  \
+        struct row_facts facts = {0, 0, 0};                                                                            \
+        for (int64_t j = 0; j < words; j++) {                                                                          \
+            uint32_t a = load32(x + 4 * j), b = load32(y + 4 * j);                                                     \
+            double first = as_float(a << 16), second = as_float(b << 16);                                              \
+            set_terms(lanes, j, add_terms(terms_of(lanes, j), first, second, wanted, &facts, 0, HAS_TOLERANCE));       \
+            int64_t odd = PART / 2 + j;                                                                                \
+            first = as_float(a & 0xffff0000u), second = as_float(b & 0xffff0000u);                                     \
+            set_terms(lanes, odd, add_terms(terms_of(lanes, odd), first, second, wanted, &facts, 0, HAS_TOLERANCE));   \
+        }                                                                                                              \
+        return facts;                                                                                                  \
     }
 
-ROW_COMPARE(compare32, 0, 0)
-ROW_COMPARE(compare64, 1, 0)
-ROW_COMPARE(tolerate32, 0, 1)
-ROW_COMPARE(tolerate64, 1, 1)
+ROW_TERMS(add_row, 0)
+ROW_TERMS(tolerate_row, 1)
 
-static struct row_facts compare_values(struct row row, double (*lanes)[PART], struct tolerance tolerance, double bound)
+static int is_bf16(struct row row)
 {
-    int has_tolerance = tolerance.absolute > 0 || tolerance.relative > 0;
-    if (has_tolerance) return (row.is_wide ? row_tolerate64 : row_tolerate32)(row, lanes, tolerance, bound);
-    struct row_facts facts = (row.is_wide ? row_compare64 : row_compare32)(row, lanes, tolerance, bound);
-    facts.far = facts.differing;
-    return facts;
+    return row.dtype[0] == BF16 && row.dtype[1] == BF16;
 }
 
-static void row_relative(const double *restrict x, const double *restrict y, double *restrict quotients, int n)
+static struct row_facts add_words(struct row row, double (*lanes)[PART], struct wanted wanted, int has_tolerance)
 {
+    char room[2][2 * PART];
+    const char *x = whole_words(row.data[0], room[0], row.n), *y = whole_words(row.data[1], room[1], row.n);
+    return (has_tolerance ? tolerate_row16 : add_row16)(x, y, lanes, wanted, (row.n + 1) / 2);
+}
+
+static struct row_facts add_row(struct row row, double (*lanes)[PART], struct wanted wanted)
+{
+    int has_tolerance = wanted.tolerance.absolute > 0 || wanted.tolerance.relative > 0;
+    ALIGNED double room[2][PART];
+    if (is_bf16(row)) return add_words(row, lanes, wanted, has_tolerance);
+    int is_wide = row.dtype[0] == F64 || row.dtype[1] == F64;
+    const char *x = load_values(row.dtype[0], row.data[0], is_wide, room[0], row.n);
+    const char *y = load_values(row.dtype[1], row.data[1], is_wide, room[1], row.n);
+    if (is_wide) return (has_tolerance ? tolerate_row64 : add_row64)(x, y, lanes, wanted, row.n);
+    return (has_tolerance ? tolerate_row32 : add_row32)(x, y, lanes, wanted, row.n);
+}
+
+/* Folds lanes, neighbours first; with `halves`, the even ones come before all odd ones. */
+static double fold_part(double *lanes, int width, int halves)
+{
+    ALIGNED double room[PART / 2];
+    double *from = lanes, *to = room;
+    if (halves) {
+        width /= 2;
+        for (int64_t j = 0; j < width; j++) lanes[j] += lanes[width + j];
+    }
+    while (width > 1) {
+        double *folded = to;
+        halve(from, to, width /= 2);
+        to = from, from = folded;
+    }
+    return *from;
+}
+
+/* ---- largest values, each with its first place --------------------------------------------------------------------- */
+
+/* Whether a row from `start` on whose largest value is this one has a place for it. */
+#define IS_NEW(VALUE, LARGEST, START, PLACE) ((VALUE) > (LARGEST) || ((VALUE) == (LARGEST) && (START) < (PLACE)))
+
+/* The first place of the largest |x - y| of a row. */
+static int64_t place_of_gap(struct row row, double largest)
+{
+    ALIGNED double x[PART], y[PART];
+    int64_t j = 0;
+    widen(row, 0, x);
+    widen(row, 1, y);
+    while (j < row.n - 1 && fabs(x[j] - y[j]) != largest) j++;
+    return row.start + j;
+}
+
+static int64_t row_relative(const double *restrict x, const double *restrict y, double *restrict quotients, int n)
+{
+    int64_t largest = 0;
     for (int64_t j = 0; j < n; j++) {
         double gap = fabs(x[j] - y[j]);
         quotients[j] = gap == 0 ? 0 : gap / fabs(y[j]);
-    }
-}
-
-/* The codes of values rounded to a type, with a sign. */
-#define SIGNED_CODES(NAME, NARROW)                                                                                     \
-    static void codes_##NAME(const double *restrict values, int32_t *restrict codes, int n)                            \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) {                                                                              \
-            int32_t code = (int32_t)(NARROW(fabs(values[j])));                                                         \
-            codes[j] = values[j] < 0 ? -code : code;                                                                   \
-        }                                                                                                              \
-    }
-#define NARROW_F32(VALUE) as_bits((float)(VALUE))
-#define NARROW_F16(VALUE) float_to_f16(double_to_odd(VALUE))
-#define NARROW_BF16(VALUE) float_to_bf16(double_to_odd(VALUE))
-#define NARROW_F8_E4M3(VALUE) float_to_f8_e4m3(double_to_odd(VALUE))
-#define NARROW_F8_E5M2(VALUE) float_to_f8_e5m2(double_to_odd(VALUE))
-
-SIGNED_CODES(f32, NARROW_F32)
-SIGNED_CODES(f16, NARROW_F16)
-SIGNED_CODES(bf16, NARROW_BF16)
-SIGNED_CODES(f8_e4m3, NARROW_F8_E4M3)
-SIGNED_CODES(f8_e5m2, NARROW_F8_E5M2)
-
-static void signed_codes(enum dtype dtype, const double *values, int32_t *codes, int n)
-{
-    switch (dtype) {
-    case F32: codes_f32(values, codes, n); return;
-    case F16: codes_f16(values, codes, n); return;
-    case BF16: codes_bf16(values, codes, n); return;
-    case F8_E4M3: codes_f8_e4m3(values, codes, n); return;
-    default: codes_f8_e5m2(values, codes, n); return;
-    }
-}
-
-/* The same of stored codes, which need no rounding. */
-#define STORED_CODES(BITS, TYPE, SIGN)                                                                                 \
-    static void stored_##BITS(const char *restrict data, int32_t *restrict codes, int n)                               \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) {                                                                              \
-            TYPE code = load##BITS(data + BITS / 8 * j);                                                               \
-            int32_t magnitude = (int32_t)(code & (SIGN - 1));                                                          \
-            codes[j] = code & SIGN ? -magnitude : magnitude;                                                           \
-        }                                                                                                              \
-    }
-
-STORED_CODES(32, uint32_t, 0x80000000u)
-STORED_CODES(16, uint16_t, 0x8000u)
-STORED_CODES(8, uint8_t, 0x80u)
-
-static void stored_codes(enum dtype dtype, const char *data, int32_t *codes, int n)
-{
-    switch (ITEMSIZE[dtype]) {
-    case 4: stored_32(data, codes, n); return;
-    case 2: stored_16(data, codes, n); return;
-    default: stored_8(data, codes, n); return;
-    }
-}
-
-static uint32_t row_distances32(const int32_t *restrict a, const int32_t *restrict b,
-                                       uint32_t *restrict distances, int n)
-{
-    uint32_t largest = 0;
-    for (int64_t j = 0; j < n; j++) {
-        uint32_t x = (uint32_t)a[j], y = (uint32_t)b[j], distance = a[j] > b[j] ? x - y : y - x;
-        distances[j] = distance;
-        largest = distance > largest ? distance : largest;
+        int64_t bits = (int64_t)as_bits64(quotients[j]);
+        largest = bits > largest ? bits : largest;
     }
     return largest;
 }
 
-static uint64_t row_distances64(const double *restrict x, const double *restrict y,
-                                       uint64_t *restrict distances, int n)
+/* Takes the largest quotient of a row and its first place, if it is new. */
+static void take_largest_quotient(struct row row, double *most, int64_t *place)
 {
-    uint64_t largest = 0;
-    for (int64_t j = 0; j < n; j++) {
-        uint64_t a = as_bits64(fabs(x[j])), b = as_bits64(fabs(y[j]));
-        uint64_t apart = a > b ? a - b : b - a, distance = (x[j] < 0) == (y[j] < 0) ? apart : a + b;
-        distances[j] = distance;
-        largest = distance > largest ? distance : largest;
-    }
-    return largest;
+    ALIGNED double x[PART], y[PART], quotients[PART];
+    int64_t j = 0;
+    if (isinf(*most) && row.start > *place) return;
+    widen(row, 0, x);
+    widen(row, 1, y);
+    double largest = as_double((uint64_t)row_relative(x, y, quotients, row.n));
+    if (!IS_NEW(largest, *most, row.start, *place)) return;
+    while (j < row.n - 1 && quotients[j] != largest) j++;
+    if (!IS_NEW(largest, *most, row.start + j, *place)) return;
+    *most = largest;
+    *place = row.start + j;
 }
 
 #endif

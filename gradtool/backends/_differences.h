@@ -4,78 +4,67 @@
 
 #include "_difference_rows.h"
 
-/* ---- maxima, each with its first place --------------------------------------------------------------------------- */
+enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
+enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS };
 
-/* Whether a row from `start` on whose largest value is this one has a place for it. */
-#define IS_NEW(VALUE, LARGEST, START, PLACE) ((VALUE) > (LARGEST) || ((VALUE) == (LARGEST) && (START) < (PLACE)))
+/* A tile of a, and the tile of b that it is compared with. With `drops`, what is not finite on both sides is 0. */
+struct pair { enum dtype dtype[2]; const char *data[2]; int64_t elements; int drops; };
 
-/* The first place of a value in a row, if it is new; there may be none. */
-#define TAKE(VALUES, N, VALUE, LARGEST, START, PLACE)                                                                  \
-    do {                                                                                                               \
-        int first = 0;                                                                                                 \
-        while (first < (N) && (VALUES)[first] != (VALUE)) first++;                                                     \
-        if (first < (N) && IS_NEW(VALUE, LARGEST, (START) + first, PLACE)) {                                           \
-            (LARGEST) = (VALUE);                                                                                       \
-            (PLACE) = (START) + first;                                                                                 \
-        }                                                                                                              \
-    } while (0)
+/* What is found in a tile. */
+struct difference {
+    double sums[SUMS], max_abs, max_rel;
+    uint64_t ulps;
+    int64_t places[MAXIMA], counts[COUNTS];
+};
 
-static void take_largest_gap(struct difference *found, struct row row, double largest)
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* Room for a row of each side. */
+struct room { ALIGNED char codes[2][8 * LANES]; };
+
+/* Where an element of a side is. */
+static const char *at(struct pair pair, int side, int64_t number)
 {
-    ALIGNED double x[PART], y[PART];
-    if (!IS_NEW(largest, found->max_abs, row.start, found->places[MAX_ABS])) return;
-    widen(row, x, y);
-    for (int64_t j = 0; j < row.n; j++) x[j] = fabs(x[j] - y[j]);
-    TAKE(x, row.n, largest, found->max_abs, row.start, found->places[MAX_ABS]);
+    return pair.data[side] + number * ITEMSIZE[pair.dtype[side]];
 }
 
-static void take_largest_quotient(struct difference *found, struct row row)
+/* Copies a row without what is not finite on both sides. */
+static void drop_nonfinite(struct row *row, struct room *room)
 {
-    ALIGNED double x[PART], y[PART], quotients[PART];
-    double largest = 0;
-    if (isinf(found->max_rel) && row.start > found->places[MAX_REL]) return;
-    widen(row, x, y);
-    row_relative(x, y, quotients, row.n);
-    for (int64_t j = 0; j < row.n; j++) largest = quotients[j] > largest ? quotients[j] : largest;
-    TAKE(quotients, row.n, largest, found->max_rel, row.start, found->places[MAX_REL]);
-}
-
-/* With `drops`, only the values of the row are without NaN and Inf, not what is stored. */
-static void take_largest_distance(struct pair pair, struct difference *found, struct row row, int drops)
-{
-    enum dtype coarser = pair.dtype[0] > pair.dtype[1] ? pair.dtype[0] : pair.dtype[1];
-    ALIGNED double x[PART], y[PART];
-    ALIGNED int32_t a[PART], b[PART];
-    ALIGNED uint32_t distances[PART];
-    if (coarser == F64) {
-        ALIGNED uint64_t wide[PART];
-        widen(row, x, y);
-        uint64_t largest = row_distances64(x, y, wide, row.n);
-        if (IS_NEW(largest, found->ulps, row.start, found->places[MAX_ULPS]))
-            TAKE(wide, row.n, largest, found->ulps, row.start, found->places[MAX_ULPS]);
-        return;
+    ALIGNED double values[2][LANES];
+    for (int side = 0; side < 2; side++) {
+        widen(*row, side, values[side]);
+        memcpy(room->codes[side], row->data[side], (size_t)(row->n * ITEMSIZE[row->dtype[side]]));
+        row->data[side] = room->codes[side];
     }
-    if (pair.dtype[0] == pair.dtype[1] && !drops) {
-        stored_codes(coarser, at(pair, 0, row.start), a, row.n);
-        stored_codes(coarser, at(pair, 1, row.start), b, row.n);
-    } else {
-        widen(row, x, y);
-        signed_codes(coarser, x, a, row.n);
-        signed_codes(coarser, y, b, row.n);
+    for (int64_t j = 0; j < row->n; j++) {
+        if (isfinite(values[0][j]) && isfinite(values[1][j])) continue;
+        for (int side = 0; side < 2; side++) {
+            int64_t size = ITEMSIZE[row->dtype[side]];
+            memset(room->codes[side] + j * size, 0, (size_t)size);
+        }
     }
-    uint32_t largest = row_distances32(a, b, distances, row.n);
-    if (IS_NEW(largest, found->ulps, row.start, found->places[MAX_ULPS]))
-        TAKE(distances, row.n, largest, found->ulps, row.start, found->places[MAX_ULPS]);
 }
 
-/* ---- tiles ------------------------------------------------------------------------------------------------------- */
-
-/* Counts the elements that are not finite on both sides, and sets them to 0. */
-static void drop_nonfinite(struct pair pair, struct difference *found, double *x, double *y, int n, int64_t start)
+/* So many elements at most, from `start` on. */
+static struct row row_from(struct pair pair, int64_t start, int width, struct room *room)
 {
-    int is_one_type = pair.dtype[0] == pair.dtype[1];
+    int n = (int)(pair.elements - start < width ? pair.elements - start : width);
+    struct row row = {{pair.dtype[0], pair.dtype[1]}, {at(pair, 0, start), at(pair, 1, start)}, n, start};
+    if (pair.drops) drop_nonfinite(&row, room);
+    return row;
+}
+
+/* Counts the elements that are not finite on both sides. */
+static void count_nonfinite(struct pair pair, struct difference *found, int64_t start)
+{
+    pair.drops = 0;
+    struct row row = row_from(pair, start, LANES, NULL);
+    ALIGNED double x[LANES], y[LANES];
     size_t size = (size_t)ITEMSIZE[pair.dtype[0]];
-    for (int64_t j = 0; j < n; j++) {
+    widen(row, 0, x);
+    widen(row, 1, y);
+    for (int64_t j = 0; j < row.n; j++) {
         if (isfinite(x[j]) && isfinite(y[j])) continue;
         int is_same = x[j] == y[j] || (x[j] != x[j] && y[j] != y[j]);
         found->counts[SAME_NONFINITE] += is_same;
@@ -83,70 +72,82 @@ static void drop_nonfinite(struct pair pair, struct difference *found, double *x
         found->counts[NOT_CLOSE] += !is_same;
         found->counts[ONLY_A] += !is_same && !isfinite(x[j]);
         found->counts[ONLY_B] += !is_same && !isfinite(y[j]);
-        found->counts[BITS_DIFFER] += is_one_type && memcmp(at(pair, 0, start + j), at(pair, 1, start + j), size) != 0;
-        x[j] = y[j] = 0;
+        if (pair.dtype[0] == pair.dtype[1])
+            found->counts[BITS_DIFFER] += memcmp(at(pair, 0, start + j), at(pair, 1, start + j), size) != 0;
     }
 }
 
-static void compare_row(struct pair pair, struct difference *found, struct row row, struct tolerance tolerance,
-                        int drops, double (*lanes)[PART])
-{
-    /* A quotient above the largest one makes gap > |y| * bound, in spite of the roundings. */
-    double bound = isinf(found->max_rel) ? 0 : found->max_rel * (1 - 0x1p-50);
-    struct row_facts facts = compare_values(row, lanes, tolerance, bound);
-    found->counts[BITS_DIFFER] += (int64_t)facts.bits;
-    if (facts.differing == 0) return;
-    found->counts[DIFFERING] += (int64_t)facts.differing;
-    found->counts[NOT_CLOSE] += (int64_t)facts.far;
-    take_largest_gap(found, row, as_double(facts.largest));
-    if (facts.above) take_largest_quotient(found, row);
-    take_largest_distance(pair, found, row, drops);
-}
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* Loads a row; with `drops`, without NaN and Inf, which are counted. `room` is for a row of each side. */
-static struct row load_pair(struct pair pair, struct difference *found, int64_t start, int drops, double (*room)[PART])
+/* Distances and counts, row after row. */
+static void compare_all_codes(struct pair pair, struct difference *found)
 {
-    int n = (int)(pair.elements - start < PART ? pair.elements - start : PART);
-    struct row row = {0, 0, drops || pair.dtype[0] == F64 || pair.dtype[1] == F64, n, start};
-    row.x = load_values(pair.dtype[0], at(pair, 0, start), row.is_wide, room[0], n);
-    row.y = load_values(pair.dtype[1], at(pair, 1, start), row.is_wide, room[1], n);
-    if (drops) {
-        memmove(room[0], row.x, 8 * (size_t)n);
-        memmove(room[1], row.y, 8 * (size_t)n);
-        drop_nonfinite(pair, found, room[0], room[1], n, start);
-        row.x = (const char *)room[0], row.y = (const char *)room[1];
+    struct room room;
+    int64_t row_of_longest = 0;
+    for (int64_t start = 0; start < pair.elements; start += LANES) {
+        struct code_facts facts = compare_codes(row_from(pair, start, LANES, &room));
+        found->counts[DIFFERING] += facts.differing;
+        found->counts[BITS_DIFFER] += facts.bits;
+        if (pair.drops) count_nonfinite(pair, found, start);
+        if (facts.longest <= found->ulps) continue;
+        found->ulps = facts.longest;
+        row_of_longest = start;
     }
-    return row;
+    if (found->ulps)
+        found->places[MAX_ULPS] = place_of_distance(row_from(pair, row_of_longest, LANES, &room), found->ulps);
 }
 
-/* Folds lanes pairwise, neighbours first, and leaves the sum in the first one. */
-static void fold_pairs(double *lanes, int width)
+/* A quotient that is looked for must be larger or, before the place of the largest one, as large. Without fma, the product
+ * with it is rounded. */
+static double wanted_quotient(const struct difference *found, int64_t start)
 {
-    for (; width > 1; width /= 2)
-        for (int64_t j = 0; j < width / 2; j++) lanes[j] = lanes[2 * j] + lanes[2 * j + 1];
+    int may_be_equal = start < found->places[MAX_REL] || !HAS_FMA;
+    if (isinf(found->max_rel)) return 0;
+    return may_be_equal ? found->max_rel * (1 - 0x1p-50) : found->max_rel;
 }
 
-/* All but the exponents of a tile. Unless `drops`, it must have no NaN and no Inf. */
-static struct difference compare_rows(struct pair pair, struct tolerance tolerance, int drops)
+/* Adds the terms of a row to the lanes, and takes its largest values; as the place of the largest gap, where its row
+ * begins. Returns how many are far. */
+static int64_t compare_values(struct difference *found, struct row row, struct tolerance tolerance,
+                              double (*lanes)[PART])
 {
-    struct difference found = {{0}, 0, 0, 0, {0}, {0}};
-    ALIGNED double lanes[SUMS][PART], room[2][PART];
+    struct wanted wanted = {tolerance, wanted_quotient(found, row.start)};
+    struct row_facts facts = add_row(row, lanes, wanted);
+    double largest = as_double((uint64_t)facts.largest);
+    if (facts.above >> 63) take_largest_quotient(row, &found->max_rel, &found->places[MAX_REL]);
+    if (IS_NEW(largest, found->max_abs, row.start, found->places[MAX_ABS]))
+        found->max_abs = largest, found->places[MAX_ABS] = row.start;
+    return facts.far;
+}
+
+/* Sums and largest values, part after part. Returns how many are far. */
+static int64_t compare_all_values(struct pair pair, struct difference *found, struct tolerance tolerance)
+{
+    struct room room;
+    ALIGNED double lanes[SUMS][PART];
     double parts[SUMS][LANES / PART] = {{0}};
+    int is_in_halves = pair.dtype[0] == BF16 && pair.dtype[1] == BF16;
+    int64_t far = 0;
     for (int part = 0; part < LANES / PART && part * PART < pair.elements; part++) {
         memset(lanes, 0, sizeof lanes);
-        for (int64_t start = part * PART; start < pair.elements; start += LANES) {
-            struct row row = load_pair(pair, &found, start, drops, room);
-            compare_row(pair, &found, row, tolerance, drops, lanes);
-        }
-        for (int sum = 0; sum < SUMS; sum++) {
-            fold_pairs(lanes[sum], PART);
-            parts[sum][part] = lanes[sum][0];
-        }
+        for (int64_t start = part * PART; start < pair.elements; start += LANES)
+            far += compare_values(found, row_from(pair, start, PART, &room), tolerance, lanes);
+        for (int sum = 0; sum < SUMS; sum++) parts[sum][part] = fold_part(lanes[sum], PART, is_in_halves);
     }
-    for (int sum = 0; sum < SUMS; sum++) {
-        fold_pairs(parts[sum], LANES / PART);
-        found.sums[sum] = parts[sum][0];
-    }
+    for (int sum = 0; sum < SUMS; sum++) found->sums[sum] = fold_part(parts[sum], LANES / PART, 0);
+    int64_t *place = &found->places[MAX_ABS];
+    if (found->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, &room), found->max_abs);
+    return far;
+}
+
+/* All but the exponents of a tile. Unless the pair drops them, it must have no NaN and no Inf. */
+static struct difference compare_rows(struct pair pair, struct tolerance tolerance)
+{
+    struct difference found = {{0}, 0, 0, 0, {0}, {0}};
+    int has_tolerance = tolerance.absolute > 0 || tolerance.relative > 0;
+    compare_all_codes(pair, &found);
+    int64_t far = compare_all_values(pair, &found, tolerance), unlike = found.counts[NOT_CLOSE];
+    found.counts[NOT_CLOSE] = has_tolerance ? unlike + far : found.counts[DIFFERING];
     if (pair.dtype[0] != pair.dtype[1]) found.counts[BITS_DIFFER] = pair.elements;
     return found;
 }
@@ -180,22 +181,22 @@ static void sum_divided(struct pair pair, double *sums, const int32_t *exponents
         lanes[SQUARES_B][i % LANES] += y * y;
         lanes[PRODUCTS][i % LANES] += x * y;
     }
-    for (int sum = 0; sum < SUMS; sum++) {
-        fold_pairs(lanes[sum], LANES);
-        sums[sum] = lanes[sum][0];
-    }
+    for (int sum = 0; sum < SUMS; sum++) sums[sum] = fold(F64, lanes[sum]);
 }
 
 static struct difference compare_tile(struct pair pair, struct tolerance tolerance, int32_t *exponents)
 {
-    struct difference found = compare_rows(pair, tolerance, 0);
+    struct difference found = compare_rows(pair, tolerance);
     /* A NaN or Inf is in these sums, too. */
-    if (!isfinite(found.sums[SQUARES_A]) || !isfinite(found.sums[SQUARES_B]))
-        found = compare_rows(pair, tolerance, 1);
+    if (!isfinite(found.sums[SQUARES_A]) || !isfinite(found.sums[SQUARES_B])) {
+        pair.drops = 1;
+        found = compare_rows(pair, tolerance);
+    }
     exponents[0] = exponents[1] = exponents[2] = 0;
     /* Differences, magnitudes and squares of all other types are in range. */
     if (pair.dtype[0] != F64 && pair.dtype[1] != F64) return found;
-    if (is_in_range(found.sums[GAPS]) && is_in_range(found.sums[SQUARES_A]) && is_in_range(found.sums[SQUARES_B]))
+    int is_same = found.max_abs == 0;
+    if ((is_same || is_in_range(found.sums[GAPS])) && is_in_range(found.sums[SQUARES_A]) && is_in_range(found.sums[SQUARES_B]))
         return found;
     double largest[2] = {0, 0}, x, y;
     for (int64_t i = 0; i < pair.elements; i++) {
@@ -218,7 +219,7 @@ static void compare_pieces(const char *a, const char *b, const int64_t *piece, c
 {
     for (int64_t i = 0, tile = 0; i < k; i++, piece += 3, other += 3) {
         for (int64_t start = 0; start < piece[2]; start += TILE, tile++) {
-            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {a + piece[1], b + other[1]}, TILE};
+            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {a + piece[1], b + other[1]}, TILE, 0};
             for (int side = 0; side < 2; side++) pair.data[side] += start * ITEMSIZE[pair.dtype[side]];
             if (piece[2] - start < TILE) pair.elements = piece[2] - start;
             struct difference found = compare_tile(pair, tolerance, to.exponents + 3 * tile);

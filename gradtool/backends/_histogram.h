@@ -1,6 +1,8 @@
 /* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. histogram.py has the reference.
  *
- * The exponent fields of a chunk are laid out as bytes, which compilers vectorize, and are then counted one by one. */
+ * The exponent fields of a chunk are laid out as bytes, which compilers vectorize. Most values are not much smaller than the
+ * largest one: its field less theirs has four bits, so that two of them are counted at once. All others are counted one by
+ * one. */
 #ifndef GRADTOOL_HISTOGRAM_H
 #define GRADTOOL_HISTOGRAM_H
 
@@ -11,9 +13,11 @@
 enum { SUBNORMAL_BINS32 = 22, BINS32 = SUBNORMAL_BINS32 + 255, SUBNORMAL_BINS64 = 51, BINS64 = SUBNORMAL_BINS64 + 2047 };
 /* Fields that are laid out at a time, in a quarter of the L1 cache; the values of a field; tables to count them in. */
 enum { FIELD_ROOM = 8192, FIELDS = 256, TABLES = 4 };
+/* Pairs of digits that are counted at a time, the values of a digit, and those of a pair; tables to count them in. */
+enum { PAIRS = 128, DIGITS = 16, PAIR_VALUES = DIGITS * DIGITS, PAIR_TABLES = 8 };
 
-/* Of some values: the code of the largest finite magnitude, and whether one is subnormal in float32. */
-struct extremes { uint32_t largest, has_subnormals; };
+/* Of some values: the code of the largest finite magnitude and its field, and whether one is subnormal in float32. */
+struct extremes { uint32_t largest, field, has_subnormals; };
 
 /* Lays out the exponent fields that values have in float32, where the subnormal values of F16 and F8 are normal. TYPE is
  * that of a code of BITS, MAGNITUDE its bits without the sign; INFINITE is the first code that is not finite, NORMAL the
@@ -29,14 +33,15 @@ struct extremes { uint32_t largest, has_subnormals; };
             subnormal |= (TYPE)(magnitude - 1) < (TYPE)(NORMAL - 1);                                                   \
             field[j] = (uint8_t)(FIELD(magnitude));                                                                    \
         }                                                                                                              \
-        return (struct extremes){largest, subnormal};                                                                  \
+        return (struct extremes){largest, (uint8_t)(FIELD(largest)), subnormal};                                       \
     }
 
-/* A subnormal F16 is a whole number of 2^-24. Zero, NaN and Inf get fields that no other value has, above the last. */
+/* A subnormal F16 is a whole number of 2^-24. NaN and Inf get a field above the last. */
 enum { LAST_FIELD_OF_F16 = 142 };
 HELPER uint32_t field_of_f16(uint32_t magnitude)
 {
-    uint32_t subnormal = (as_bits((float)(int32_t)magnitude) >> 23) - 24, normal = (magnitude >> 10) + 112;
+    uint32_t exponent = as_bits((float)(int32_t)magnitude) >> 23, normal = (magnitude >> 10) + 112;
+    uint32_t subnormal = (exponent > 24 ? exponent : 24) - 24;
     return magnitude < 0x400u ? subnormal : normal;
 }
 
@@ -73,6 +78,58 @@ static void count_fields(const uint8_t *field, int n, int64_t (*count)[FIELDS])
     for (; j < n; j++) count[0][field[j]]++;
 }
 
+/* Makes pairs of digits, how far fields are below the largest one. The last digit is that of 0, and of what is not finite
+ * unless its field is 255, whose digit is above `largest`. Returns whether another field has none. */
+static int pair_digits(const uint8_t *restrict field, uint8_t largest, uint8_t *restrict pair)
+{
+    const uint8_t last = DIGITS - 1, low = largest > last ? largest - last : 0;
+    uint8_t others = 0;
+    for (int64_t j = 0; j < PAIRS; j++) {
+        uint8_t first = field[j], second = field[PAIRS + j];
+        uint8_t a = (uint8_t)(largest - first), b = (uint8_t)(largest - second);
+        a = a < last ? a : last;
+        b = b < last ? b : last;
+        others |= ((uint8_t)(first - 1) < low) | ((uint8_t)(second - 1) < low);
+        pair[j] = (uint8_t)(a | b << 4);
+    }
+    return others;
+}
+
+static void count_pairs(const uint8_t *pair, uint16_t (*count)[PAIR_VALUES])
+{
+    for (int j = 0; j < PAIRS; j += PAIR_TABLES)
+        for (int k = 0; k < PAIR_TABLES; k++) count[k][pair[j + k]]++;
+}
+
+/* Adds counted pairs to the counts of fields of finite values other than 0. */
+static void add_pairs(uint16_t (*pairs)[PAIR_VALUES], uint8_t largest, int64_t *count)
+{
+    int64_t digits[DIGITS] = {0};
+    for (int64_t pair = 0; pair < PAIR_VALUES; pair++) {
+        for (int table = 1; table < PAIR_TABLES; table++) pairs[0][pair] += pairs[table][pair];
+    }
+    for (int64_t pair = 0; pair < PAIR_VALUES; pair++) {
+        digits[pair % DIGITS] += pairs[0][pair];
+        digits[pair / DIGITS] += pairs[0][pair];
+    }
+    for (int digit = 0; digit < DIGITS - 1 && digit <= largest; digit++) count[largest - digit] += digits[digit];
+}
+
+/* Counts the fields of a chunk: pairs of them, where all are near the largest one or 0. */
+static void count_chunk(const uint8_t *field, int n, uint8_t largest, int64_t (*count)[FIELDS])
+{
+    ALIGNED uint16_t pairs[PAIR_TABLES][PAIR_VALUES];
+    ALIGNED uint8_t pair[PAIRS];
+    int j = 0;
+    memset(pairs, 0, sizeof pairs);
+    for (; j + 2 * PAIRS <= n; j += 2 * PAIRS) {
+        if (pair_digits(field + j, largest, pair)) count_fields(field + j, 2 * PAIRS, count);
+        else count_pairs(pair, pairs);
+    }
+    if (j) add_pairs(pairs, largest, count[0]);
+    count_fields(field + j, n - j, count);
+}
+
 /* Counts the values of F32 or BF16 that are subnormal. Called only if there are any. */
 static void count_subnormals(enum dtype dtype, const char *data, int n, int64_t *bin)
 {
@@ -107,7 +164,7 @@ static double histogram32(enum dtype dtype, const char *data, int64_t elements, 
         struct extremes seen = load_fields(dtype, chunk, field, n);
         largest = seen.largest > largest ? seen.largest : largest;
         if (seen.has_subnormals) count_subnormals(dtype, chunk, n, bin);
-        count_fields(field, n, count);
+        count_chunk(field, n, (uint8_t)seen.field, count);
     }
     /* Field 0 has the zeros, and the subnormals that are counted already. */
     int last = dtype == F16 ? LAST_FIELD_OF_F16 : 254;

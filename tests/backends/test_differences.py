@@ -197,6 +197,14 @@ def test_a_difference_from_zero_is_infinite_relatively(backend):
     assert (found.max_abs.tolist(), found.places[0, MAX_ABS]) == ([1.0], 1)
 
 
+def test_a_relative_difference_beyond_float64_is_infinite(backend):
+    a, b = np.ones(700), np.ones(700)
+    a[0] = 4
+    a[600], b[600] = 1.7e308, -1.7e308
+    found = compare(backend, a, b)
+    assert (found.max_rel.tolist(), found.places.tolist()) == ([math.inf], [[600, 600, 600]])
+
+
 def test_the_first_of_equal_maxima_is_named(backend):
     """Behind the lanes that are looked at first, too."""
     for places in ([300, 2100], [2100, 300], [5, 2048 + 5], [2047, 2048], [60_000, 4096 + 1, 9000]):

@@ -84,6 +84,20 @@ def test_what_is_zero_or_not_finite_is_in_no_bin(backend, dtype):
     assert counted(backend, array[np.isnan(array)]) == [({}, 0.0)]
 
 
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+@pytest.mark.parametrize("span", [1, 14, 15, 16, 40])
+def test_values_of_any_span_are_counted(backend, dtype, span):
+    """Of the largest exponent, of one far below it, and what is in no bin; from the least values of a type on."""
+    least = RANGES[dtype].least - 1
+    largest = min(least + span, RANGES[dtype].largest - 1)
+    values = [2.0**largest, 2.0 ** (largest - 1), 2.0**least, 2.0 ** (least + 1), 0.0, math.nan]
+    array = np.array([-values[0], *values * 700]).astype(NUMPY_TYPES[dtype])
+    assert counted(backend, array) == [truth(array)]
+    if dtype != "F8_E4M3":
+        array[::5] = math.inf
+        assert counted(backend, array, lead=1) == [truth(array)]
+
+
 @given(values=st.lists(st.floats(width=32), max_size=50))
 def test_any_float32_is_counted(values):
     from support import compiled

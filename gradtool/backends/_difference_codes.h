@@ -1,0 +1,137 @@
+/* Rows of two tiles side by side, as codes: how far they are apart, and how many differ. */
+#ifndef GRADTOOL_DIFFERENCE_CODES_H
+#define GRADTOOL_DIFFERENCE_CODES_H
+
+#include "_storage.h"
+
+/* A row of stored codes of each side, which begins with element number `start` of their tiles. */
+struct row { enum dtype dtype[2]; const char *data[2]; int n; int64_t start; };
+
+/* Of a row: the longest distance, and how many values and how many stored codes differ. */
+struct code_facts { uint64_t longest; int64_t differing, bits; };
+
+/* Codes with a sign as numbers that follow one another, and what lies between two of them. -0 is 0. Counts of a row fit
+ * 16 bits; bytes are widened for that. */
+#define COMPARE_CODES(NAME, BITS, STORED)                                                                              \
+    HELPER int##BITS##_t number_##NAME(uint##STORED##_t stored)                                                        \
+    {                                                                                                                  \
+        uint##BITS##_t code = (uint##BITS##_t)((uint##BITS##_t)stored << (BITS - STORED));                             \
+        int##BITS##_t sign = (int##BITS##_t)((int##BITS##_t)code >> (BITS - 1));                                       \
+        int##BITS##_t magnitude = stored & (uint##STORED##_t)(((uint##STORED##_t)-1) >> 1);                            \
+        return (int##BITS##_t)((magnitude ^ sign) - sign);                                                             \
+    }                                                                                                                  \
+    HELPER uint##BITS##_t distance_##NAME(const char *a, const char *b, int64_t j)                                     \
+    {                                                                                                                  \
+        int##BITS##_t x = number_##NAME(load##STORED(a + STORED / 8 * j));                                             \
+        int##BITS##_t y = number_##NAME(load##STORED(b + STORED / 8 * j));                                             \
+        return (uint##BITS##_t)((uint##BITS##_t)(x > y ? x : y) - (uint##BITS##_t)(x > y ? y : x));                    \
+    }                                                                                                                  \
+    static struct code_facts compare_##NAME(const char *a, const char *b, int n)                                       \
+    {                                                                                                                  \
+        uint##BITS##_t longest = 0, differing = 0, bits = 0;                                                           \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            uint##BITS##_t distance = distance_##NAME(a, b, j);                                                        \
+            longest = distance > longest ? distance : longest;                                                         \
+            differing += distance != 0;                                                                                \
+            bits += load##STORED(a + STORED / 8 * j) != load##STORED(b + STORED / 8 * j);                              \
+        }                                                                                                              \
+        return (struct code_facts){longest, (int64_t)differing, (int64_t)bits};                                        \
+    }                                                                                                                  \
+    static int64_t first_##NAME(const char *a, const char *b, int n, uint64_t distance)                                \
+    {                                                                                                                  \
+        int64_t j = 0;                                                                                                 \
+        while (j < n - 1 && distance_##NAME(a, b, j) != distance) j++;                                                 \
+        return j;                                                                                                      \
+    }
+
+COMPARE_CODES(codes64, 64, 64)
+COMPARE_CODES(codes32, 32, 32)
+COMPARE_CODES(codes16, 16, 16)
+COMPARE_CODES(codes8, 16, 8)
+
+/* Codes in 32 bits of values that are rounded to a type. */
+#define ROUND_CODES(NAME, NARROW)                                                                                      \
+    static void round_##NAME(const double *restrict values, uint32_t *restrict codes, int n)                           \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j++)                                                                                \
+            codes[j] = (uint32_t)(NARROW(fabs(values[j]))) | (values[j] < 0 ? 0x80000000u : 0);                        \
+    }
+#define NARROW_F32(VALUE) as_bits((float)(VALUE))
+#define NARROW_F16(VALUE) float_to_f16(double_to_odd(VALUE))
+#define NARROW_BF16(VALUE) float_to_bf16(double_to_odd(VALUE))
+#define NARROW_F8_E4M3(VALUE) float_to_f8_e4m3(double_to_odd(VALUE))
+#define NARROW_F8_E5M2(VALUE) float_to_f8_e5m2(double_to_odd(VALUE))
+
+ROUND_CODES(f32, NARROW_F32)
+ROUND_CODES(f16, NARROW_F16)
+ROUND_CODES(bf16, NARROW_BF16)
+ROUND_CODES(f8_e4m3, NARROW_F8_E4M3)
+ROUND_CODES(f8_e5m2, NARROW_F8_E5M2)
+
+static void round_codes(enum dtype dtype, const double *values, uint32_t *codes, int n)
+{
+    switch (dtype) {
+    case F32: round_f32(values, codes, n); return;
+    case F16: round_f16(values, codes, n); return;
+    case BF16: round_bf16(values, codes, n); return;
+    case F8_E4M3: round_f8_e4m3(values, codes, n); return;
+    default: round_f8_e5m2(values, codes, n); return;
+    }
+}
+
+/* The values of a side in float64. */
+static void widen(struct row row, int side, double *values)
+{
+    const char *found = load_values(row.dtype[side], row.data[side], 1, values, row.n);
+    if (found != (const char *)values) memcpy(values, found, 8 * (size_t)row.n);
+}
+
+/* The codes of both sides, those of different types in the coarser one; with these, how many values differ. */
+static int64_t codes_in_one_type(struct row row, uint32_t (*codes)[LANES])
+{
+    enum dtype coarser = row.dtype[0] > row.dtype[1] ? row.dtype[0] : row.dtype[1];
+    ALIGNED double values[2][LANES];
+    int64_t differing = 0;
+    for (int side = 0; side < 2; side++) {
+        widen(row, side, values[side]);
+        round_codes(coarser, values[side], codes[side], row.n);
+    }
+    for (int64_t j = 0; j < row.n; j++) differing += values[0][j] != values[1][j];
+    return differing;
+}
+
+/* Compares codes; those of different types are rounded to the coarser one, and all their bits differ. */
+static struct code_facts compare_codes(struct row row)
+{
+    const char *a = row.data[0], *b = row.data[1];
+    ALIGNED uint32_t codes[2][LANES];
+    if (row.dtype[0] != row.dtype[1]) {
+        int64_t differing = codes_in_one_type(row, codes);
+        return (struct code_facts){compare_codes32((char *)codes[0], (char *)codes[1], row.n).longest, differing, row.n};
+    }
+    switch (ITEMSIZE[row.dtype[0]]) {
+    case 8: return compare_codes64(a, b, row.n);
+    case 4: return compare_codes32(a, b, row.n);
+    case 2: return compare_codes16(a, b, row.n);
+    default: return compare_codes8(a, b, row.n);
+    }
+}
+
+/* The first place of a distance that occurs. */
+static int64_t place_of_distance(struct row row, uint64_t distance)
+{
+    const char *a = row.data[0], *b = row.data[1];
+    ALIGNED uint32_t codes[2][LANES];
+    if (row.dtype[0] != row.dtype[1]) {
+        codes_in_one_type(row, codes);
+        return row.start + first_codes32((char *)codes[0], (char *)codes[1], row.n, distance);
+    }
+    switch (ITEMSIZE[row.dtype[0]]) {
+    case 8: return row.start + first_codes64(a, b, row.n, distance);
+    case 4: return row.start + first_codes32(a, b, row.n, distance);
+    case 2: return row.start + first_codes16(a, b, row.n, distance);
+    default: return row.start + first_codes8(a, b, row.n, distance);
+    }
+}
+
+#endif

@@ -38,7 +38,7 @@ class AgcPolicy(NamedTuple):
         """The policy of complete options; `UsageError` where they contradict each other."""
         ratio, params = chosen["agc"], chosen["params"]
         if ratio is None:
-            raise UsageError("--params is the parameters that --agc compares gradients with; give --agc, too")
+            raise UsageError("--params names the parameters for --agc; give --agc, too")
         if params is None:
             raise UsageError("--agc needs the parameters of the gradients; give them with --params")
         others = {

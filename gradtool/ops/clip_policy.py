@@ -98,7 +98,7 @@ class Policy(NamedTuple):
         )
         limits_norm = policy.max_norm is not None or bool(policy.groups) or policy.rule is not None
         if limits_norm == (policy.max_value is not None):
-            raise UsageError("give one of --max-norm, --max-value, --group and --limit")
+            raise UsageError("give one of --max-norm, --max-value, --group, --limit and --agc")
         own = {
             "--per-tensor": policy.per_tensor,
             "--group": policy.groups,

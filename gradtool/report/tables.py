@@ -39,6 +39,8 @@ _LEFT_OUT = (
 _TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
 # Between two columns.
 _GAP = 3
+# Facts in words, by their labels: broken between words where others are shortened.
+_IN_WORDS = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
 # The paths written that are named; lines off a terminal and JSON name all.
 _MOST_PATHS = 3
 
@@ -93,9 +95,12 @@ def _show_note(console: Console, items: Sequence[str]) -> None:
 
 def _show_items(console: Console, label: str, items: Sequence[str], taken: int) -> None:
     """A label and what belongs to it, beside it or, where that has no room there, below."""
+    separator = ", "
     fits = all(cell_len(item) < console.width - taken for item in items)
+    if not fits and label in _IN_WORDS:
+        items, separator, fits = ", ".join(items).split(" "), " ", True
     indent = taken if fits or label == "wrote" else 2
-    lines = _packed(items, console.width - indent, separator=", ")
+    lines = _packed(items, console.width - indent, separator=separator)
     text = Text(f"{label:{taken}}" if indent == taken else f"{label}\n  ", style="bold")
     console.print(text.append(("\n" + " " * indent).join(lines), style="not bold"), soft_wrap=True)
 
@@ -117,7 +122,7 @@ def _labelled(facts: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
         if key not in shared | timed:
             yield key.replace("_", " "), [f"{value:,}" if type(value) is int else field(value)]
     if "nan" in facts:
-        yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", f"{facts['zeros']:,} zeros"]
+        yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", _count(facts["zeros"], "zero")]
     if "files" in facts:
         yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
     if "timings" not in data:

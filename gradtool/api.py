@@ -53,7 +53,8 @@ def public(function: _Function) -> _Function:
 
     # So that it can be pickled: it is not the one of its module.
     call.__module__ = "gradtool"
-    return documented(call)  # type: ignore[return-value]
+    call.__doc__ = in_python(documented(call).__doc__ or "", function.__name__)
+    return call  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

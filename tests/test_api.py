@@ -15,7 +15,13 @@ from gradtool import api
 from gradtool.cli import app
 from gradtool.errors import Problem
 
-OPERATIONS = ["norm", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor"]
+OPERATIONS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor"]
+# What is on the command line of those that take something else than paths, and what their functions get.
+ARGUMENTS = {
+    "accumulate": (["buffer", "path"], ("buffer", ["path"])),
+    "diff": (["a", "b"], ("a", "b")),
+    "doctor": (["path"], ("path",)),
+}
 
 
 def options_of(name):
@@ -27,7 +33,7 @@ def options_of(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_command_and_function_have_the_same_options(name):
     shown = command(name.replace("_", "-"), "--help").stdout
-    flags = {flag.replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z-]+)", shown)}
+    flags = {flag.replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z0-9-]+)", shown)}
     # The command prints, the function reports progress.
     assert flags - {"format", "json", "quiet", "verbose", "help"} == options_of(name).keys() - {"progress"}
 
@@ -38,10 +44,11 @@ def test_command_and_function_have_the_same_arguments_and_defaults(monkeypatch, 
     module = {"layernorm_backward": "layernorm"}.get(name, name)
     home = importlib.import_module(f"gradtool.ops.{module}")
     monkeypatch.setattr(home, name, lambda *paths, **options: calls.append((paths, options)) or 1 / 0)
+    named, expected = ARGUMENTS.get(name, (["path"], (["path"],)))
     with pytest.raises(ZeroDivisionError):
-        app([name.replace("_", "-"), *(["buffer"] if name == "accumulate" else []), "path", "--quiet"])
+        app([name.replace("_", "-"), *named, "--quiet"])
     [(paths, options)] = calls
-    assert paths == {"accumulate": ("buffer", ["path"]), "doctor": ("path",)}.get(name, (["path"],))
+    assert paths == expected
     assert options.pop("progress", None) is None
     assert {key: defaults[key] for key in options} == options
 
@@ -56,7 +63,12 @@ def test_every_argument_is_documented(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_misspelled_keyword_is_a_type_error(name):
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'thread'$"):
-        getattr(gradtool, name)("path", thread=1)
+        getattr(gradtool, name)(*ARGUMENTS.get(name, (["path"],))[0], thread=1)
+
+
+def test_docstrings_name_arguments_and_not_options():
+    for name in OPERATIONS:
+        assert "--" not in getattr(gradtool, name).__doc__
 
 
 def test_everything_public_can_be_imported_and_is_listed():

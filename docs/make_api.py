@@ -45,7 +45,7 @@ FUNCTION = """\
 
 {raises}
 
-The result is a [{result}](#{anchor})."""
+The result is {article} [{result}](#{anchor})."""
 RESULT = """\
 ### {name}
 
@@ -54,6 +54,11 @@ RESULT = """\
 ```text
 {fields}
 ```"""
+PAGES = {
+    "gradtool.backends.differences": "[Numerics](numerics.md#differences)",
+    "gradtool.ops.limits": "[numerics](numerics.md#limits-that-learn)",
+    "gradtool.reduction": "[numerics](numerics.md#norms-and-sums)",
+}
 _WIDTH = 100
 # The options that several functions have, and the group that each is in.
 SHARED = {name: title for title, group in GROUPS.items() for name in group.__annotations__}
@@ -89,6 +94,7 @@ def function(one: object) -> str:
         text=text,
         arguments=table(("argument", "meaning"), own) + more,
         raises=table(("raises", "when"), raises),
+        article="an" if returned[0] in "AEIOU" else "a",
         result=returned,
         anchor=returned.lower(),
     )
@@ -145,8 +151,10 @@ def exit_code(one: type) -> str:
 
 
 def plain(text: str) -> str:
-    """A docstring as Markdown: it names what it refers to by its full path."""
-    return re.sub(r"`gradtool\.(?:\w+\.)+(\w+)`", r"`\1`", text)
+    """A docstring as Markdown: where it names a module, a link to the page that says the same."""
+    for module, link in PAGES.items():
+        text = text.replace(f"`{module}`", link)
+    return text
 
 
 def cell(text: str) -> str:

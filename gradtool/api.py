@@ -25,9 +25,6 @@ _WORDS = {
     "patterns are expanded by the shell, not by gradtool: leave out the quotes": "patterns are not expanded: use glob",
     " is empty; is a shell variable unset?": " is empty",
     "gradtool accumulate NEW OLD GRAD...": "gradtool.accumulate(NEW, [OLD, GRAD, ...])",
-    "BUFFER must ": "buffer must ",
-    "BUFFER is ": "buffer is ",
-    "BUFFER - is ": "buffer - is ",
     "--create writes BUFFER itself": "--create writes buffer itself",
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -56,7 +53,8 @@ def public(function: _Function) -> _Function:
 
     # So that it can be pickled: it is not the one of its module.
     call.__module__ = "gradtool"
-    return documented(call)  # type: ignore[return-value]
+    call.__doc__ = in_python(documented(call).__doc__ or "", function.__name__)
+    return call  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -98,14 +96,17 @@ def in_python(message: str, function: str | None = None) -> str:
     declared = _declared(function)
     for words, instead in _WORDS.items():
         message = message.replace(words, instead)
+    message = re.sub(r"^(A|B|BUFFER|PATH) (?=must |is |- is )", lambda found: found[0].lower(), message)
     message = re.sub(
-        r"\bgradtool (norm|check|info|clip|diff|accumulate|zero|layernorm-backward|recover|doctor)\b( --[a-z-]+)?",
+        r"\bgradtool (norm|check|info|clip|diff|accumulate|zero|layernorm-backward|recover|doctor)\b( --[a-z0-9-]+)?",
         _call,
         message,
     )
-    message = re.sub(r"--([a-z][a-z-]*) (?=['\"])", functools.partial(_given, declared), message)
+    message = re.sub(r"--([a-z][a-z0-9-]*) (?=['\"])", functools.partial(_given, declared), message)
     argument = functools.partial(_argument, declared)
-    return re.sub(r"--(no-)?([a-z](?:[a-z-]*[a-z])?)(?:([ =])((?:[A-Za-z0-9_]+(?:, | or )?)+))?", argument, message)
+    return re.sub(
+        r"--(no-)?([a-z](?:[a-z0-9-]*[a-z0-9])?)(?:([ =])((?:[A-Za-z0-9_]+(?:, | or )?)+))?", argument, message
+    )
 
 
 def _given(declared: Mapping[str, Declared], found: re.Match[str]) -> str:
@@ -124,7 +125,10 @@ def _argument(declared: Mapping[str, Declared], found: re.Match[str]) -> str:
     one = declared.get((negated or "").replace("-", "_") + name)
     if one is None:
         return found[0]
-    if one.types == (bool,):
+    # What must be True or False, and the stand-in for a value, are said of the argument itself.
+    if rest == one.metavar != "":
+        return one.name
+    if one.types == (bool,) and rest != "must":
         return f"{one.name}=True{between}{rest}"
     known = "|".join(_choices(name))
     values = re.match(rf"(?:{known})\b(?:(?:, | or )(?:{known})\b)*", rest)

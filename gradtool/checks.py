@@ -48,24 +48,27 @@ NOT_NAN = Range("a number", lambda value: not math.isnan(value))
 
 
 def flag(option: str, value: Any) -> bool:
-    """True or False."""
+    """True or False, also as 1 or 0; nothing else, because a text such as "no" would count as true."""
     try:
-        return bool(value)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{option} must be true or false, not {value!r}") from error
+        is_flag = value in (False, True)
+    except ValueError:  # from an array
+        is_flag = False
+    if not is_flag:
+        raise UsageError(f"{option} must be True or False, not {value!r}")
+    return bool(value)
 
 
 def callback(option: str, value: Any) -> Any:
     """A function, or whether to have the usual one."""
     if not (callable(value) or isinstance(value, bool)):
-        raise UsageError(f"{option} must be a function or true or false, not {value!r}")
+        raise UsageError(f"{option} must be a function, True or False, not {value!r}")
     return value
 
 
 def number(option: str, value: Any) -> float:
     """A Python float: a numpy scalar of less precision would carry its precision into the arithmetic."""
     try:
-        return float(value)
+        return float(_no_flag(value))
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{option} must be a number, not {value!r}") from error
 
@@ -86,15 +89,22 @@ def numbers(option: str, values: Any) -> list[float]:
 def whole(option: str, value: Any) -> int:
     """A whole number."""
     try:
-        return operator.index(value)
+        return operator.index(_no_flag(value))
     except TypeError as error:
         raise UsageError(f"{option} must be a whole number, not {value!r}") from error
+
+
+def _no_flag(value: Any) -> Any:
+    """The value, unless it is a truth value, which Python takes for 0 or 1; `TypeError` then."""
+    if isinstance(value, bool):
+        raise TypeError
+    return value
 
 
 def size(option: str, value: Any) -> int:
     """A number of bytes, or a text that may have a unit: 5GB is 5·10⁹ bytes, 1GiB is 2³⁰."""
     try:
-        nbytes = _bytes_in(value) if isinstance(value, str) else operator.index(value)
+        nbytes = _bytes_in(value) if isinstance(value, str) else operator.index(_no_flag(value))
     except TypeError:
         nbytes = 0
     if nbytes < 1:
@@ -122,7 +132,7 @@ def reduction(option: str, value: Any) -> str:
 def word(option: str, value: Any) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{option} must be a word, not {value!r}")
+        raise UsageError(f"{option} must be a non-empty string, not {value!r}")
     return value
 
 
@@ -137,7 +147,7 @@ def one_of(option: str, value: Any, known: Collection[str]) -> str:
 def patterns(option: str, values: Any) -> list[str]:
     """Regular expressions, or prefixes; a single string is one of them, not a series of letters."""
     try:
-        several = [values] if isinstance(values, str) else list(values or ())
+        several = [values] if isinstance(values, str) else list(() if values is None else values)
     except TypeError as error:
         raise UsageError(f"{option} must be strings, not {values!r}") from error
     if not all(isinstance(one, str) for one in several):
@@ -150,13 +160,12 @@ def path(what: str, value: Any) -> str:
 
     An empty path would be the current folder, and is nearly always a shell variable that is unset.
     """
-    if hasattr(value, "keys") or (hasattr(value, "dtype") and not isinstance(value, (str, bytes))):
-        raise UsageError(_NOT_DATA)
+    _refuse_data(value)
     try:
         text = os.fsdecode(value)
         os.fsencode(text)
     except (TypeError, UnicodeError) as error:
-        raise UsageError(f"{what} must be a path, not {value!r}") from error
+        raise UsageError(f"{what} must be a string or a path object, not {value!r}") from error
     if not text:
         raise UsageError(f"{what} is empty; is a shell variable unset?")
     if "\0" in text:
@@ -168,9 +177,11 @@ def paths(values: Any) -> list[str]:
     """One path or many; a string is one."""
     if isinstance(values, (str, bytes, os.PathLike)):
         return [path("a path", values)]
-    several = None if _is_data(values) else _listed(values)
-    if several is None or any(map(_is_data, several)):
-        raise UsageError(_NOT_DATA)
+    _refuse_data(values)
+    try:
+        several = list(values)
+    except TypeError as error:
+        raise UsageError(_NOT_DATA) from error
     return [path("a path", value) for value in several]
 
 
@@ -181,15 +192,12 @@ _NOT_DATA = (
 )
 
 
-def _is_data(value: Any) -> bool:
-    """Whether it is something like an array or a state dict; numpy's strings are paths."""
+def _refuse_data(value: Any) -> None:
+    """Refuse an array, a state dict or an open file in place of a path; numpy's strings are paths."""
     if isinstance(value, (str, bytes)):
-        return False
-    return hasattr(value, "keys") or hasattr(value, "dtype") or isinstance(value, (int, float))
-
-
-def _listed(values: Any) -> list[Any] | None:
-    try:
-        return list(values)
-    except TypeError:
-        return None
+        return
+    # Iterating over an open file would take its lines for paths.
+    if hasattr(value, "read"):
+        raise UsageError("paths must be those of safetensors files, not open files; give the name of the file")
+    if hasattr(value, "keys") or hasattr(value, "dtype"):
+        raise UsageError(_NOT_DATA)

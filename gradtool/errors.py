@@ -122,6 +122,11 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
+def number_of(number: int, thing: str) -> str:
+    """A number of things, in the singular for one: "1 tensor", "2,000 tensors"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
 NO_SUCH_FILE = "no such file"
 NO_SUCH_FOLDER = "no such folder"
 # The message and the error code of each.

@@ -158,6 +158,11 @@ def complete(function: str, options: type[_Options], given: _Options) -> _Option
     return cast("_Options", defaults | {name: declared[name].taken(value) for name, value in given.items()})
 
 
+def is_default(options: type[_Options], chosen: _Options, name: str) -> bool:
+    """Whether a complete option is what it is if it is not given."""
+    return bool(chosen[name] == options_of(options)[name].option.default)
+
+
 @functools.cache
 def _defaults_of(options: type[Mapping[str, object]]) -> list[tuple[str, Any]]:
     """The defaults of all options of a class, converted."""

@@ -32,6 +32,8 @@ def test_a_size_that_is_none_is_a_usage_error(value):
 
 
 def test_a_flag_that_is_neither_true_nor_false_is_a_usage_error():
-    assert checks.flag("--quiet", 1) is True
-    with pytest.raises(UsageError, match="--quiet must be true or false, not array"):
-        checks.flag("--quiet", np.array([1.0, 2.0]))
+    for value in (True, 1, np.bool_(True)):
+        assert (checks.flag("--quiet", value), checks.flag("--quiet", type(value)(0))) == (True, False)
+    for value in ("no", "", None, 2, [], np.array([1.0, 2.0])):
+        with pytest.raises(UsageError, match="--quiet must be True or False, not "):
+            checks.flag("--quiet", value)

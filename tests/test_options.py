@@ -75,8 +75,13 @@ def test_what_is_given_is_converted_and_the_rest_has_its_default():
         ({"threads": "2"}, "--threads must be a whole number, not '2'"),
         ({"threads": 0}, "--threads must be at least 1, not 0"),
         ({"device": -1}, "--device must be 0 or more, not -1"),
+        ({"threads": True}, "--threads must be a whole number, not True"),
+        ({"max_norm": True}, "--max-norm must be a number, not True"),
+        ({"dry_run": "no"}, "--dry-run must be True or False, not 'no'"),
+        ({"fsync": None}, "--fsync must be True or False, not None"),
         ({"include": 5}, "--include must be strings, not 5"),
-        ({"output": 5}, "--output must be a path, not 5"),
+        ({"include": 0}, "--include must be strings, not 0"),
+        ({"output": 5}, "--output must be a string or a path object, not 5"),
         ({"lock_timeout": -1}, "--lock-timeout must be 0 or more and finite, not -1.0"),
     ],
 )
@@ -90,7 +95,7 @@ def test_a_value_of_a_wrong_type_or_out_of_range_is_a_usage_error(given, message
     [
         ({"weight": "2"}, "--weight must be numbers, not '2'"),
         ({"weight": [1, math.inf]}, r"--weight must be finite, not \[1.0, inf\]"),
-        ({"weight_key": ""}, "--weight-key must be a word, not ''"),
+        ({"weight_key": ""}, "--weight-key must be a non-empty string, not ''"),
         ({"dtype": "I32"}, "--dtype must be one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2, not 'I32'"),
     ],
 )

@@ -7,6 +7,8 @@ import pytest
 from support import encode, write
 from terminal import on_terminal
 
+import gradtool
+
 # Names as models have them, in a folder that is deep.
 NAMES = [f"model.language_model.layers.{i}.self_attn.q_proj.lora_A.default.weight" for i in range(8)]
 NORMS = [3.0 * 2.0**i for i in range(8)]
@@ -116,3 +118,19 @@ def test_a_path_is_not_wrapped(grads):
     missing = grads / "missing-because-it-was-never-written.safetensors"
     shown = on_terminal("norm", missing, columns=40)[1]
     assert str(missing) in shown
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_facts_in_words_are_broken_between_words_and_not_shortened(tmp_path, columns):
+    code, shown = on_terminal("doctor", tmp_path, columns=columns, errors=False)
+    facts = gradtool.doctor(tmp_path)
+    assert code == 0
+    assert max(len(line) for line in plain(shown).splitlines()) <= columns
+    words = plain(shown).split()
+    for fact in (facts.system, facts.cpu_backend, facts.cpu_features, facts.gpu):
+        assert set((fact or "").split()) <= set(words)
+
+
+def test_one_zero_is_told_in_the_singular(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([1, 0], "F32")})
+    assert "0 NaN, 0 Inf, 1 zero\n" in plain(on_terminal("norm", path, columns=80, errors=False)[1])

@@ -16,8 +16,6 @@ from gradtool.reduction import TILE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
 
 class Range(NamedTuple):
     """The exponents of a storage type: of its largest number, of its least normal one, and of its least one."""
@@ -41,11 +39,6 @@ def bins_of(dtype: str) -> range:
     """The exponents that values of a type are counted by, in order: those of float32 for all types but F64."""
     one = RANGES["F64" if dtype == "F64" else "F32"]
     return range(one.least, one.largest + 1)
-
-
-def subnormals(dtype: str, counts: NDArray[np.int64]) -> int:
-    """How many values are subnormal in their own type, from the counts of its bins."""
-    return int(counts[: RANGES[dtype].normal - bins_of(dtype).start].sum())
 
 
 def empty_histogram(pieces: Sequence[Piece]) -> BlockHistogram:

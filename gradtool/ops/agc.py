@@ -13,6 +13,8 @@ from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems
 from gradtool.ops.units import CompareUnits, units_of
+from gradtool.options import ClipOptions
+from gradtool.signatures import is_default
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.small import refuse_to_replace
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
     from gradtool.ops.session import Session
     from gradtool.ops.units import Coefs, Floats
-    from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
 
 
@@ -40,18 +41,20 @@ class AgcPolicy(NamedTuple):
         """The policy of complete options; `UsageError` where they contradict each other."""
         ratio, params = chosen["agc"], chosen["params"]
         if ratio is None:
-            raise UsageError("--params is the parameters that --agc compares gradients with; give --agc, too")
+            raise UsageError("--params and --agc-eps are for --agc; give --agc, too")
         if params is None:
             raise UsageError("--agc needs the parameters of the gradients; give them with --params")
         others = {
             "--max-norm": chosen["max_norm"] is not None,
             "--max-value": chosen["max_value"] is not None,
-            "--eps": chosen["eps"] != 1e-6,  # noqa: PLR2004 - its default
+            "--eps": not is_default(ClipOptions, chosen, "eps"),
             "--per-tensor": chosen["per_tensor"],
             "--total-norm": chosen["total_norm"] is not None,
             "--group": bool(chosen["group"]),
             "--limit": chosen["limit"] is not None,
             "--state": chosen["state"] is not None,
+            "--warmup": chosen["warmup"] is not None,
+            "--window": chosen["window"] is not None,
             "--skip-above": chosen["skip_above"] is not None,
         }
         for option, is_given in others.items():

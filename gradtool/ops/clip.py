@@ -15,7 +15,7 @@ from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import ClipOptions, Vector
-from gradtool.signatures import complete
+from gradtool.signatures import complete, is_default
 from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("clip", ClipOptions, options)
-    if chosen["agc"] is not None or chosen["params"] is not None:
+    is_agc = chosen["agc"] is not None or chosen["params"] is not None
+    if is_agc or not is_default(ClipOptions, chosen, "agc_eps"):
         from gradtool.ops.clip_units import clip_units  # only needed for this
 
         return clip_units(paths, chosen)

@@ -14,6 +14,8 @@ from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops.limits import rule_of
+from gradtool.options import ClipOptions
+from gradtool.signatures import is_default
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from gradtool.ops.groups import Group
     from gradtool.ops.limits import Rule
     from gradtool.ops.measurement import Measurement, Norms
-    from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
 
 
@@ -98,15 +99,16 @@ class Policy(NamedTuple):
         )
         limits_norm = policy.max_norm is not None or bool(policy.groups) or policy.rule is not None
         if limits_norm == (policy.max_value is not None):
-            raise UsageError("give one of --max-norm, --max-value, --group and --limit")
+            raise UsageError("give one of --max-norm, --max-value, --group, --limit and --agc")
         own = {
             "--per-tensor": policy.per_tensor,
             "--group": policy.groups,
             "--total-norm": policy.total_norm is not None,
         }
         given = [option for option, is_given in own.items() if is_given]
-        if policy.max_value is not None and given:
-            raise UsageError(f"--max-value does not take {given[0]}: it uses no norm")
+        unused = given if is_default(ClipOptions, chosen, "eps") else [*given, "--eps"]
+        if policy.max_value is not None and unused:
+            raise UsageError(f"--max-value does not take {unused[0]}: it uses no norm")
         if len(given) > 1:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other")
         if policy.rule is not None and (policy.per_tensor or policy.groups):

@@ -55,7 +55,7 @@ class DoctorResult:
 
     `cpu_backend` says whether the compiled kernels are used, and why not; `cpu_features` are the instruction sets that
     may make a difference. `settings` are the environment variables of gradtool. From `path` on, the facts are about its
-    folder, as `gradtool.store.transaction.abilities.Abilities` describes them.
+    folder.
     """
 
     headline: ClassVar[tuple[str, ...]] = (

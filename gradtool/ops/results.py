@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypedDict
 
-from gradtool.errors import NonFiniteError, Problem
+from gradtool.errors import NonFiniteError, Problem, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class CallFacts:
         """What was found or done, in one line; rows are only counted."""
         shown = [f"{key}={getattr(self, key)!r}" for key in (*self.headline, "files", "tensors")]
         rows = [(key, len(value)) for key, value in vars(self).items() if key.startswith("per_") and value]
-        shown += [f"{key}=<{count} row{'s' * (count != 1)}>" for key, count in rows]
+        shown += [f"{key}=<{number_of(count, 'row')}>" for key, count in rows]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -188,17 +188,14 @@ def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list
 
 def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list[Problem]:
     """One problem for each tensor whose results overflow its type."""
-    return [
-        Problem(
-            "overflow",
-            f"{written.nan[number] + written.inf[number]} results overflow {one.tensor.dtype}, "
-            f"the first at index {written.first_nonfinite[number]}",
-            str(one.shard.path),
-            one.tensor.name,
-        )
-        for number, one in enumerate(changed)
-        if written.nan[number] or written.inf[number]
-    ]
+    problems = []
+    for number, one in enumerate(changed):
+        count = int(written.nan[number] + written.inf[number])
+        if count:
+            what = f"{number_of(count, 'result')} {'overflows' if count == 1 else 'overflow'} {one.tensor.dtype}"
+            message = f"{what}, the first at index {written.first_nonfinite[number]}"
+            problems.append(Problem("overflow", message, str(one.shard.path), one.tensor.name))
+    return problems
 
 
 def refuse_nonfinite(selected: Sequence[Selected], found: Measurement, remedy: str) -> None:

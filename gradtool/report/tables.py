@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradtool.errors import number_of
 from gradtool.report.bars import STORAGE_NOTE, norm_bars, show_histogram, storage_columns
 from gradtool.report.facts import TOLD, data_of, facts_of, field, is_rows, short
 
@@ -39,6 +40,8 @@ _LEFT_OUT = (
 _TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
 # Between two columns.
 _GAP = 3
+# Facts in words, by their labels: broken between words where others are shortened.
+_IN_WORDS = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
 # The paths written that are named; lines off a terminal and JSON name all.
 _MOST_PATHS = 3
 
@@ -93,9 +96,12 @@ def _show_note(console: Console, items: Sequence[str]) -> None:
 
 def _show_items(console: Console, label: str, items: Sequence[str], taken: int) -> None:
     """A label and what belongs to it, beside it or, where that has no room there, below."""
+    separator = ", "
     fits = all(cell_len(item) < console.width - taken for item in items)
+    if not fits and label in _IN_WORDS:
+        items, separator, fits = ", ".join(items).split(" "), " ", True
     indent = taken if fits or label == "wrote" else 2
-    lines = _packed(items, console.width - indent, separator=", ")
+    lines = _packed(items, console.width - indent, separator=separator)
     text = Text(f"{label:{taken}}" if indent == taken else f"{label}\n  ", style="bold")
     console.print(text.append(("\n" + " " * indent).join(lines), style="not bold"), soft_wrap=True)
 
@@ -117,25 +123,21 @@ def _labelled(facts: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
         if key not in shared | timed:
             yield key.replace("_", " "), [f"{value:,}" if type(value) is int else field(value)]
     if "nan" in facts:
-        yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", f"{facts['zeros']:,} zeros"]
+        yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", number_of(facts["zeros"], "zero")]
     if "files" in facts:
-        yield "read", [_count(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
+        yield "read", [number_of(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
     if "timings" not in data:
         return
     timings = data["timings"]
     shown = phases if "read_seconds" in facts else ("total",)
     yield "time", [_time(phase, timings) for phase in shown if timings[f"{phase}_seconds"] > 0]
     if "backend" in facts:
-        yield "backend", [f"{facts['backend']} ({facts['backend_why']})", _count(facts["threads"], "thread")]
+        yield "backend", [f"{facts['backend']} ({facts['backend_why']})", number_of(facts["threads"], "thread")]
 
 
 def _time(phase: str, timings: Row) -> str:
     speed = timings.get(f"{phase}_gb_per_s")
     return f"{phase} {timings[f'{phase}_seconds']:.3f} s" + ("" if speed is None else f" ({speed:.1f} GB/s)")
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
 def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:

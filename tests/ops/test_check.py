@@ -182,7 +182,7 @@ def test_a_tensor_that_begins_within_an_element_is_a_note(tmp_path):
     path.write_bytes(with_header(header, path.read_bytes()[-9:], padding=-len(json.dumps(header)) % 8))
     result = check(path)
     assert found(result) == [("note", "unaligned", None)]
-    assert "1 tensor begin within an element's size: 'a'" in result.per_finding[0].message
+    assert "1 tensor begins within an element's size: 'a'" in result.per_finding[0].message
 
 
 def test_every_broken_file_is_told_and_the_others_are_checked(tmp_path):

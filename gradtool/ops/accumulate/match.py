@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, Problem, UsageError
+from gradtool.errors import BadInputError, Problem, UsageError, number_of
 from gradtool.ops.broadcast import is_broadcastable
 from gradtool.ops.names import prefix_between
 from gradtool.ops.totals import Total, total_of
@@ -117,10 +117,6 @@ def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None
     if weights is None:
         return [Total(1.0)] * len(gradients)
     if len(weights) != len(gradients):
-        given, wanted = _counted(len(weights), "weight"), _counted(len(gradients), "gradient")
+        given, wanted = number_of(len(weights), "weight"), number_of(len(gradients), "gradient")
         raise UsageError(f"--weight gives {given} for {wanted}; it needs one for each")
     return [Total(weight) for weight in weights]
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

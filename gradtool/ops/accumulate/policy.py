@@ -10,14 +10,15 @@ from gradtool.backends import NormSpec, Trim
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef
 from gradtool.ops.totals import checked_key
+from gradtool.options import AccumulateOptions
 from gradtool.reduction import total
+from gradtool.signatures import is_default
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.measurement import Measurement
-    from gradtool.options import AccumulateOptions
 
 
 UNDERFLOWS = f"is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing written"
@@ -80,6 +81,9 @@ class Policy(NamedTuple):
             raise UsageError("--shard-like and --max-shard-size are about a buffer that --create makes")
         if policy.shard_like is not None and policy.max_shard_size is not None:
             raise UsageError("--shard-like and --max-shard-size exclude each other")
+        clips = policy.max_norm is not None or policy.clip_each is not None
+        if not clips and not is_default(AccumulateOptions, chosen, "eps"):
+            raise UsageError("--eps is about --max-norm and --clip-each; give one of these")
         return policy
 
     @property

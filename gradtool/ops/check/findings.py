@@ -14,7 +14,7 @@ import numpy as np
 
 from gradtool.backends.extremes import BOUNDS
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import Problem
+from gradtool.errors import Problem, number_of
 from gradtool.ops.check.counts import Counted, counts_of
 from gradtool.store.format.examine import is_aligned, listed, unaligned_in
 
@@ -78,14 +78,15 @@ def of_layout(shard: Shard) -> Iterator[Finding]:
         what = f"the data begins at byte {shard.data_start:,}, which is no multiple of 8; {_MAPPING}"
         yield Finding("note", "unaligned", what, _SAVE_AGAIN, None, str(shard.path))
     elif unaligned:
-        what = f"{_tensors(len(unaligned))} begin within an element's size: {listed(unaligned)}; {_MAPPING}"
+        verb = "begins" if len(unaligned) == 1 else "begin"
+        what = f"{number_of(len(unaligned), 'tensor')} {verb} within an element's size: {listed(unaligned)}; {_MAPPING}"
         yield Finding("note", "unaligned", what, _SAVE_AGAIN, None, str(shard.path))
 
 
 def of_remains(one: Remains, folder: str) -> Finding:
     """What a run has left; `folder` is what to recover."""
     remedy, file = f"gradtool recover {shlex.quote(folder)}", str(one.path)
-    left = f"{one.files:,} file{'s' * (one.files != 1)} of {one.nbytes:,} bytes"
+    left = f"{number_of(one.files, 'file')} of {one.nbytes:,} bytes"
     if one.kind == "writing":
         what = f"a run ({one.who}) is changing files at this moment, or has crashed"
         return Finding("fault", "in-use", what, f"wait for it, or use {remedy}", None, file)
@@ -125,7 +126,8 @@ def _of_tensor(one: Selected, counts: Counted) -> Iterator[Finding]:
     others = tensor.elements - counts.zeros - counts.nan - counts.inf
     if counts.subnormal > MANY_SUBNORMAL * others:
         share = f"{counts.subnormal:,} of {others:,} values other than 0"
-        what = f"{share} are subnormal in {tensor.dtype}, which costs them precision"
+        verb = "is" if counts.subnormal == 1 else "are"
+        what = f"{share} {verb} subnormal in {tensor.dtype}, which costs precision"
         yield Finding("note", "subnormal", what, _WIDER.format("raise"), tensor.name, file)
 
 
@@ -139,13 +141,10 @@ def _all_zero(selected: Sequence[Selected], counted: Iterable[Counted]) -> Itera
         if one.tensor.elements and counts.zeros == one.tensor.elements:
             zero.setdefault(one.shard, []).append(one.tensor.name)
     for shard, names in zero.items():
-        what = f"{_tensors(len(names))} of {len(shard.tensors):,} hold only zeros: {listed(names)}"
+        who = f"{number_of(len(names), 'tensor')} of {len(shard.tensors):,}"
+        what = f"{who} {'holds' if len(names) == 1 else 'hold'} only zeros: {listed(names)}"
         remedy = "make sure that these parameters get a gradient, if they should"
         yield Finding("note", "all-zero", what, remedy, names[0] if len(names) == 1 else None, str(shard.path))
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'s' * (count != 1)}"
 
 
 def _largest(dtype: str) -> float:

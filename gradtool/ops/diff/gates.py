@@ -77,11 +77,10 @@ class Gates(NamedTuple):
         return problems
 
     def _not_close(self, pairs: Pairs, found: Comparison, number: int, counts: Counts) -> tuple[int, str]:
-        rule = f"|a - b| <= {self.atol or 0.0!r} + {self.rtol or 0.0!r}·|b|"
+        elements, most = pairs.a[number].tensor.elements, f"{self.atol or 0.0!r} + {self.rtol or 0.0!r}·|b|"
         gap, at = float(found.maxima[MAX_ABS][number]), found.places[number, MAX_ABS]
-        elements = pairs.a[number].tensor.elements
-        message = f"{counts.not_close:,} of {elements:,} values are beyond {rule}; max_abs_diff {gap!r} at index {at}"
-        return counts.not_close, message
+        message = f"{counts.not_close:,} of {elements:,} values differ by more than {most}"
+        return counts.not_close, f"{message}; max_abs_diff {gap!r} at index {at}"
 
     def _too_many_ulps(self, pairs: Pairs, found: Comparison, number: int, counts: Counts) -> tuple[int, str]:  # noqa: ARG002
         ulps, at = int(found.maxima[ULPS][number]), found.places[number, ULPS]

@@ -13,6 +13,7 @@ from gradtool.errors import BadInputError, UsageError, shortened
 from gradtool.store.format.header import Shard, read_shard
 from gradtool.store.format.index import index_of, read_weight_map
 from gradtool.store.format.listing import listing_of
+from gradtool.store.format.paths import NO_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,7 +51,7 @@ def open_sets(
         SystemRefusedError: something cannot be read.
     """
     if not paths:
-        raise UsageError("no path is given; name a file, a folder, an index, or use --files-from")
+        raise UsageError(NO_PATH)
     sets: list[GradientSet] = []
     for number, path in enumerate(paths):
         try:

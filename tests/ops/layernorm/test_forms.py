@@ -63,7 +63,7 @@ def test_results_can_be_added_to_a_set_of_weights(tmp_path):
         ({"y_grad": "scale_grad"}, "--scale-grad and --y-grad are both 'scale_grad'"),
         ({"invertible": True, "bias_grad": "bias"}, "--bias-grad and --bias are both 'bias'"),
         ({"x_grad": "scale", "x_grad_in_place": True}, "--x-grad and --scale are both 'scale'"),
-        ({"scale_grad": ""}, "--scale-grad must be a word, not ''"),
+        ({"scale_grad": ""}, "--scale-grad must be a non-empty string, not ''"),
         (
             {"affine": False, "scale_offset": 1},
             "--scale-offset is added to a scale, and with --no-affine there is none",

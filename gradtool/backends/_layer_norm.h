@@ -2,7 +2,7 @@
 #ifndef GRADTOOL_LAYER_NORM_H
 #define GRADTOOL_LAYER_NORM_H
 
-#include "_storage.h"
+#include "_short_rows.h"
 
 struct patch {
     int64_t rows, columns;
@@ -72,6 +72,10 @@ static int chunk_of(int64_t columns, int64_t column)
 
 static void sum_rows(const struct patch *patch, const double *center, double *sums)
 {
+    if (patch->columns <= ROW_LANES) {
+        sum_short_rows(patch->x_dtype, patch->x, patch->rows, patch->columns, center, sums);
+        return;
+    }
     for (int64_t row = 0; row < patch->rows; row++) {
         sums[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {

@@ -3,6 +3,7 @@
 #define GRADTOOL_LAYER_NORM_H
 
 #include "_lanes.h"
+#include "_short_rows.h"
 
 struct patch {
     int64_t rows, columns;
@@ -143,6 +144,10 @@ static struct chunk load_chunk(const struct patch *patch, int64_t row, int64_t c
 static void sum_rows(const struct patch *patch, double *sums)
 {
     int is_wide = patch->x_dtype == F64;
+    if (patch->columns <= ROW_LANES) {
+        sum_short_rows(patch->x_dtype, patch->x, patch->rows, patch->columns, patch->mean, sums);
+        return;
+    }
     for (int64_t row = 0; row < patch->rows; row++) {
         sums[row] = 0;
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {

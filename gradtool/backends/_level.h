@@ -1,22 +1,12 @@
 /* All kernels, compiled for one level of a processor; included once for each, with LEVEL the name of its table. */
+#include "_differences.h"
 #include "_extremes.h"
+#include "_histogram.h"
 #include "_layer_norm.h"
 #include "_order.h"
 #include "_sums.h"
 #include "_tiles.h"
 #include "_units.h"
-
-/* Vectors of 512 bits: these compute more for each byte than the others, and are a third faster with them (Zen 5). */
-#if defined(__AVX512F__) && !defined(__clang__)
-#pragma GCC push_options
-#pragma GCC target("prefer-vector-width=512")
-#include "_differences.h"
-#include "_histogram.h"
-#pragma GCC pop_options
-#else
-#include "_differences.h"
-#include "_histogram.h"
-#endif
 
 struct level {
     const char *name;

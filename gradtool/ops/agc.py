@@ -134,14 +134,15 @@ def _decision(policy: AgcPolicy, selected: Sequence[Selected], found: Coefs) -> 
     factors, changed, clipped = [], [], 0
     for one, coefs in zip(selected, found.tensors, strict=True):
         work = STORAGE[one.tensor.dtype].work
-        own = coefs / policy.unscale
-        sizes = np.abs(own.astype(work))
+        own = coefs if policy.unscale == 1 else coefs / policy.unscale
+        rounded = own.astype(work)
+        sizes = np.abs(rounded)
         bad = ((sizes < np.finfo(work).tiny) & (coefs != 0)) | np.isinf(sizes)
         if bad.any():
             raise _out_of_range(one, float(own[bad][0]))
         factors.append(own)
-        changed.append(bool((own.astype(work) != 1).any()))
-        clipped += int((coefs.astype(work) != 1).sum())
+        changed.append(bool((rounded != 1).any()))
+        clipped += int(np.count_nonzero((rounded if own is coefs else coefs.astype(work)) != 1))
     return UnitDecision(factors, changed, sum(units_of(one)[0] for one in selected), clipped)
 
 

@@ -87,7 +87,7 @@ class CompareUnits(NamedTuple):
         """One for each group of units of a tensor that are a patch together."""
         for number, one in enumerate(self.grads):
             count, size = units_of(one)
-            height = max(1, min(tuning.PATCH_ROWS, tuning.PATCH_ELEMENTS // size))
+            height = max(1, min(tuning.UNITS_AT_ONCE, tuning.PATCH_ELEMENTS // size))
             for first in range(0, count, height):
                 yield partial(self._compare, number, first, min(height, count - first))
 
@@ -104,13 +104,13 @@ class CompareUnits(NamedTuple):
 def _norms(one: Selected, first: int, count: int, worker: Worker) -> Floats:
     """The norms of consecutive units; where a unit is longer than a patch, the sums of its parts are added in order."""
     size = units_of(one)[1]
-    sums = np.zeros(count)
+    sums, zeros = np.zeros(count), np.zeros(count)
     for part, columns in _parts(size):
         values = _stored(one, first * size + part, count * columns, worker)
         # About 0, so that they are sums of squares.
-        sums += worker.backend.row_sums(values, one.tensor.dtype, count, columns, np.zeros(count))
+        sums += worker.backend.row_sums(values, one.tensor.dtype, count, columns, zeros)
     norms: Floats = np.sqrt(sums)
-    if one.tensor.dtype == "F64":
+    if one.tensor.dtype == "F64" and not (is_in_range(sums.min()) and is_in_range(sums.max())):
         for row in range(count):
             if not is_in_range(sums[row]):
                 norms[row] = _scaled_norm(one, (first + row) * size, size, worker)

@@ -249,6 +249,29 @@ def test_a_small_norm_costs_little_more_than_numpy(bench, gradtool_command):
     assert not bench.timing or ratio <= 2.2
 
 
+def test_the_info_of_hundreds_of_tensors_comes_at_once(bench, gradtool_command):
+    bench.rounds = 25 if bench.timing else 1
+    many, few = bench.file("f32", GIB, 400), bench.file("f32", 100_000, 20)
+    info, norm = bench.in_turn([[*gradtool_command, "info", str(many)], [*gradtool_command, "norm", str(few)]])
+    ratio = info.median / norm.median
+    detail = f"{info.median * 1e3:.0f} ms, norm of a small file {norm.median * 1e3:.0f} ms, {info.peak_mib:.0f} MiB"
+    bench.note("info of 400 tensors beside a small norm", f"{ratio:.2f}x", "<= 1.2x", detail)
+    assert info.peak_mib <= 100
+    assert not bench.timing or ratio <= 1.2
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_check_beside_norm(bench, gradtool_command, dtype):
+    source = str(bench.file(dtype, GIB, 48))
+    check, norm = bench.in_turn([[*gradtool_command, one, source] for one in ("check", "norm")])
+    ratio = check.median / norm.median
+    detail = f"{check.median:.3f} s, norm {norm.median:.3f} s, {check.peak_mib:.0f} MiB"
+    bench.note(f"check {dtype} 1 GiB beside norm", f"{ratio:.2f}x", "<= 1.5x", detail)
+    assert check.peak_mib <= 100
+    assert norm.peak_mib <= 100
+    assert not bench.timing or ratio <= 1.5
+
+
 @pytest.mark.parametrize(("command", "tool"), [("norm", "cat"), ("clip", "cp")])
 def test_beside_the_tools_that_only_move_bytes(bench, gradtool_command, command, tool):
     source = bench.file("f32", GIB, 48)

@@ -67,6 +67,8 @@ def test_a_hand_computed_example(tmp_path):
     assert found["w"].tolist() == [[1.5, 2], [0.03, 0.04], pytest.approx([0.06, 0.08], rel=1e-15)]
     assert found["b"].tolist() == [3, 4]
     assert (result.units, result.units_clipped) == (4, 3)
+    # As JSON needs it, and not numpy's.
+    assert (type(result.units_clipped), type(result.clipped)) == (int, bool)
     assert result.norm_before == pytest.approx(math.sqrt(25 + 0.0025 + 100 + 2500), rel=1e-15)
     assert result.norm_after == pytest.approx(math.sqrt(6.25 + 0.0025 + 0.01 + 25), rel=1e-15)
 

@@ -16,7 +16,7 @@ from gradtool.store.format.gradset import GradientSet, select
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
-from gradtool.store.format.paths import NO_PATH, read_path_list
+from gradtool.store.format.paths import PATH_MISSING, read_path_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -88,7 +88,7 @@ def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> InfoResult:
     if chosen["files_from"] is not None:
         named += read_path_list(os.fspath(chosen["files_from"])).paths
     if not named:
-        raise UsageError(NO_PATH)
+        raise UsageError(PATH_MISSING)
     sets = [_outlined(path) for path in named]
     selected = select(sets, chosen["include"], chosen["exclude"])
     shards = [shard for one in sets for shard in one.shards]

@@ -20,7 +20,7 @@ from gradtool.options import CheckOptions, Sets
 from gradtool.signatures import complete
 from gradtool.store.format.examine import examine
 from gradtool.store.format.gradset import GradientSet, select
-from gradtool.store.format.paths import NO_PATH, read_path_list
+from gradtool.store.format.paths import PATH_MISSING, read_path_list
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.remains import remains_at
 
@@ -92,7 +92,7 @@ def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> CheckResult:
     if chosen["files_from"] is not None:
         named += read_path_list(os.fspath(chosen["files_from"])).paths
     if not named:
-        raise UsageError(NO_PATH)
+        raise UsageError(PATH_MISSING)
     for tries in range(1, _TRIES + 1):
         try:
             return _Visit(list(dict.fromkeys(named)), chosen).result()

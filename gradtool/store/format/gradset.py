@@ -13,7 +13,7 @@ from gradtool.errors import BadInputError, UsageError, shortened
 from gradtool.store.format.header import Shard, read_shard
 from gradtool.store.format.index import index_of, read_weight_map
 from gradtool.store.format.listing import listing_of
-from gradtool.store.format.paths import NO_PATH
+from gradtool.store.format.paths import PATH_MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,7 +51,7 @@ def open_sets(
         SystemRefusedError: something cannot be read.
     """
     if not paths:
-        raise UsageError(NO_PATH)
+        raise UsageError(PATH_MISSING)
     sets: list[GradientSet] = []
     for number, path in enumerate(paths):
         try:

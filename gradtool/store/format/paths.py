@@ -14,7 +14,7 @@ from gradtool.store.format.limits import MAX_PATH_LIST
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-NO_PATH = "no path is given; name a file, a folder, an index, or use --files-from"
+PATH_MISSING = "no path is given; name a file, a folder, an index, or use --files-from"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
 

@@ -123,23 +123,6 @@ static struct row_facts add_row(struct row row, double (*lanes)[PART], struct wa
     return (has_tolerance ? tolerate_row32 : add_row32)(x, y, lanes, wanted, row.n);
 }
 
-/* Folds lanes, neighbours first; with `halves`, the even ones come before all odd ones. */
-static double fold_part(double *lanes, int width, int halves)
-{
-    ALIGNED double room[PART / 2];
-    double *from = lanes, *to = room;
-    if (halves) {
-        width /= 2;
-        for (int64_t j = 0; j < width; j++) lanes[j] += lanes[width + j];
-    }
-    while (width > 1) {
-        double *folded = to;
-        halve(from, to, width /= 2);
-        to = from, from = folded;
-    }
-    return *from;
-}
-
 /* ---- largest values, each with its first place --------------------------------------------------------------------- */
 
 /* Whether a row from `start` on whose largest value is this one has a place for it. */

@@ -132,9 +132,9 @@ static int64_t compare_all_values(struct pair pair, struct difference *found, st
         memset(lanes, 0, sizeof lanes);
         for (int64_t start = part * PART; start < pair.elements; start += LANES)
             far += compare_values(found, row_from(pair, start, PART, &room), tolerance, lanes);
-        for (int sum = 0; sum < SUMS; sum++) parts[sum][part] = fold_part(lanes[sum], PART, is_in_halves);
+        for (int sum = 0; sum < SUMS; sum++) parts[sum][part] = (is_in_halves ? fold_halves : fold)(lanes[sum], PART);
     }
-    for (int sum = 0; sum < SUMS; sum++) found->sums[sum] = fold_part(parts[sum], LANES / PART, 0);
+    for (int sum = 0; sum < SUMS; sum++) found->sums[sum] = fold(parts[sum], LANES / PART);
     int64_t *place = &found->places[MAX_ABS];
     if (found->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, &room), found->max_abs);
     return far;
@@ -181,7 +181,7 @@ static void sum_divided(struct pair pair, double *sums, const int32_t *exponents
         lanes[SQUARES_B][i % LANES] += y * y;
         lanes[PRODUCTS][i % LANES] += x * y;
     }
-    for (int sum = 0; sum < SUMS; sum++) sums[sum] = fold(F64, lanes[sum]);
+    for (int sum = 0; sum < SUMS; sum++) sums[sum] = fold(lanes[sum], LANES);
 }
 
 static struct difference compare_tile(struct pair pair, struct tolerance tolerance, int32_t *exponents)

@@ -190,24 +190,6 @@ static void scale_row32(struct job job, enum dtype dtype, char *data, int n)
 
 /* ---- one tile --------------------------------------------------------------------------------------------------- */
 
-/* Folds the lanes, neighbors first. */
-static double fold(enum dtype dtype, double *lanes)
-{
-    ALIGNED double room[LANES / 2];
-    double *from = lanes, *to = room;
-    int width = LANES;
-    if (dtype == BF16) {
-        width /= 2;
-        for (int64_t j = 0; j < width; j++) lanes[j] += lanes[width + j];
-    }
-    while (width > 1) {
-        double *folded = to;
-        halve(from, to, width /= 2);
-        to = from, from = folded;
-    }
-    return *from;
-}
-
 static int row_of(int64_t elements, int64_t start)
 {
     return (int)(elements - start < LANES ? elements - start : LANES);
@@ -224,7 +206,7 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
         if (job.writes && dtype != F64) scale_row32(job, dtype, row, n);
         sum_row(job.term, dtype, row, lanes, seen, n);
     }
-    return fold(dtype, lanes);
+    return dtype == BF16 ? fold_halves(lanes, LANES) : fold(lanes, LANES);
 }
 
 /* Loads a row as float64, which is as good as its own type for what is done with few rows. */
@@ -251,7 +233,7 @@ static double divided_tile(struct job job, enum dtype dtype, const char *data, i
         row_divide64(row, divisor, n);
         sum_row(job.term, F64, (const char *)row, lanes, &seen, n);
     }
-    return fold(F64, lanes);
+    return fold(lanes, LANES);
 }
 
 struct stats { double max_abs; int64_t nan, inf, zeros, first; };

@@ -34,7 +34,7 @@ def test_what_is_read_at_run_time_is_there():
 
 
 def test_the_description_is_the_readme_and_no_link_in_it_needs_the_repository():
-    text = METADATA.get_payload()
+    text = METADATA["Description"]
     links = re.findall(r"\]\(([^)#][^)]*)\)", text)
     assert text.startswith("# gradtool")
     assert len(links) > 10

@@ -100,7 +100,10 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "clip x.safetensors --group a:1 --group .:2": (3, "is in two groups, --group 'a' and --group '.'; narrow"),
     "clip x.safetensors --group a:1 --per-tensor --max-norm 1": (2, "--per-tensor and --group exclude each other"),
     "clip x.safetensors --group a:1 --total-norm 1 --max-norm 1": (2, "--group and --total-norm exclude each other"),
-    "clip x.safetensors --group a:1 --max-value 1": (2, "--group, --limit and --agc"),
+    "clip x.safetensors --group a:1 --max-value 1": (
+        2,
+        "give one of --max-norm, --max-value, --group, --limit and --agc",
+    ),
     "norm x.safetensors --group zzz": (3, "--group 'zzz' matches no tensor"),
     "norm x.safetensors --group a --group a": (3, "is in two groups"),
     "accumulate": (2, "BUFFER"),

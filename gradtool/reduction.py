@@ -12,9 +12,10 @@ for sum·2^(k·order); k is the tile's exponent, which is 0 for all other tiles.
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING
 
-import numpy as np
+from gradtool.arrays import np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +32,8 @@ MAX_SUM_ORDER = 512.0
 # Below, a tile's sum may have lost terms to underflow; above, it is infinite, or the sum of many tiles may be.
 _LOWEST, _HIGHEST = 2.0**-900, 2.0**1000
 
-# From this many tile sums on, condensing them pays off; values that lie far apart are left to the last step.
-_MANY, _MAX_CUTS = 256, 6
+# Values that lie far apart are left to the last step.
+_MAX_CUTS = 6
 # Up to this many are not worth the work.
 _FEW = 8
 
@@ -59,21 +60,21 @@ def exponent_of(magnitude: float) -> int:
     return math.frexp(magnitude)[1] - 1
 
 
-def total(sums: Sequence[float] | NDArray[np.float64]) -> float:
+def total(sums: Sequence[float]) -> float:
     """The correctly rounded sum of non-negative tile sums; infinite where it is beyond float64."""
     try:
-        return math.fsum(sums if len(sums) < _MANY else _condensed(sums))
+        return math.fsum(sums)
     except OverflowError:
         return math.inf
 
 
-def _condensed(sums: Sequence[float] | NDArray[np.float64]) -> list[float]:
-    """A few numbers whose exact sum is that of many; `math.fsum` alone takes 30 ns for each of them.
+def _condensed(sums: NDArray[np.float64]) -> list[float]:
+    """A few numbers whose exact sum is that of many.
 
     Again and again the leading bits of all values, as many as can be added without a rounding, are cut off and added
     (ExtractVector of S. M. Rump, T. Ogita and S. Oishi, "Accurate floating-point summation part I").
     """
-    values, spare = np.asarray(sums, np.float64), len(sums).bit_length() + 1
+    values, spare = sums, len(sums).bit_length() + 1
     parts: list[float] = []
     for _ in range(_MAX_CUTS):
         largest = float(np.abs(values).max())
@@ -87,30 +88,32 @@ def _condensed(sums: Sequence[float] | NDArray[np.float64]) -> list[float]:
     return parts + rest
 
 
-def condensed(
-    sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float
-) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+def condensed(sums: array[float], exponents: array[int], order: float) -> tuple[array[float], array[int]]:
     """As few sums as possible, with their exponents, that stand for the same norm to the last bit; never more.
 
     Where the norm does not follow from exact sums alone, they stay as they are.
     """
     if math.isinf(order):
         return sums[:0], exponents[:0]
-    is_exact = order in (1, 2) or not exponents.any()
-    if len(sums) <= _FEW or order > MAX_SUM_ORDER or not is_exact or not np.isfinite(sums).all():
+    is_exact = order in (1, 2) or not any(exponents)
+    if len(sums) <= _FEW or order > MAX_SUM_ORDER or not is_exact or not all(map(math.isfinite, sums)):
         return sums, exponents
-    parts = [
+    parts = [one for one in _by_exponent(np.asarray(sums), np.asarray(exponents)) if one[0]]
+    if len(parts) >= len(sums):
+        return sums, exponents
+    return array("d", [part for part, _ in parts]), array("i", [exponent for _, exponent in parts])
+
+
+def _by_exponent(sums: NDArray[np.float64], exponents: NDArray[np.int32]) -> list[tuple[float, int]]:
+    """A few numbers with each of the exponents, whose exact sums are those of all that have it."""
+    return [
         (part, exponent)
         for exponent in np.unique(exponents).tolist()
         for part in _condensed(sums[exponents == exponent])
-        if part
     ]
-    if len(parts) >= len(sums):
-        return sums, exponents
-    return np.array([part for part, _ in parts], np.float64), np.array([one for _, one in parts], np.int32)
 
 
-def norm_of(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float, unscale: float = 1.0) -> float:
+def norm_of(sums: Sequence[float], exponents: Sequence[int], order: float, unscale: float = 1.0) -> float:
     """(Σ|x|^order)^(1/order) / unscale, from tile sums and their exponents; infinite where it is beyond float64."""
     if order > MAX_SUM_ORDER:
         return _norm_of_norms(sums, order) / unscale
@@ -125,45 +128,36 @@ def norm_of(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: floa
         return math.inf
 
 
-def scaled_total(sums: NDArray[np.float64], exponents: NDArray[np.int32]) -> tuple[float, int]:
+def scaled_total(sums: Sequence[float], exponents: Sequence[int]) -> tuple[float, int]:
     """The correctly rounded sum of all sum·2^exponent, as m and k of m·2^k; 0.5 <= |m| < 1, or m is 0.
 
     The sums are finite, and may be negative.
     """
-    if not exponents.any():
+    if not any(exponents):
         try:
-            return math.frexp(math.fsum(sums if len(sums) < _MANY else _condensed(sums)))
+            return math.frexp(math.fsum(sums))
         except OverflowError:
             # 2^24 tiles or more, each of them in range.
             pass
-    whole, unit = _whole(
-        [
-            (part, exponent)
-            for exponent in np.unique(exponents).tolist()
-            for part in _condensed(sums[exponents == exponent])
-        ]
-    )
+    whole, unit = _whole(_by_exponent(np.asarray(sums), np.asarray(exponents)))
     length = abs(whole).bit_length()
     mantissa, carry = math.frexp(whole / (1 << length))
     return mantissa, carry + length + unit if whole else 0
 
 
-def _merged(sums: NDArray[np.float64], exponents: NDArray[np.int32], order: float) -> tuple[float, int]:
+def _merged(sums: Sequence[float], exponents: Sequence[int], order: float) -> tuple[float, int]:
     """The sum s of all tiles and an exponent k, which stand for s·2^(k·order)."""
     whole = total(sums)
-    if math.isfinite(whole) and not exponents.any():
+    if math.isfinite(whole) and not any(exponents):
         return whole, 0
-    if not np.isfinite(sums).all():
+    if not all(map(math.isfinite, sums)):
         return whole, 0
-    highest = int(exponents[sums > 0].max())
+    highest = max(exponent for one, exponent in zip(sums, exponents, strict=True) if one)
     if math.isinf(whole):
         # 2^24 tiles or more, each of them in range.
         highest += math.ceil(64 / order)
-    parts = [
-        (part, (exponent - highest) * order)
-        for exponent in np.unique(exponents).tolist()
-        for part in _condensed(sums[exponents == exponent])
-    ]
+    found = _by_exponent(np.asarray(sums), np.asarray(exponents))
+    parts = [(part, (exponent - highest) * order) for part, exponent in found]
     if order in (1, 2):
         return _exact_sum([(part, int(shift)) for part, shift in parts]), highest
     return math.fsum(part * 2.0**shift for part, shift in parts), highest
@@ -185,9 +179,9 @@ def _whole(parts: Sequence[tuple[float, int]]) -> tuple[int, int]:
     return whole, lowest
 
 
-def _norm_of_norms(norms: NDArray[np.float64], order: float) -> float:
+def _norm_of_norms(norms: Sequence[float], order: float) -> float:
     """The norm of a vector, from those of its parts."""
-    largest = float(np.max(norms, initial=0.0))
+    largest = math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
     if not 0 < largest < math.inf:
         return largest
-    return largest * math.pow(math.fsum((norms / largest) ** order), 1 / order)
+    return largest * math.pow(math.fsum((norm / largest) ** order for norm in norms), 1 / order)

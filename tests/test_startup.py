@@ -1,7 +1,9 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from support import write
 
 pytestmark = pytest.mark.installed
 HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes", "distributed", "dask")
@@ -51,4 +53,26 @@ def test_what_explains_a_refusal_is_not_imported_before_one(tmp_path):
     arguments = ["norm", "--files-from", str(tmp_path / "list")]
     code = PROBE.format(arguments=arguments, heavy=explaining)
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+
+
+COMMANDS = {
+    "norm": ["norm", "a"],
+    "norm --per-tensor": ["norm", "a", "--per-tensor", "--json"],
+    "clip": ["clip", "a", "--max-norm", "1"],
+    "clip elsewhere": ["clip", "a", "--max-norm", "1", "--output", "new"],
+    "zero": ["zero", "a"],
+    "check": ["check", "a"],
+    "diff": ["diff", "a", "b"],
+    "info": ["info", "a"],
+}
+
+
+@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
+def test_the_compiled_kernels_need_no_numpy(tmp_path, arguments):
+    pytest.importorskip("gradtool.backends._kernels", reason="the compiled kernels are not built here")
+    for name in "ab":
+        write(tmp_path / name, {"w": np.arange(3, dtype=np.float32)})
+    code = PROBE.format(arguments=arguments, heavy=["numpy"])
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stderr == "[]\n"

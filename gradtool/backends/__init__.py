@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from gradtool.errors import BackendUnavailableError, UsageError
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Sequence
 
     import numpy as np
@@ -130,13 +131,13 @@ class BlockSums(NamedTuple):
     `first_nonfinite` is an index into the piece, or -1.
     """
 
-    sums: NDArray[np.float64]
-    exponents: NDArray[np.int32]
-    max_abs: NDArray[np.float64]
-    nan: NDArray[np.int64]
-    inf: NDArray[np.int64]
-    zeros: NDArray[np.int64]
-    first_nonfinite: NDArray[np.int64]
+    sums: array[float]
+    exponents: array[int]
+    max_abs: array[float]
+    nan: array[int]
+    inf: array[int]
+    zeros: array[int]
+    first_nonfinite: array[int]
 
 
 class BlockHistogram(NamedTuple):
@@ -157,7 +158,7 @@ class Tolerance(NamedTuple):
 
 
 class BlockDifferences(NamedTuple):
-    """What tells two blocks apart, (tiles,) or (tiles, n) each; `gradtool.backends.differences` defines it.
+    """What tells two blocks apart, one or more values a tile, tile by tile; `gradtool.backends.differences` defines it.
 
     `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
     two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
@@ -165,13 +166,18 @@ class BlockDifferences(NamedTuple):
     or Inf in a and not the same in b, NaN or Inf in b and not the same in a, the same NaN or Inf in both.
     """
 
-    sums: NDArray[np.float64]
-    exponents: NDArray[np.int32]
-    max_abs: NDArray[np.float64]
-    max_rel: NDArray[np.float64]
-    ulps: NDArray[np.uint64]
-    places: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    sums: array[float]
+    exponents: array[int]
+    max_abs: array[float]
+    max_rel: array[float]
+    ulps: array[int]
+    places: array[int]
+    counts: array[int]
+
+    @property
+    def maxima(self) -> list[array[Any]]:
+        """The three of which `places` has the places."""
+        return [self.max_abs, self.max_rel, self.ulps]
 
 
 class Backend(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends import (
     Addend,
     BlockDifferences,
@@ -65,10 +65,10 @@ class CompiledBackend(NumpyBackend):
         """Count subnormal and saturated values."""
         from gradtool.backends.extremes import BOUNDS, Extremes
 
-        bounds = np.array([BOUNDS[piece.dtype] for piece in pieces], np.uint64)
-        counts = np.zeros((len(pieces), 2), np.int64)
+        bounds = array("Q", [bound for piece in pieces for bound in BOUNDS[piece.dtype]])
+        counts = int64s(2 * len(pieces))
         extremes_kernel(block, _table(pieces), bounds, counts)
-        return Extremes(counts[:, 0], counts[:, 1])
+        return Extremes(counts[::2], counts[1::2])
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
@@ -76,7 +76,7 @@ class CompiledBackend(NumpyBackend):
         """Multiply and clamp in place; the sums of what was written."""
         if spec.order not in _TERMS:
             return super().scale(block, pieces, factors, limit, spec)
-        return _run(block, pieces, np.array(factors, np.float64), limit, spec)
+        return _run(block, pieces, array("d", factors), limit, spec)
 
     def differences(
         self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
@@ -178,23 +178,22 @@ def _arguments(patch: Patch) -> tuple[Any, ...]:
     )
 
 
-def _table(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def _table(pieces: Sequence[Piece]) -> array[int]:
     """One row a piece: its dtype's code, its offset and its elements."""
-    return np.array([(STORAGE[p.dtype].code, p.offset, p.elements) for p in pieces], np.int64).reshape(-1, 3)
+    return array("q", [number for p in pieces for number in (STORAGE[p.dtype].code, p.offset, p.elements)])
 
 
 def _run(
     block: memoryview,
     pieces: Sequence[Piece],
-    factors: NDArray[np.float64] | None,
+    factors: array[float] | None,
     limit: float,
     spec: NormSpec,
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
     tiles = sum(tile_count(piece.elements) for piece in pieces)
-    sums, exponents, max_abs = np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces))
-    counts = np.zeros((len(pieces), 4), np.int64)
+    sums, exponents, max_abs, counts = float64s(tiles), int32s(tiles), float64s(len(pieces)), int64s(4 * len(pieces))
     table, term = _table(pieces), _TERMS[spec.order]
     run_kernels(block, table, factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, max_abs, counts)
-    return BlockSums(sums, exponents, max_abs, counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3])
+    return BlockSums(sums, exponents, max_abs, *(counts[column::4] for column in range(4)))

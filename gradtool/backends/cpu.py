@@ -6,9 +6,8 @@ import mmap
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from gradtool import tuning
+from gradtool.arrays import np
 from gradtool.backends import (
     Addend,
     BlockDifferences,

@@ -14,10 +14,10 @@ largest value.
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from gradtool.arrays import float64s, int32s, int64s, np, uint64s
 from gradtool.backends import BlockDifferences, Piece, Tolerance
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.backends.tiles import lane_sum
@@ -37,13 +37,13 @@ _LARGEST_EXPONENT = 1023
 def empty_differences(tiles: int) -> BlockDifferences:
     """Of tiles in which nothing differs."""
     return BlockDifferences(
-        sums=np.zeros((tiles, 4)),
-        exponents=np.zeros((tiles, 3), np.int32),
-        max_abs=np.zeros(tiles),
-        max_rel=np.zeros(tiles),
-        ulps=np.zeros(tiles, np.uint64),
-        places=np.zeros((tiles, 3), np.int64),
-        counts=np.zeros((tiles, 6), np.int64),
+        sums=float64s(4 * tiles),
+        exponents=int32s(3 * tiles),
+        max_abs=float64s(tiles),
+        max_rel=float64s(tiles),
+        ulps=uint64s(tiles),
+        places=int64s(3 * tiles),
+        counts=int64s(6 * tiles),
     )
 
 
@@ -84,8 +84,9 @@ def _compare(found: BlockDifferences, tile: int, a: _Side, b: _Side, tolerance: 
     x, y = np.where(finite, a.values, 0.0), np.where(finite, b.values, 0.0)
     gap = np.abs(x - y)
     far = gap > tolerance.absolute + tolerance.relative * np.abs(y)
-    found.sums[tile], found.exponents[tile] = _sums(x, y)
-    found.counts[tile] = (
+    sums, exponents = _sums(x, y)
+    found.sums[4 * tile : 4 * tile + 4], found.exponents[3 * tile : 3 * tile + 3] = sums, exponents
+    counts = (
         np.count_nonzero(gap) + np.count_nonzero(unlike),
         np.count_nonzero(a.codes != b.codes) if a.storage == b.storage else gap.size,
         np.count_nonzero(far) + np.count_nonzero(unlike),
@@ -93,25 +94,24 @@ def _compare(found: BlockDifferences, tile: int, a: _Side, b: _Side, tolerance: 
         np.count_nonzero(unlike & ~np.isfinite(b.values)),
         np.count_nonzero(same),
     )
+    found.counts[6 * tile : 6 * tile + 6] = array("q", map(int, counts))
     relative = np.where(gap == 0, 0.0, gap / np.abs(y))
     coarser = max(a.storage, b.storage, key=lambda storage: storage.code)
     distances = _distances(_magnitudes(x, coarser), np.signbit(x), _magnitudes(y, coarser), np.signbit(y))
-    for which, (largest, each) in enumerate(
-        ((found.max_abs, gap), (found.max_rel, relative), (found.ulps, distances)),
-    ):
+    for which, (largest, each) in enumerate(zip(found.maxima, (gap, relative, distances), strict=True)):
         at = int(np.argmax(each))
-        largest[tile] = each[at]
-        found.places[tile, which] = at
+        largest[tile] = each[at].item()
+        found.places[3 * tile + which] = at
 
 
-def _sums(x: Floats, y: Floats) -> tuple[tuple[float, ...], tuple[int, ...]]:
+def _sums(x: Floats, y: Floats) -> tuple[array[float], array[int]]:
     """The four sums of a tile, and the exponents of the first three."""
     gap = x - y
     # These are the sums, unless an exponent is not 0.
     exponents = [_exponent(lane_sum(one * one), one) for one in (gap, x, y)]
     k, m, n = (math.ldexp(1.0, exponent) for exponent in exponents)
     gap, x, y = gap if k == 1 else x / k - y / k, x / m, y / n
-    return tuple(map(lane_sum, (gap * gap, x * x, y * y, x * y))), tuple(exponents)
+    return array("d", map(lane_sum, (gap * gap, x * x, y * y, x * y))), array("i", exponents)
 
 
 def _exponent(sum_: float, values: Floats) -> int:

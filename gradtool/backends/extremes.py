@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
+from gradtool.arrays import int64s, np
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
     from gradtool.backends import Piece
 
@@ -34,13 +32,13 @@ _CHUNK = 65_536
 class Extremes(NamedTuple):
     """For each piece of a block, how many of its values are subnormal, and how many have the largest magnitude."""
 
-    subnormal: NDArray[np.int64]
-    saturated: NDArray[np.int64]
+    subnormal: array[int]
+    saturated: array[int]
 
 
 def count_extremes(block: memoryview, pieces: Sequence[Piece]) -> Extremes:
     """Count them in the pieces of a block."""
-    found = Extremes(np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64))
+    found = Extremes(int64s(len(pieces)), int64s(len(pieces)))
     for k, piece in enumerate(pieces):
         storage, (normal, largest) = STORAGE[piece.dtype], BOUNDS[piece.dtype]
         kind = storage.bits.type
@@ -50,6 +48,6 @@ def count_extremes(block: memoryview, pieces: Sequence[Piece]) -> Extremes:
             raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
             magnitudes = raw.copy().view(storage.bits) & kind((1 << (8 * storage.itemsize - 1)) - 1)
             # 0 - 1 is the largest number there is.
-            found.subnormal[k] += np.count_nonzero(magnitudes - kind(1) < kind(normal - 1))
-            found.saturated[k] += np.count_nonzero(magnitudes == kind(largest))
+            found.subnormal[k] += int(np.count_nonzero(magnitudes - kind(1) < kind(normal - 1)))
+            found.saturated[k] += int(np.count_nonzero(magnitudes == kind(largest)))
     return found

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
+from gradtool.arrays import np
 from gradtool.backends import BlockHistogram, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import TILE

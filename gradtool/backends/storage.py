@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+from gradtool.arrays import np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 class Storage(NamedTuple):
-    """One storage type: its number in the compiled kernels, and the types of its codes, its values and its factors."""
+    """One storage type: its number in the compiled kernels, and the bytes of one value."""
 
     name: str
     code: int
-    bits: np.dtype[Any]
-    work: np.dtype[Any]
+    itemsize: int
     quiet_nan: int
     # Of F16 and the F8 types: the width of the two fields, and the first code that is infinite or NaN.
     exponent_bits: int = 0
@@ -31,9 +30,14 @@ class Storage(NamedTuple):
     overflow: int = 0
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one value."""
-        return self.bits.itemsize
+    def bits(self) -> np.dtype[Any]:
+        """The type of its codes."""
+        return np.dtype(f"u{self.itemsize}")
+
+    @property
+    def work(self) -> np.dtype[Any]:
+        """The type of its values, and of the factors that they are multiplied by."""
+        return np.dtype(np.float64 if self.name == "F64" else np.float32)
 
     def widen(self, codes: NDArray[Any]) -> NDArray[Any]:
         """The values of codes, as a new array of the type `work`."""
@@ -73,12 +77,12 @@ class Storage(NamedTuple):
 STORAGE = {
     storage.name: storage
     for storage in (
-        Storage("F64", 0, np.dtype(np.uint64), np.dtype(np.float64), 0x7FF8_0000_0000_0000),
-        Storage("F32", 1, np.dtype(np.uint32), np.dtype(np.float32), 0x7FC0_0000),
-        Storage("F16", 2, np.dtype(np.uint16), np.dtype(np.float32), 0x7E00, 5, 10, 0x7C00),
-        Storage("BF16", 3, np.dtype(np.uint16), np.dtype(np.float32), 0x7FC0),
-        Storage("F8_E4M3", 4, np.dtype(np.uint8), np.dtype(np.float32), 0x7F, 4, 3, 0x7F),
-        Storage("F8_E5M2", 5, np.dtype(np.uint8), np.dtype(np.float32), 0x7E, 5, 2, 0x7C),
+        Storage("F64", 0, 8, 0x7FF8_0000_0000_0000),
+        Storage("F32", 1, 4, 0x7FC0_0000),
+        Storage("F16", 2, 2, 0x7E00, 5, 10, 0x7C00),
+        Storage("BF16", 3, 2, 0x7FC0),
+        Storage("F8_E4M3", 4, 1, 0x7F, 4, 3, 0x7F),
+        Storage("F8_E5M2", 5, 1, 0x7E, 5, 2, 0x7C),
     )
 }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends import BlockSums, NormSpec, Piece
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range, tile_count
@@ -39,14 +39,14 @@ def sum_pieces(
                 finite = np.isfinite(values)
                 is_finite = bool(finite.all())
                 if not is_finite:
-                    found.nan[k] += np.count_nonzero(np.isnan(values))
-                    found.inf[k] += np.count_nonzero(np.isinf(values))
+                    found.nan[k] += int(np.count_nonzero(np.isnan(values)))
+                    found.inf[k] += int(np.count_nonzero(np.isinf(values)))
                     if found.first_nonfinite[k] < 0:
                         found.first_nonfinite[k] = start + int(np.argmin(finite))
                     if spec.drop_nonfinite:
                         values[~finite] = 0
                 magnitudes = np.abs(values)
-                found.zeros[k] += np.count_nonzero(magnitudes == 0)
+                found.zeros[k] += int(np.count_nonzero(magnitudes == 0))
                 # NaN is left out because its comparisons depend on the version of numpy.
                 numbers = magnitudes if is_finite else magnitudes[~np.isnan(magnitudes)]
                 found.max_abs[k] = max(found.max_abs[k], float(numbers.max(initial=0)))
@@ -57,10 +57,9 @@ def sum_pieces(
 
 
 def _empty(pieces: Sequence[Piece]) -> BlockSums:
-    tiles = sum(tile_count(piece.elements) for piece in pieces)
-    nan, inf, zeros = (np.zeros(len(pieces), np.int64) for _ in range(3))
-    first = np.full(len(pieces), -1, np.int64)
-    return BlockSums(np.zeros(tiles), np.zeros(tiles, np.int32), np.zeros(len(pieces)), nan, inf, zeros, first)
+    tiles, count = sum(tile_count(piece.elements) for piece in pieces), len(pieces)
+    nan, inf, zeros = (int64s(count) for _ in range(3))
+    return BlockSums(float64s(tiles), int32s(tiles), float64s(count), nan, inf, zeros, array("q", [-1] * count))
 
 
 def _scale(raw: NDArray[np.uint8], storage: Storage, factor: float, limit: float, *, drop_nonfinite: bool) -> None:

@@ -6,8 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
+from gradtool.arrays import quiet
 from gradtool.engines import Found, Pass, Staff, Worker
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import SMALL_BYTES, run
@@ -70,8 +69,7 @@ class Threads:
     def _do(
         self, task: Callable[[Worker, Found], None], destination: Destination, found: Found, channel: Channel
     ) -> None:
-        # NaN, Inf and overflow are results; they are counted, and need no warning.
-        with np.errstate(all="ignore"):
+        with quiet():
             task(Worker(channel, self.backend, destination, self._resident), found)
 
     def _counter(self, title: str, whole: int) -> Callable[[int], None] | None:

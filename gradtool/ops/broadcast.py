@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gradtool import tuning
+from gradtool.arrays import np
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
-
 from gradtool import checks
+from gradtool.arrays import np
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
 
 
-# Below, a float64 loses precision, and then is 0.
-SMALLEST_NORMAL = sys.float_info.min
+# Below, a float64 loses precision, and then is 0; and a float32.
+SMALLEST_NORMAL, _SMALLEST_NORMAL32 = sys.float_info.min, 2.0**-126
 
 
 def is_limit(limit: float | None) -> bool:
@@ -186,14 +186,15 @@ def decide(
         for number in group.numbers:
             coefs[number] = clip_coef(limit, norm, policy.eps)
     factors = [policy.factor(one) for one in coefs]
-    limits = {dtype: STORAGE[dtype].rounded(policy.limit) for dtype in {one.tensor.dtype for one in selected}}
+    dtypes = {one.tensor.dtype for one in selected} if policy.limit < math.inf else ()
+    limits = {dtype: STORAGE[dtype].rounded(policy.limit) for dtype in dtypes}
     clipped, changed = [], []
     for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype
         rounded = _rounded(dtype, factor)
         if own and (own < SMALLEST_NORMAL or not _is_precise(dtype, factor)):
             raise _imprecise(one, own if own < SMALLEST_NORMAL else factor)
-        clamps = float(before.max_abs[number]) / policy.unscale > limits[dtype]
+        clamps = before.max_abs[number] / policy.unscale > limits.get(dtype, math.inf)
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
         clipped.append(clamps or (not own >= 1 and _rounded(dtype, own) != 1))
@@ -205,14 +206,14 @@ def decide(
 @lru_cache(maxsize=64)
 def _rounded(dtype: str, value: float) -> float:
     """A number in the type of the factors of a storage type; nearly always the same few for all tensors."""
-    return float(STORAGE[dtype].work.type(value))
+    return value if dtype == "F64" else array("f", [value])[0]
 
 
 @lru_cache(maxsize=64)
 def _is_precise(dtype: str, factor: float) -> bool:
     """Whether the type of the factors has a normal number for one that is not 0; True for NaN."""
     rounded = _rounded(dtype, factor)
-    return not (rounded < np.finfo(STORAGE[dtype].work).tiny or math.isinf(rounded))
+    return not (rounded < (SMALLEST_NORMAL if dtype == "F64" else _SMALLEST_NORMAL32) or math.isinf(rounded))
 
 
 def _imprecise(one: Selected, factor: float) -> BadInputError:

@@ -6,8 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-import numpy as np
-
+from gradtool.arrays import np
 from gradtool.backends.histogram import RANGES, bins_of
 from gradtool.engines import OnBlock
 from gradtool.ops.passes import Measure, pieces_of

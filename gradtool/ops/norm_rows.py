@@ -75,10 +75,10 @@ def _row(one: Selected, found: Measurement, exponents: Histograms | None, number
         dtype=one.tensor.dtype,
         shape=one.tensor.shape,
         norm=value,
-        max_abs=float(found.max_abs[number]),
-        nan=int(found.nan[number]),
-        inf=int(found.inf[number]),
-        zeros=int(found.zeros[number]),
+        max_abs=found.max_abs[number],
+        nan=found.nan[number],
+        inf=found.inf[number],
+        zeros=found.zeros[number],
     )
     if exponents is None:
         return row
@@ -100,9 +100,9 @@ def file_rows(
             elements=sum(one.tensor.elements for one in selected),
             norm=own.norms().whole,
             max_abs=own.largest,
-            nan=int(own.nan.sum()),
-            inf=int(own.inf.sum()),
-            zeros=int(own.zeros.sum()),
+            nan=sum(own.nan),
+            inf=sum(own.inf),
+            zeros=sum(own.zeros),
         )
         if exponents is not None:
             row = FileHistogram(**vars(row), histogram=histogram_rows(exponents.between(first, end)))

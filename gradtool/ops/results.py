@@ -166,9 +166,9 @@ def facts(
         **call_facts(session, selected, warnings=warnings),
         norm_type=found.spec.order,
         max_abs=found.largest / unscale,
-        nan=int(found.nan.sum()),
-        inf=int(found.inf.sum()),
-        zeros=int(found.zeros.sum()),
+        nan=sum(found.nan),
+        inf=sum(found.inf),
+        zeros=sum(found.zeros),
     )
 
 
@@ -190,7 +190,7 @@ def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list
     """One problem for each tensor whose results overflow its type."""
     problems = []
     for number, one in enumerate(changed):
-        count = int(written.nan[number] + written.inf[number])
+        count = written.nan[number] + written.inf[number]
         if count:
             what = f"{number_of(count, 'result')} {'overflows' if count == 1 else 'overflow'} {one.tensor.dtype}"
             message = f"{what}, the first at index {written.first_nonfinite[number]}"

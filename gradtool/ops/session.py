@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
-
 from gradtool import checks
+from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import MOST_THREADS, asked_for, choose
 from gradtool.errors import Problem, UsageError
@@ -117,7 +116,7 @@ class Call(NamedTuple):
         """Open what the call names."""
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
         try:
-            with _quiet_arithmetic():
+            with quiet():
                 self.engine.prepare(None, opened.shards)
                 yield self._session(opened)
         finally:
@@ -146,7 +145,7 @@ class Call(NamedTuple):
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
         written = open_to_write(self.inputs, options, writes=writes, created=created, homes=homes)
-        with _quiet_arithmetic(), written as (opened, output):
+        with quiet(), written as (opened, output):
             try:
                 self.engine.prepare(output, opened.shards)
                 yield self._session(opened), output
@@ -160,11 +159,6 @@ class Call(NamedTuple):
         if self.asked_threads <= MOST_THREADS:
             return []
         return [Problem("threads", f"--threads {self.asked_threads} is more than {MOST_THREADS}; using {MOST_THREADS}")]
-
-
-def _quiet_arithmetic() -> np.errstate:
-    """Without numpy's warnings, for the thread of the call; engines see to their own threads."""
-    return np.errstate(all="ignore")
 
 
 def output_options_of(chosen: Rewriting) -> OutputOptions:

@@ -22,7 +22,7 @@ def counted(array):
 def found_in(backend, *arrays, lead=0):
     block, pieces = block_of(*arrays, lead=lead)
     found = backend.extremes(block, pieces)
-    assert found.subnormal.dtype == found.saturated.dtype == np.int64
+    assert found.subnormal.typecode == found.saturated.typecode == "q"
     return list(zip(found.subnormal.tolist(), found.saturated.tolist(), strict=True))
 
 
@@ -65,7 +65,7 @@ def test_any_number_of_values_at_any_address_is_counted(backend, dtype, elements
 
 
 def test_no_pieces_and_empty_pieces_count_nothing(backend):
-    assert backend.extremes(memoryview(bytearray(8)), []).subnormal.shape == (0,)
+    assert backend.extremes(memoryview(bytearray(8)), []).subnormal.tolist() == []
     found = backend.extremes(memoryview(bytearray(8)), [Piece("F32", 4, 0)])
     assert (found.subnormal.tolist(), found.saturated.tolist()) == ([0], [0])
 

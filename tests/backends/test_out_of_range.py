@@ -84,7 +84,7 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, sizes, exponents
         again = backend.tile_sums(block, pieces, spec._replace(drop_nonfinite=False))
         for fact in FACTS:
             assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), fact
-            assert found.inf.any() or np.array_equal(getattr(found, fact), getattr(again, fact)), fact
+            assert any(found.inf) or np.array_equal(getattr(found, fact), getattr(again, fact)), fact
 
 
 @settings(max_examples=40)
@@ -159,7 +159,7 @@ def test_a_tile_that_is_not_finite_is_not_summed_again_unless_that_is_dropped(ba
     found = measured(backend, array, NormSpec(order, drop_nonfinite=True))
     expected = measured(backend, dropped, NormSpec(order))
     assert found.exponents.tolist() == expected.exponents.tolist()
-    assert found.exponents.astype(bool).tolist() == [True, True, False]
+    assert [one != 0 for one in found.exponents] == [True, True, False]
     assert found.sums.tolist() == expected.sums.tolist()
 
 
@@ -183,7 +183,7 @@ def test_sums_that_are_added_up_are_measured_alike(backend, rounds, order):
         found = one.accumulate(block, pieces, iter(sources), Rule(rounds=rounds), NormSpec(order))
         answers.append([getattr(found, fact).tolist() for fact in FACTS])
     assert answers[0] == answers[1]
-    assert found.exponents.astype(bool).tolist() == [order == 2, order == 2, order == 2]
+    assert [one != 0 for one in found.exponents] == [order == 2] * 3
     added = np.concatenate([old + 0.5 * grad, spread(9, -800)])
     assert_within_one_ulp(norm_from(found, order), added, order)
 

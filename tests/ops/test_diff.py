@@ -2,6 +2,7 @@
 
 import json
 import math
+from array import array
 from dataclasses import asdict
 from fractions import Fraction
 
@@ -70,8 +71,8 @@ def test_any_types_and_shards_have_the_figures_of_numpy(tmp_path, seed):
     random_set(tmp_path / "b", seed + 100, like=sizes, prefix="other")
     result = diff(tmp_path / "a", tmp_path / "b", per_tensor=True)
     a, b = (
-        {n: array.astype(np.float64).ravel() for file in (tmp_path / side).glob("*.safetensors")
-         for n, array in read(file).items()} for side in "ab"
+        {n: one.astype(np.float64).ravel() for file in (tmp_path / side).glob("*.safetensors")
+         for n, one in read(file).items()} for side in "ab"
     )  # fmt: skip
     rows = {row.name: row for row in result.per_tensor}
     assert set(rows) == set(a)
@@ -178,7 +179,7 @@ def test_figures_are_those_of_exact_arithmetic(seed):
     count = int(rng.integers(1, 2000))
     sums = np.abs(rng.standard_normal((count, 4))) * 10.0 ** rng.integers(-200, 200, (count, 4))
     exponents = rng.choice([0, 0, 300, -300], (count, 3)).astype(np.int32)
-    figures = Figures.of(sums, exponents)
+    figures = Figures.of(array("d", sums.ravel()), array("i", exponents.ravel()))
     scales = np.column_stack([2 * exponents, exponents[:, 1] + exponents[:, 2]]).tolist()
     gaps, a, b, products = (
         sum(Fraction(float(value)) * Fraction(2) ** scale[which] for value, scale in zip(column, scales, strict=True))
@@ -193,7 +194,7 @@ def test_figures_are_those_of_exact_arithmetic(seed):
 
 def test_negative_products_are_added_exactly():
     sums = np.array([[0, 1, 1, 2.0**60], [0, 1, 1, -(2.0**60)], [0, 1, 1, -1.5]] * 200)
-    assert Figures.of(sums, np.zeros((600, 3), np.int32)).cosine == -300 / 600
+    assert Figures.of(array("d", sums.ravel()), array("i", [0] * 1800)).cosine == -300 / 600
 
 
 def test_many_small_tensors_are_compared_in_blocks(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,4 +40,4 @@ def count_extremes(device: Device, data: DeviceBlock, pieces: Sequence[Piece]) -
             device.launch(dtype, "extremes", blocks, jobs.THREADS, job)
         device.download(found.address, counts)
         device.wait()
-    return Extremes(counts[:, 0], counts[:, 1])
+    return Extremes(*(array("q", column.tobytes()) for column in counts.T))

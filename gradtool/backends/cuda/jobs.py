@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,11 +112,11 @@ class Tiles(NamedTuple):
         """The results, as a backend returns them."""
         sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
         facts = facts.reshape(-1, _FACTS)
-        max_abs, nan, inf, zeros, left = (facts[:, column].copy() for column in range(_FACTS))
+        max_abs, nan, inf, zeros, left = facts.T
         first = np.where(left > 0, _NEVER - left, -1)
-        return BlockSums(
-            sums.view(np.float64), exponents.astype(np.int32), max_abs.view(np.float64), nan, inf, zeros, first
-        )
+        counts = (array("q", column.tobytes()) for column in (nan, inf, zeros, first))
+        floats = array("d", sums.tobytes()), array("i", exponents.tolist()), array("d", max_abs.tobytes())
+        return BlockSums(*floats, *counts)
 
 
 def tile_kernels(dtype: str, order: float, *, writes: bool) -> list[str]:
@@ -195,18 +196,10 @@ class PiecePairs(NamedTuple):
     def found(self, results: NDArray[np.int64]) -> BlockDifferences:
         """The results, as a backend returns them."""
         words = results.reshape(-1, _DIFFERENCE.itemsize // 8)
-        sums, exponents, max_abs, max_rel, ulps, places, counts = (
-            words[:, start:end].copy() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19))
-        )
-        return BlockDifferences(
-            sums=sums.view(np.float64),
-            exponents=exponents.astype(np.int32),
-            max_abs=max_abs.view(np.float64).ravel(),
-            max_rel=max_rel.view(np.float64).ravel(),
-            ulps=ulps.view(np.uint64).ravel(),
-            places=places,
-            counts=counts,
-        )
+        columns = (words[:, start:end].tobytes() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19)))
+        fields: list[array[Any]] = [array(code, column) for code, column in zip("dqddQqq", columns, strict=True)]
+        fields[1] = array("i", fields[1])
+        return BlockDifferences(*fields)
 
 
 class Columns(NamedTuple):

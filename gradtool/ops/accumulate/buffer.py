@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -104,7 +105,7 @@ class OpenBuffer(NamedTuple):
         if not self.layouts:
             return found.updated(others, session.run(Measure(left, spec)))
         zeros = Measurement(left, spec)
-        zeros.zeros[:] = [one.tensor.elements for one in left]
+        zeros.zeros = array("q", (one.tensor.elements for one in left))
         return found.updated(others, zeros)
 
     def files(self, output: Output, changed: Sequence[Selected], metadata: Metadata | None = None) -> list[NewFile]:

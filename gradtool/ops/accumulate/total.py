@@ -100,7 +100,7 @@ def _merge(key: str) -> str:
 
 def refuse_nonzero(buffer: OpenBuffer, key: str | None, before: Measurement) -> None:
     """Raise `BadInputError` for a buffer whose total is 0, as that of a zeroed one, and which holds something."""
-    if buffer.there is not None and before.zeros.sum() < sum(one.tensor.elements for one in buffer.targets):
+    if buffer.there is not None and sum(before.zeros) < sum(one.tensor.elements for one in buffer.targets):
         remedy = "Use --overwrite, or gradtool zero first"
         message = f"{key!r} = 0 in its metadata, but it is not all zeros; nothing written. {remedy}"
         raise BadInputError(message, file=buffer.there.path, code="weight")

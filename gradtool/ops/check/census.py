@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from array import array
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
+from gradtool.arrays import int64s
 from gradtool.backends import NormSpec
 from gradtool.engines import OnBlock
 from gradtool.ops.measurement import Measurement
@@ -33,7 +34,7 @@ class Census:
 
     def __init__(self, selected: Sequence[Selected]) -> None:
         self.facts = Measurement(selected, _SPEC)
-        self.subnormal, self.saturated = (np.zeros(len(selected), np.int64) for _ in range(2))
+        self.subnormal, self.saturated = (int64s(len(selected)) for _ in range(2))
         self._lock = threading.Lock()
 
     def add(self, block: Block, worker: Worker) -> None:
@@ -42,18 +43,19 @@ class Census:
         # Nothing is added before both are known: a device that has no room gets the block in halves.
         found, ends = worker.backend.tile_sums(data, pieces, _SPEC), worker.backend.extremes(data, pieces)
         # What is dropped counts as a zero, too.
-        self.facts.add(block, found._replace(zeros=found.zeros - found.nan - found.inf))
-        tensors = np.array([span.tensor for span in block.spans], np.int64)
+        facts = zip(found.zeros, found.nan, found.inf, strict=True)
+        self.facts.add(block, found._replace(zeros=array("q", (zeros - nan - inf for zeros, nan, inf in facts))))
         with self._lock:
-            self.subnormal[tensors] += ends.subnormal
-            self.saturated[tensors] += ends.saturated
+            for span, subnormal, saturated in zip(block.spans, *ends, strict=True):
+                self.subnormal[span.tensor] += subnormal
+                self.saturated[span.tensor] += saturated
 
     def merge(self, other: Census) -> None:
         """Add the counts of other blocks of the same tensors."""
         self.facts.merge(other.facts)
         with self._lock:
-            self.subnormal += other.subnormal
-            self.saturated += other.saturated
+            self.subnormal = array("q", map(add, self.subnormal, other.subnormal))
+            self.saturated = array("q", map(add, self.saturated, other.saturated))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
+from gradtool.arrays import np
 from gradtool.backends.extremes import BOUNDS
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import Problem, number_of

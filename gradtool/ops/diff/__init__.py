@@ -147,15 +147,16 @@ _MAXIMA = {"max_abs_diff": MAX_ABS, "max_rel_diff": MAX_REL, "max_ulp": ULPS}
 
 def _facts(pairs: Pairs, found: Comparison, gates: Gates) -> dict[str, Any]:
     """The counts of all tensors, and the maxima over them; of equal ones, that of the first name."""
-    facts = _counts(Counts(*found.counts.sum(axis=0).tolist()), gates)
+    facts = _counts(found.all_counts(), gates)
     names = [one.tensor.name for one in pairs.a]
     for key, which in _MAXIMA.items():
         values = found.maxima[which]
-        largest = values.max(initial=0).item()
-        number = min((values == largest).nonzero()[0].tolist(), key=names.__getitem__) if largest else None
+        largest = max(values, default=0)
+        equal = [number for number, value in enumerate(values) if value == largest]
+        number = min(equal, key=names.__getitem__) if largest else None
         facts[key] = largest
         facts[f"{key}_tensor"] = None if number is None else names[number]
-        facts[f"{key}_index"] = None if number is None else int(found.places[number, which])
+        facts[f"{key}_index"] = None if number is None else found.place_of(number, which)
     return facts
 
 
@@ -168,8 +169,8 @@ def _rows(pairs: Pairs, found: Comparison, gates: Gates) -> list[TensorDiff]:
     for number, (one, other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
         maxima: dict[str, Any] = {}
         for key, which in _MAXIMA.items():
-            maxima[key] = found.maxima[which][number].item()
-            maxima[f"{key}_index"] = int(found.places[number, which]) if maxima[key] else None
+            maxima[key] = found.maxima[which][number]
+            maxima[f"{key}_index"] = found.place_of(number, which) if maxima[key] else None
         rows.append(
             TensorDiff(
                 name=one.tensor.name,

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from itertools import accumulate, pairwise
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from gradtool.arrays import float64s, int32s, int64s, uint64s
 from gradtool.ops.diff.figures import Figures
 from gradtool.reduction import TILE, tile_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from gradtool.backends import BlockDifferences
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
-# Beyond any index.
-_NOWHERE = 1 << 62
+# The maxima, and how many there are of what `BlockDifferences` has.
 MAX_ABS, MAX_REL, ULPS = range(3)
+_MAXIMA, _SUMS, _EXPONENTS, _COUNTS = 3, 4, 3, 6
 
 
 class Counts(NamedTuple):
@@ -39,14 +39,12 @@ class Comparison:
     """The differences of some tensors, filled block by block from any thread; can be pickled."""
 
     def __init__(self, targets: Sequence[Selected]) -> None:
-        tiles = [tile_count(one.tensor.elements) for one in targets]
-        self._first_tile = np.concatenate([[0], np.cumsum(tiles, dtype=np.int64)])
-        self.sums: NDArray[np.float64] = np.zeros((int(self._first_tile[-1]), 4))
-        self.exponents: NDArray[np.int32] = np.zeros((len(self.sums), 3), np.int32)
-        # The largest absolute and relative differences and distances of each tensor, and where they are.
-        self.maxima: list[NDArray[Any]] = [np.zeros(len(tiles)), np.zeros(len(tiles)), np.zeros(len(tiles), np.uint64)]
-        self.places: NDArray[np.int64] = np.zeros((len(tiles), 3), np.int64)
-        self.counts: NDArray[np.int64] = np.zeros((len(tiles), 6), np.int64)
+        self._first_tile = [0, *accumulate(tile_count(one.tensor.elements) for one in targets)]
+        tiles, count = self._first_tile[-1], len(targets)
+        self.sums, self.exponents = float64s(_SUMS * tiles), int32s(_EXPONENTS * tiles)
+        # As in `BlockDifferences`, but of each tensor, and with the place in it.
+        self.maxima: list[array[Any]] = [float64s(count), float64s(count), uint64s(count)]
+        self.places, self.counts = int64s(_MAXIMA * count), int64s(_COUNTS * count)
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,31 +57,27 @@ class Comparison:
         """Add what a backend found in the pieces of a block."""
         if not block.spans:
             return
-        tensors = np.array([span.tensor for span in block.spans])
-        tiles = np.array([tile_count(span.elements) for span in block.spans])
-        firsts = np.cumsum(tiles) - tiles
-        # Where each tile begins in its tensor.
-        starts = np.repeat([span.start for span in block.spans], tiles)
-        starts += (np.arange(len(starts)) - np.repeat(firsts, tiles)) * TILE
-        every = [
-            _largest(values, found.places[:, which] + starts, firsts, tiles)
-            for which, values in enumerate((found.max_abs, found.max_rel, found.ulps))
+        starts = [
+            (span.tensor, start)
+            for span in block.spans
+            for start in range(span.start, span.start + span.elements, TILE)
         ]
-        counts = np.add.reduceat(found.counts, firsts)
         # The tiles of a block follow one another, as its spans do.
-        first = int(self._first_tile[tensors[0]]) + block.spans[0].start // TILE
+        first = self._first_tile[block.spans[0].tensor] + block.spans[0].start // TILE
+        end = first + len(starts)
         with self._lock:
-            self.sums[first : first + len(starts)] = found.sums
-            self.exponents[first : first + len(starts)] = found.exponents
-            self._take(tensors, every, counts)
+            self.sums[_SUMS * first : _SUMS * end] = found.sums
+            self.exponents[_EXPONENTS * first : _EXPONENTS * end] = found.exponents
+            for tile, (number, start) in enumerate(starts):
+                self._take(number, start, found, tile)
 
     def merge(self, other: Comparison) -> None:
         """Add a comparison of the same tensors, of which each block is in one of the two only."""
         with self._lock:
-            self.sums += other.sums
-            self.exponents += other.exponents
-            every = [(values, other.places[:, which]) for which, values in enumerate(other.maxima)]
-            self._take(np.arange(len(self.counts)), every, other.counts)
+            self.sums = array("d", map(add, self.sums, other.sums))
+            self.exponents = array("i", map(add, self.exponents, other.exponents))
+            for number in range(len(self.maxima[MAX_ABS])):
+                self._take(number, 0, other, number)
 
     def condensed(self) -> Comparison:
         """The same: figures of several sums do not follow from fewer of them."""
@@ -95,30 +89,24 @@ class Comparison:
         Raises:
             ValueError: it is not about these tensors.
         """
-        numbers = np.array([number for number, _ in places], np.int64)
-        own = np.diff(self._first_tile)
-        if type(other) is not Comparison or own[numbers].tolist() != np.diff(other._first_tile).tolist():
+        own = [self._first_tile[number + 1] - self._first_tile[number] for number, _ in places]
+        if type(other) is not Comparison or own != [end - begin for begin, end in pairwise(other._first_tile)]:
             raise ValueError("a comparison of other tensors")
         with self._lock:
-            for position, number in enumerate(numbers.tolist()):
-                self.sums[self._tiles(number)] = other.sums[other._tiles(position)]
-                self.exponents[self._tiles(number)] = other.exponents[other._tiles(position)]
-            every = [(values, other.places[:, which]) for which, values in enumerate(other.maxima)]
-            self._take(numbers, every, other.counts)
+            for position, (number, _) in enumerate(places):
+                self.sums[self._tiles(number, _SUMS)] = other.sums[other._tiles(position, _SUMS)]
+                self.exponents[self._tiles(number, _EXPONENTS)] = other.exponents[other._tiles(position, _EXPONENTS)]
+                self._take(number, 0, other, position)
 
-    def _take(
-        self,
-        tensors: NDArray[np.int64],
-        every: Sequence[tuple[NDArray[Any], NDArray[np.int64]]],
-        counts: NDArray[np.int64],
-    ) -> None:
-        """Take maxima with their places and counts of some tensors, each of them once."""
-        for which, (values, places) in enumerate(every):
-            known, at = self.maxima[which][tensors], self.places[tensors, which]
-            is_new = (values > known) | ((values == known) & (values > 0) & (places < at))
-            self.maxima[which][tensors] = np.where(is_new, values, known)
-            self.places[tensors, which] = np.where(is_new, places, at)
-        self.counts[tensors] += counts
+    def _take(self, number: int, start: int, found: BlockDifferences | Comparison, at: int) -> None:
+        """Take the maxima, their places and the counts of a part of a tensor that begins at element `start`."""
+        for which, values in enumerate(found.maxima):
+            value, place = values[at], start + found.places[_MAXIMA * at + which]
+            known, there = self.maxima[which][number], _MAXIMA * number + which
+            if value > known or (value == known > 0 and place < self.places[there]):
+                self.maxima[which][number], self.places[there] = value, place
+        for which in range(_COUNTS):
+            self.counts[_COUNTS * number + which] += found.counts[_COUNTS * at + which]
 
     def figures(self) -> Figures:
         """Those of all tensors, as one vector."""
@@ -126,20 +114,20 @@ class Comparison:
 
     def figures_of(self, number: int) -> Figures:
         """Those of one tensor."""
-        return Figures.of(self.sums[self._tiles(number)], self.exponents[self._tiles(number)])
+        return Figures.of(self.sums[self._tiles(number, _SUMS)], self.exponents[self._tiles(number, _EXPONENTS)])
+
+    def place_of(self, number: int, which: int) -> int:
+        """The index of a maximum in its tensor."""
+        return self.places[_MAXIMA * number + which]
+
+    def all_counts(self) -> Counts:
+        """Those of all tensors."""
+        return Counts(*(sum(self.counts[which::_COUNTS]) for which in range(_COUNTS)))
 
     def counts_of(self, number: int) -> Counts:
         """Those of one tensor."""
-        return Counts(*self.counts[number].tolist())
+        return Counts(*self.counts[_COUNTS * number : _COUNTS * (number + 1)])
 
-    def _tiles(self, number: int) -> slice:
-        return slice(int(self._first_tile[number]), int(self._first_tile[number + 1]))
-
-
-def _largest(
-    values: NDArray[Any], places: NDArray[np.int64], firsts: NDArray[np.int64], tiles: NDArray[np.int64]
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Per tensor the largest of the values of its tiles, and the first place of it."""
-    largest = np.maximum.reduceat(values, firsts)
-    is_largest = values == np.repeat(largest, tiles)
-    return largest, np.minimum.reduceat(np.where(is_largest, places, _NOWHERE), firsts)
+    def _tiles(self, number: int, each: int) -> slice:
+        """Where the tiles of a tensor are, with so many values each."""
+        return slice(each * self._first_tile[number], each * self._first_tile[number + 1])

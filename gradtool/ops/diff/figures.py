@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.reduction import scaled_total
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     # A number m·2^k as m and k, with 0.5 <= |m| < 1, or m = 0.
     Scaled = tuple[float, int]
 
@@ -24,11 +23,12 @@ class Figures(NamedTuple):
     norm_b: float
 
     @classmethod
-    def of(cls, sums: NDArray[np.float64], exponents: NDArray[np.int32]) -> Figures:
+    def of(cls, sums: array[float], exponents: array[int]) -> Figures:
         """The figures of tiles, as `gradtool.backends.BlockDifferences` has their sums and exponents."""
-        of_gaps, of_a, of_b = exponents.T
-        scales = (2 * of_gaps, 2 * of_a, 2 * of_b, of_a + of_b)
-        gaps, a, b, products = (scaled_total(sums[:, which], scale) for which, scale in enumerate(scales))
+        of_gaps, of_a, of_b = (exponents[which::3] for which in range(3))
+        pairs = (of_gaps, of_gaps), (of_a, of_a), (of_b, of_b), (of_a, of_b)
+        scales = [array("i", map(add, *pair)) for pair in pairs]
+        gaps, a, b, products = (scaled_total(sums[which::4], scale) for which, scale in enumerate(scales))
         norm_a, norm_b = _root(a), _root(b)
         return cls(_quotient(_root(gaps), norm_b), _cosine(a, b, products), _number(norm_a), _number(norm_b))
 

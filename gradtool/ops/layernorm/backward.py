@@ -141,7 +141,7 @@ class LayerTasks:
         if math.inf in squares:
             piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
             # An Inf in X is found and reported like any other.
-            if not backend.tile_sums(patch.x, [piece], NormSpec(math.inf)).inf.any():
+            if not any(backend.tile_sums(patch.x, [piece], NormSpec(math.inf)).inf):
                 raise too_large(layer)
         return patch._replace(mean=mean, inv_std_dev=inverted(self.options, layer, squares))
 

@@ -75,4 +75,4 @@ def test_the_compiled_kernels_need_no_numpy(tmp_path, arguments):
         write(tmp_path / name, {"w": np.arange(3, dtype=np.float32)})
     code = PROBE.format(arguments=arguments, heavy=["numpy"])
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stderr == "[]\n"
+    assert done.stderr.endswith("[]\n")

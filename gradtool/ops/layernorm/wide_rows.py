@@ -111,7 +111,7 @@ def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Pat
         if not options.form.rms:
             mean = sums("values")[0] / layer.columns
         squares = sums("squares")[0]
-        if np.isinf(squares).any() and not session.run(Measure([layer.x], NormSpec(math.inf))).inf.any():
+        if np.isinf(squares).any() and not any(session.run(Measure([layer.x], NormSpec(math.inf))).inf):
             raise too_large(layer)
         inv_std_dev = inverted(options, layer, squares)
     weighted, projected = sums("gradients")

@@ -42,7 +42,7 @@ class Pieces:
 
 def found(measurement):
     """What was found, with bits told apart."""
-    facts = [getattr(measurement, fact)[0].item() for fact in FACTS]
+    facts = [getattr(measurement, fact)[0] for fact in FACTS]
     return repr([measurement.norms().whole, *facts])
 
 

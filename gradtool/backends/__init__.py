@@ -151,7 +151,7 @@ class FileBlock(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """What was found in a block of a file; the bytes that were read of it, and the seconds which that took."""
+    """What was found in a block of a file, how many bytes of it were read, and the seconds it took to read them."""
 
     sums: BlockSums
     nbytes: int

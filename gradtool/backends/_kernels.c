@@ -133,7 +133,7 @@ static PyObject *read_by(const struct source *source)
 
 /* sum_file(fd, begin, nbytes, room, pieces, term, drops, sums, exponents, max_abs, counts): as `run` without a change, of
  * a block that is in a file, `nbytes` from byte `begin` on. As much of it as there is room for is read at a time. Returns
- * the bytes that were read, and the seconds that this took. Raises OSError, or EOFError if the file ends early. */
+ * how many bytes were read and the seconds it took to read them. Raises OSError, or EOFError if the file ends early. */
 static PyObject *sum_file(PyObject *self, PyObject *args)
 {
     Py_buffer room, pieces, sums, exponents, max_abs, counts, none = {0}, file = {0};

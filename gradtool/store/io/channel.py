@@ -119,7 +119,7 @@ class Channel:
             raise from_os_error(error, shard.path) from error
 
     def has_read(self, nbytes: int, seconds: float) -> None:
-        """Count bytes that were read, and the seconds which that took."""
+        """Count bytes that were read, and the seconds that it took to read them."""
         self.clock.read += seconds
         self.clock.read_bytes += nbytes
         self.count(nbytes)

@@ -36,7 +36,7 @@ setup(
                 for name in (
                     *("_codes", "_difference_codes", "_difference_rows", "_differences", "_extremes", "_half"),
                     *("_histogram", "_lanes", "_layer_norm", "_level", "_order", "_processor", "_short_rows"),
-                    *("_storage", "_sums", "_tiles", "_units"),
+                    *("_source", "_storage", "_sums", "_tiles", "_units"),
                 )
             ],
             define_macros=[("Py_LIMITED_API", "0x030b0000")] if STABLE else [],

@@ -1,7 +1,8 @@
 """Arithmetic on one block of memory: the protocol of all backends, and the choice of one.
 
 A block is a part of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary. A
-backend knows no path and no policy. The numpy backend (`cpu`) is the reference: all others give the same bits.
+backend knows no path and no policy; where it reads a block itself, it is given a descriptor. The numpy backend (`cpu`)
+is the reference: all others give the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gradtool.errors import BackendUnavailableError, UsageError
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     # A block, or the copy of it that `Backend.to_device` returns.
     Data = Any
+    # Reads and sums the pieces of a block; into the memory goes a part at a time, which may be `tuning.STREAM_BYTES`.
+    Stream = Callable[["FileBlock", memoryview, Sequence["Piece"]], "Streamed"]
 
 
 class Piece(NamedTuple):
@@ -140,6 +143,22 @@ class BlockSums(NamedTuple):
     first_nonfinite: array[int]
 
 
+class FileBlock(NamedTuple):
+    """A block that is still in a file: its descriptor, where the block begins, and its bytes."""
+
+    fd: int
+    begin: int
+    nbytes: int
+
+
+class Streamed(NamedTuple):
+    """What was found in a block of a file, how many bytes of it were read, and the seconds it took to read them."""
+
+    sums: BlockSums
+    nbytes: int
+    seconds: float
+
+
 class BlockHistogram(NamedTuple):
     """How many values have which binary exponent: the bins of one piece after those of another.
 
@@ -209,6 +228,12 @@ class Backend(Protocol):
 
     def stays_on_device(self, nbytes: int) -> bool:
         """Whether the device has room to keep that much until the next pass."""
+
+    def stream(self, spec: NormSpec) -> Stream | None:
+        """A function that reads a block part by part and sums each while it is in the cache, if there is one.
+
+        It raises `OSError`, or `EOFError` where the file ends within the block.
+        """
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""

@@ -101,14 +101,66 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        kernels->run_pieces(job, block.buf, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf,
-                            counts.buf);
+        struct source source = {.data = block.buf, .end = block.len};
+        kernels->run_pieces(job, &source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf, counts.buf);
         Py_END_ALLOW_THREADS
     }
 
     Py_buffer *const all[] = {&block, &pieces, &factors, &wide, &sums, &exponents, &max_abs, &counts};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
     return done(problem);
+}
+
+/* Whether a room takes the tiles of all pieces. */
+static int has_room(const Py_buffer *room, const int64_t *piece, Py_ssize_t k)
+{
+    for (Py_ssize_t i = 0; i < k; i++, piece += 3)
+        if (room->len < (piece[2] < TILE ? piece[2] : TILE) * ITEMSIZE[piece[0]]) return 0;
+    return 1;
+}
+
+/* What sum_file returns, or raises. */
+static PyObject *read_by(const struct source *source)
+{
+    if (!source->problem) return Py_BuildValue("Ld", (long long)source->read, 1e-9 * (double)source->nanoseconds);
+    if (source->problem == ENDS_EARLY) {
+        PyErr_SetString(PyExc_EOFError, "the file ends early");
+        return NULL;
+    }
+    errno = source->problem;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+/* sum_file(fd, begin, nbytes, room, pieces, term, drops, sums, exponents, max_abs, counts): as `run` without a change, of
+ * a block that is in a file, `nbytes` from byte `begin` on. As much of it as there is room for is read at a time. Returns
+ * how many bytes were read and the seconds it took to read them. Raises OSError, or EOFError if the file ends early. */
+static PyObject *sum_file(PyObject *self, PyObject *args)
+{
+    Py_buffer room, pieces, sums, exponents, max_abs, counts, none = {0}, file = {0};
+    struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL};
+    struct source source = {0};
+    int term;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iLnw*y*ipw*w*w*w*", &source.fd, &source.at, &file.len, &room, &pieces, &term, &job.drops,
+                          &sums, &exponents, &max_abs, &counts))
+        return NULL;
+
+    job.term = (enum term)term;
+    source.data = room.buf, source.room = room.len, source.nbytes = file.len;
+    Py_ssize_t k = pieces.len / 24;
+    const char *problem = check(&file, pieces.buf, k, &sums, &exponents, &none);
+    if (!problem && !has_room(&room, pieces.buf, k)) problem = "room for a tile is needed";
+    if (file.len < 0 || source.at < 0 || source.at > INT64_MAX - file.len) problem = "a block of a file is needed";
+    if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        kernels->run_pieces(job, &source, pieces.buf, k, NULL, sums.buf, exponents.buf, max_abs.buf, counts.buf);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&room, &pieces, &sums, &exponents, &max_abs, &counts};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return problem ? done(problem) : read_by(&source);
 }
 
 /* The unit of the last element of a piece, counted from that of its first. */
@@ -428,6 +480,7 @@ static PyMethodDef methods[] = {
     {"levels", levels, METH_NOARGS, "The levels that this processor runs, the best first."},
     {"use", use, METH_VARARGS, "Use the kernels of a level."},
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
+    {"sum_file", sum_file, METH_VARARGS, "Read and sum the pieces of one block of a file."},
     {"histogram", histogram, METH_VARARGS, "Count the values of the pieces of one block by binary exponent."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"differences", differences, METH_VARARGS, "What tells two blocks apart."},

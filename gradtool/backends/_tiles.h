@@ -3,6 +3,7 @@
 #define GRADTOOL_TILES_H
 
 #include "_lanes.h"
+#include "_source.h"
 
 /* ---- one row ---------------------------------------------------------------------------------------------------- */
 
@@ -293,24 +294,26 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
     return -1;
 }
 
-static void run_pieces(struct job job, char *block, const int64_t *piece, int64_t k, const double *factors,
+/* Stops where the source does. */
+static void run_pieces(struct job job, struct source *source, const int64_t *piece, int64_t k, const double *factors,
                        double *sum, int32_t *exponent, double *max_abs, int64_t *count)
 {
     double limit = job.limit;
     for (int64_t i = 0; i < k; i++, piece += 3, count += 4) {
         enum dtype dtype = (enum dtype)piece[0];
-        char *data = block + piece[1];
-        int64_t elements = piece[2];
+        int64_t elements = piece[2], itemsize = ITEMSIZE[dtype];
         struct stats stats = {0, 0, 0, 0, -1};
         if (job.writes) job.factor = factors[i], job.limit = round_to(dtype, limit);
         for (int64_t start = 0; start < elements; start += TILE) {
             int64_t size = elements - start < TILE ? elements - start : TILE;
-            struct stats own = sum_tile(job, dtype, data + start * ITEMSIZE[dtype], size, sum++, exponent++);
+            char *data = bytes_of(source, piece[1] + start * itemsize, size * itemsize);
+            if (!data) return;
+            struct stats own = sum_tile(job, dtype, data, size, sum++, exponent++);
             if (own.max_abs > stats.max_abs) stats.max_abs = own.max_abs;
             stats.nan += own.nan, stats.inf += own.inf, stats.zeros += own.zeros;
+            if (stats.first < 0 && own.nan + own.inf) stats.first = start + first_nonfinite(dtype, data, size);
             if (job.wide) job.wide += size;
         }
-        if (stats.nan + stats.inf) stats.first = first_nonfinite(dtype, data, elements);
         max_abs[i] = stats.max_abs;
         count[0] = stats.nan, count[1] = stats.inf, count[2] = stats.zeros, count[3] = stats.first;
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import float64s, int32s, int64s, np
@@ -15,6 +16,7 @@ from gradtool.backends import (
     NormSpec,
     Patch,
     Piece,
+    Streamed,
     Tolerance,
     Units,
 )
@@ -26,6 +28,7 @@ from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends._kernels import scale_units as scale_units_kernel
+from gradtool.backends._kernels import sum_file as sum_file_kernel
 from gradtool.backends._kernels import trimmed_means as trim_kernel
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gradtool.backends import FileBlock, Stream
     from gradtool.backends.extremes import Extremes
 
 # As `enum term` in _kernels.c.
@@ -52,6 +56,10 @@ class CompiledBackend(NumpyBackend):
         if spec.order not in _TERMS:
             return super().tile_sums(block, pieces, spec)
         return _run(block, pieces, None, math.inf, spec)
+
+    def stream(self, spec: NormSpec) -> Stream | None:
+        """A loop that reads and sums, for the orders that have a kernel."""
+        return partial(_stream, spec) if spec.order in _TERMS else None
 
     def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
         """Count values by exponent."""
@@ -192,8 +200,22 @@ def _run(
     *,
     wide: NDArray[np.float64] | None = None,
 ) -> BlockSums:
+    room = _room(pieces)
+    run_kernels(block, _table(pieces), factors, wide, limit, _TERMS[spec.order], spec.drop_nonfinite, *room)
+    return _found(*room)
+
+
+def _stream(spec: NormSpec, block: FileBlock, memory: memoryview, pieces: Sequence[Piece]) -> Streamed:
+    table, term, room = _table(pieces), _TERMS[spec.order], _room(pieces)
+    nbytes, seconds = sum_file_kernel(*block, memory, table, term, spec.drop_nonfinite, *room)
+    return Streamed(_found(*room), nbytes, seconds)
+
+
+def _room(pieces: Sequence[Piece]) -> tuple[array[float], array[int], array[float], array[int]]:
+    """What the kernels fill: sums, exponents, largest magnitudes and counts."""
     tiles = sum(tile_count(piece.elements) for piece in pieces)
-    sums, exponents, max_abs, counts = float64s(tiles), int32s(tiles), float64s(len(pieces)), int64s(4 * len(pieces))
-    table, term = _table(pieces), _TERMS[spec.order]
-    run_kernels(block, table, factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, max_abs, counts)
+    return float64s(tiles), int32s(tiles), float64s(len(pieces)), int64s(4 * len(pieces))
+
+
+def _found(sums: array[float], exponents: array[int], max_abs: array[float], counts: array[int]) -> BlockSums:
     return BlockSums(sums, exponents, max_abs, *(counts[column::4] for column in range(4)))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gradtool.backends import Stream
     from gradtool.backends.extremes import Extremes
 
 _ROW_LANES, _CHUNK = 32, 1024
@@ -60,6 +61,10 @@ class NumpyBackend:
     def stays_on_device(self, nbytes: int) -> bool:  # noqa: ARG002
         """No: memory must not grow with the data, and the page cache has the files."""
         return False
+
+    def stream(self, spec: NormSpec) -> Stream | None:  # noqa: ARG002
+        """Nothing: numpy makes several passes over a tile anyway."""
+        return None
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
+from gradtool import tuning
+from gradtool.backends import FileBlock
 from gradtool.errors import DeviceMemoryError
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import halved
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
     from concurrent.futures import Future
 
-    from gradtool.backends import Backend, Data
+    from gradtool.backends import Backend, BlockSums, Data, Piece, Stream
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Clock
@@ -161,6 +163,14 @@ class Worker(NamedTuple):
         self.channel.read(block.shard, block.begin, view)
         self.destination.keep(self.channel, block, view)
         return self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
+
+    def stream(self, block: Block, stream: Stream, pieces: Sequence[Piece]) -> BlockSums:
+        """Read and sum a block in one go."""
+        view = self.channel.memory("block", tuning.STREAM_BYTES)
+        with self.channel.lend(block.shard) as fd:
+            streamed = stream(FileBlock(fd, block.begin, block.end - block.begin), view, pieces)
+        self.channel.has_read(streamed.nbytes, streamed.seconds)
+        return streamed.sums
 
     def leave(self, block: Block, data: Data) -> None:
         """Leave a block on the device for the next pass, if there is room."""

@@ -151,7 +151,7 @@ class Profile:
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
         """One for each block."""
-        return (OnBlock(self._work, task.block) for task in self.measure.tasks(backend, destination))
+        return (OnBlock(self._work, one) for one in self.measure.blocks(destination, backend.block_bytes))
 
     def parts(self, destination: Destination) -> Iterator[Part]:
         """Those of the measurement."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -15,13 +16,16 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import BITS, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from gradtool.backends import Backend
+    from gradtool.backends import Backend, Stream
     from gradtool.engines import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block, Span
     from gradtool.store.transaction.destination import Destination, Wanted
+
+    # What is done with a block.
+    Task = Callable[[Worker, Measurement], None]
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -46,10 +50,13 @@ class TensorPass:
         """Bytes of the tensors, or of whole files that are written anew."""
         return destination.nbytes(self.selected)
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Task]:
         """One for each block."""
-        wanted = by_shard(self.selected, self.shards)
-        return (OnBlock(self.work, one) for one in destination.blocks(wanted, TILE, backend.block_bytes))
+        return (OnBlock(self.work, one) for one in self.blocks(destination, backend.block_bytes))
+
+    def blocks(self, destination: Destination, nbytes: int) -> Iterator[Block]:
+        """The blocks to visit, of at most so many bytes each."""
+        return destination.blocks(by_shard(self.selected, self.shards), TILE, nbytes)
 
     def parts(self, destination: Destination) -> Iterator[Part]:
         """One for each new file; or, where nothing is written, one for each large stretch of a file, or many small."""
@@ -82,6 +89,14 @@ class Measure(TensorPass):
 
     leaves: bool = False
 
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Task]:
+        """One for each block; larger ones where the backend reads them itself, and nothing is to be written."""
+        stream = None if destination.count else backend.stream(self.spec)
+        if stream is None:
+            return super().tasks(backend, destination)
+        blocks = self.blocks(destination, tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES)
+        return (partial(self._stream, stream, one) for one in blocks)
+
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
         """The same; the next pass may run anywhere."""
         return replace(super().about(selected, places), leaves=False)
@@ -92,6 +107,9 @@ class Measure(TensorPass):
         found.add(block, worker.backend.tile_sums(data, pieces_of(block), self.spec))
         if self.leaves:
             worker.leave(block, data)
+
+    def _stream(self, stream: Stream, block: Block, worker: Worker, found: Measurement) -> None:
+        found.add(block, worker.stream(block, stream, pieces_of(block)))
 
 
 class _Nothing(Measure):

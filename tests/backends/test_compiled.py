@@ -59,6 +59,69 @@ def test_reading_needs_no_writable_block():
     kernels.run(*arguments(block=bytes(16), factors=None))
 
 
+def reading(file, pieces=((1, 0, 4),), **changed):
+    """A call that reads and sums, and what a test changes about it."""
+    good = {
+        "fd": file.fileno(),
+        "begin": 0,
+        "nbytes": 16,
+        "room": bytearray(16),
+        "pieces": np.array(pieces, np.int64),
+        "term": 2,
+        "drops": False,
+        "sums": np.zeros(1),
+        "exponents": np.zeros(1, np.int32),
+        "max_abs": np.zeros(1),
+        "counts": np.zeros((1, 4), np.int64),
+    }
+    return list((good | changed).values())
+
+
+@pytest.fixture
+def sixteen(tmp_path):
+    """An open file of four float32."""
+    (tmp_path / "file").write_bytes(np.arange(4, dtype="f4").tobytes())
+    with (tmp_path / "file").open("rb") as file:
+        yield file
+
+
+def test_a_correct_reading_works(sixteen):
+    call = reading(sixteen)
+    assert kernels.sum_file(*call)[0] == 16
+    assert (call[7].tolist(), call[9].tolist(), call[10].tolist()) == ([14.0], [3.0], [[0, 0, 1, -1]])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pieces": [(1, 0, 5)]},
+        {"pieces": [(1, 13, 1)]},
+        {"pieces": [(1, -4, 1)]},
+        {"pieces": [(1, 0, -1)]},
+        {"pieces": [(1, 0, 2**62)]},
+        {"pieces": [(6, 0, 1)]},
+        {"sums": np.zeros(2)},
+        {"exponents": np.zeros(2, np.int32)},
+        {"max_abs": np.zeros(0)},
+        {"counts": np.zeros((0, 4), np.int64)},
+        {"room": bytearray(15)},
+        {"nbytes": 1 << 22, "pieces": [(0, 0, 65_537)], "sums": np.zeros(2), "exponents": np.zeros(2, np.int32)},
+        {"nbytes": 15},
+        {"nbytes": -1},
+        {"begin": -1},
+        {"begin": 2**63 - 16},
+    ],
+)
+def test_no_reading_reaches_outside_its_buffers(sixteen, wrong):
+    with pytest.raises(ValueError, match=r"needed|outside|storage type"):
+        kernels.sum_file(*reading(sixteen, **wrong))
+
+
+def test_a_reading_needs_a_writable_room(sixteen):
+    with pytest.raises((TypeError, BufferError)):
+        kernels.sum_file(*reading(sixteen, room=bytes(16)))
+
+
 def addition(addends=((1, 0, 4, 0),), **changed):
     """A call of the other kernel that works, and what a test changes about it."""
     good = {

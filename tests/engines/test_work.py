@@ -21,10 +21,10 @@ from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import Order
 
 
-def job_about(path, reads=None):
+def job_about(path, reads=None, order=2.0):
     """A job that measures a file, as it is sent."""
     opened = Inputs([str(path)]).open()
-    (part,) = Measure(opened.selected, NormSpec()).parts(DISCARD)
+    (part,) = Measure(opened.selected, NormSpec(order)).parts(DISCARD)
     return work.packed(work.Job(part if reads is None else part._replace(reads=reads), None, None, 1, None))
 
 
@@ -54,7 +54,8 @@ def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkey
 
 def test_what_the_system_refuses_a_worker_is_said_with_its_host(tmp_path, monkeypatch):
     path = sample(tmp_path)
-    payload = job_about(path)
+    # Of an order that has no kernel, which would read by itself.
+    payload = job_about(path, order=3.0)
 
     def fail(*_):
         raise OSError(5, "Input/output error")

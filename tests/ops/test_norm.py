@@ -1,3 +1,4 @@
+import errno
 import math
 import os
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, norm, tuning
+from gradtool.backends import choose
 
 
 def one_file(folder, **tensors):
@@ -193,18 +195,60 @@ def test_the_facts_of_a_tensor_are_gathered_from_all_its_blocks(tmp_path, monkey
         finite[place] = 1
 
 
-@pytest.mark.parametrize("done", [1, 3])
-def test_a_file_that_changes_while_it_is_measured_is_refused(tmp_path, done):
-    path = one_file(tmp_path, a=np.ones(2_000_000, np.float32))
+def once(done, change):
+    """A progress function that makes a change when it is called for the given time."""
     calls = []
 
-    def change(*_):
+    def count(*_):
         calls.append(1)
         if len(calls) == done:
-            os.utime(path, ns=(0, 0))
+            change()
 
+    return count
+
+
+@pytest.mark.parametrize("norm_type", [2, 3])
+@pytest.mark.parametrize("done", [1, 3])
+def test_a_file_that_changes_while_it_is_measured_is_refused(tmp_path, monkeypatch, done, norm_type):
+    monkeypatch.setattr(tuning, "BLOCK_BYTES", 512 << 10)
+    path = one_file(tmp_path, a=np.ones(2_000_000, np.float32))
     with pytest.raises(SystemRefusedError, match="changed"):
-        norm(path, progress=change, threads=1)
+        norm(path, progress=once(done, lambda: os.utime(path, ns=(0, 0))), threads=1, norm_type=norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [2, 3])
+def test_a_file_that_is_cut_short_while_it_is_measured_is_refused(tmp_path, monkeypatch, norm_type):
+    monkeypatch.setattr(tuning, "BLOCK_BYTES", 512 << 10)
+    path = one_file(tmp_path, a=np.ones(2_000_000, np.float32))
+    with pytest.raises(SystemRefusedError, match="became shorter while it was read; run again") as caught:
+        norm(path, progress=once(1, lambda: os.truncate(path, 5_000_000)), threads=1, norm_type=norm_type)
+    assert [problem.file for problem in caught.value.problems] == [str(path)]
+
+
+def test_a_read_that_fails_names_the_file(tmp_path, monkeypatch):
+    path = one_file(tmp_path, a=np.ones(10, np.float32))
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    for stream in (None, fail):
+        monkeypatch.setattr(type(choose("cpu").backend), "stream", lambda *_, found=stream: found)
+        with pytest.raises(SystemRefusedError, match="Input/output error") as caught:
+            norm(path)
+        assert [problem.file for problem in caught.value.problems] == [str(path)]
+
+
+def test_a_backend_that_reads_finds_what_one_that_is_given_blocks_does(tmp_path, monkeypatch):
+    rng, values = np.random.default_rng(9), np.ones(3_000_001)
+    values[2_500_000:] = np.ldexp(rng.standard_normal(500_001), 700)
+    path = one_file(tmp_path, a=values, b=encode(rng.standard_normal(70_001), "F16"), c=encode([1, math.nan], "BF16"))
+    found = [norm(path, per_tensor=True, threads=threads) for threads in (1, 2, 4)]
+    monkeypatch.setattr(type(choose("cpu").backend), "stream", lambda *_: None)
+    expected = norm(path, per_tensor=True)
+    for one in found:
+        assert [row.norm for row in one.per_tensor[:2]] == [row.norm for row in expected.per_tensor[:2]]
+        assert (one.problems, one.timings.read_bytes) == (expected.problems, expected.timings.read_bytes)
 
 
 def test_a_single_pattern_is_one_pattern(tmp_path):

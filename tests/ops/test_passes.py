@@ -2,21 +2,23 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
 from parts import run_part, targets_of
-from support import encode, read, write_index
+from support import encode, read, write, write_index
 
 import gradtool
-from gradtool import backends
+from gradtool import backends, tuning
 from gradtool.backends import NormSpec, Rule
 from gradtool.engines.threads import Threads
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.match import match
+from gradtool.ops.exponents import Profile
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.totals import Total
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.open import open_to_write
 from gradtool.store.transaction.output_options import OutputOptions
@@ -96,3 +98,18 @@ def test_the_passes_of_accumulate_in_other_processes(tmp_path, pool):
             found = run_in(pool, adding, destination)
     assert found.after.norms().whole == result.norm_after
     assert values_in(tmp_path / "theirs") == values_in(tmp_path / "ours")
+
+
+def test_only_a_pass_that_writes_nothing_has_a_backend_read_for_itself(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(5 << 20, np.float32)})
+    opened = Inputs([str(path)]).open()
+    measure = Measure(opened.selected, SPEC)
+    backend = mock.Mock(block_bytes=tuning.BLOCK_BYTES)
+    in_place = Overwritten({opened.shards[0]: (NewFile(opened.shards[0], 0), None)}, None)
+    counts = {}
+    for name, stream, destination in (("reads", len, DISCARD), ("writes", len, in_place), ("cannot", None, DISCARD)):
+        backend.stream.return_value = stream
+        counts[name] = len(list(measure.tasks(backend, destination)))
+    assert counts == {"reads": 3, "writes": 10, "cannot": 10}
+    # Its blocks are needed twice.
+    assert len(list(Profile(measure).tasks(backend, DISCARD))) == 10

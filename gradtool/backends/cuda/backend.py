@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Data,
         Patch,
         Rule,
+        Stream,
         Tolerance,
         Trim,
         Units,
@@ -85,6 +86,10 @@ class CudaBackend:
     def stays_on_device(self, nbytes: int) -> bool:
         """Whether enough memory would be left for the blocks that come and go."""
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
+
+    def stream(self, spec: NormSpec) -> Stream | None:  # noqa: ARG002
+        """Nothing: blocks are copied to the device first."""
+        return None
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""

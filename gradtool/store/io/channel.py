@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from gradtool.store import fs, system
 from gradtool.store.format.header import Shard, is_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from gradtool.store.fs import File
@@ -98,9 +99,30 @@ class Channel:
         """
         began = perf_counter()
         self._fill(shard.path, self._descriptor(shard), begin, view)
+        self.has_read(len(view), perf_counter() - began)
+
+    @contextlib.contextmanager
+    def lend(self, shard: Shard) -> Iterator[int]:
+        """The descriptor of a shard, to read it elsewhere and then report that to `has_read`.
+
+        Raises:
+            SystemRefusedError: reading failed, or the file changed since its header was read.
+        """
+        began = perf_counter()
+        fd = self._descriptor(shard)
         self.clock.read += perf_counter() - began
-        self.clock.read_bytes += len(view)
-        self.count(len(view))
+        try:
+            yield fd
+        except EOFError as error:
+            raise _shortened(shard.path) from error
+        except OSError as error:
+            raise from_os_error(error, shard.path) from error
+
+    def has_read(self, nbytes: int, seconds: float) -> None:
+        """Count bytes that were read, and the seconds that it took to read them."""
+        self.clock.read += seconds
+        self.clock.read_bytes += nbytes
+        self.count(nbytes)
 
     def touch(self, shard: Shard) -> None:
         """Have `check` look at a shard, though nothing of it is read.
@@ -180,7 +202,7 @@ class Channel:
             except OSError as error:
                 raise from_os_error(error, path) from error
             if not count:
-                raise SystemRefusedError("became shorter while it was read; run again", file=path)
+                raise _shortened(path)
             done += count
 
     def _descriptor(self, file: Shard | File) -> int:
@@ -238,3 +260,7 @@ class Channel:
             os.close(fd)
             raise changed_meanwhile(file.path)
         return fd
+
+
+def _shortened(path: Path) -> SystemRefusedError:
+    return SystemRefusedError("became shorter while it was read; run again", file=path)

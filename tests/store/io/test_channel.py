@@ -175,3 +175,26 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     channel.write(file_at(target), 0, view)
     channel.close()
     assert told == [7]
+
+
+def test_a_descriptor_is_lent_and_what_goes_wrong_with_it_is_said_of_the_file(tmp_path):
+    (shard,) = shards_in(tmp_path, 1)
+    told = []
+    channel = Channel(2, bytes_of_memory, on_bytes=told.append)
+    with channel.lend(shard) as fd:
+        assert os.pread(fd, 10, shard.data_start) == bytes(10)
+    channel.has_read(10, 0.25)
+    assert (channel.clock.read_bytes, told) == (10, [10])
+    assert channel.clock.read > 0.25
+    errors = {
+        EOFError(): "became shorter while it was read; run again",
+        OSError(errno.EIO, "Broken disk"): "Broken disk",
+    }
+    for error, message in errors.items():
+        with pytest.raises(SystemRefusedError, match=message) as caught, channel.lend(shard):
+            raise error
+        assert caught.value.problems[0].file == str(shard.path)
+    os.utime(shard.path, ns=(0, 0))
+    with pytest.raises(SystemRefusedError, match="changed by another program"):
+        channel.check()
+    channel.close()

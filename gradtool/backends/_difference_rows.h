@@ -107,7 +107,7 @@ static int is_bf16(struct row row)
 static struct row_facts add_words(struct row row, double (*lanes)[PART], struct wanted wanted, int has_tolerance)
 {
     char room[2][2 * PART];
-    const char *x = whole_words(row.data[0], room[0], row.n), *y = whole_words(row.data[1], room[1], row.n);
+    const char *x = load_codes(BF16, row.data[0], room[0], row.n), *y = load_codes(BF16, row.data[1], room[1], row.n);
     return (has_tolerance ? tolerate_row16 : add_row16)(x, y, lanes, wanted, (row.n + 1) / 2);
 }
 

@@ -63,13 +63,6 @@ NARROW(f8_e5m2, 8)
 
 #include "_half.h"
 
-#ifndef HAS_HALF
-WIDEN(f16, 16)
-NARROW(f16, 16)
-WIDEN(f8_e4m3, 8)
-WIDEN(f8_e5m2, 8)
-#endif
-
 static void load_row(enum dtype dtype, const char *source, float *row, int n)
 {
     switch (dtype) {
@@ -193,19 +186,6 @@ static double round_to(enum dtype dtype, double value)
 static void row_scale_odd(float *row, float factor, int n)
 {
     for (int64_t j = 0; j < n; j++) row[j] = double_to_odd((double)row[j] * (double)factor);
-}
-
-/* Sets a row to its products with a factor, rounded once to the values of a type, if the largest magnitude, whose bits
- * it returns, is below the bound of the format. */
-static uint32_t row_round(float *row, float factor, struct format format, int n)
-{
-    uint32_t largest = 0;
-    for (int64_t j = 0; j < n; j++) {
-        uint32_t magnitude = round_product(row[j], factor, format);
-        largest = magnitude > largest ? magnitude : largest;
-        row[j] = as_float(magnitude | sign_of(row[j] * factor));
-    }
-    return largest;
 }
 
 #endif

@@ -19,8 +19,7 @@ static void scale_units(char *block, const struct units *piece, const double *fa
             int n = (int)(left < LANES ? left : LANES);
             char *data = block + piece->offset + at * ITEMSIZE[dtype];
             job.factor = *factor;
-            if (dtype == F64) scale_row64(job, data, n);
-            else scale_row32(job, dtype, data, n);
+            scale_row(job, dtype, data, n);
             at += n, phase += n;
             if (phase == piece->columns) phase = 0, factor++;
         }

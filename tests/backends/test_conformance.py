@@ -205,6 +205,23 @@ def test_dropped_values_are_counted_but_summed_and_written_as_zero(backend, dtyp
     assert (written.sums[0], written.nan[0], written.inf[0]) == (6.25, 0, 0)
 
 
+@pytest.mark.parametrize("dtype", SMALL_TYPES)
+@pytest.mark.parametrize("drops", [True, False])
+def test_rows_with_and_without_nan_are_scaled_alike(backend, dtype, drops):
+    # Kernels do two rows of 2,048 at once; the third is short.
+    array = gaussian(2 * 2048 + 37, dtype)
+    array[[2100, 3000]] = encode([math.nan, -math.nan], dtype)
+    block, pieces = block_of(array)
+    found = backend.scale(block, pieces, [0.377], 1.5, NormSpec(drop_nonfinite=drops))
+    values = array.astype(np.float64)
+    if drops:
+        values[np.isnan(values)] = 0
+    expected = np.clip(rounded_once(values * float(np.float32(0.377)), dtype).astype(np.float64), -1.5, 1.5)
+    assert np.array_equal(stored(block, pieces[0]).astype(np.float64), expected, equal_nan=True)
+    assert (found.nan[0], found.max_abs[0]) == (0 if drops else 2, float(np.nanmax(np.abs(expected))))
+    assert found.zeros[0] == np.count_nonzero(expected == 0)
+
+
 def test_a_piece_may_lie_at_any_address(backend):
     arrays = [gaussian(n, dtype) for n, dtype in ((5, "F8_E4M3"), (2100, "F64"), (3, "BF16"), (70_001, "F32"))]
     for lead in range(1, 9):

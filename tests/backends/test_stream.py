@@ -200,7 +200,7 @@ def test_reads_that_are_short_or_interrupted_are_carried_on(tmp_path):
     library = tmp_path / "pread.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, tmp_path / "pread.c"], check=True)
     environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", READ, tmp_path / "file"]
+    command = [sys.executable, "-P", "-c", READ, tmp_path / "file"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     expected = NumpyBackend().tile_sums(data, pieces, SPEC).sums
     assert done.stdout.strip() == f"2400000 {[one.hex() for one in expected.tolist()]}"

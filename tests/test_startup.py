@@ -72,7 +72,7 @@ COMMANDS = {
 def test_the_compiled_kernels_need_no_numpy(tmp_path, arguments):
     pytest.importorskip("gradtool.backends._kernels", reason="the compiled kernels are not built here")
     for name in "ab":
-        write(tmp_path / name, {"w": np.arange(3, dtype=np.float32)})
+        write(tmp_path / name, {f"w{i}": np.arange(3, dtype=np.float32) for i in range(100)})
     code = PROBE.format(arguments=arguments, heavy=["numpy"])
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stderr.endswith("[]\n")

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import os
 import stat
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
 
 # Bytes of a header that is quickly checked without a file, and of one that is worth remembering.
 _SHORT, _SHORT_ENOUGH = 512, 16_384
+
+
+class _WithoutNumpy:
+    """Bytes of longer headers that are still checked without a file.
+
+    To open one, the library imports numpy; that takes as long as to check a million bytes.
+    """
+
+    left = 1 << 18
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,9 +210,11 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
 
 
 def _is_surely_valid(path: Path, text: bytes, size: int) -> bool:
-    """Whether a short header is valid; False if it is not, or not short."""
+    """Whether a header is valid; False if it is not, or not short, and then the library must be asked."""
     if len(text) > _SHORT:
-        return False
+        if "numpy" in sys.modules or len(text) > _WithoutNumpy.left:
+            return False
+        _WithoutNumpy.left -= len(text)
     from safetensors import SafetensorError, deserialize  # kept off the start-up path
 
     judged = emptied(text)

@@ -59,7 +59,9 @@ def test_what_explains_a_refusal_is_not_imported_before_one(tmp_path):
 COMMANDS = {
     "norm": ["norm", "a"],
     "norm --per-tensor": ["norm", "a", "--per-tensor", "--json"],
+    "norm --histogram": ["norm", "a", "--histogram"],
     "clip": ["clip", "a", "--max-norm", "1"],
+    "clip --max-value": ["clip", "a", "--max-value", "0.5"],
     "clip elsewhere": ["clip", "a", "--max-norm", "1", "--output", "new"],
     "zero": ["zero", "a"],
     "check": ["check", "a"],

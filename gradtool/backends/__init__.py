@@ -165,8 +165,8 @@ class BlockHistogram(NamedTuple):
     `gradtool.backends.histogram` says which bins a type has. `largest` is the largest finite magnitude of each piece.
     """
 
-    counts: NDArray[np.int64]
-    largest: NDArray[np.float64]
+    counts: array[int]
+    largest: array[float]
 
 
 class Tolerance(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.arrays import np
+from gradtool.arrays import float64s, int64s, np
 from gradtool.backends import BlockHistogram, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import TILE
@@ -43,13 +43,13 @@ def bins_of(dtype: str) -> range:
 def empty_histogram(pieces: Sequence[Piece]) -> BlockHistogram:
     """Counts of zero."""
     bins = sum(len(bins_of(piece.dtype)) for piece in pieces)
-    return BlockHistogram(np.zeros(bins, np.int64), np.zeros(len(pieces)))
+    return BlockHistogram(int64s(bins), float64s(len(pieces)))
 
 
 def count_pieces(block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
     """Count the values of the pieces of a block, a tile at a time."""
     found = empty_histogram(pieces)
-    at = 0
+    counts, at = np.frombuffer(found.counts, np.int64), 0
     for k, piece in enumerate(pieces):
         storage, bins = STORAGE[piece.dtype], bins_of(piece.dtype)
         for start in range(0, piece.elements, TILE):
@@ -58,7 +58,7 @@ def count_pieces(block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
             values = np.abs(storage.widen(raw.copy().view(storage.bits)))
             values = values[np.isfinite(values) & (values > 0)]
             exponents = np.frexp(values)[1] - bins.start
-            found.counts[at : at + len(bins)] += np.bincount(exponents, minlength=len(bins))
+            counts[at : at + len(bins)] += np.bincount(exponents, minlength=len(bins))
             found.largest[k] = max(found.largest[k], float(values.max(initial=0)))
         at += len(bins)
     return found

@@ -9,6 +9,8 @@ Formats: IEEE 754 binary64/32/16, bfloat16, and FP8 as in "FP8 Formats for Deep 
 
 from __future__ import annotations
 
+import math
+from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.arrays import np
@@ -24,7 +26,7 @@ class Storage(NamedTuple):
     code: int
     itemsize: int
     quiet_nan: int
-    # Of F16 and the F8 types: the width of the two fields, and the first code that is infinite or NaN.
+    # Of the types of 16 bits and fewer: the width of the two fields, and the first code that is infinite or NaN.
     exponent_bits: int = 0
     mantissa_bits: int = 0
     overflow: int = 0
@@ -70,8 +72,17 @@ class Storage(NamedTuple):
 
     def rounded(self, value: float) -> float:
         """A number rounded once to this type, to nearest even."""
-        with np.errstate(over="ignore"):
-            return float(self.widen(self.narrow_wide(np.array([value], np.float64)))[0])
+        if self.itemsize >= 4 or math.isnan(value):  # noqa: PLR2004
+            return array("d" if self.name == "F64" else "f", [value])[0]
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        exponent, mantissa = divmod(self.overflow - 1, 2**self.mantissa_bits)
+        largest = math.ldexp(2**self.mantissa_bits + mantissa, exponent - bias - self.mantissa_bits)
+        # The exponent of the last place; Python rounds to even, too.
+        place = max(math.frexp(value)[1] - 1, 1 - bias) - self.mantissa_bits
+        units = math.ldexp(abs(value), -place) if abs(value) <= 2 * largest else math.inf
+        if units == math.inf or math.ldexp(round(units), place) > largest:
+            return math.nan if self.overflow == self.quiet_nan else math.copysign(math.inf, value)
+        return math.copysign(math.ldexp(round(units), place), value)
 
 
 STORAGE = {
@@ -80,7 +91,7 @@ STORAGE = {
         Storage("F64", 0, 8, 0x7FF8_0000_0000_0000),
         Storage("F32", 1, 4, 0x7FC0_0000),
         Storage("F16", 2, 2, 0x7E00, 5, 10, 0x7C00),
-        Storage("BF16", 3, 2, 0x7FC0),
+        Storage("BF16", 3, 2, 0x7FC0, 8, 7, 0x7F80),
         Storage("F8_E4M3", 4, 1, 0x7F, 4, 3, 0x7F),
         Storage("F8_E5M2", 5, 1, 0x7E, 5, 2, 0x7C),
     )

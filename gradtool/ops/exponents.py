@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-from gradtool.arrays import np
+from gradtool.arrays import float64s, int64s
 from gradtool.backends.histogram import RANGES, bins_of
 from gradtool.engines import OnBlock
 from gradtool.ops.passes import Measure, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from gradtool.backends import Backend, BlockHistogram
     from gradtool.engines import Part, Worker
@@ -33,42 +34,41 @@ class Histograms:
 
     def __init__(self, selected: Sequence[Selected]) -> None:
         bins = {dtype: bins_of(dtype) for dtype in RANGES}
-        self._lowest = np.array([bins[one.tensor.dtype].start for one in selected], np.int64)
         # An empty tensor is in no block, and has no bins.
-        self._bins = np.array([len(bins[one.tensor.dtype]) * (one.tensor.elements > 0) for one in selected], np.int64)
-        self._ends = np.cumsum(self._bins)
-        self.counts: NDArray[np.int64] = np.zeros(int(self._bins.sum()), np.int64)
-        self.largest: NDArray[np.float64] = np.zeros(len(selected))
+        self._bins = [bins[one.tensor.dtype] if one.tensor.elements else range(0) for one in selected]
+        self._first = [0, *accumulate(map(len, self._bins))]
+        self.counts, self.largest = int64s(self._first[-1]), float64s(len(selected))
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         # Most bins are empty, and are not sent.
-        at = np.flatnonzero(self.counts)
-        return {name: value for name, value in vars(self).items() if name != "_lock"} | {
-            "counts": (len(self.counts), at, self.counts[at])
-        }
+        filled = {at: count for at, count in enumerate(self.counts) if count}
+        return {name: value for name, value in vars(self).items() if name != "_lock"} | {"counts": filled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        length, at, values = state["counts"]
-        vars(self).update(state, counts=np.zeros(length, np.int64), _lock=threading.Lock())
-        self.counts[at] = values
+        vars(self).update(state, counts=int64s(state["_first"][-1]), _lock=threading.Lock())
+        for at, count in state["counts"].items():
+            self.counts[at] = count
 
     def add(self, block: Block, found: BlockHistogram) -> None:
         """Add what a backend counted in the pieces of a block."""
         if not block.spans:
             return
-        tensors = np.array([span.tensor for span in block.spans])
-        # The bins of a block follow one another, as its spans do.
-        begin = int(self._ends[tensors[0]] - self._bins[tensors[0]])
+        # The bins of a block follow one another, as its spans do. Only the first and the last tensor may be in others.
+        first, last = block.spans[0].tensor, block.spans[-1].tensor
+        begin, inner, outer = self._first[first], self._first[first + 1], self._first[last]
         with self._lock:
-            self.counts[begin : begin + len(found.counts)] += found.counts
-            self.largest[tensors] = np.maximum(self.largest[tensors], found.largest)
+            self._add(begin, found.counts[: inner - begin])
+            if last != first:
+                self.counts[inner:outer] = found.counts[inner - begin : outer - begin]
+                self._add(outer, found.counts[outer - begin :])
+            self._see(((span.tensor, largest) for span, largest in zip(block.spans, found.largest, strict=True)))
 
     def merge(self, other: Self) -> None:
         """Add the counts of other blocks of the same tensors."""
         with self._lock:
-            self.counts += other.counts
-            self.largest = np.maximum(self.largest, other.largest)
+            self._add(0, other.counts)
+            self._see(enumerate(other.largest))
 
     def put(self, places: Sequence[tuple[int, int]], other: Histograms) -> None:
         """Add the counts of parts of tensors; for each the number of its tensor, and the element it begins at.
@@ -76,28 +76,35 @@ class Histograms:
         Raises:
             ValueError: it is not about these parts.
         """
-        numbers = np.array(places, np.int64).reshape(-1, 2)[:, 0]
-        if type(other) is not Histograms or not np.array_equal(other._bins, self._bins[numbers]):
+        numbers = [number for number, _ in places]
+        if type(other) is not Histograms or other._bins != [self._bins[number] for number in numbers]:
             raise ValueError("histograms of other tensors")
-        if other.counts.shape != (other._bins.sum(),) or other.largest.shape != numbers.shape:
+        if len(other.counts) != sum(map(len, other._bins)) or len(other.largest) != len(numbers):
             raise ValueError("histograms of other tensors")
         with self._lock:
-            for position, number in enumerate(numbers.tolist()):
-                self._of(number)[:] += other._of(position)
-            np.maximum.at(self.largest, numbers, other.largest)
+            for position, number in enumerate(numbers):
+                self._add(self._first[number], other.counts[other._first[position] : other._first[position + 1]])
+            self._see(zip(numbers, other.largest, strict=True))
+
+    def _add(self, begin: int, counts: array[int]) -> None:
+        """Add counts to the bins from `begin` on."""
+        known = slice(begin, begin + len(counts))
+        self.counts[known] = array("q", map(add, self.counts[known], counts))
+
+    def _see(self, largest: Iterable[tuple[int, float]]) -> None:
+        """Take the largest magnitudes of tensors, each with its number."""
+        for number, magnitude in largest:
+            self.largest[number] = max(self.largest[number], magnitude)
 
     def between(self, first: int, end: int) -> dict[int, int]:
         """The exponents of consecutive tensors, those with the numbers from `first` up to `end`, and their counts."""
-        all_bins = bins_of("F64")
-        total = np.zeros(len(all_bins), np.int64)
-        for number in range(first, end):
-            at = int(self._lowest[number]) - all_bins.start
-            total[at : at + int(self._bins[number])] += self._of(number)
-        return {all_bins[at]: int(total[at]) for at in np.flatnonzero(total).tolist()}
-
-    def _of(self, number: int) -> NDArray[np.int64]:
-        end = int(self._ends[number])
-        return self.counts[end - int(self._bins[number]) : end]
+        total: dict[int, int] = {}
+        for bins, alike in groupby(range(first, end), key=self._bins.__getitem__):
+            numbers = list(alike)
+            begin, stop = self._first[numbers[0]], self._first[numbers[-1] + 1]
+            for at, exponent in enumerate(bins):
+                total[exponent] = total.get(exponent, 0) + sum(self.counts[begin + at : stop : len(bins)])
+        return {exponent: total[exponent] for exponent in sorted(total) if total[exponent]}
 
 
 class Profiled(NamedTuple):

@@ -118,7 +118,7 @@ def _histogram(exponents: Histograms | None) -> tuple[tuple[ExponentCount, ...],
     from gradtool.ops.histogram import histogram_rows, storage_ranges
 
     counts = exponents.between(0, len(exponents.largest))
-    return histogram_rows(counts), tuple(storage_ranges(counts, float(exponents.largest.max(initial=0))))
+    return histogram_rows(counts), tuple(storage_ranges(counts, max(exponents.largest, default=0.0)))
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:

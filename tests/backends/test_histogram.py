@@ -133,7 +133,7 @@ def test_subnormal_values_are_those_below_the_smallest_normal_one(dtype):
     magnitudes = np.abs(array.astype(np.float64))
     block, pieces = block_of(array)
     counts = NumpyBackend().histogram(block, pieces).counts
-    below = counts[: RANGES[dtype].normal - bins_of(dtype).start].sum()
+    below = sum(counts[: RANGES[dtype].normal - bins_of(dtype).start])
     assert below == ((magnitudes > 0) & (magnitudes < least)).sum() > 0
 
 
@@ -152,4 +152,4 @@ def test_arguments_that_do_not_fit_are_refused_by_the_compiled_kernels():
 def test_a_piece_may_begin_anywhere(backend):
     array = gaussian(9000, "F16")
     data = memoryview(bytearray(b"\xff" + array.tobytes()))
-    assert backend.histogram(data, [Piece("F16", 1, 9000)]).counts.sum() == sum(truth(array)[0].values())
+    assert sum(backend.histogram(data, [Piece("F16", 1, 9000)]).counts) == sum(truth(array)[0].values())

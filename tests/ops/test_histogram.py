@@ -249,7 +249,7 @@ def test_empty_bins_are_not_sent(opened):
     profile = Profile(Measure(opened.selected, NormSpec()))
     found = run_part(profile, DISCARD, 0).histograms
     sent = pickle.dumps(found)
-    assert len(sent) < 4000 < found.counts.nbytes
+    assert len(sent) < 4000 < 8 * len(found.counts)
     assert pickle.loads(sent).counts.tobytes() == found.counts.tobytes()  # noqa: S301 - our own
 
 
@@ -266,5 +266,5 @@ def test_histograms_of_something_else_are_not_put_anywhere(opened):
     ]:
         with pytest.raises(ValueError, match="of other tensors"):
             found.put(places, other)
-    assert not found.counts.any()
-    assert not found.largest.any()
+    assert not any(found.counts)
+    assert not any(found.largest)

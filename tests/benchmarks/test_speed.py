@@ -55,6 +55,7 @@ def test_groups_and_limits_that_learn_cost_next_to_nothing(bench, gradtool_comma
     clip = [*gradtool_command, "clip", work, "--no-fsync"]
     plain, ours = [*clip, "--max-norm", "1"], [*clip, *options]
     (whole,) = bench.in_turn([plain], source)
+    bench.rounds = 12 if bench.timing else 1
     mine, theirs = bench.in_turn([[*ours, "--dry-run"], [*plain, "--dry-run"]])
     # A rule adds a few milliseconds; to write a GiB varies by more. A machine that is busy only adds to a time.
     added = min(mine.seconds) - min(theirs.seconds)
@@ -242,14 +243,14 @@ def test_the_version_is_quickly_said(bench, gradtool_command):
     assert not bench.timing or ratio <= 6
 
 
-def test_a_small_norm_costs_little_more_than_numpy(bench, gradtool_command):
+def test_a_small_norm_costs_less_than_numpy(bench, gradtool_command):
     bench.rounds = 25 if bench.timing else 1
     source = bench.file("f32", 100_000, 20)
     ours, numpy = bench.in_turn([[*gradtool_command, "norm", str(source)], [sys.executable, "-c", "import numpy"]])
     ratio = ours.median / numpy.median
     detail = f"{ours.median * 1e3:.0f} ms, import numpy {numpy.median * 1e3:.0f} ms"
-    bench.note("gradtool norm on a small file", f"{ratio:.2f}x", "<= 2.2x", detail)
-    assert not bench.timing or ratio <= 2.2
+    bench.note("gradtool norm on a small file", f"{ratio:.2f}x", "<= 1.4x", detail)
+    assert not bench.timing or ratio <= 1.4
 
 
 def test_the_info_of_hundreds_of_tensors_comes_at_once(bench, gradtool_command):

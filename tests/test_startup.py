@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 
@@ -68,6 +69,13 @@ COMMANDS = {
     "diff": ["diff", "a", "b"],
     "info": ["info", "a"],
 }
+
+
+def test_long_headers_are_left_to_the_library_which_imports_numpy(tmp_path):
+    write(tmp_path / "a", {f"layer.{i}.weight": np.arange(3, dtype=np.float32) for i in range(5000)})
+    code = PROBE.format(arguments=["norm", "a"], heavy=["numpy"])
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (done.stderr, done.stdout.splitlines()[0]) == ("['numpy']\n", f"norm\t{math.sqrt(5 * 5000)!r}")
 
 
 @pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -186,15 +185,14 @@ def decide(
         for number in group.numbers:
             coefs[number] = clip_coef(limit, norm, policy.eps)
     factors = [policy.factor(one) for one in coefs]
-    dtypes = {one.tensor.dtype for one in selected} if policy.limit < math.inf else ()
-    limits = {dtype: STORAGE[dtype].rounded(policy.limit) for dtype in dtypes}
+    limits = {dtype: STORAGE[dtype].rounded(policy.limit) for dtype in {one.tensor.dtype for one in selected}}
     clipped, changed = [], []
     for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype
         rounded = _rounded(dtype, factor)
         if own and (own < SMALLEST_NORMAL or not _is_precise(dtype, factor)):
             raise _imprecise(one, own if own < SMALLEST_NORMAL else factor)
-        clamps = before.max_abs[number] / policy.unscale > limits.get(dtype, math.inf)
+        clamps = before.max_abs[number] / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
         clipped.append(clamps or (not own >= 1 and _rounded(dtype, own) != 1))
@@ -206,7 +204,7 @@ def decide(
 @lru_cache(maxsize=64)
 def _rounded(dtype: str, value: float) -> float:
     """A number in the type of the factors of a storage type; nearly always the same few for all tensors."""
-    return value if dtype == "F64" else array("f", [value])[0]
+    return STORAGE["F64" if dtype == "F64" else "F32"].rounded(value)
 
 
 @lru_cache(maxsize=64)

@@ -62,7 +62,7 @@ class Histograms:
             if last != first:
                 self.counts[inner:outer] = found.counts[inner - begin : outer - begin]
                 self._add(outer, found.counts[outer - begin :])
-            self._see(((span.tensor, largest) for span, largest in zip(block.spans, found.largest, strict=True)))
+            self._see(zip((span.tensor for span in block.spans), found.largest, strict=True))
 
     def merge(self, other: Self) -> None:
         """Add the counts of other blocks of the same tensors."""

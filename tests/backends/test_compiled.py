@@ -24,6 +24,13 @@ def arguments(pieces=((1, 0, 4),), **changed):
     return list((good | changed).values())
 
 
+# Outside a block of 16 bytes, or of no type.
+WRONG_PIECES = [
+    {"pieces": [piece]}
+    for piece in ((1, 0, 5), (1, 13, 1), (1, -4, 1), (1, 0, -1), (1, 0, 2**62), (6, 0, 1), (-1, 0, 1))
+]
+
+
 def test_a_correct_call_works():
     kernels.run(*arguments())
 
@@ -31,13 +38,7 @@ def test_a_correct_call_works():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pieces": [(1, 0, 5)]},
-        {"pieces": [(1, 13, 1)]},
-        {"pieces": [(1, -4, 1)]},
-        {"pieces": [(1, 0, -1)]},
-        {"pieces": [(1, 0, 2**62)]},
-        {"pieces": [(6, 0, 1)]},
-        {"pieces": [(-1, 0, 1)]},
+        *WRONG_PIECES,
         {"sums": np.zeros(2)},
         {"sums": np.zeros(0)},
         {"exponents": np.zeros(1, np.int16)},
@@ -94,12 +95,7 @@ def test_a_correct_reading_works(sixteen):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pieces": [(1, 0, 5)]},
-        {"pieces": [(1, 13, 1)]},
-        {"pieces": [(1, -4, 1)]},
-        {"pieces": [(1, 0, -1)]},
-        {"pieces": [(1, 0, 2**62)]},
-        {"pieces": [(6, 0, 1)]},
+        *WRONG_PIECES,
         {"sums": np.zeros(2)},
         {"exponents": np.zeros(2, np.int32)},
         {"max_abs": np.zeros(0)},

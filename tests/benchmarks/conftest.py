@@ -56,7 +56,7 @@ class Run:
 def _write_repeated(path, values, tensors):
     """The same tensor under many names, one at a time: the file may be larger than memory."""
     names = {dtype: name for name, dtype in NUMPY_TYPES.items()}
-    entry = {"dtype": names[values.dtype], "shape": [values.size]}
+    entry = {"dtype": names[values.dtype], "shape": list(values.shape)}
     ends = [values.nbytes * (i + 1) for i in range(tensors)]
     header = {f"t{i}": entry | {"data_offsets": [end - values.nbytes, end]} for i, end in enumerate(ends)}
     with path.open("wb") as file:
@@ -90,19 +90,20 @@ class Bench:
         self.folder, self.timing = folder, timing
         self.rounds = ROUNDS if timing else 1
 
-    def file(self, dtype, nbytes, tensors):
-        """A file of Gaussian values: `nbytes` when timed, a thousandth of it when not."""
-        path = self.folder / f"{dtype}_{nbytes}_{tensors}.safetensors"
+    def file(self, dtype, nbytes, tensors, columns=None):
+        """A file of Gaussian values: `nbytes` when timed, a thousandth of it when not; in rows of `columns`."""
+        path = self.folder / f"{dtype}_{nbytes}_{tensors}_{columns}.safetensors"
         if not path.exists():
             kind = np.dtype(TYPES[dtype])
             elements = nbytes // (1 if self.timing else 1000) // tensors // kind.itemsize
-            values = np.random.default_rng(0).standard_normal(elements, np.float32).astype(kind)
+            shape = elements if columns is None else (elements // columns, columns)
+            values = np.random.default_rng(0).standard_normal(shape, np.float32).astype(kind)
             _write_repeated(path, values, tensors)
         return path
 
-    def gradients(self, dtype, nbytes, count):
+    def gradients(self, dtype, nbytes, count, columns=None):
         """Several files of the same names and shapes, `nbytes` each."""
-        first = self.file(dtype, nbytes, 48)
+        first = self.file(dtype, nbytes, 48, columns)
         paths = [first.with_name(f"{first.stem}_{i}.safetensors") for i in range(count)]
         for path in paths:
             if not path.exists():

@@ -1,5 +1,7 @@
 """A process that may not have all the memory or threads it likes does its work, or says that it cannot: exit 5."""
 
+import json
+import math
 import os
 import shutil
 import subprocess
@@ -143,3 +145,27 @@ def test_where_no_thread_may_be_started_the_work_is_done_all_the_same(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"norm\t{3_000_000**0.5!r}\n" in done.stdout
+
+
+def test_short_units_take_no_memory_of_their_own(tmp_path):
+    grads, params = tmp_path / "grads.safetensors", tmp_path / "params.safetensors"
+    nbytes = 200 * MIB
+    header = with_header({"a": {"dtype": "BF16", "shape": [nbytes // 4, 2], "data_offsets": [0, nbytes]}})
+    for path in (grads, params):
+        path.write_bytes(header)
+        os.truncate(path, len(header) + nbytes)
+    with grads.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        # The last unit is (1, 1), and all others are 0.
+        file.write(bytes.fromhex("803f803f"))
+    done = limited(
+        "-v", 400 * 1024, "clip", grads, "--agc", "1", "--params", params, "--agc-eps", "1", "--threads", "1", "--json"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)["data"]
+    assert (data["units"], data["units_clipped"]) == (nbytes // 4, 1)
+    assert data["norm_before"] == math.sqrt(2)
+    with grads.open("rb") as file:
+        file.seek(-8, os.SEEK_END)
+        # 1/sqrt(2) rounded to BF16.
+        assert file.read().hex() == "00000000353f353f"

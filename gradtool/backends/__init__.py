@@ -79,14 +79,14 @@ class Trim(NamedTuple):
 
 
 class Units(NamedTuple):
-    """What the units of a tensor are multiplied by, which are `size` consecutive elements each.
+    """The units of a piece, which are `size` consecutive elements of its tensor each.
 
-    The first element of the piece is number `start` of the tensor; `factors` are those of all its units.
+    The first element of the piece is number `phase` of its unit, whose factor is number `first`.
     """
 
-    factors: NDArray[np.float64]
     size: int
-    start: int
+    phase: int
+    first: int
 
 
 class Patch(NamedTuple):
@@ -253,7 +253,14 @@ class Backend(Protocol):
         product, once, to the type of the piece. NaN stays NaN.
         """
 
-    def scale_units(self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec) -> BlockSums:
+    def scale_units(
+        self,
+        block: Data,
+        pieces: Sequence[Piece],
+        units: Sequence[Units],
+        factors: NDArray[np.float64],
+        spec: NormSpec,
+    ) -> BlockSums:
         """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
 
     def accumulate(

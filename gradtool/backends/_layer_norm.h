@@ -144,7 +144,7 @@ static struct chunk load_chunk(const struct patch *patch, int64_t row, int64_t c
 static void sum_rows(const struct patch *patch, double *sums)
 {
     int is_wide = patch->x_dtype == F64;
-    if (patch->columns <= ROW_LANES) {
+    if (patch->columns <= SHORT_ROW) {
         sum_short_rows(patch->x_dtype, patch->x, patch->rows, patch->columns, patch->mean, sums);
         return;
     }

@@ -97,23 +97,26 @@ class CompiledBackend(NumpyBackend):
         return found
 
     def scale_units(
-        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec
+        self,
+        block: memoryview,
+        pieces: Sequence[Piece],
+        units: Sequence[Units],
+        factors: NDArray[np.float64],
+        spec: NormSpec,
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
-        rows, parts, count = [], [np.empty(0)], 0
-        for piece, own in zip(pieces, units, strict=True):
-            first, phase = divmod(own.start, own.size)
-            parts.append(own.factors[first : (own.start + piece.elements - 1) // own.size + 1])
-            rows.append((STORAGE[piece.dtype].code, piece.offset, piece.elements, phase, own.size, count))
-            count += len(parts[-1])
-        scale_units_kernel(block, np.array(rows, np.int64), np.concatenate(parts))
+        rows = [
+            (STORAGE[piece.dtype].code, piece.offset, piece.elements, own.phase, own.size, own.first)
+            for piece, own in zip(pieces, units, strict=True)
+        ]
+        scale_units_kernel(block, np.array(rows, np.int64), factors)
         return self.tile_sums(block, pieces, spec)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
     ) -> NDArray[np.float64]:
         """Per row the sum of x, or of (x - center)²."""
-        sums = np.zeros(rows)
+        sums = np.empty(rows)
         row_sums_kernel(x, STORAGE[dtype].code, rows, columns, center, sums)
         return sums
 

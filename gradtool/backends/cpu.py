@@ -89,7 +89,12 @@ class NumpyBackend:
         return sum_pieces(block, pieces, spec, factors, limit)
 
     def scale_units(
-        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec
+        self,
+        block: memoryview,
+        pieces: Sequence[Piece],
+        units: Sequence[Units],
+        factors: NDArray[np.float64],
+        spec: NormSpec,
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
         with np.errstate(all="ignore"):
@@ -97,9 +102,9 @@ class NumpyBackend:
                 storage = STORAGE[piece.dtype]
                 raw = np.frombuffer(block, np.uint8, piece.elements * storage.itemsize, piece.offset)
                 values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
-                number = np.arange(own.start, own.start + piece.elements) // own.size
+                number = own.first + (own.phase + np.arange(piece.elements)) // own.size
                 # As the factors of `scale`: float64 only for F64.
-                values *= own.factors.astype(storage.work).astype(np.float64)[number]
+                values *= factors.astype(storage.work).astype(np.float64)[number]
                 raw[:] = storage.narrow_wide(values).view(np.uint8)
         return self.tile_sums(block, pieces, spec)
 

@@ -6,7 +6,7 @@ a part of the pass (`executor`); which processes these are is the business of a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from gradtool import tuning
 from gradtool.backends import FileBlock
@@ -29,14 +29,8 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 
-class Partial(Protocol):
-    """What a pass found in a part of its work."""
-
-    def merge(self, other: Self) -> None:
-        """Add what was found in another part."""
-
-
-Found = TypeVar("Found", bound=Partial)
+# What a pass finds, which its tasks add to.
+Found = TypeVar("Found")
 
 
 class Pass(Protocol[Found]):

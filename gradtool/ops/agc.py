@@ -11,8 +11,8 @@ from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import nonfinite_problems
-from gradtool.ops.units import CompareUnits, units_of
+from gradtool.ops.results import nonfinite_problems, refuse_nonfinite
+from gradtool.ops.units import CompareUnits, Limits
 from gradtool.options import ClipOptions
 from gradtool.signatures import is_default
 from gradtool.store.transaction.inputs import Inputs, open_to_read
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.ops.session import Session
-    from gradtool.ops.units import Coefs, Floats
+    from gradtool.ops.unit_norms import UnitNorms
+    from gradtool.ops.units import Compared
     from gradtool.store.format.gradset import Selected
 
 
@@ -71,14 +72,10 @@ class AgcPolicy(NamedTuple):
         """The norm that is measured."""
         return NormSpec()
 
-
-class UnitDecision(NamedTuple):
-    """The factors of the units of each tensor, whether it changes, and how many units there are and are clipped."""
-
-    factors: list[Floats]
-    changed: list[bool]
-    units: int
-    clipped: int
+    @property
+    def limits(self) -> Limits:
+        """The limits of units."""
+        return Limits(self.ratio, self.eps, self.unscale)
 
 
 def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequence[Path]) -> list[Selected]:
@@ -111,39 +108,23 @@ def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequ
     return params
 
 
-def decide_units(session: Session, policy: AgcPolicy, targets: Sequence[Path]) -> UnitDecision:
-    """Compare gradients with their parameters; `targets` are the files that they are written to.
+def compare_units(session: Session, policy: AgcPolicy, norms: UnitNorms) -> Compared:
+    """Compare gradients with their parameters.
 
     Raises:
-        UsageError: a target is a file of the parameters.
-        NonFiniteError: a parameter is NaN or Inf.
-        BadInputError: parameters are missing, or a coefficient is out of range for its type.
+        NonFiniteError: a gradient or a parameter is NaN or Inf.
+        BadInputError: a coefficient is out of range for its type.
     """
-    selected = session.selected
-    params = parameters_of(policy, selected, targets)
-    found = session.run(CompareUnits(selected, params, policy.ratio, policy.eps, policy.unscale))
-    if policy.nonfinite == "error" and found.suspects:
-        suspects = [params[number] for number in sorted(found.suspects)]
-        problems = nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
+    found: Compared = session.run(CompareUnits(norms, policy.limits, policy.spec))
+    if policy.nonfinite == "error":
+        refuse_nonfinite(norms.grads, found.measurement, "Use --nonfinite propagate to continue")
+        suspects = [norms.params[number] for number in sorted(found.suspects)]
+        problems = nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec))) if suspects else ()
         if problems:
             raise NonFiniteError("a parameter is NaN or Inf; nothing written. Use --nonfinite propagate", problems)
-    return _decision(policy, selected, found)
-
-
-def _decision(policy: AgcPolicy, selected: Sequence[Selected], found: Coefs) -> UnitDecision:
-    factors, changed, clipped = [], [], 0
-    for one, coefs in zip(selected, found.tensors, strict=True):
-        work = STORAGE[one.tensor.dtype].work
-        own = coefs if policy.unscale == 1 else coefs / policy.unscale
-        rounded = own.astype(work)
-        sizes = np.abs(rounded)
-        bad = ((sizes < np.finfo(work).tiny) & (coefs != 0)) | np.isinf(sizes)
-        if bad.any():
-            raise _out_of_range(one, float(own[bad][0]))
-        factors.append(own)
-        changed.append(bool((rounded != 1).any()))
-        clipped += int(np.count_nonzero((rounded if own is coefs else coefs.astype(work)) != 1))
-    return UnitDecision(factors, changed, sum(units_of(one)[0] for one in selected), clipped)
+    for number in sorted(found.out_of_range)[:1]:
+        raise _out_of_range(norms.grads[number], found.out_of_range[number][1])
+    return found
 
 
 def _out_of_range(one: Selected, factor: float) -> BadInputError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradtool.ops.agc import AgcPolicy, decide_units
+from gradtool.ops.agc import AgcPolicy, compare_units, parameters_of
 from gradtool.ops.clip import ClipResult
-from gradtool.ops.passes import Measure
-from gradtool.ops.results import facts, refuse_nonfinite, refuse_overflow, written
+from gradtool.ops.results import facts, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.unit_norms import UnitNorms, units_of
 from gradtool.ops.units import ScaleUnits
 
 if TYPE_CHECKING:
@@ -27,13 +27,12 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
     output_options = output_options_of(chosen)
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
-        before = session.run(Measure(session.selected, policy.spec))
-        if policy.nonfinite == "error":
-            refuse_nonfinite(session.selected, before, "Use --nonfinite propagate to continue")
-        decision = decide_units(session, policy, output.targets)
-        changed = [number for number, changes in enumerate(decision.changed) if changes]
-        selected = [session.selected[number] for number in changed]
-        scale = ScaleUnits(selected, policy.spec, [decision.factors[number] for number in changed])
+        norms = UnitNorms(session.selected, parameters_of(policy, session.selected, output.targets))
+        compared = compare_units(session, policy, norms)
+        before, changed = compared.measurement, sorted(compared.changed)
+        part, heads = norms.part(changed), [compared.heads[number] for number in changed]
+        selected = part.grads
+        scale = ScaleUnits(selected, policy.spec, part, policy.limits, heads)
         with session.writing(output, output.files(selected)) as destination:
             after = session.run(scale, destination)
             if policy.nonfinite != "propagate":
@@ -49,14 +48,14 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         total_norm=None,
         unscale=policy.unscale,
         agc=policy.ratio,
-        units=decision.units,
-        units_clipped=decision.clipped,
+        units=sum(units_of(one)[0] for one in session.selected),
+        units_clipped=compared.clipped,
         limit=None,
         state=None,
         steps=None,
         norm_before=before.norms(unscale=policy.unscale).whole,
         norm_after=norm_after,
         coef=None,
-        clipped=decision.clipped > 0,
+        clipped=compared.clipped > 0,
         problems=(),
     )

@@ -1,33 +1,34 @@
-"""Units of tensors, which have norms of their own: what each is multiplied by, and the pass that multiplies them.
+"""Clips units of tensors: the passes that find what each unit is multiplied by, and multiply it.
 
-A unit is what belongs to one output: a row of a linear layer's weight, a filter of a convolution. Frameworks that store
-outputs first (torch: OI, OIHW) have it at one index of the first axis. A tensor with at most one axis longer than 1, as
-a bias or a scale, is a single unit.
+There may be half as many units as elements, so their factors are not kept: the second pass computes those of the units
+in a block again. It cannot do so for a unit that lies in two blocks, one of which may be overwritten already. Blocks
+begin with tiles, so the first pass keeps the factor of the unit that each tile begins with.
 """
 
 from __future__ import annotations
 
-import math
+import threading
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gradtool import tuning
 from gradtool.backends import Units
 from gradtool.backends.storage import STORAGE
-from gradtool.ops.passes import TensorPass, pieces_of
-from gradtool.reduction import exponent_of, is_in_range
+from gradtool.engines import OnBlock
+from gradtool.ops.measurement import Measurement
+from gradtool.ops.passes import TensorPass, by_shard, pieces_of
+from gradtool.ops.unit_norms import units_of
+from gradtool.reduction import TILE, tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Backend
+    from gradtool.backends import Backend, NormSpec
     from gradtool.engines import Worker
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.unit_norms import Norms, UnitNorms
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
@@ -35,133 +36,145 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
-def units_of(one: Selected) -> tuple[int, int]:
-    """How many units a tensor has, and how many consecutive elements each of them has."""
-    shape, elements = one.tensor.shape, one.tensor.elements
-    if not elements:
-        return 0, 1
-    count = shape[0] if sum(size > 1 for size in shape) > 1 else 1
-    return count, elements // count
+class Limits(NamedTuple):
+    """The norm |G| of a unit is limited to ratio · max(|W|, eps); |W| is the norm of its parameters.
 
-
-class Coefs:
-    """The coefficient of each unit, by tensor, and the numbers of parameters whose norms are not finite."""
-
-    def __init__(self, grads: Sequence[Selected]) -> None:
-        self.tensors: list[Floats] = [np.ones(units_of(one)[0]) for one in grads]
-        self.suspects: set[int] = set()
-
-    def merge(self, other: Self) -> None:
-        """Add the coefficients of other units; those that are not known yet are 1."""
-        for coefs, found in zip(self.tensors, other.tensors, strict=True):
-            np.multiply(coefs, found, out=coefs)
-        self.suspects |= other.suspects
-
-
-class CompareUnits(NamedTuple):
-    """Finds the coefficients of units: ratio · max(|W|, eps) / |G| where |G| is larger than that, and else 1.
-
-    |W| and |G| are 2-norms of a unit of the parameters and of the gradient, which is divided by `unscale`.
+    Gradients are divided by `unscale` first.
     """
 
-    grads: Sequence[Selected]
-    params: Sequence[Selected]
     ratio: float
     eps: float
     unscale: float
+
+    def factors(self, norms: Norms) -> Floats:
+        """What stored units with these norms are multiplied by; a norm that is NaN makes its factor NaN."""
+        limits, grads = self.ratio * np.maximum(norms.params, self.eps), norms.grads
+        if self.unscale != 1:
+            grads = grads / self.unscale
+        coefs = np.where(grads <= limits, 1.0, limits / grads)
+        return coefs if self.unscale == 1 else coefs / self.unscale
+
+
+class Compared:
+    """What a comparison has found: the sums of gradients, and the factors of their units; filled from any thread.
+
+    `heads` has, by tensor, the factor of the unit that each tile begins with. `clipped` counts the units above their
+    limit, and `changed` are the tensors with a factor other than 1. `suspects` are those with a norm of parameters that
+    is not finite. `out_of_range` has for each tensor the first unit whose factor is beyond the range of its type, and
+    that factor.
+    """
+
+    def __init__(self, selected: Sequence[Selected], spec: NormSpec, limits: Limits) -> None:
+        self.measurement = Measurement(selected, spec)
+        self.heads = [np.ones(tile_count(one.tensor.elements)) for one in selected]
+        self.clipped = 0
+        self.changed: set[int] = set()
+        self.suspects: set[int] = set()
+        self.out_of_range: dict[int, tuple[int, float]] = {}
+        self._selected, self._limits = selected, limits
+        self._lock = threading.Lock()
+
+    def add(self, norms: Norms) -> None:
+        """Add consecutive units."""
+        number, first, factors = norms.tensor, norms.first, self._limits.factors(norms)
+        size, work = units_of(self._selected[number])[1], STORAGE[self._selected[number].tensor.dtype].work
+        tiles = np.arange(-(-first * size // TILE), -(-(first + len(factors)) * size // TILE))
+        self.heads[number][tiles] = factors[tiles * TILE // size - first]
+        rounded, limits = factors.astype(work), np.finfo(work)
+        beyond: Sequence[int] = ()
+        # Not where one is NaN.
+        if not limits.tiny <= rounded.min() <= rounded.max() <= limits.max:
+            beyond = np.flatnonzero((np.abs(rounded) < limits.tiny) & (factors != 0) | np.isinf(rounded)).tolist()
+        unclipped = np.array(1 / self._limits.unscale).astype(work)
+        with self._lock:
+            self.clipped += int(np.count_nonzero(rounded != unclipped))
+            if (rounded != 1).any():
+                self.changed.add(number)
+            if not norms.params.max() < np.inf:
+                self.suspects.add(number)
+            if beyond:
+                place = first + beyond[0], float(factors[beyond[0]])
+                self.out_of_range[number] = min(place, self.out_of_range.get(number, place))
+
+
+class CompareUnits(NamedTuple):
+    """Measures gradients, and finds the factors of their units."""
+
+    norms: UnitNorms
+    limits: Limits
+    spec: NormSpec
 
     @property
     def title(self) -> str:
         """As a progress bar shows it."""
         return "comparing"
 
-    def empty(self) -> Coefs:
+    def empty(self) -> Compared:
         """Of all units."""
-        return Coefs(self.grads)
+        return Compared(self.norms.grads, self.spec, self.limits)
 
-    def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
+    def nbytes(self, destination: Destination) -> int:
         """Bytes of gradients and parameters."""
-        return sum(one.tensor.nbytes for one in (*self.grads, *self.params))
+        return destination.nbytes([*self.norms.grads, *self.norms.params])
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Coefs], None]]:  # noqa: ARG002
-        """One for each group of units of a tensor that are a patch together."""
-        for number, one in enumerate(self.grads):
-            count, size = units_of(one)
-            height = max(1, min(tuning.UNITS_AT_ONCE, tuning.PATCH_ELEMENTS // size))
-            for first in range(0, count, height):
-                yield partial(self._compare, number, first, min(height, count - first))
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
+        """One for each block."""
+        blocks = destination.blocks(by_shard(self.norms.grads), TILE, backend.block_bytes)
+        return (OnBlock(self._compare, one) for one in blocks)
 
-    def _compare(self, number: int, first: int, count: int, worker: Worker, found: Coefs) -> None:
-        grads = _norms(self.grads[number], first, count, worker) / self.unscale
-        params = _norms(self.params[number], first, count, worker)
-        if not np.isfinite(params).all():
-            found.suspects.add(number)
-        limits = self.ratio * np.maximum(params, self.eps)
-        # A norm that is NaN makes its coefficient NaN.
-        found.tensors[number][first : first + count] = np.where(grads <= limits, 1.0, limits / grads)
-
-
-def _norms(one: Selected, first: int, count: int, worker: Worker) -> Floats:
-    """The norms of consecutive units; where a unit is longer than a patch, the sums of its parts are added in order."""
-    size = units_of(one)[1]
-    sums, zeros = np.zeros(count), np.zeros(count)
-    for part, columns in _parts(size):
-        values = _stored(one, first * size + part, count * columns, worker)
-        # About 0, so that they are sums of squares.
-        sums += worker.backend.row_sums(values, one.tensor.dtype, count, columns, zeros)
-    norms: Floats = np.sqrt(sums)
-    if one.tensor.dtype == "F64" and not (is_in_range(sums.min()) and is_in_range(sums.max())):
-        for row in range(count):
-            if not is_in_range(sums[row]):
-                norms[row] = _scaled_norm(one, (first + row) * size, size, worker)
-    return norms
+    def _compare(self, block: Block, worker: Worker, found: Compared) -> None:
+        """Compare the units that begin in a block; the last one may go on behind it."""
+        sums = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
+        norms = list(self.norms.of_block(block, worker))
+        for span in block.spans:
+            last, rest = divmod(span.start + span.elements, self.norms.size(span))
+            if rest and last * self.norms.size(span) >= span.start:
+                norms.append(self.norms.of_unit(span.tensor, last, worker))
+        # Nothing is added before all is known: a device that has no room gets the block in halves.
+        found.measurement.add(block, sums)
+        for one in norms:
+            found.add(one)
 
 
-def _scaled_norm(one: Selected, start: int, size: int, worker: Worker) -> float:
-    """The norm of a unit of F64 whose squares overflow or underflow: they are divided by a power of two first."""
-
-    def values() -> Iterator[Floats]:
-        for part, columns in _parts(size):
-            yield np.frombuffer(_stored(one, start + part, columns, worker), np.float64)
-
-    largest = float(np.max([np.max(np.abs(part)) for part in values()]))
-    if not 0 < largest < math.inf:
-        return largest
-    exponent, total = exponent_of(largest), 0.0
-    for part in values():
-        scaled = np.ldexp(part, -exponent)
-        total += worker.backend.row_sums(scaled.data.cast("B"), "F64", 1, len(part), np.zeros(1))[0]
-    return float(np.ldexp(math.sqrt(total), exponent))
-
-
-def _parts(size: int) -> Iterator[tuple[int, int]]:
-    """A unit in parts of a patch at most: where each begins, and its elements."""
-    for start in range(0, size, tuning.PATCH_ELEMENTS):
-        yield start, min(tuning.PATCH_ELEMENTS, size - start)
-
-
-def _stored(one: Selected, start: int, elements: int, worker: Worker) -> memoryview:
-    itemsize = STORAGE[one.tensor.dtype].itemsize
-    view = worker.channel.memory("units", elements * itemsize)
-    worker.channel.read(one.shard, one.tensor.begin + start * itemsize, view)
-    return view
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScaleUnits(TensorPass):
-    """Multiplies each unit of tensors by its factor, and measures what is written."""
+    """Multiplies each unit by its factor, and measures what is written; `heads` are those of `Compared`."""
 
     title = "clipping"
 
-    factors: Sequence[Floats] = field(default_factory=list)
+    norms: UnitNorms
+    limits: Limits
+    heads: Sequence[Floats] = field(repr=False)
+
+    def nbytes(self, destination: Destination) -> int:
+        """Bytes of the files, or of the gradients, and of the parameters."""
+        return super().nbytes(destination) + sum(one.tensor.nbytes for one in self.norms.params)
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """Rewrite a block."""
         data = worker.load(block)
         if block.spans:
-            units = [
-                Units(self.factors[span.tensor], units_of(self.selected[span.tensor])[1], span.start)
-                for span in block.spans
-            ]
-            found.add(block, worker.backend.scale_units(data, pieces_of(block), units, self.spec))
+            units, factors = self._factors(block, worker)
+            found.add(block, worker.backend.scale_units(data, pieces_of(block), units, factors, self.spec))
         worker.store(block, data)
+
+    def _factors(self, block: Block, worker: Worker) -> tuple[list[Units], Floats]:
+        """The units that a block has a part of, and the factors of all of them, one span after another."""
+        units, count = {}, 0
+        for span in block.spans:
+            size = self.norms.size(span)
+            first, phase = divmod(span.start, size)
+            units[span.tensor] = Units(size, phase, count)
+            count += -(-(span.start + span.elements) // size) - first
+        factors = np.frombuffer(worker.channel.memory("factors", 8 * count), np.float64)
+        at = {span.tensor: units[span.tensor].first - span.start // units[span.tensor].size for span in block.spans}
+        for span in block.spans:
+            # The last unit may go on behind the span, and the first may have begun before it.
+            heads, end = self.heads[span.tensor], span.start + span.elements
+            if end // TILE < len(heads):
+                factors[at[span.tensor] + (end - 1) // units[span.tensor].size] = heads[end // TILE]
+            factors[units[span.tensor].first] = heads[span.start // TILE]
+        for one in self.norms.of_block(block, worker):
+            begin = at[one.tensor] + one.first
+            factors[begin : begin + len(one.grads)] = self.limits.factors(one)
+        return list(units.values()), factors

@@ -48,14 +48,16 @@ def test_row_sums_go_over_32_lanes_of_each_chunk(backend, columns):
         assert square == by_lanes([(value - center) * (value - center) for value in row])
 
 
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 16, 17, 27, 32, 33])
+@pytest.mark.parametrize("columns", [*range(1, 34), 63, 64, 65, 127, 128, 129])
 def test_sums_of_many_short_rows(backend, columns):
     rows = 300
     x = np.random.default_rng(2).standard_normal((rows, columns))
     x[::3] = -0.0
     sums = backend.row_sums(memoryview(x.tobytes()), "F64", rows, columns, None)
     squares = backend.row_sums(memoryview(x.tobytes()), "F64", rows, columns, np.ones(rows))
+    about_0 = backend.row_sums(memoryview(x.tobytes()), "F64", rows, columns, np.zeros(rows))
     assert sums.tobytes() == np.array([by_lanes(row) for row in x.tolist()]).tobytes()
+    assert about_0.tolist() == [by_lanes([value * value for value in row]) for row in x.tolist()]
     assert squares.tolist() == [by_lanes([(value - 1) * (value - 1) for value in row]) for row in x.tolist()]
 
 

@@ -8,6 +8,7 @@ import pytest
 from support import VALUE_TYPES, encode, gaussian, gradtool, read, rounded_once, snapshot, write, write_index
 
 from gradtool import BadInputError, NonFiniteError, UsageError, clip, norm, tuning
+from gradtool.reduction import TILE
 
 
 def agc(grad, param, ratio, eps=1e-3):
@@ -98,6 +99,37 @@ def test_sharding_threads_and_ways_to_write_change_no_bit(tmp_path, monkeypatch)
     sharded = read(tmp_path / "set" / "1.safetensors") | read(tmp_path / "set" / "2.safetensors")
     for name, array in read(path).items():
         assert array.tobytes() == sharded[name].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16"])
+@pytest.mark.parametrize("how", [{}, {"write": "inplace"}, {"write": "inplace", "unscale": 3}])
+def test_units_that_lie_in_two_blocks(tmp_path, monkeypatch, dtype, how):
+    # Blocks of a few tiles, of which one is written before the next is read.
+    monkeypatch.setattr(tuning, "BLOCK_BYTES", TILE * 8)
+    shapes = {"a": (30_001, 9), "b": (3, 65_535), "c": (2, TILE + 1), "d": (4, TILE), "e": (200_000,), "f": (700, 300)}
+    rng = np.random.default_rng(3)
+    grads = {name: encode(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    params = {name: encode(rng.standard_normal(shape), "F32") for name, shape in shapes.items()}
+    path, other = pair(tmp_path, grads, params)
+    clip(path, agc=0.1, params=other, threads=2, **how)
+    unscale = how.get("unscale", 1)
+    for name, found in read(path).items():
+        coefs = agc(grads[name].astype(np.float64) / unscale, params[name], 0.1) / unscale
+        assert np.mean(coefs < 1 / unscale) > 0.9
+        assert close(found, grads[name], coefs, dtype), name
+
+
+def test_the_first_unit_beyond_its_type_is_named(tmp_path):
+    grads = {"a": encode(np.full((9, 9000), 1e30), "F32"), "b": encode([1e30], "F32")}
+    params = {"a": encode(np.full((9, 9000), 1e-30), "F32"), "b": encode([1e-30], "F32")}
+    path, other = pair(tmp_path, grads, params)
+    messages = set()
+    for threads in (1, 2):
+        with pytest.raises(BadInputError) as caught:
+            clip(path, agc=0.1, params=other, agc_eps=0, threads=threads)
+        messages.add(str(caught.value))
+        assert [one.tensor for one in caught.value.problems] == ["a"]
+    assert len(messages) == 1
 
 
 def test_a_unit_longer_than_a_patch(tmp_path, monkeypatch):

@@ -112,19 +112,21 @@ class CudaBackend:
         self._copy_back(data, block)
         return found
 
-    def scale_units(self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], spec: NormSpec) -> BlockSums:
+    def scale_units(
+        self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Floats, spec: NormSpec
+    ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
-        data, rows, factors = self._on_device(block), [], []
-        for piece, own in zip(pieces, units, strict=True):
+        data, rows, own = self._on_device(block), [], []
+        for piece, (size, phase, first) in zip(pieces, units, strict=True):
             # A row of the table for each unit: their sums are not those of tiles, and are not used.
             itemsize, done = STORAGE[piece.dtype].itemsize, 0
             while done < piece.elements:
-                number, phase = divmod(own.start + done, own.size)
-                count = min(own.size - phase, piece.elements - done)
+                number, begin = divmod(phase + done, size)
+                count = min(size - begin, piece.elements - done)
                 rows.append(Piece(piece.dtype, piece.offset + done * itemsize, count))
-                factors.append(float(own.factors[number]))
+                own.append(float(factors[first + number]))
                 done += count
-        self._sum(data, rows, factors, math.inf, NormSpec(math.inf))
+        self._sum(data, rows, own, math.inf, NormSpec(math.inf))
         found = self._sum(data, pieces, None, math.inf, spec)
         self._copy_back(data, block)
         return found

@@ -120,7 +120,7 @@ class CompiledBackend(NumpyBackend):
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
         sums = np.zeros(patch.rows), np.zeros(patch.rows)
-        layer_norm_kernel(*_arguments(patch), *sums, None, 0, 1, None, None)
+        layer_norm_kernel(*_arguments(patch), *sums, patch.rms, None, 0, 1, None, None)
         return sums
 
     def layer_norm_grads(
@@ -133,7 +133,7 @@ class CompiledBackend(NumpyBackend):
         """Write the gradient of x; the gradients of scale and bias of each group of rows."""
         grads = np.zeros((2, patch.groups, patch.columns))
         code, height = STORAGE[dtype].code, patch.height
-        layer_norm_kernel(*_arguments(patch), *(means or self._means(patch)), x_grad, code, height, *grads)
+        layer_norm_kernel(*_arguments(patch), *(means or (None, None)), patch.rms, x_grad, code, height, *grads)
         return grads
 
     def _add(

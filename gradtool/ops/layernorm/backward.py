@@ -38,12 +38,16 @@ class Values(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """A layer, its patches, what its wide rows need, and where the gradients of X, scale and bias go."""
+    """A layer, its patches, what its wide rows need, and where the gradients of X, scale and bias go.
+
+    So do X and Y_grad themselves, where they stay in a new file.
+    """
 
     layer: Layer
     patches: Patches
     rows: Rows | None
     places: Sequence[Place]
+    inputs: tuple[Place | None, Place | None]
 
     @property
     def has_sums(self) -> bool:
@@ -130,6 +134,14 @@ class LayerTasks:
         begin = selected.tensor.begin + values.start * STORAGE[selected.tensor.dtype].itemsize
         worker.destination.put(worker.channel, shard, begin, values.view)
 
+    def keep(self, patch: Patch, start: int, worker: Worker) -> None:
+        """Write the values that were read, from element `start` on, where they stay in a new file."""
+        for place, view in zip(self.plan.inputs, (patch.x, patch.y_grad), strict=True):
+            if place is not None:
+                tensor = place.selected.tensor
+                begin = tensor.begin + start * STORAGE[tensor.dtype].itemsize
+                worker.destination.put(worker.channel, place.shard, begin, view)
+
     def with_statistics(self, patch: Patch, backend: Backend) -> Patch:
         """A patch with the statistics of its rows, which are whole, computed where some are not in the files."""
         layer, mean = self.plan.layer, patch.mean
@@ -185,8 +197,10 @@ class OnPatch:
 
     def _gradients(self, worker: Worker) -> tuple[memoryview, Data, Data]:
         """The gradient of X, in memory and where the backend works; and the sums for those of scale and bias."""
-        (layer, patches, rows, _), backend = self.of.plan, worker.backend
+        (layer, patches, rows, *_), backend = self.of.plan, worker.backend
         patch = patches.read(self.stretch, self.group, worker, groups=self.groups)
+        if self.writes:
+            self.of.keep(patch, patches.start(self.stretch, self.group), worker)
         patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
         means: tuple[np.ndarray, np.ndarray] | None = None
         if rows is None:

@@ -262,7 +262,8 @@ class NumpyBackend:
 def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
     storage = STORAGE[dtype]
     codes = np.frombuffer(block, np.uint8, rows * columns * storage.itemsize).copy().view(storage.bits)
-    return storage.widen(codes).astype(np.float64).reshape(rows, columns)
+    with np.errstate(all="ignore"):
+        return storage.widen(codes).astype(np.float64).reshape(rows, columns)
 
 
 def _normalized(patch: Patch) -> NDArray[np.float64]:

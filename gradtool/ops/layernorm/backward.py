@@ -40,7 +40,7 @@ class Values(NamedTuple):
 class LayerPlan(NamedTuple):
     """A layer, its patches, what its wide rows need, and where the gradients of X, scale and bias go.
 
-    So do X and Y_grad themselves, where they stay in a new file.
+    `inputs` are the places of X and Y_grad in a new file, where they stay.
     """
 
     layer: Layer

@@ -135,7 +135,8 @@ def too_large(layer: Layer) -> BadInputError:
 
 def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
     """The inverse standard deviation of rows, from the sums of squared distances from their means."""
-    found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
+    with np.errstate(all="ignore"):
+        found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
     if np.isinf(found).any():
         message = "has a row of variance 0; --norm-eps must be above 0"
         raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")

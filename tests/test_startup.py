@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from layers import layer
 from support import write
 
 pytestmark = pytest.mark.installed
@@ -68,6 +69,8 @@ COMMANDS = {
     "check": ["check", "a"],
     "diff": ["diff", "a", "b"],
     "info": ["info", "a"],
+    "layernorm-backward": ["layernorm-backward", "layer"],
+    "layernorm-backward elsewhere": ["layernorm-backward", "layer", "--output", "new", "--kind", "rmsnorm"],
 }
 
 
@@ -83,6 +86,7 @@ def test_the_compiled_kernels_need_no_numpy(tmp_path, arguments):
     pytest.importorskip("gradtool.backends._kernels", reason="the compiled kernels are not built here")
     for name in "ab":
         write(tmp_path / name, {f"w{i}": np.arange(3, dtype=np.float32) for i in range(100)})
+    write(tmp_path / "layer", layer((5, 7)))
     code = PROBE.format(arguments=arguments, heavy=["numpy"])
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stderr.endswith("[]\n")

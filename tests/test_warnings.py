@@ -99,6 +99,7 @@ CALLS = {
     "layernorm-backward layers --nonfinite propagate --no-affine": 0,
     "layernorm-backward bare --nonfinite propagate": 0,
     "layernorm-backward bare --nonfinite propagate --kind rmsnorm --scale-offset 1e308": 0,
+    "layernorm-backward flat --norm-eps 0": 3,
 }
 
 
@@ -111,6 +112,8 @@ def inputs(tmp_path_factory):
     write(folder / "layers", layers())
     # Squares of huge values of F64 are beyond float64, which is an error of its own.
     write(folder / "bare", layers(("every", "tiny"), VALUE_TYPES[1:], statistics=False))
+    flat = np.ones((2, 3), np.float32)
+    write(folder / "flat", {"X": flat, "Y_grad": flat, "scale": flat[0]})
     return folder
 
 

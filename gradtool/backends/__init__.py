@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.extremes import Extremes
 
+    Floats = NDArray[np.float64] | array[float]
     # A block, or the copy of it that `Backend.to_device` returns.
     Data = Any
     # Reads and sums the pieces of a block; into the memory goes a part at a time, which may be `tuning.STREAM_BYTES`.
@@ -105,10 +106,10 @@ class Patch(NamedTuple):
     x_dtype: str
     y_grad: Data
     y_grad_dtype: str
-    mean: NDArray[np.float64]
-    inv_std_dev: NDArray[np.float64]
-    scale: NDArray[np.float64]
-    bias: NDArray[np.float64] | None = None
+    mean: Floats
+    inv_std_dev: Floats
+    scale: Floats
+    bias: Floats | None = None
     rms: bool = False
 
     @property
@@ -292,9 +293,7 @@ class Backend(Protocol):
         among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
         """
 
-    def row_sums(
-        self, x: Data, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
-    ) -> NDArray[np.float64]:
+    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> NDArray[np.float64]:
         """Per row the sum of x, or with a center (rows,) of (x - center)², in float64.
 
         A row is cut into chunks of 1,024. Within a chunk, element j belongs to lane j mod 32; a lane adds in order,
@@ -318,8 +317,14 @@ class Backend(Protocol):
         order.
         """
 
-    def add_groups(self, totals: NDArray[np.float64], grads: Data) -> None:
+    def add_groups(self, totals: array[float], grads: Data) -> None:
         """Add the gradients that `layer_norm_grads` returned to totals (2, columns), group after group."""
+
+    def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
+        """Stored values as float64, plus an offset: -0 changes none."""
+
+    def narrow(self, values: array[float], dtype: str) -> memoryview:
+        """Float64 values as they are stored in a type, rounded once."""
 
 
 class Choice(NamedTuple):

@@ -407,26 +407,30 @@ static PyObject *row_sums(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-/* layer_norm(x, x_dtype, y_grad, y_grad_dtype, rows, columns, mean, inv_std_dev, scale, bias, first, second, x_grad, dtype,
- * height, scale_grad, bias_grad): without x_grad, the row sums go to first and second; with it they are the row means, and
- * the gradients are written and, those of scale and bias for each group of `height` rows, added to. */
+/* layer_norm(x, x_dtype, y_grad, y_grad_dtype, rows, columns, mean, inv_std_dev, scale, bias, first, second, rms, x_grad,
+ * dtype, height, scale_grad, bias_grad): without x_grad, the row sums go to first and second; with it they are the row
+ * means, or None to compute these (of an RMS norm, if `rms`), and the gradients are written and, those of scale and bias
+ * for each group of `height` rows, added to. */
 static PyObject *layer_norm(PyObject *self, PyObject *args)
 {
     Py_buffer x, y_grad, rows[2], columns[2], sums[2], x_grad, grads[2];
     struct patch patch = {0};
-    int x_dtype, y_grad_dtype, dtype;
-    int64_t height;
+    struct gradients to = {0};
+    int x_dtype, y_grad_dtype, dtype, is_rms;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*iy*iLLz*y*y*z*w*w*z*iLz*z*", &x, &x_dtype, &y_grad, &y_grad_dtype, &patch.rows,
-                          &patch.columns, &rows[0], &rows[1], &columns[0], &columns[1], &sums[0], &sums[1], &x_grad,
-                          &dtype, &height, &grads[0], &grads[1]))
+    if (!PyArg_ParseTuple(args, "y*iy*iLLz*y*y*z*z*z*pz*iLz*z*", &x, &x_dtype, &y_grad, &y_grad_dtype, &patch.rows,
+                          &patch.columns, &rows[0], &rows[1], &columns[0], &columns[1], &sums[0], &sums[1], &is_rms,
+                          &x_grad, &dtype, &to.height, &grads[0], &grads[1]))
         return NULL;
     const char *problem = patch_of(&patch, &x, x_dtype, &y_grad, y_grad_dtype, rows, columns);
     if (!problem && !patch.mean && !patch.bias) problem = "a mean or a bias is needed";
-    if (!problem && height < 1) problem = "groups of a row or more are needed";
-    int64_t groups = problem ? 0 : patch.rows / height + (patch.rows % height != 0);
+    if (!problem && to.height < 1) problem = "groups of a row or more are needed";
+    int64_t groups = problem ? 0 : patch.rows / to.height + (patch.rows % to.height != 0);
+    int has_sums = sums[0].buf && sums[1].buf, has_none = !sums[0].buf && !sums[1].buf && x_grad.buf;
+    if (!problem && !has_sums && !has_none) problem = "two sums a row are needed";
     for (int i = 0; i < 2 && !problem; i++) {
-        if (sums[i].len != 8 * patch.rows) problem = "one sum a row is needed";
+        if (has_sums && sums[i].len != 8 * patch.rows) problem = "one sum a row is needed";
+        if (!x_grad.buf && sums[i].readonly) problem = "writable sums are needed";
         if (x_grad.buf && grads[i].len != 8 * groups * patch.columns) problem = "one gradient a column is needed";
         if (x_grad.buf && (grads[i].readonly || x_grad.readonly)) problem = "writable gradients are needed";
     }
@@ -434,12 +438,10 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
     if (!problem && x_grad.buf && x_grad.len != patch.rows * patch.columns * ITEMSIZE[dtype])
         problem = "room for the result is needed";
     if (!problem) {
+        to.dtype = (enum dtype)dtype, to.x = x_grad.buf, to.scale = grads[0].buf, to.bias = grads[1].buf;
         Py_BEGIN_ALLOW_THREADS
-        if (x_grad.buf)
-            kernels->differentiate(&patch, sums[0].buf, sums[1].buf, (enum dtype)dtype, x_grad.buf, height,
-                                   grads[0].buf, grads[1].buf);
-        else
-            kernels->sum_gradients(&patch, sums[0].buf, sums[1].buf);
+        if (to.x) kernels->differentiate(&patch, sums[0].buf, sums[1].buf, is_rms, &to);
+        else kernels->sum_gradients(&patch, 0, patch.rows, sums[0].buf, sums[1].buf);
         Py_END_ALLOW_THREADS
     }
     Py_buffer *const all[] = {&x,       &y_grad,  &rows[0], &rows[1], &columns[0], &columns[1],

@@ -159,35 +159,65 @@ static void sum_rows(const struct patch *patch, double *sums)
     }
 }
 
-static void sum_gradients(const struct patch *patch, double *weighted, double *projected)
+/* The sums of rows `begin` to `end`. */
+static void sum_gradients(const struct patch *patch, int64_t begin, int64_t end, double *weighted, double *projected)
 {
-    for (int64_t row = 0; row < patch->rows; row++) {
-        weighted[row] = projected[row] = 0;
+    for (int64_t row = begin; row < end; row++) {
+        struct means total = {0, 0};
         for (int64_t column = 0; column < patch->columns; column += CHUNK) {
             ALIGNED double room[2][CHUNK];
             struct chunk chunk = load_chunk(patch, row, column, room);
             struct means sums;
             if (chunk.bias) sums = chunk_inverted(chunk);
             else sums = (chunk.is_wide ? chunk_products64 : chunk_products32)(chunk);
-            weighted[row] += sums.weighted, projected[row] += sums.projected;
+            total.weighted += sums.weighted, total.projected += sums.projected;
+        }
+        weighted[row - begin] = total.weighted, projected[row - begin] = total.projected;
+    }
+}
+
+/* Where the gradients go: that of x in a type, and those of scale and bias as (groups, columns), one group for each
+ * `height` rows. */
+struct gradients { enum dtype dtype; char *x; int64_t height; double *scale, *bias; };
+
+/* Column after column of chunks, so that the sums over the rows stay in the L1 cache. */
+static void differentiate_rows(const struct patch *patch, int64_t begin, int64_t end, const double *weighted,
+                               const double *projected, const struct gradients *grads)
+{
+    for (int64_t column = 0; column < patch->columns; column += CHUNK) {
+        for (int64_t row = begin; row < end; row++) {
+            int64_t group = row / grads->height * patch->columns + column;
+            ALIGNED double room[2][CHUNK];
+            struct chunk chunk = load_chunk(patch, row, column, room);
+            struct means means = {weighted[row - begin], projected[row - begin]};
+            char *x_grad = grads->x + (row * patch->columns + column) * ITEMSIZE[grads->dtype];
+            write_gradients(chunk, means, grads->dtype, x_grad, grads->scale + group, grads->bias + group);
         }
     }
 }
 
-/* Column after column of chunks, so that the sums over the rows stay in the cache. The gradients of scale and bias are
- * (groups, columns), one group for each `height` rows. */
-static void differentiate(const struct patch *patch, const double *weighted, const double *projected, enum dtype dtype,
-                          char *x_grad, int64_t height, double *scale_grad, double *bias_grad)
+/* So many elements, and rows at most, are summed and then differentiated while they are in the L2 cache. */
+enum { BLOCK_ELEMENTS = 1 << 15, BLOCK_ROWS = 1 << 8 };
+
+/* The means over the rows are computed unless there are some; RMS norm has only the second. */
+static void differentiate(const struct patch *patch, const double *weighted, const double *projected, int is_rms,
+                          const struct gradients *grads)
 {
-    for (int64_t column = 0; column < patch->columns; column += CHUNK) {
-        for (int64_t row = 0; row < patch->rows; row++) {
-            int64_t group = row / height * patch->columns + column;
-            ALIGNED double room[2][CHUNK];
-            struct chunk chunk = load_chunk(patch, row, column, room);
-            struct means means = {weighted[row], projected[row]};
-            char *target = x_grad + (row * patch->columns + column) * ITEMSIZE[dtype];
-            write_gradients(chunk, means, dtype, target, scale_grad + group, bias_grad + group);
+    int64_t fitting = BLOCK_ELEMENTS / (patch->columns ? patch->columns : 1);
+    int64_t height = fitting < 1 ? 1 : fitting < BLOCK_ROWS ? fitting : BLOCK_ROWS;
+    if (weighted) {
+        differentiate_rows(patch, 0, patch->rows, weighted, projected, grads);
+        return;
+    }
+    for (int64_t begin = 0; begin < patch->rows; begin += height) {
+        int64_t end = patch->rows - begin < height ? patch->rows : begin + height;
+        double means[2][BLOCK_ROWS];
+        sum_gradients(patch, begin, end, means[0], means[1]);
+        for (int64_t i = 0; i < end - begin; i++) {
+            means[0][i] = is_rms ? 0 : means[0][i] / (double)patch->columns;
+            means[1][i] /= (double)patch->columns;
         }
+        differentiate_rows(patch, begin, end, means[0], means[1], grads);
     }
 }
 

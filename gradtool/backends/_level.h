@@ -18,9 +18,8 @@ struct level {
     void (*histogram_pieces)(const char *, const int64_t *, int64_t, int64_t *, double *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);
     void (*sum_rows)(const struct patch *, double *);
-    void (*sum_gradients)(const struct patch *, double *, double *);
-    void (*differentiate)(const struct patch *, const double *, const double *, enum dtype, char *, int64_t, double *,
-                          double *);
+    void (*sum_gradients)(const struct patch *, int64_t, int64_t, double *, double *);
+    void (*differentiate)(const struct patch *, const double *, const double *, int, const struct gradients *);
     void (*trim_all)(const struct trim *, double *, const char *, const struct addend *, const double *, int64_t);
     void (*scale_units)(char *, const struct units *, const double *, int64_t);
 };

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import FileBlock, Stream
+    from gradtool.backends import Data, FileBlock, Floats, Stream
     from gradtool.backends.extremes import Extremes
 
 # As `enum term` in _kernels.c.
@@ -113,7 +113,7 @@ class CompiledBackend(NumpyBackend):
         return self.tile_sums(block, pieces, spec)
 
     def row_sums(
-        self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
+        self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None
     ) -> NDArray[np.float64]:
         """Per row the sum of x, or of (x - center)²."""
         sums = np.empty(rows)
@@ -123,7 +123,7 @@ class CompiledBackend(NumpyBackend):
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
         sums = np.zeros(patch.rows), np.zeros(patch.rows)
-        layer_norm_kernel(*_arguments(patch), *sums, None, 0, 1, None, None)
+        layer_norm_kernel(*_arguments(patch), *sums, patch.rms, None, 0, 1, None, None)
         return sums
 
     def layer_norm_grads(
@@ -132,12 +132,33 @@ class CompiledBackend(NumpyBackend):
         means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
         x_grad: memoryview,
         dtype: str,
-    ) -> NDArray[np.float64]:
+    ) -> Data:
         """Write the gradient of x; the gradients of scale and bias of each group of rows."""
-        grads = np.zeros((2, patch.groups, patch.columns))
+        grads = [float64s(patch.groups * patch.columns) for _ in range(2)]
         code, height = STORAGE[dtype].code, patch.height
-        layer_norm_kernel(*_arguments(patch), *(means or self._means(patch)), x_grad, code, height, *grads)
+        layer_norm_kernel(*_arguments(patch), *(means or (None, None)), patch.rms, x_grad, code, height, *grads)
         return grads
+
+    def add_groups(self, totals: array[float], grads: Data) -> None:
+        """Add group after group."""
+        columns = memoryview(totals).nbytes // 16
+        for number, own in enumerate(grads):
+            starts = range(0, 8 * len(own), max(1, 8 * columns))
+            groups = [Addend("F64", start, columns, number * columns, 1.0) for start in starts]
+            add_kernel(totals, own, *_addends(groups), False)
+
+    def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
+        """Stored values as float64, plus an offset."""
+        count = len(view) // STORAGE[dtype].itemsize
+        values = array("d", [offset]) * count
+        add_kernel(values, view, *_addends([Addend(dtype, 0, count, 0, 1.0)]), False)
+        return values
+
+    def narrow(self, values: array[float], dtype: str) -> memoryview:
+        """Float64 values as they are stored, rounded once."""
+        view = memoryview(bytearray(len(values) * STORAGE[dtype].itemsize))
+        _run(view, [Piece(dtype, 0, len(values))], None, math.inf, NormSpec(), wide=values)
+        return view
 
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
@@ -168,10 +189,10 @@ class CompiledBackend(NumpyBackend):
         return _run(block, pieces, None, math.inf, spec, wide=sums)
 
 
-def _addends(addends: Sequence[Addend]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _addends(addends: Sequence[Addend]) -> tuple[array[int], array[float]]:
     """Addends as the kernels take them, and their weights."""
-    rows = [(STORAGE[one.dtype].code, one.offset, one.elements, one.at) for one in addends]
-    return np.array(rows, np.int64), np.array([one.weight for one in addends], np.float64)
+    rows = [number for one in addends for number in (STORAGE[one.dtype].code, one.offset, one.elements, one.at)]
+    return array("q", rows), array("d", [one.weight for one in addends])
 
 
 def _arguments(patch: Patch) -> tuple[Any, ...]:
@@ -201,7 +222,7 @@ def _run(
     limit: float,
     spec: NormSpec,
     *,
-    wide: NDArray[np.float64] | None = None,
+    wide: Floats | None = None,
 ) -> BlockSums:
     room = _room(pieces)
     run_kernels(block, _table(pieces), factors, wide, limit, _TERMS[spec.order], spec.drop_nonfinite, *room)

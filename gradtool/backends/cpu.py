@@ -22,16 +22,17 @@ from gradtool.backends import (
     Units,
     groups_of,
 )
-from gradtool.backends.storage import STORAGE
+from gradtool.backends.storage import STORAGE, narrowed, widened
 from gradtool.backends.tiles import sum_pieces
 from gradtool.reduction import fold
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Stream
+    from gradtool.backends import Data, Floats, Stream
     from gradtool.backends.extremes import Extremes
 
 _ROW_LANES, _CHUNK = 32, 1024
@@ -157,20 +158,20 @@ class NumpyBackend:
         return means
 
     def row_sums(
-        self, x: memoryview, dtype: str, rows: int, columns: int, center: NDArray[np.float64] | None
+        self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None
     ) -> NDArray[np.float64]:
         """Per row the sum of x, or of (x - center)²."""
         values = _wide(x, dtype, rows, columns)
         with np.errstate(all="ignore"):
             if center is not None:
-                values -= center[:, None]
+                values -= np.asarray(center)[:, None]
                 values *= values
             return _row_sums(values)
 
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
         with np.errstate(all="ignore"):
-            weighted = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns) * patch.scale
+            weighted = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns) * np.asarray(patch.scale)
             return _row_sums(weighted), _row_sums(weighted * _normalized(patch))
 
     def layer_norm_grads(
@@ -179,14 +180,14 @@ class NumpyBackend:
         means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
         x_grad: memoryview,
         dtype: str,
-    ) -> NDArray[np.float64]:
+    ) -> Data:
         """Write the gradient of x; the gradients of scale and bias of each group of rows."""
         first, second = self._means(patch) if means is None else means
         y_grad, xh = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
         grads = np.zeros((2, patch.groups, patch.columns))
         with np.errstate(all="ignore"):
-            grad = y_grad * patch.scale - first[:, None] - xh * second[:, None]
-            grad *= patch.inv_std_dev[:, None]
+            grad = y_grad * np.asarray(patch.scale) - first[:, None] - xh * second[:, None]
+            grad *= np.asarray(patch.inv_std_dev)[:, None]
             np.frombuffer(x_grad, np.uint8)[:] = STORAGE[dtype].narrow_wide(grad.ravel()).view(np.uint8)
             xh *= y_grad
             for row in range(patch.rows):
@@ -194,11 +195,20 @@ class NumpyBackend:
                 grads[1, row // patch.height] += y_grad[row]
         return grads
 
-    def add_groups(self, totals: NDArray[np.float64], grads: NDArray[np.float64]) -> None:
+    def add_groups(self, totals: array[float], grads: Data) -> None:
         """Add group after group."""
+        sums = np.asarray(totals).reshape(2, -1)
         with np.errstate(all="ignore"):
             for group in range(grads.shape[1]):
-                totals += grads[:, group]
+                sums += grads[:, group]
+
+    def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
+        """Stored values as float64, plus an offset."""
+        return widened(view, dtype, offset)
+
+    def narrow(self, values: array[float], dtype: str) -> memoryview:
+        """Float64 values as they are stored, rounded once."""
+        return narrowed(values, dtype)
 
     def _means(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         weighted, projected = self.layer_norm_sums(patch)
@@ -257,7 +267,8 @@ class NumpyBackend:
 def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
     storage = STORAGE[dtype]
     codes = np.frombuffer(block, np.uint8, rows * columns * storage.itemsize).copy().view(storage.bits)
-    return storage.widen(codes).astype(np.float64).reshape(rows, columns)
+    with np.errstate(all="ignore"):
+        return storage.widen(codes).astype(np.float64).reshape(rows, columns)
 
 
 def _normalized(patch: Patch) -> NDArray[np.float64]:
@@ -265,11 +276,11 @@ def _normalized(patch: Patch) -> NDArray[np.float64]:
     values = _wide(patch.x, patch.x_dtype, patch.rows, patch.columns)
     with np.errstate(all="ignore"):
         if patch.bias is None:
-            values -= patch.mean[:, None]
-            values *= patch.inv_std_dev[:, None]
+            values -= np.asarray(patch.mean)[:, None]
+            values *= np.asarray(patch.inv_std_dev)[:, None]
         else:
-            values -= patch.bias
-            values /= patch.scale
+            values -= np.asarray(patch.bias)
+            values /= np.asarray(patch.scale)
     return values
 
 

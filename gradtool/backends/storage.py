@@ -13,7 +13,7 @@ import math
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.arrays import np
+from gradtool.arrays import float64s, np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -149,3 +149,18 @@ def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]
     unsigned = np.where(is_subnormal, subnormal, normal)
     codes: NDArray[Any] = np.where(unsigned == storage.quiet_nan, unsigned, sign | unsigned).astype(storage.bits)
     return codes
+
+
+def widened(view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
+    """As `Backend.widen`."""
+    storage = STORAGE[dtype]
+    values = float64s(len(view) // storage.itemsize)
+    with np.errstate(all="ignore"):
+        np.asarray(values)[:] = storage.widen(np.frombuffer(view, storage.bits)).astype(np.float64) + offset
+    return values
+
+
+def narrowed(values: array[float], dtype: str) -> memoryview:
+    """As `Backend.narrow`."""
+    with np.errstate(all="ignore"):
+        return STORAGE[dtype].narrow_wide(np.asarray(values)).view(np.uint8).data

@@ -176,6 +176,18 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, rows, columns, t
     assert len(answers) == 1
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(600, 1), (513, 33), (400, 100), (40, 5000), (2, 40_000)])
+@pytest.mark.parametrize("rms", [False, True])
+def test_rows_that_are_summed_and_differentiated_block_by_block(backend, rows, columns, rms):
+    patch = patch_of(rows, columns, "BF16", "F32", rms=rms, height=7)
+    answers = set()
+    for one in (NumpyBackend(), backend):
+        out = memoryview(bytearray(rows * columns * 2))
+        grads = added(one, patch, one.layer_norm_grads(patch, None, out, "BF16"))
+        answers.add(canonical(grads) + bytes(out))
+    assert len(answers) == 1
+
+
 def canonical(values):
     """The bits, with all NaN alike."""
     return np.where(np.isnan(values), np.nan, values).tobytes()

@@ -25,9 +25,10 @@ from gradtool.backends.cuda.memory import (
     upload_vectors,
 )
 from gradtool.backends.network import network
-from gradtool.backends.storage import STORAGE
+from gradtool.backends.storage import STORAGE, narrowed, widened
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
@@ -182,7 +183,7 @@ class CudaBackend:
             self._trim(data, means, jobs.Columns.of(list(alike)), trim.of(count), finite=trim.finite)
         return download_floats(self.device, means, elements)
 
-    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Floats:
+    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | array[float] | None) -> Floats:
         """Per row the sum of x, or of (x - center)²."""
         if not rows or not columns:
             return np.zeros(rows)
@@ -230,19 +231,28 @@ class CudaBackend:
         self._copy_back(out, x_grad)
         return DeviceGroups(grads, patch.groups, patch.columns)
 
-    def add_groups(self, totals: Floats, grads: DeviceGroups) -> None:
+    def add_groups(self, totals: array[float], grads: DeviceGroups) -> None:
         """Add group after group."""
         if grads.buffer is None:
             return
-        table = upload_vectors(self.device, totals)
+        sums = np.asarray(totals)
+        table = upload_vectors(self.device, sums)
         address, columns = table.addresses[0], grads.columns
         job = jobs.job(
             jobs.GROUPS_JOB, totals=address, grads=grads.buffer.address, groups=grads.groups, columns=columns
         )
-        blocks = -(-totals.size // jobs.GROUPS_TEAM)
+        blocks = -(-sums.size // jobs.GROUPS_TEAM)
         self.device.launch("mixed", "add_groups", blocks, jobs.GROUPS_TEAM, job)
-        self.device.download(address, totals)
+        self.device.download(address, sums)
         self.device.wait()
+
+    def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
+        """Stored values as float64, plus an offset; on the host."""
+        return widened(view, dtype, offset)
+
+    def narrow(self, values: array[float], dtype: str) -> memoryview:
+        """Float64 values as they are stored, rounded once; on the host."""
+        return narrowed(values, dtype)
 
     def _on_device(self, block: Data, *, copies: bool = True) -> DeviceBlock:
         return block if isinstance(block, DeviceBlock) else self.to_device(block, copies=copies)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from array import array
+
     from numpy.typing import NDArray
 
 _ALIGNMENT = 256
@@ -91,9 +93,9 @@ def upload_arrays(device: Device, *arrays: NDArray[Any]) -> Table:
     return Table(buffer, [start for start, _ in zip(starts, arrays, strict=False)], content)
 
 
-def upload_vectors(device: Device, *vectors: NDArray[np.float64] | None) -> Table:
+def upload_vectors(device: Device, *vectors: NDArray[np.float64] | array[float] | None) -> Table:
     """Copy float64 arrays to the device. The address of one that is None is 0."""
-    table = upload_arrays(device, *(np.empty(0) if vector is None else vector for vector in vectors))
+    table = upload_arrays(device, *(np.empty(0) if vector is None else np.asarray(vector) for vector in vectors))
     pairs = zip(vectors, table.addresses, strict=True)
     return table._replace(addresses=[0 if vector is None else address for vector, address in pairs])
 

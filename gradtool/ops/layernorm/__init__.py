@@ -85,6 +85,8 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
             refuse_foreign_index(files, layers)
         if output_options.in_place:
             refuse_new_headers(files, layers)
+        else:
+            files = files.with_inputs(layers)
         with session.writing(output, files.new_files, new_indexes(files, output)) as destination:
             found = session.run(_backward(session, settings, layers, files), destination)
             if chosen["nonfinite"] == "error":
@@ -118,6 +120,9 @@ def _backward(session: Session, options: Options, layers: Sequence[Layer], files
     """The pass over all layers; what wide rows need is summed first."""
     patches = [Patches(options, layer) for layer in layers]
     both = list(zip(layers, patches, strict=True))
-    plain = [LayerPlan(layer, one, None, places) for (layer, one), places in zip(both, files.places, strict=True)]
+    plain = [
+        LayerPlan(layer, one, None, places, inputs)
+        for (layer, one), places, inputs in zip(both, files.places, files.inputs, strict=True)
+    ]
     rows = [sum_wide_rows(session, options, layer, one) for layer, one in both]
     return Backward(options, [plan._replace(rows=own) for plan, own in zip(plain, rows, strict=True)])

@@ -14,7 +14,6 @@ from gradtool.backends.storage import STORAGE
 from gradtool.errors import DeviceMemoryError
 from gradtool.ops.layernorm.found import Gradients
 from gradtool.ops.layernorm.patches import inverted, too_large
-from gradtool.ops.layernorm.stitch import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +38,16 @@ class Values(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """A layer, its patches, what its wide rows need, and where the gradients of X, scale and bias go."""
+    """A layer, its patches, what its wide rows need, and where the gradients of X, scale and bias go.
+
+    `inputs` are the places of X and Y_grad in a new file, where they stay.
+    """
 
     layer: Layer
     patches: Patches
     rows: Rows | None
     places: Sequence[Place]
+    inputs: tuple[Place | None, Place | None]
 
     @property
     def has_sums(self) -> bool:
@@ -115,10 +118,11 @@ class LayerTasks:
 
     def finish(self, stretch: tuple[int, int], worker: Worker, found: Gradients) -> None:
         """Write the gradients of scale and bias of a stretch, of which no row is missing."""
-        columns = found.columns(self.number, stretch, self.plan.patches.groups)
-        for number, values in enumerate(columns.totals[: len(self.plan.places) - 1], 1):
-            view = encoded(values, self.plan.places[number].selected.tensor.dtype)
-            self.write(number, Values(stretch[0], view, view), worker, found)
+        totals, count = found.columns(self.number, stretch, self.plan.patches.groups).totals, stretch[1] - stretch[0]
+        for number, place in enumerate(self.plan.places[1:]):
+            values = totals[number * count : (number + 1) * count]
+            view = worker.backend.narrow(values, place.selected.tensor.dtype)
+            self.write(number + 1, Values(stretch[0], view, view), worker, found)
         found.finish(self.number, stretch)
         self.plan.patches.forget()
         found.spend(self.number)
@@ -129,6 +133,14 @@ class LayerTasks:
         shard, selected = self.plan.places[output]
         begin = selected.tensor.begin + values.start * STORAGE[selected.tensor.dtype].itemsize
         worker.destination.put(worker.channel, shard, begin, values.view)
+
+    def keep(self, patch: Patch, start: int, worker: Worker) -> None:
+        """Write the values that were read, from element `start` on, where they stay in a new file."""
+        for place, view in zip(self.plan.inputs, (patch.x, patch.y_grad), strict=True):
+            if place is not None:
+                tensor = place.selected.tensor
+                begin = tensor.begin + start * STORAGE[tensor.dtype].itemsize
+                worker.destination.put(worker.channel, place.shard, begin, view)
 
     def with_statistics(self, patch: Patch, backend: Backend) -> Patch:
         """A patch with the statistics of its rows, which are whole, computed where some are not in the files."""
@@ -185,8 +197,10 @@ class OnPatch:
 
     def _gradients(self, worker: Worker) -> tuple[memoryview, Data, Data]:
         """The gradient of X, in memory and where the backend works; and the sums for those of scale and bias."""
-        (layer, patches, rows, _), backend = self.of.plan, worker.backend
-        patch = patches.read(self.stretch, self.group, worker.channel, groups=self.groups)
+        (layer, patches, rows, *_), backend = self.of.plan, worker.backend
+        patch = patches.read(self.stretch, self.group, worker, groups=self.groups)
+        if self.writes:
+            self.of.keep(patch, patches.start(self.stretch, self.group), worker)
         patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
         means: tuple[np.ndarray, np.ndarray] | None = None
         if rows is None:
@@ -195,7 +209,7 @@ class OnPatch:
             own = slice(self.group, self.group + 1)
             patch = patch._replace(mean=rows.mean[own], inv_std_dev=rows.inv_std_dev[own])
             means = rows.weighted[own], rows.projected[own]
-        patch = patches.with_stored_statistics(patch, self.group, worker.channel)
+        patch = patches.with_stored_statistics(patch, self.group, worker)
         dtype = layer.x.tensor.dtype
         out = worker.channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].itemsize)
         data = backend.to_device(out, copies=False)

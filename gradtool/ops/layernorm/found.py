@@ -7,8 +7,7 @@ import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
+from gradtool.arrays import float64s
 from gradtool.backends import NormSpec
 from gradtool.ops.layernorm.stitch import Stitch
 from gradtool.ops.measurement import Measurement
@@ -24,8 +23,8 @@ class Columns:
     """The sums over rows of a stretch of columns; groups of rows come in any order and are added in their own."""
 
     def __init__(self, columns: int, groups: int) -> None:
-        # Of the gradient of scale, and of bias.
-        self.totals = np.zeros((2, columns))
+        # Of the gradient of scale, and then of bias.
+        self.totals = float64s(2 * columns)
         # By their first group: how many groups, and their sums.
         self._waiting: dict[int, tuple[int, Data]] = {}
         self._next, self._groups = 0, groups

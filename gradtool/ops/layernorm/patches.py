@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from gradtool import tuning
+from gradtool.arrays import float64s, np
 from gradtool.backends import Patch
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
@@ -14,6 +14,7 @@ from gradtool.errors import BadInputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gradtool.engines import Worker
     from gradtool.ops.layernorm.forms import Form
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.store.format.gradset import Selected
@@ -46,7 +47,7 @@ class Patches:
         ]
         self._height = max(1, min(tuning.PATCH_ROWS, tuning.PATCH_ELEMENTS // max(1, columns)))
         self.groups = -(-layer.rows // self._height)
-        self._scales: tuple[tuple[int, int], Floats, Floats | None] | None = None
+        self._scales: tuple[tuple[int, int], array[float], array[float] | None] | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -63,63 +64,63 @@ class Patches:
         return group * self._height * self._layer.columns + stretch[0]
 
     def read(
-        self, stretch: tuple[int, int], group: int, channel: Channel, *, groups: int = 1, x_only: bool = False
+        self, stretch: tuple[int, int], group: int, worker: Worker, *, groups: int = 1, x_only: bool = False
     ) -> Patch:
         """A patch of some groups, with zeros for the statistics of its rows; with `x_only`, only the input is read."""
         layer = self._layer
         rows, columns = min(groups * self._height, layer.rows - group * self._height), stretch[1] - stretch[0]
         start = self.start(stretch, group)
-        scale, bias = (np.empty(0), None) if x_only else self._scale_and_bias(stretch, channel)
+        scale, bias = (float64s(0), None) if x_only else self._scale_and_bias(stretch, worker)
         return Patch(
             rows=rows,
             columns=columns,
             height=self._height,
-            x=_stored(layer.x, start, rows * columns, "x", channel),
+            x=_stored(layer.x, start, rows * columns, "x", worker.channel),
             x_dtype=layer.x.tensor.dtype,
-            y_grad=_stored(layer.y_grad, start, 0 if x_only else rows * columns, "y_grad", channel),
+            y_grad=_stored(layer.y_grad, start, 0 if x_only else rows * columns, "y_grad", worker.channel),
             y_grad_dtype=layer.y_grad.tensor.dtype,
-            mean=np.zeros(rows),
-            inv_std_dev=np.zeros(rows),
+            mean=float64s(rows),
+            inv_std_dev=float64s(rows),
             scale=scale,
             bias=bias,
             rms=self._options.form.rms,
         )
 
-    def with_stored_statistics(self, patch: Patch, group: int, channel: Channel) -> Patch:
+    def with_stored_statistics(self, patch: Patch, group: int, worker: Worker) -> Patch:
         """A patch with the mean and the inverse standard deviation of its rows, where the files have them."""
         mean, inv_std_dev = self._layer.mean, self._layer.inv_std_dev
         if mean is not None:
-            patch = patch._replace(mean=_values(mean, group * self._height, patch.rows, channel))
+            patch = patch._replace(mean=_values(mean, group * self._height, patch.rows, worker))
         if inv_std_dev is not None:
-            patch = patch._replace(inv_std_dev=_values(inv_std_dev, group * self._height, patch.rows, channel))
+            patch = patch._replace(inv_std_dev=_values(inv_std_dev, group * self._height, patch.rows, worker))
         return patch
 
     def forget(self) -> None:
         """Free what is cached between patches."""
         self._scales = None
 
-    def _scale_and_bias(self, stretch: tuple[int, int], channel: Channel) -> tuple[Floats, Floats | None]:
+    def _scale_and_bias(self, stretch: tuple[int, int], worker: Worker) -> tuple[array[float], array[float] | None]:
         kept = self._scales
         if kept is not None and kept[0] == stretch:
             return kept[1], kept[2]
         layer, count = self._layer, stretch[1] - stretch[0]
-        scale = np.ones(count)
+        scale = array("d", [1.0]) * count
         if layer.scale is not None:
-            scale = _values(layer.scale, stretch[0], count, channel) + self._options.scale_offset
+            scale = _values(layer.scale, stretch[0], count, worker, self._options.scale_offset)
         bias = None
         if self._options.form.invertible:
-            bias = np.zeros(count) if layer.bias is None else _values(layer.bias, stretch[0], count, channel)
+            bias = float64s(count) if layer.bias is None else _values(layer.bias, stretch[0], count, worker)
             self._refuse_zeros(scale, stretch)
         self._scales = stretch, scale, bias
         return scale, bias
 
-    def _refuse_zeros(self, scale: Floats, stretch: tuple[int, int]) -> None:
+    def _refuse_zeros(self, scale: array[float], stretch: tuple[int, int]) -> None:
         """Raise `BadInputError` for a scale that nothing can be divided by."""
-        zeros, own = np.flatnonzero(scale == 0), self._layer.scale
-        if zeros.size and own is not None:
+        own = self._layer.scale
+        if own is not None and 0.0 in scale:
             what = "plus --scale-offset is" if self._options.scale_offset else "is"
             raise BadInputError(
-                f"{what} 0 in column {stretch[0] + zeros[0]}, which the invertible form divides by",
+                f"{what} 0 in column {stretch[0] + scale.index(0.0)}, which the invertible form divides by",
                 file=own.shard.path,
                 tensor=own.tensor.name,
                 code="zero-scale",
@@ -134,7 +135,8 @@ def too_large(layer: Layer) -> BadInputError:
 
 def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
     """The inverse standard deviation of rows, from the sums of squared distances from their means."""
-    found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
+    with np.errstate(all="ignore"):
+        found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
     if np.isinf(found).any():
         message = "has a row of variance 0; --norm-eps must be above 0"
         raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
@@ -148,8 +150,6 @@ def _stored(one: Selected, start: int, count: int, use: str, channel: Channel) -
     return view
 
 
-def _values(one: Selected, start: int, count: int, channel: Channel) -> Floats:
-    storage = STORAGE[one.tensor.dtype]
-    codes = np.frombuffer(_stored(one, start, count, "values", channel), storage.bits)
-    values: Floats = storage.widen(codes).astype(np.float64)
-    return values
+def _values(one: Selected, start: int, count: int, worker: Worker, offset: float = -0.0) -> array[float]:
+    stored = _stored(one, start, count, "values", worker.channel)
+    return worker.backend.widen(stored, one.tensor.dtype, offset)

@@ -43,10 +43,14 @@ class Place(NamedTuple):
 
 
 class Files(NamedTuple):
-    """The new files by the shard that they come from, and by layer where its outputs are in them."""
+    """The new files by the shard that they come from, and by layer where its outputs are in them.
+
+    `inputs` are the places of X and of Y_grad, if the pass that reads them writes them there; else None.
+    """
 
     shards: dict[Shard, NewShard]
     places: list[list[Place]]
+    inputs: list[tuple[Place | None, Place | None]]
 
     @property
     def new_files(self) -> list[NewFile]:
@@ -55,9 +59,28 @@ class Files(NamedTuple):
         for shard, selected in (place for places in self.places for place in places):
             changes[shard] += selected.tensor.nbytes
         return [
-            NewFile(shard, new.layout.shard.size, new.header, new.copies, changes=changes[shard])
+            NewFile(shard, new.layout.shard.size, new.header, _joined(new.copies), changes=changes[shard])
             for shard, new in self.shards.items()
         ]
+
+    def with_inputs(self, layers: Sequence[Layer]) -> Files:
+        """The same, but the pass writes each X and Y_grad that stays, which then is not read again to be copied."""
+        left = {shard: {(begin, end): to for begin, end, to in new.copies} for shard, new in self.shards.items()}
+        inputs = [(self._taken(layer.x, left), self._taken(layer.y_grad, left)) for layer in layers]
+        shards = {
+            shard: new._replace(copies=[(begin, end, to) for (begin, end), to in left[shard].items()])
+            for shard, new in self.shards.items()
+        }
+        return self._replace(shards=shards, inputs=inputs)
+
+    def _taken(self, one: Selected, left: dict[Shard, dict[tuple[int, int], int]]) -> Place | None:
+        """The place of an input in its new file, if it stays; it is no longer left to be copied."""
+        shard, tensor = one
+        to = left.get(shard, {}).pop((tensor.begin, tensor.end), None)
+        if to is None:
+            return None
+        there = tensor._replace(begin=to, end=to + tensor.nbytes)
+        return Place(shard, Selected(self.shards[shard].layout.shard, there))
 
 
 def apart(layers: Sequence[Layer]) -> Files:
@@ -116,7 +139,7 @@ def _files(
     places = [
         [Place(shard, Selected(shards[shard].layout.shard, named[shard, one.name])) for shard, one in h] for h in homes
     ]
-    return Files(shards, places)
+    return Files(shards, places, [(None, None) for _ in homes])
 
 
 def _lost(shard: Shard, kept: dict[Shard, list[Tensor]]) -> bool:
@@ -144,14 +167,14 @@ def _new_shard(
         written = {output.name for output in outputs}
         copies = [(0, shard.data_start, 0)]
         copies += [(one.begin, one.end, one.begin) for one in shard.tensors if one.name not in written]
-        return NewShard(Layout(b"", shard), _joined(copies))
+        return NewShard(Layout(b"", shard), copies)
     layout = lay_out(shard.path, order, shard.metadata)
     copies = [
         (old.begin, old.end, new.begin)
         for old, new in zip(order, layout.shard.tensors, strict=True)
         if old.begin  # Nothing has its place at the very beginning of a file but what is yet to be written.
     ]
-    return NewShard(layout, _joined(copies))
+    return NewShard(layout, copies)
 
 
 def _joined(copies: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.passes import pieces_of
 from gradtool.reduction import TILE
@@ -62,8 +60,3 @@ class Stitch:
         block = Block(self._selected.shard, 0, offset + elements * self._itemsize, [span])
         found = backend.tile_sums(data, pieces_of(block), self._measurement.spec)
         self._measurement.add(block, found)
-
-
-def encoded(values: np.ndarray[tuple[int], np.dtype[np.float64]], dtype: str) -> memoryview:
-    """Float64 values as they are stored in a type, rounded once."""
-    return STORAGE[dtype].narrow_wide(values).view(np.uint8).data

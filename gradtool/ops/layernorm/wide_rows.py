@@ -11,8 +11,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-import numpy as np
-
+from gradtool.arrays import np
 from gradtool.backends import NormSpec
 from gradtool.ops.layernorm.patches import inverted, too_large
 from gradtool.ops.passes import Measure
@@ -85,11 +84,11 @@ class SumRows(NamedTuple):
 
     def _sum(self, number: int, row: int, worker: Worker, found: Parts) -> None:
         stretch, backend = self.patches.stretches[number], worker.backend
-        patch = self.patches.read(stretch, row, worker.channel, x_only=self.what != "gradients")
+        patch = self.patches.read(stretch, row, worker, x_only=self.what != "gradients")
         own = slice(row, row + 1)
         patch = patch._replace(mean=self.mean[own], inv_std_dev=self.inv_std_dev[own])
         if self.what == "gradients":
-            patch = self.patches.with_stored_statistics(patch, row, worker.channel)
+            patch = self.patches.with_stored_statistics(patch, row, worker)
             found[number, row] = backend.layer_norm_sums(patch)
         else:
             center = patch.mean if self.what == "squares" else None

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from support import NUMPY_TYPES, build, encode, read, snapshot, write
 
-from gradtool import BadInputError, UsageError, layernorm_backward, norm
+from gradtool import BadInputError, UsageError, layernorm_backward, norm, tuning
 
 OUTPUTS = ["X_grad", "scale_grad", "bias_grad"]
 METADATA = {"step": "7", "note": "é"}
@@ -374,3 +374,29 @@ def test_a_shard_named_without_its_index_gets_nothing_that_the_index_does_not_kn
     layernorm_backward(shard, output=tmp_path / "grads")
     layernorm_backward(index)
     assert layernorm_backward(shard).files_written == 1
+
+
+@pytest.mark.parametrize("elements", [1 << 18, 300, 30])
+@pytest.mark.parametrize("x_grad_in_place", [False, True])
+def test_inputs_stay_as_they_are_however_they_are_cut(tmp_path, monkeypatch, elements, x_grad_in_place):
+    monkeypatch.setattr(tuning, "PATCH_ELEMENTS", elements)
+    tensors = layer("a.", shape=(23, 77)) | layer("b.", ("BF16", "F32"), (5, 31), seed=1) | layer("c.", shape=(0, 3))
+    path = write(tmp_path / "x", tensors | {"other": np.arange(9.0)})
+    layernorm_backward(path, x_grad_in_place=x_grad_in_place, exclude=["^b"], kind="rmsnorm", fsync=False)
+    found = read(path)
+    for name, array in tensors.items():
+        if name.endswith("Y_grad") and x_grad_in_place and not name.startswith("b"):
+            assert name not in found
+        else:
+            assert found[name].tobytes() == array.tobytes()
+
+
+def test_what_the_pass_reads_is_not_read_again_to_be_copied(tmp_path):
+    tensors = layer(shape=(50, 40)) | {"mean": np.zeros(50), "inv_std_dev": np.ones(50), "other": np.ones(1000)}
+    path = write(tmp_path / "x", tensors)
+    once, twice = ("X", "Y_grad", "other"), ("mean", "inv_std_dev", "scale")
+    nbytes = sum(tensors[name].nbytes for name in once) + 2 * sum(tensors[name].nbytes for name in twice)
+    assert layernorm_backward(path).timings.read_bytes == nbytes
+    header = len(header_of(path))
+    # The gradients have their places now, and the header is copied.
+    assert layernorm_backward(path).timings.read_bytes == nbytes + header

@@ -3,6 +3,7 @@
 #define GRADTOOL_DIFFERENCES_H
 
 #include "_difference_rows.h"
+#include "_source.h"
 
 enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
 enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS };
@@ -214,14 +215,19 @@ static struct difference compare_tile(struct pair pair, struct tolerance toleran
 /* Where the results of tiles go: one entry each, of as many values as its struct has. */
 struct results { double *sums, *max_abs, *max_rel; int32_t *exponents; uint64_t *ulps; int64_t *places, *counts; };
 
-static void compare_pieces(const char *a, const char *b, const int64_t *piece, const int64_t *other, int64_t k,
+/* Stops where one of the sources does. */
+static void compare_pieces(struct source *source, const int64_t *piece, const int64_t *other, int64_t k,
                            struct tolerance tolerance, struct results to)
 {
     for (int64_t i = 0, tile = 0; i < k; i++, piece += 3, other += 3) {
         for (int64_t start = 0; start < piece[2]; start += TILE, tile++) {
-            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {a + piece[1], b + other[1]}, TILE, 0};
-            for (int side = 0; side < 2; side++) pair.data[side] += start * ITEMSIZE[pair.dtype[side]];
-            if (piece[2] - start < TILE) pair.elements = piece[2] - start;
+            int64_t elements = piece[2] - start < TILE ? piece[2] - start : TILE, offset[2] = {piece[1], other[1]};
+            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {NULL, NULL}, elements, 0};
+            for (int side = 0; side < 2; side++) {
+                int64_t size = ITEMSIZE[pair.dtype[side]];
+                pair.data[side] = bytes_of(source + side, offset[side] + start * size, elements * size);
+                if (!pair.data[side]) return;
+            }
             struct difference found = compare_tile(pair, tolerance, to.exponents + 3 * tile);
             memcpy(to.sums + SUMS * tile, found.sums, sizeof found.sums);
             memcpy(to.places + MAXIMA * tile, found.places, sizeof found.places);

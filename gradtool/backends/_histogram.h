@@ -186,15 +186,15 @@ static double histogram64(const char *data, int64_t elements, int64_t *bin)
     return as_double(largest);
 }
 
-/* `bin` has the bins of one piece after those of another. */
-static void histogram_pieces(const char *block, const int64_t *piece, int64_t k, int64_t *bin, double *largest)
+/* Where pieces are counted: the bins of one after those of another, and the largest magnitude of each. */
+struct histogram { int64_t *bin; double *largest; };
+
+static int64_t bins_of(enum dtype dtype) { return dtype == F64 ? BINS64 : BINS32; }
+
+static void count_tile(enum dtype dtype, const char *data, int64_t elements, int64_t *bin, double *largest)
 {
-    for (int64_t i = 0; i < k; i++, piece += 3) {
-        enum dtype dtype = (enum dtype)piece[0];
-        const char *data = block + piece[1];
-        largest[i] = dtype == F64 ? histogram64(data, piece[2], bin) : histogram32(dtype, data, piece[2], bin);
-        bin += dtype == F64 ? BINS64 : BINS32;
-    }
+    double own = dtype == F64 ? histogram64(data, elements, bin) : histogram32(dtype, data, elements, bin);
+    if (own > *largest) *largest = own;
 }
 
 #endif

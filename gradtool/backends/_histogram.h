@@ -10,9 +10,8 @@
 /* The bins of a number: the subnormal ones first, by the length of their mantissa, then the others by their exponent field.
  * All types but F64 have the bins of float32. */
 enum { SUBNORMAL_BINS32 = 22, BINS32 = SUBNORMAL_BINS32 + 255, SUBNORMAL_BINS64 = 51, BINS64 = SUBNORMAL_BINS64 + 2047 };
-/* Values whose fields are laid out at a time, in a sixth of the L1 cache; and bytes that are compared side by side, whose
- * counts, one for each, are bytes, too. */
-enum { CHUNK_ROOM = 8192, SIDE_BY_SIDE = 64 };
+/* Values whose fields are laid out at a time, in a quarter of the L1 cache or less. */
+enum { CHUNK_ROOM = 8192 };
 /* The values of a byte; tables to count them in; the fields that are counted at once, of all others together. */
 enum { FIELDS = 256, TABLES = 4, NEAR = 24 };
 /* Field 0 is that of zeros and subnormal values, the last one that of values that are not finite. */
@@ -91,7 +90,8 @@ static struct extremes fields_of_f64(const char *restrict source, uint8_t *restr
     return (struct extremes){(uint64_t)highest << 32 | lowest, small != 0};
 }
 
-/* How many of some bytes have a value; SIDE_BY_SIDE of them at a time, CHUNK_ROOM at most. */
+/* How many of some bytes have a value; SIDE_BY_SIDE of them at a time, whose counts, one for each, are bytes, too. They are
+ * CHUNK_ROOM at most. */
 static int64_t count_byte(const uint8_t *restrict bytes, int n, uint8_t value)
 {
     ALIGNED uint8_t lanes[SIDE_BY_SIDE] = {0};

@@ -67,7 +67,8 @@ static int to_block(PyObject *object, void *address)
         if (PyTuple_Check(object)) {
             struct source *source = &block->source;
             block->memory.readonly = 1;
-            if (!PyArg_ParseTuple(object, "iLnw*w*", &source->fd, &source->at, &block->memory.len, &block->room, &block->report))
+            if (!PyArg_ParseTuple(object, "iLnw*w*", &source->fd, &source->at, &block->memory.len, &block->room,
+                                  &block->report))
                 return 0;
             source->data = block->room.buf, source->room = block->room.len, source->nbytes = block->memory.len;
         } else {

@@ -177,15 +177,15 @@ class Worker(NamedTuple):
             yield data
 
     @contextlib.contextmanager
-    def lend(self, block: Block, use: str = "block", nbytes: int = tuning.STREAM_BYTES) -> Iterator[FileBlock]:
-        """A block for the backend to read, so many bytes at a time; more, where a tile needs them.
+    def lend(self, block: Block, use: str = "block", sides: int = 1) -> Iterator[FileBlock]:
+        """A block for the backend to read, by itself or as one of some `sides`, whose memory is to stay in the cache.
 
         Raises:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         report, tile = int64s(3), max((TILE * BITS[span.dtype] // 8 for span in block.spans), default=0)
         with self.channel.lend(block.shard) as fd:
-            memory = self.channel.memory(use, max(nbytes, tile))
+            memory = self.channel.memory(use, max(tuning.STREAM_BYTES // sides, tile))
             lent = FileBlock(fd, block.begin, block.end - block.begin, memory, report)
             yield lent
             lent.check()

@@ -28,6 +28,7 @@ from support import (
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends import choose as choose_backend
 from gradtool.engines import choose
+from gradtool.ops.diff import compare
 from gradtool.ops.diff.figures import Figures
 from gradtool.reduction import TILE
 
@@ -144,7 +145,9 @@ def _with(backend, chosen, progress):
     return engine, choice
 
 
-def test_one_block_is_compared_with_several_files_in_any_order(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", [0, 1 << 10, 1 << 40])
+def test_one_block_is_compared_with_several_files_in_any_order(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(compare, "_PART_BYTES", part)
     rng = np.random.default_rng(12)
     kinds = [VALUE_TYPES[number % 6] for number in range(40)]
     a = {f"t{number:02d}": gaussian(rng.choice([0, 1, 37, 5000, 70_001]), kind) for number, kind in enumerate(kinds)}

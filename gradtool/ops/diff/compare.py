@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool import tuning
 from gradtool.backends import NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import OnBlock, Part, block_bytes, reads_files
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 # As sums of squares are read.
 _SPEC = NormSpec()
+# Of a part of a block: each takes Python's own work, so shorter ones are all read first.
+_PART_BYTES = 64 << 10
 
 
 class _Others(NamedTuple):
@@ -81,16 +82,17 @@ class Compare(NamedTuple):
             yield Part(work, [(number, 0) for number in numbers], reads, None, nbytes)
 
     def _compare(self, block: Block, worker: Worker, found: Comparison) -> None:
-        if reads_files(worker.backend, worker.destination, _SPEC):
-            for ours, theirs in _side_by_side(block, self.others):
-                self._stream(ours, theirs, worker, found)
-        else:
+        reads = reads_files(worker.backend, worker.destination, _SPEC)
+        parts = list(_side_by_side(block, self.others)) if reads else []
+        if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
             self._load(block, worker, found)
+            return
+        for ours, theirs in parts:
+            self._stream(ours, theirs, worker, found)
 
     def _stream(self, ours: Block, theirs: Block, worker: Worker, found: Comparison) -> None:
         """Compare two blocks that the backend reads."""
-        nbytes = tuning.STREAM_BYTES // 2
-        with worker.lend(ours, "block", nbytes) as a, worker.lend(theirs, "gradients", nbytes) as b:
+        with worker.lend(ours, "block", sides=2) as a, worker.lend(theirs, "gradients", sides=2) as b:
             differences = worker.backend.differences(a, pieces_of(ours), b, pieces_of(theirs), self.tolerance)
         found.add(ours, differences)
 
@@ -108,7 +110,7 @@ class Compare(NamedTuple):
 
 
 def _side_by_side(block: Block, others: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:
-    """A block in parts, each with a block of what it is compared with, which follows one another in one file."""
+    """A block in parts, each with a block of what it is compared with, whose tensors follow one another in a file."""
     ours: list[Span] = []
     theirs: list[Span] = []
     shard, end = block.shard, 0

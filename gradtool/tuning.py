@@ -2,8 +2,9 @@
 
 # Of a block: large enough that a system call costs nothing beside the bytes it moves, small enough for the cache.
 BLOCK_BYTES = 2 << 20
-# A pass that only sums reads so many blocks in one task, beside which Python's own work, 25 us, is little; and so many
-# bytes of them at a time, which stay in half of a core's L2 cache and have room for a tile of F64.
+# A pass that only looks at values reads so many blocks in one task, beside which Python's own work, 25 us, is little;
+# and so many bytes of them at a time, of all sides together, which stay in half of a core's L2 cache and have room for
+# a tile of F64.
 STREAM_BLOCKS, STREAM_BYTES = 4, 512 << 10
 # Tensors in a block at most, whatever their size: each takes some bookkeeping.
 BLOCK_SPANS = 4096

@@ -15,7 +15,7 @@ from gradtool.errors import BackendUnavailableError, UsageError
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from gradtool.backends.extremes import Extremes
 
     Floats = NDArray[np.float64] | array[float]
-    # A block, or the copy of it that `Backend.to_device` returns.
+    # A block, or the copy of it that `Backend.to_device` returns. To look at, it may be a `FileBlock`.
     Data = Any
-    # Reads and sums the pieces of a block; into the memory goes a part at a time, which may be `tuning.STREAM_BYTES`.
-    Stream = Callable[["FileBlock", memoryview, Sequence["Piece"]], "Streamed"]
 
 
 class Piece(NamedTuple):
@@ -145,19 +143,27 @@ class BlockSums(NamedTuple):
 
 
 class FileBlock(NamedTuple):
-    """A block that is still in a file: its descriptor, where the block begins, and its bytes."""
+    """A block that is still in a file: its descriptor, where the block begins, its bytes, and memory to read them into.
+
+    A part of it is read at a time, as much as the memory holds, and is worked on while it is in the cache. The memory
+    must have room for a tile. `report` has three numbers, which are set: the bytes that were read, the nanoseconds that
+    it took, and what went wrong: the number of an error, or -1 where the file ends within the block. What was found is
+    then of no use.
+    """
 
     fd: int
     begin: int
     nbytes: int
+    memory: memoryview
+    report: array[int]
 
-
-class Streamed(NamedTuple):
-    """What was found in a block of a file, how many bytes of it were read, and the seconds it took to read them."""
-
-    sums: BlockSums
-    nbytes: int
-    seconds: float
+    def check(self) -> None:
+        """Raise `OSError`, or `EOFError` where the file ends early, if the block could not be read."""
+        problem = self.report[2]
+        if problem < 0:
+            raise EOFError
+        if problem:
+            raise OSError(problem, os.strerror(problem))
 
 
 class BlockHistogram(NamedTuple):
@@ -230,17 +236,14 @@ class Backend(Protocol):
     def stays_on_device(self, nbytes: int) -> bool:
         """Whether the device has room to keep that much until the next pass."""
 
-    def stream(self, spec: NormSpec) -> Stream | None:
-        """A function that reads a block part by part and sums each while it is in the cache, if there is one.
-
-        It raises `OSError`, or `EOFError` where the file ends within the block.
-        """
+    def reads_files(self, spec: NormSpec) -> bool:
+        """Whether `tile_sums` and `profile`, with this spec, and `differences` read a `FileBlock` themselves."""
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
 
-    def histogram(self, block: Data, pieces: Sequence[Piece]) -> BlockHistogram:
-        """Count the finite values of each piece other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
+    def profile(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+        """Sum the pieces, and count the finite values other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
 
     def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
         """Count, for each piece, the subnormal values and those of the largest finite magnitude of its type."""

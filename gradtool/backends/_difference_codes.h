@@ -10,21 +10,17 @@ struct row { enum dtype dtype[2]; const char *data[2]; int n; int64_t start; };
 /* Of a row: the longest distance, and how many values and how many stored codes differ. */
 struct code_facts { uint64_t longest; int64_t differing, bits; };
 
-/* Codes with a sign as numbers that follow one another, and what lies between two of them. -0 is 0. Counts of a row fit
- * 16 bits; bytes are widened for that. */
+/* How many codes lie between two of one sign, or on both sides of zero; -0 is 0. Counts of a row fit 16 bits; bytes are
+ * widened for that. */
 #define COMPARE_CODES(NAME, BITS, STORED)                                                                              \
-    HELPER int##BITS##_t number_##NAME(uint##STORED##_t stored)                                                        \
-    {                                                                                                                  \
-        uint##BITS##_t code = (uint##BITS##_t)((uint##BITS##_t)stored << (BITS - STORED));                             \
-        int##BITS##_t sign = (int##BITS##_t)((int##BITS##_t)code >> (BITS - 1));                                       \
-        int##BITS##_t magnitude = stored & (uint##STORED##_t)(((uint##STORED##_t)-1) >> 1);                            \
-        return (int##BITS##_t)((magnitude ^ sign) - sign);                                                             \
-    }                                                                                                                  \
     HELPER uint##BITS##_t distance_##NAME(const char *a, const char *b, int64_t j)                                     \
     {                                                                                                                  \
-        int##BITS##_t x = number_##NAME(load##STORED(a + STORED / 8 * j));                                             \
-        int##BITS##_t y = number_##NAME(load##STORED(b + STORED / 8 * j));                                             \
-        return (uint##BITS##_t)((uint##BITS##_t)(x > y ? x : y) - (uint##BITS##_t)(x > y ? y : x));                    \
+        uint##STORED##_t x = load##STORED(a + STORED / 8 * j), y = load##STORED(b + STORED / 8 * j);                   \
+        const uint##STORED##_t magnitude = (uint##STORED##_t)((uint##STORED##_t)-1 >> 1);                              \
+        int##BITS##_t p = x & magnitude, q = y & magnitude, gap = (int##BITS##_t)(p - q);                              \
+        uint##BITS##_t sum = (uint##BITS##_t)((uint##BITS##_t)p + (uint##BITS##_t)q);                                  \
+        gap = (int##BITS##_t)(gap < 0 ? -gap : gap);                                                                   \
+        return (int##STORED##_t)(x ^ y) < 0 ? sum : (uint##BITS##_t)gap;                                               \
     }                                                                                                                  \
     static struct code_facts compare_##NAME(const char *a, const char *b, int n)                                       \
     {                                                                                                                  \
@@ -39,7 +35,9 @@ struct code_facts { uint64_t longest; int64_t differing, bits; };
     }                                                                                                                  \
     static int64_t first_##NAME(const char *a, const char *b, int n, uint64_t distance)                                \
     {                                                                                                                  \
-        int64_t j = 0;                                                                                                 \
+        int64_t j = 0, size = STORED / 8;                                                                              \
+        while (j + SIDE_BY_SIDE < n && compare_##NAME(a + size * j, b + size * j, SIDE_BY_SIDE).longest < distance)    \
+            j += SIDE_BY_SIDE;                                                                                         \
         while (j < n - 1 && distance_##NAME(a, b, j) != distance) j++;                                                 \
         return j;                                                                                                      \
     }

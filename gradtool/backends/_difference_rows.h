@@ -7,6 +7,8 @@
 
 /* So many lanes are done at a time, row after row, that their sums stay in the L1 cache. */
 enum { PART = 512 };
+/* Rows that are done at once, where there are as many. */
+enum { AT_ONCE = 2 };
 enum { GAPS, SQUARES_A, SQUARES_B, PRODUCTS, SUMS };
 
 struct tolerance { double absolute, relative; };
@@ -14,8 +16,9 @@ struct tolerance { double absolute, relative; };
 /* A quotient that is larger is looked for, if there may be one. */
 struct wanted { struct tolerance tolerance; double quotient; };
 
-/* Facts of a row: the bits of the largest |x - y|; how many are far; and whether a quotient may be above the wanted one. */
-struct row_facts { int64_t largest, far; uint64_t above; };
+/* Facts of one or two rows: the bits of the largest |x - y| of each, and whether a quotient may be above the wanted one; and
+ * how many are far. */
+struct row_facts { int64_t largest[AT_ONCE]; uint64_t above[AT_ONCE]; int64_t far; };
 
 /* The terms of a lane. */
 struct terms { double gaps, a, b, products; };
@@ -39,17 +42,17 @@ HELPER double add_product(double sum, double x, double y, int is_wide)
 
 /* Adds the terms of an element, and looks at it. */
 HELPER struct terms add_terms(struct terms terms, double x, double y, struct wanted wanted, struct row_facts *facts,
-                              int is_wide, int has_tolerance)
+                              int64_t row, int is_wide, int has_tolerance)
 {
     double gap = fabs(x - y), magnitude = fabs(y);
     /* The first has the sign of the exact result. Of the second, `wanted` leaves room for the rounding. */
     double under = HAS_FMA ? fma(wanted.quotient, magnitude, -gap) : wanted.quotient * magnitude - gap;
     int64_t gap_bits = (int64_t)as_bits64(gap);
-    facts->largest = gap_bits > facts->largest ? gap_bits : facts->largest;
-    facts->above |= as_bits64(under);
+    facts->largest[row] = gap_bits > facts->largest[row] ? gap_bits : facts->largest[row];
+    facts->above[row] |= as_bits64(under);
     /* Near underflow either may have been rounded to zero, and an infinity less an infinity has no sign; the gaps of other
      * types are in between. */
-    if (is_wide) facts->above |= (uint64_t)(((gap < 0x1p-900) & (gap != 0)) | (gap > DBL_MAX)) << 63;
+    if (is_wide) facts->above[row] |= (uint64_t)(((gap < 0x1p-900) & (gap != 0)) | (gap > DBL_MAX)) << 63;
     if (has_tolerance) facts->far += gap > wanted.tolerance.absolute + wanted.tolerance.relative * magnitude;
     terms.gaps += gap * gap;
     terms.a = add_product(terms.a, x, x, is_wide);
@@ -58,69 +61,97 @@ HELPER struct terms add_terms(struct terms terms, double x, double y, struct wan
     return terms;
 }
 
-/* Adds the terms of a row to the lanes. That of two BF16 rows takes two values of each at a time, as the halves of a word;
- * its lanes of even numbers come before all of odd ones. */
-#define ROW_TERMS(NAME, HAS_TOLERANCE)                                                                                 \
-    static struct row_facts NAME##64(const char *restrict x, const char *restrict y, double (*restrict lanes)[PART],   \
-                                     struct wanted wanted, int n)                                                      \
+/* These add the parts of one row to the lanes, or of two whole ones at once, the second `step` bytes behind the first on
+ * each side: with two, the lanes are loaded and stored half as often. */
+HELPER struct row_facts add_rows64(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
+                                   double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
+{
+    struct row_facts facts = {{0}, {0}, 0};
+    for (int64_t j = 0; j < n; j++) {
+        struct terms terms = terms_of(lanes, j);
+        for (int64_t r = 0; r < rows; r++) {
+            double a = as_double(load64(x + 8 * j + r * step[0])), b = as_double(load64(y + 8 * j + r * step[1]));
+            terms = add_terms(terms, a, b, wanted, &facts, r, 1, has_tolerance);
+        }
+        set_terms(lanes, j, terms);
+    }
+    return facts;
+}
+
+HELPER struct row_facts add_rows32(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
+                                   double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
+{
+    struct row_facts facts = {{0}, {0}, 0};
+    for (int64_t j = 0; j < n; j++) {
+        struct terms terms = terms_of(lanes, j);
+        for (int64_t r = 0; r < rows; r++) {
+            double a = as_float(load32(x + 4 * j + r * step[0])), b = as_float(load32(y + 4 * j + r * step[1]));
+            terms = add_terms(terms, a, b, wanted, &facts, r, 0, has_tolerance);
+        }
+        set_terms(lanes, j, terms);
+    }
+    return facts;
+}
+
+/* Of BF16, two values of each side are the halves of a word; the lanes of even numbers come before all odd ones. */
+HELPER struct row_facts add_rows16(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
+                                   double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
+{
+    struct row_facts facts = {{0}, {0}, 0};
+    for (int64_t j = 0; j < n / 2; j++) {
+        struct terms lower = terms_of(lanes, j), upper = terms_of(lanes, PART / 2 + j);
+        for (int64_t r = 0; r < rows; r++) {
+            uint32_t a = load32(x + 4 * j + r * step[0]), b = load32(y + 4 * j + r * step[1]);
+            double first = as_float(a << 16), second = as_float(b << 16);
+            lower = add_terms(lower, first, second, wanted, &facts, r, 0, has_tolerance);
+            first = as_float(a & 0xffff0000u), second = as_float(b & 0xffff0000u);
+            upper = add_terms(upper, first, second, wanted, &facts, r, 0, has_tolerance);
+        }
+        set_terms(lanes, j, lower);
+        set_terms(lanes, PART / 2 + j, upper);
+    }
+    return facts;
+}
+
+/* One loop for each number of rows, with and without a tolerance. */
+#define ADD_ROWS(BITS)                                                                                                 \
+    static struct row_facts add_part##BITS(int rows, const char *x, const char *y, const int64_t *step,                \
+                                           double (*lanes)[PART], struct wanted wanted, int n)                         \
     {                                                                                                                  \
-        struct row_facts facts = {0, 0, 0};                                                                            \
-        for (int64_t j = 0; j < n; j++) {                                                                              \
-            double first = as_double(load64(x + 8 * j)), second = as_double(load64(y + 8 * j));                        \
-            set_terms(lanes, j, add_terms(terms_of(lanes, j), first, second, wanted, &facts, 1, HAS_TOLERANCE));       \
-        }                                                                                                              \
-        return facts;                                                                                                  \
-    }                                                                                                                  \
-    static struct row_facts NAME##32(const char *restrict x, const char *restrict y, double (*restrict lanes)[PART],   \
-                                     struct wanted wanted, int n)                                                      \
-    {                                                                                                                  \
-        struct row_facts facts = {0, 0, 0};                                                                            \
-        for (int64_t j = 0; j < n; j++) {                                                                              \
-            double first = as_float(load32(x + 4 * j)), second = as_float(load32(y + 4 * j));                          \
-            set_terms(lanes, j, add_terms(terms_of(lanes, j), first, second, wanted, &facts, 0, HAS_TOLERANCE));       \
-        }                                                                                                              \
-        return facts;                                                                                                  \
-    }                                                                                                                  \
-    static struct row_facts NAME##16(const char *restrict x, const char *restrict y, double (*restrict lanes)[PART],   \
-                                     struct wanted wanted, int words)                                                  \
-    {                                                                                                                  \
-        struct row_facts facts = {0, 0, 0};                                                                            \
-        for (int64_t j = 0; j < words; j++) {                                                                          \
-            uint32_t a = load32(x + 4 * j), b = load32(y + 4 * j);                                                     \
-            double first = as_float(a << 16), second = as_float(b << 16);                                              \
-            set_terms(lanes, j, add_terms(terms_of(lanes, j), first, second, wanted, &facts, 0, HAS_TOLERANCE));       \
-            int64_t odd = PART / 2 + j;                                                                                \
-            first = as_float(a & 0xffff0000u), second = as_float(b & 0xffff0000u);                                     \
-            set_terms(lanes, odd, add_terms(terms_of(lanes, odd), first, second, wanted, &facts, 0, HAS_TOLERANCE));   \
-        }                                                                                                              \
-        return facts;                                                                                                  \
+        int has_tolerance = wanted.tolerance.absolute > 0 || wanted.tolerance.relative > 0;                            \
+        if (rows > 1 && has_tolerance) return add_rows##BITS(AT_ONCE, x, y, step, lanes, wanted, PART, 1);             \
+        if (rows > 1) return add_rows##BITS(AT_ONCE, x, y, step, lanes, wanted, PART, 0);                              \
+        if (has_tolerance) return add_rows##BITS(1, x, y, step, lanes, wanted, n, 1);                                  \
+        return add_rows##BITS(1, x, y, step, lanes, wanted, n, 0);                                                     \
     }
 
-ROW_TERMS(add_row, 0)
-ROW_TERMS(tolerate_row, 1)
+ADD_ROWS(64)
+ADD_ROWS(32)
+ADD_ROWS(16)
 
 static int is_bf16(struct row row)
 {
     return row.dtype[0] == BF16 && row.dtype[1] == BF16;
 }
 
-static struct row_facts add_words(struct row row, double (*lanes)[PART], struct wanted wanted, int has_tolerance)
+/* Two rows are both whole parts; the second begins LANES elements behind the first. */
+static struct row_facts add_part(int rows, const struct row *row, double (*lanes)[PART], struct wanted wanted)
 {
-    char room[2][2 * PART];
-    const char *x = load_codes(BF16, row.data[0], room[0], row.n), *y = load_codes(BF16, row.data[1], room[1], row.n);
-    return (has_tolerance ? tolerate_row16 : add_row16)(x, y, lanes, wanted, (row.n + 1) / 2);
-}
-
-static struct row_facts add_row(struct row row, double (*lanes)[PART], struct wanted wanted)
-{
-    int has_tolerance = wanted.tolerance.absolute > 0 || wanted.tolerance.relative > 0;
-    ALIGNED double room[2][PART];
-    if (is_bf16(row)) return add_words(row, lanes, wanted, has_tolerance);
-    int is_wide = row.dtype[0] == F64 || row.dtype[1] == F64;
-    const char *x = load_values(row.dtype[0], row.data[0], is_wide, room[0], row.n);
-    const char *y = load_values(row.dtype[1], row.data[1], is_wide, room[1], row.n);
-    if (is_wide) return (has_tolerance ? tolerate_row64 : add_row64)(x, y, lanes, wanted, row.n);
-    return (has_tolerance ? tolerate_row32 : add_row32)(x, y, lanes, wanted, row.n);
+    ALIGNED double room[2][AT_ONCE][PART];
+    int is_wide = row->dtype[0] == F64 || row->dtype[1] == F64, n = row->n;
+    const char *data[2][AT_ONCE];
+    int64_t step[2] = {0, 0};
+    for (int side = 0; side < 2; side++) {
+        for (int r = 0; r < rows; r++) {
+            double *own = room[side][r];
+            data[side][r] = is_bf16(*row) ? load_codes(BF16, row[r].data[side], (char *)own, n)
+                                          : load_values(row->dtype[side], row[r].data[side], is_wide, own, n);
+        }
+        if (rows > 1) step[side] = data[side][1] - data[side][0];
+    }
+    const char *x = data[0][0], *y = data[1][0];
+    if (is_bf16(*row)) return add_part16(rows, x, y, step, lanes, wanted, whole_groups(n));
+    return (is_wide ? add_part64 : add_part32)(rows, x, y, step, lanes, wanted, n);
 }
 
 /* ---- largest values, each with its first place --------------------------------------------------------------------- */

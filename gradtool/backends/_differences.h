@@ -3,6 +3,7 @@
 #define GRADTOOL_DIFFERENCES_H
 
 #include "_difference_rows.h"
+#include "_source.h"
 
 enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
 enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS };
@@ -106,37 +107,43 @@ static double wanted_quotient(const struct difference *found, int64_t start)
     return may_be_equal ? found->max_rel * (1 - 0x1p-50) : found->max_rel;
 }
 
-/* Adds the terms of a row to the lanes, and takes its largest values; as the place of the largest gap, where its row
- * begins. Returns how many are far. */
-static int64_t compare_values(struct difference *found, struct row row, struct tolerance tolerance,
+/* Adds the terms of one or two rows to the lanes, and takes their largest values; as the place of the largest gap, where
+ * its row begins. Returns how many are far. */
+static int64_t compare_values(struct difference *found, int rows, const struct row *row, struct tolerance tolerance,
                               double (*lanes)[PART])
 {
-    struct wanted wanted = {tolerance, wanted_quotient(found, row.start)};
-    struct row_facts facts = add_row(row, lanes, wanted);
-    double largest = as_double((uint64_t)facts.largest);
-    if (facts.above >> 63) take_largest_quotient(row, &found->max_rel, &found->places[MAX_REL]);
-    if (IS_NEW(largest, found->max_abs, row.start, found->places[MAX_ABS]))
-        found->max_abs = largest, found->places[MAX_ABS] = row.start;
+    struct wanted wanted = {tolerance, wanted_quotient(found, row->start)};
+    struct row_facts facts = add_part(rows, row, lanes, wanted);
+    for (int r = 0; r < rows; r++) {
+        double largest = as_double((uint64_t)facts.largest[r]);
+        if (facts.above[r] >> 63) take_largest_quotient(row[r], &found->max_rel, &found->places[MAX_REL]);
+        if (IS_NEW(largest, found->max_abs, row[r].start, found->places[MAX_ABS]))
+            found->max_abs = largest, found->places[MAX_ABS] = row[r].start;
+    }
     return facts.far;
 }
 
 /* Sums and largest values, part after part. Returns how many are far. */
 static int64_t compare_all_values(struct pair pair, struct difference *found, struct tolerance tolerance)
 {
-    struct room room;
+    struct room room[AT_ONCE];
     ALIGNED double lanes[SUMS][PART];
     double parts[SUMS][LANES / PART] = {{0}};
     int is_in_halves = pair.dtype[0] == BF16 && pair.dtype[1] == BF16;
     int64_t far = 0;
     for (int part = 0; part < LANES / PART && part * PART < pair.elements; part++) {
         memset(lanes, 0, sizeof lanes);
-        for (int64_t start = part * PART; start < pair.elements; start += LANES)
-            far += compare_values(found, row_from(pair, start, PART, &room), tolerance, lanes);
+        for (int64_t start = part * PART, rows; start < pair.elements; start += rows * LANES) {
+            rows = start + (AT_ONCE - 1) * LANES + PART <= pair.elements ? AT_ONCE : 1;
+            struct row row[AT_ONCE];
+            for (int r = 0; r < rows; r++) row[r] = row_from(pair, start + r * LANES, PART, &room[r]);
+            far += compare_values(found, (int)rows, row, tolerance, lanes);
+        }
         for (int sum = 0; sum < SUMS; sum++) parts[sum][part] = (is_in_halves ? fold_halves : fold)(lanes[sum], PART);
     }
     for (int sum = 0; sum < SUMS; sum++) found->sums[sum] = fold(parts[sum], LANES / PART);
     int64_t *place = &found->places[MAX_ABS];
-    if (found->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, &room), found->max_abs);
+    if (found->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, room), found->max_abs);
     return far;
 }
 
@@ -214,14 +221,19 @@ static struct difference compare_tile(struct pair pair, struct tolerance toleran
 /* Where the results of tiles go: one entry each, of as many values as its struct has. */
 struct results { double *sums, *max_abs, *max_rel; int32_t *exponents; uint64_t *ulps; int64_t *places, *counts; };
 
-static void compare_pieces(const char *a, const char *b, const int64_t *piece, const int64_t *other, int64_t k,
+/* Stops where one of the sources does. */
+static void compare_pieces(struct source *source, const int64_t *piece, const int64_t *other, int64_t k,
                            struct tolerance tolerance, struct results to)
 {
     for (int64_t i = 0, tile = 0; i < k; i++, piece += 3, other += 3) {
         for (int64_t start = 0; start < piece[2]; start += TILE, tile++) {
-            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {a + piece[1], b + other[1]}, TILE, 0};
-            for (int side = 0; side < 2; side++) pair.data[side] += start * ITEMSIZE[pair.dtype[side]];
-            if (piece[2] - start < TILE) pair.elements = piece[2] - start;
+            int64_t elements = piece[2] - start < TILE ? piece[2] - start : TILE, offset[2] = {piece[1], other[1]};
+            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {NULL, NULL}, elements, 0};
+            for (int side = 0; side < 2; side++) {
+                int64_t size = ITEMSIZE[pair.dtype[side]];
+                pair.data[side] = bytes_of(source + side, offset[side] + start * size, elements * size);
+                if (!pair.data[side]) return;
+            }
             struct difference found = compare_tile(pair, tolerance, to.exponents + 3 * tile);
             memcpy(to.sums + SUMS * tile, found.sums, sizeof found.sums);
             memcpy(to.places + MAXIMA * tile, found.places, sizeof found.places);

@@ -1,8 +1,7 @@
 /* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. histogram.py has the reference.
  *
- * The exponent fields of a chunk are laid out as bytes, which compilers vectorize. Most values are not much smaller than the
- * largest one: its field less theirs has four bits, so that two of them are counted at once. All others are counted one by
- * one. */
+ * The exponent fields of a chunk are laid out as bytes, of which compilers compare many at once. Most values are not much
+ * smaller than the largest one, so one field after another is counted, from the largest one down, until none is left. */
 #ifndef GRADTOOL_HISTOGRAM_H
 #define GRADTOOL_HISTOGRAM_H
 
@@ -11,33 +10,37 @@
 /* The bins of a number: the subnormal ones first, by the length of their mantissa, then the others by their exponent field.
  * All types but F64 have the bins of float32. */
 enum { SUBNORMAL_BINS32 = 22, BINS32 = SUBNORMAL_BINS32 + 255, SUBNORMAL_BINS64 = 51, BINS64 = SUBNORMAL_BINS64 + 2047 };
-/* Fields that are laid out at a time, in a quarter of the L1 cache; the values of a field; tables to count them in. */
-enum { FIELD_ROOM = 8192, FIELDS = 256, TABLES = 4 };
-/* Pairs of digits that are counted at a time, the values of a digit, and those of a pair; tables to count them in. */
-enum { PAIRS = 128, DIGITS = 16, PAIR_VALUES = DIGITS * DIGITS, PAIR_TABLES = 8 };
+/* Values whose fields are laid out at a time, in a quarter of the L1 cache or less. */
+enum { CHUNK_ROOM = 8192 };
+/* The values of a byte; tables to count them in; the fields that are counted at once, of all others together. */
+enum { FIELDS = 256, TABLES = 4, NEAR = 24 };
+/* Field 0 is that of zeros and subnormal values, the last one that of values that are not finite. */
+enum { NOT_FINITE = FIELDS - 1 };
 
-/* Of some values: the code of the largest finite magnitude and its field, and whether one is subnormal in float32. */
-struct extremes { uint32_t largest, field, has_subnormals; };
+/* Of some values: the code of the largest finite magnitude, and whether there is one other than 0 below all fields. */
+struct extremes { uint64_t largest; int has_small; };
 
-/* Lays out the exponent fields that values have in float32, where the subnormal values of F16 and F8 are normal. TYPE is
- * that of a code of BITS, MAGNITUDE its bits without the sign; INFINITE is the first code that is not finite, NORMAL the
- * first that is normal in float32. */
-#define FIELDS_OF(NAME, TYPE, BITS, MAGNITUDE, INFINITE, NORMAL, FIELD)                                                \
+/* Lays out the exponent fields that values have in float32, where the subnormal values of F16 are normal. INFINITE is the
+ * first code that is not finite, NORMAL the first that is normal in float32; FIELD is the field of a magnitude. */
+#define FIELDS_OF(NAME, BITS, INFINITE, NORMAL, FIELD)                                                                 \
     static struct extremes fields_of_##NAME(const char *restrict source, uint8_t *restrict field, int n)               \
     {                                                                                                                  \
-        TYPE largest = 0, subnormal = 0;                                                                               \
+        uint##BITS##_t largest = 0, small = 0;                                                                         \
         for (int64_t j = 0; j < n; j++) {                                                                              \
-            TYPE magnitude = load##BITS(source + BITS / 8 * j) & (TYPE)(MAGNITUDE);                                    \
-            TYPE finite = magnitude & (TYPE)-(magnitude < (TYPE)(INFINITE));                                           \
+            uint##BITS##_t code = load##BITS(source + BITS / 8 * j);                                                   \
+            uint##BITS##_t magnitude = code & (uint##BITS##_t)((uint##BITS##_t)-1 >> 1);                               \
+            uint##BITS##_t finite = magnitude & (uint##BITS##_t)-(magnitude < (uint##BITS##_t)(INFINITE));             \
             largest = finite > largest ? finite : largest;                                                             \
-            subnormal |= (TYPE)(magnitude - 1) < (TYPE)(NORMAL - 1);                                                   \
+            small |= (uint##BITS##_t)(magnitude - 1) < (uint##BITS##_t)(NORMAL - 1);                                   \
             field[j] = (uint8_t)(FIELD(magnitude));                                                                    \
         }                                                                                                              \
-        return (struct extremes){largest, (uint8_t)(FIELD(largest)), subnormal};                                       \
+        return (struct extremes){largest, small != 0};                                                                 \
     }
 
-/* A subnormal F16 is a whole number of 2^-24. NaN and Inf get a field above the last. */
-enum { LAST_FIELD_OF_F16 = 142 };
+#define FIELD_OF_F32(MAGNITUDE) ((MAGNITUDE) >> 23)
+#define FIELD_OF_BF16(MAGNITUDE) ((MAGNITUDE) >> 7)
+
+/* A subnormal F16 is a whole number of 2^-24. NaN and Inf get a field above all others. */
 HELPER uint32_t field_of_f16(uint32_t magnitude)
 {
     uint32_t exponent = as_bits((float)(int32_t)magnitude) >> 23, normal = (magnitude >> 10) + 112;
@@ -45,89 +48,83 @@ HELPER uint32_t field_of_f16(uint32_t magnitude)
     return magnitude < 0x400u ? subnormal : normal;
 }
 
-#define FIELD_OF_F32(MAGNITUDE) ((MAGNITUDE) >> 23)
-#define FIELD_OF_BF16(MAGNITUDE) ((MAGNITUDE) >> 7)
-#define FIELD_OF_F8_E4M3(MAGNITUDE) (as_bits(f8_e4m3_to_float(MAGNITUDE)) >> 23)
-#define FIELD_OF_F8_E5M2(MAGNITUDE) (as_bits(f8_e5m2_to_float(MAGNITUDE)) >> 23)
+FIELDS_OF(f32, 32, 0x7f800000, 0x800000, FIELD_OF_F32)
+FIELDS_OF(f16, 16, 0x7c00, 1, field_of_f16)
+FIELDS_OF(bf16, 16, 0x7f80, 0x80, FIELD_OF_BF16)
 
-FIELDS_OF(f32, uint32_t, 32, 0x7fffffff, 0x7f800000, 0x800000, FIELD_OF_F32)
-FIELDS_OF(f16, uint16_t, 16, 0x7fff, 0x7c00, 1, field_of_f16)
-FIELDS_OF(bf16, uint16_t, 16, 0x7fff, 0x7f80, 0x80, FIELD_OF_BF16)
-FIELDS_OF(f8_e4m3, uint8_t, 8, 0x7f, 0x7f, 1, FIELD_OF_F8_E4M3)
-FIELDS_OF(f8_e5m2, uint8_t, 8, 0x7f, 0x7c, 1, FIELD_OF_F8_E5M2)
-
-static struct extremes load_fields(enum dtype dtype, const char *source, uint8_t *field, int n)
+/* Values of F16, or of an 8-bit type by its F16 codes. */
+static struct extremes fields_of_halves(enum dtype dtype, const char *source, uint8_t *field, int n)
 {
-    switch (dtype) {
-    case F32: return fields_of_f32(source, field, n);
-    case F16: return fields_of_f16(source, field, n);
-    case BF16: return fields_of_bf16(source, field, n);
-    case F8_E4M3: return fields_of_f8_e4m3(source, field, n);
-    default: return fields_of_f8_e5m2(source, field, n);
+    ALIGNED char room[2 * LANES];
+    struct extremes all = {0, 0};
+    for (int start = 0; start < n; start += LANES) {
+        int width = n - start < LANES ? n - start : LANES;
+        const char *codes = load_codes(dtype, source + start * ITEMSIZE[dtype], room, width);
+        uint64_t largest = fields_of_f16(codes, field + start, width).largest;
+        if (largest > all.largest) all.largest = largest;
     }
+    return all;
 }
 
-/* Counts in several tables: an increment of the value that was incremented last has to wait. */
-static void count_fields(const uint8_t *field, int n, int64_t (*count)[FIELDS])
+/* Field 1 is that of the exponent field `base`; the last one is that of NaN and Inf. All is found in the upper halves. */
+static struct extremes fields_of_f64(const char *restrict source, uint8_t *restrict field, int n, int *base)
 {
-    int j = 0;
-    for (; j + 8 <= n; j += 8) {
+    int32_t highest = 0;
+    uint32_t lowest = 0, small = 0;
+    for (int64_t j = 0; j < n; j++) {
+        int32_t high = (int32_t)(load64(source + 8 * j) >> 32) & 0x7fffffff, finite = high < 0x7ff00000 ? high : 0;
+        highest = finite > highest ? finite : highest;
+    }
+    int below = (highest >> 20) - (NOT_FINITE - 1);
+    if (below < 0) below = 0;
+    *base = below + 1;
+    for (int64_t j = 0; j < n; j++) {
+        uint64_t code = load64(source + 8 * j);
+        int32_t high = (int32_t)(code >> 32) & 0x7fffffff, number = (high >> 20) - below, is_above = -(number > 0);
+        uint32_t low = (uint32_t)code, is_highest = -(uint32_t)(high == highest);
+        small |= (uint32_t)~is_above & (low | (uint32_t)high);
+        lowest = (low & is_highest) > lowest ? low & is_highest : lowest;
+        number = number < NOT_FINITE ? number : NOT_FINITE;
+        field[j] = (uint8_t)(number & is_above);
+    }
+    return (struct extremes){(uint64_t)highest << 32 | lowest, small != 0};
+}
+
+/* How many of some bytes have a value; SIDE_BY_SIDE of them at a time, whose counts, one for each, are bytes, too. They are
+ * CHUNK_ROOM at most. */
+static int64_t count_byte(const uint8_t *restrict bytes, int n, uint8_t value)
+{
+    ALIGNED uint8_t lanes[SIDE_BY_SIDE] = {0};
+    int64_t count = 0;
+    for (int64_t start = 0; start < n; start += SIDE_BY_SIDE)
+        for (int64_t j = 0; j < SIDE_BY_SIDE; j++) lanes[j] = (uint8_t)(lanes[j] + (bytes[start + j] == value));
+    for (int64_t j = 0; j < SIDE_BY_SIDE; j++) count += lanes[j];
+    return count;
+}
+
+/* Counts the fields up to `last`, in several tables: an increment of the value that was incremented last has to wait. */
+static void count_all(const uint8_t *field, int n, int last, int64_t *count)
+{
+    int64_t tables[TABLES][FIELDS] = {{0}};
+    for (int j = 0; j < n; j += 8) {
         uint64_t eight = load64((const char *)field + j);
-        for (int k = 0; k < 8; k++) count[k % TABLES][eight >> 8 * k & 0xff]++;
+        for (int k = 0; k < 8; k++) tables[k % TABLES][eight >> 8 * k & 0xff]++;
     }
-    for (; j < n; j++) count[0][field[j]]++;
+    for (int one = 1; one <= last; one++)
+        for (int table = 0; table < TABLES; table++) count[one] += tables[table][one];
 }
 
-/* Makes pairs of digits, how far fields are below the largest one. The last digit is that of 0, and of what is not finite
- * unless its field is 255, whose digit is above `largest`. Returns whether another field has none. */
-static int pair_digits(const uint8_t *restrict field, uint8_t largest, uint8_t *restrict pair)
+/* Counts the fields of a chunk, which has CHUNK_ROOM bytes. */
+static void count_chunk(uint8_t *field, int n, int largest, int64_t *count)
 {
-    const uint8_t last = DIGITS - 1, low = largest > last ? largest - last : 0;
-    uint8_t others = 0;
-    for (int64_t j = 0; j < PAIRS; j++) {
-        uint8_t first = field[j], second = field[PAIRS + j];
-        uint8_t a = (uint8_t)(largest - first), b = (uint8_t)(largest - second);
-        a = a < last ? a : last;
-        b = b < last ? b : last;
-        others |= ((uint8_t)(first - 1) < low) | ((uint8_t)(second - 1) < low);
-        pair[j] = (uint8_t)(a | b << 4);
+    int whole = (n + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE * SIDE_BY_SIDE, last = largest;
+    memset(field + n, 0, (size_t)(whole - n));
+    int64_t left = whole - count_byte(field, whole, 0);
+    for (; left && last > 0 && last > largest - NEAR; last--) {
+        int64_t own = count_byte(field, whole, (uint8_t)last);
+        count[last] += own, left -= own;
     }
-    return others;
-}
-
-static void count_pairs(const uint8_t *pair, uint16_t (*count)[PAIR_VALUES])
-{
-    for (int j = 0; j < PAIRS; j += PAIR_TABLES)
-        for (int k = 0; k < PAIR_TABLES; k++) count[k][pair[j + k]]++;
-}
-
-/* Adds counted pairs to the counts of fields of finite values other than 0. */
-static void add_pairs(uint16_t (*pairs)[PAIR_VALUES], uint8_t largest, int64_t *count)
-{
-    int64_t digits[DIGITS] = {0};
-    for (int64_t pair = 0; pair < PAIR_VALUES; pair++) {
-        for (int table = 1; table < PAIR_TABLES; table++) pairs[0][pair] += pairs[table][pair];
-    }
-    for (int64_t pair = 0; pair < PAIR_VALUES; pair++) {
-        digits[pair % DIGITS] += pairs[0][pair];
-        digits[pair / DIGITS] += pairs[0][pair];
-    }
-    for (int digit = 0; digit < DIGITS - 1 && digit <= largest; digit++) count[largest - digit] += digits[digit];
-}
-
-/* Counts the fields of a chunk: pairs of them, where all are near the largest one or 0. */
-static void count_chunk(const uint8_t *field, int n, uint8_t largest, int64_t (*count)[FIELDS])
-{
-    ALIGNED uint16_t pairs[PAIR_TABLES][PAIR_VALUES];
-    ALIGNED uint8_t pair[PAIRS];
-    int j = 0;
-    memset(pairs, 0, sizeof pairs);
-    for (; j + 2 * PAIRS <= n; j += 2 * PAIRS) {
-        if (pair_digits(field + j, largest, pair)) count_fields(field + j, 2 * PAIRS, count);
-        else count_pairs(pair, pairs);
-    }
-    if (j) add_pairs(pairs, largest, count[0]);
-    count_fields(field + j, n - j, count);
+    if (left && last > 0) count_all(field, whole, last, count);
 }
 
 /* Counts the values of F32 or BF16 that are subnormal. Called only if there are any. */
@@ -140,60 +137,49 @@ static void count_subnormals(enum dtype dtype, const char *data, int n, int64_t 
     }
 }
 
-static double number_of(enum dtype dtype, uint32_t code)
+/* Counts a chunk of any type but F64. Returns the largest finite magnitude; so does the next function. */
+static double histogram32(enum dtype dtype, const char *data, uint8_t *field, int n, int64_t *bin)
 {
-    switch (dtype) {
-    case F32: return as_float(code);
-    case F16: return f16_to_float(code);
-    case BF16: return bf16_to_float(code);
-    case F8_E4M3: return f8_e4m3_to_float(code);
-    default: return f8_e5m2_to_float(code);
+    int64_t *count = bin + SUBNORMAL_BINS32;
+    if (dtype != F32 && dtype != BF16) {
+        /* The codes of F8_E4M3 are of values 256 times smaller. */
+        float factor = dtype == F8_E4M3 ? 256 : 1;
+        uint32_t largest = as_bits(f16_to_float((uint32_t)fields_of_halves(dtype, data, field, n).largest));
+        count_chunk(field, n, (int)(largest >> 23), count + (dtype == F8_E4M3 ? 8 : 0));
+        return (double)(as_float(largest) * factor);
     }
+    struct extremes seen = (dtype == F32 ? fields_of_f32 : fields_of_bf16)(data, field, n);
+    uint32_t largest = (uint32_t)seen.largest << (dtype == F32 ? 0 : 16);
+    if (seen.has_small) count_subnormals(dtype, data, n, bin);
+    count_chunk(field, n, (int)(largest >> 23), count);
+    return (double)as_float(largest);
 }
 
-/* Counts values of any type but F64. Returns the largest finite magnitude; so does the next function. */
-static double histogram32(enum dtype dtype, const char *data, int64_t elements, int64_t *bin)
+static double histogram64(const char *data, uint8_t *field, int n, int64_t *bin)
 {
-    ALIGNED uint8_t field[FIELD_ROOM];
-    ALIGNED int64_t count[TABLES][FIELDS];
-    uint32_t largest = 0;
-    memset(count, 0, sizeof count);
-    for (int64_t start = 0; start < elements; start += FIELD_ROOM) {
-        int n = (int)(elements - start < FIELD_ROOM ? elements - start : FIELD_ROOM);
-        const char *chunk = data + start * ITEMSIZE[dtype];
-        struct extremes seen = load_fields(dtype, chunk, field, n);
-        largest = seen.largest > largest ? seen.largest : largest;
-        if (seen.has_subnormals) count_subnormals(dtype, chunk, n, bin);
-        count_chunk(field, n, (uint8_t)seen.field, count);
+    int base;
+    struct extremes seen = fields_of_f64(data, field, n, &base);
+    count_chunk(field, n, (int)(seen.largest >> 52) - (base - 1), bin + SUBNORMAL_BINS64 + base - 1);
+    for (int64_t j = 0; j < n && seen.has_small; j++) {
+        uint64_t magnitude = load64(data + 8 * j) & 0x7fffffffffffffffu;
+        int number = (int)(magnitude >> 52);
+        if (magnitude && number < base) bin[number ? SUBNORMAL_BINS64 + number : exponent_of(as_double(magnitude)) + 1074]++;
     }
-    /* Field 0 has the zeros, and the subnormals that are counted already. */
-    int last = dtype == F16 ? LAST_FIELD_OF_F16 : 254;
-    for (int one = 1; one <= last; one++)
-        for (int table = 0; table < TABLES; table++) bin[SUBNORMAL_BINS32 + one] += count[table][one];
-    return number_of(dtype, largest);
+    return as_double(seen.largest);
 }
 
-static double histogram64(const char *data, int64_t elements, int64_t *bin)
-{
-    uint64_t largest = 0;
-    for (int64_t i = 0; i < elements; i++) {
-        uint64_t magnitude = load64(data + 8 * i) & 0x7fffffffffffffffu;
-        uint64_t field = magnitude >> 52;
-        if (field == 2047 || magnitude == 0) continue;
-        bin[field ? SUBNORMAL_BINS64 + (int)field : exponent_of(as_double(magnitude)) + 1074]++;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    return as_double(largest);
-}
+/* Where pieces are counted: the bins of one after those of another, and the largest magnitude of each. */
+struct histogram { int64_t *bin; double *largest; };
 
-/* `bin` has the bins of one piece after those of another. */
-static void histogram_pieces(const char *block, const int64_t *piece, int64_t k, int64_t *bin, double *largest)
+static int64_t bins_of(enum dtype dtype) { return dtype == F64 ? BINS64 : BINS32; }
+
+static void count_tile(enum dtype dtype, const char *data, int64_t elements, int64_t *bin, double *largest)
 {
-    for (int64_t i = 0; i < k; i++, piece += 3) {
-        enum dtype dtype = (enum dtype)piece[0];
-        const char *data = block + piece[1];
-        largest[i] = dtype == F64 ? histogram64(data, piece[2], bin) : histogram32(dtype, data, piece[2], bin);
-        bin += dtype == F64 ? BINS64 : BINS32;
+    ALIGNED uint8_t field[CHUNK_ROOM];
+    for (int64_t start = 0; start < elements; start += CHUNK_ROOM, data += CHUNK_ROOM * ITEMSIZE[dtype]) {
+        int n = (int)(elements - start < CHUNK_ROOM ? elements - start : CHUNK_ROOM);
+        double own = dtype == F64 ? histogram64(data, field, n, bin) : histogram32(dtype, data, field, n, bin);
+        if (own > *largest) *largest = own;
     }
 }
 

@@ -54,19 +54,55 @@ static const char *check_piece(const Py_buffer *block, const int64_t *piece)
     return NULL;
 }
 
-/* Checks the sizes of the arguments of `run`. */
-static const char *check(const Py_buffer *block, const int64_t *piece, Py_ssize_t k, const Py_buffer *sums,
-                         const Py_buffer *exponents, const Py_buffer *wide)
+/* A block that is only looked at may be in memory, or in a file. Of that, `memory` has no bytes and `room` what is read at a
+ * time; `report` says how the reading went. */
+struct block { struct source source; Py_buffer memory, room, report; };
+
+/* Converts an argument: a buffer, or as FileBlock (fd, begin, nbytes, room, report). Called without one to clean up. */
+static int to_block(PyObject *object, void *address)
 {
-    Py_ssize_t tiles = 0, elements = 0;
-    for (Py_ssize_t i = 0; i < k; i++, piece += 3) {
-        const char *problem = check_piece(block, piece);
-        if (problem) return problem;
-        tiles += (Py_ssize_t)((piece[2] + TILE - 1) / TILE);
-        elements += (Py_ssize_t)piece[2];
+    struct block *block = address;
+    if (object) {
+        memset(block, 0, sizeof *block);
+        if (PyTuple_Check(object)) {
+            struct source *source = &block->source;
+            block->memory.readonly = 1;
+            if (!PyArg_ParseTuple(object, "iLnw*w*", &source->fd, &source->at, &block->memory.len, &block->room,
+                                  &block->report))
+                return 0;
+            source->data = block->room.buf, source->room = block->room.len, source->nbytes = block->memory.len;
+        } else {
+            if (PyObject_GetBuffer(object, &block->memory, PyBUF_SIMPLE)) return 0;
+            block->source.data = block->memory.buf, block->source.end = block->memory.len;
+        }
+        return Py_CLEANUP_SUPPORTED;
     }
-    if (wide->buf && wide->len != 8 * elements) return "one wide value an element is needed";
-    return sums->len == 8 * tiles && exponents->len == 4 * tiles ? NULL : "one sum and one exponent a tile are needed";
+    Py_buffer *const all[] = {&block->memory, &block->room, &block->report};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    return 1;
+}
+
+/* Checks a block and its pieces. Of a file, the room must take each tile. */
+static const char *check_block(const struct block *block, const int64_t *piece, Py_ssize_t k)
+{
+    const struct source *source = &block->source;
+    if (block->report.buf && block->report.len != 24) return "a report of three numbers is needed";
+    if (block->report.buf && (source->nbytes < 0 || source->at < 0 || source->at > INT64_MAX - source->nbytes))
+        return "a block of a file is needed";
+    for (Py_ssize_t i = 0; i < k; i++, piece += 3) {
+        const char *problem = check_piece(&block->memory, piece);
+        if (problem) return problem;
+        int64_t tile = (piece[2] < TILE ? piece[2] : TILE) * ITEMSIZE[piece[0]];
+        if (block->report.buf && block->room.len < tile) return "room for a tile is needed";
+    }
+    return NULL;
+}
+
+/* Reports how a file was read: how many bytes, the nanoseconds that it took, and what went wrong. */
+static void report(const struct block *block)
+{
+    int64_t *to = block->report.buf;
+    if (to) to[0] = block->source.read, to[1] = block->source.nanoseconds, to[2] = block->source.problem;
 }
 
 static PyObject *done(const char *problem)
@@ -76,91 +112,61 @@ static PyObject *done(const char *problem)
     return NULL;
 }
 
-/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, max_abs, counts): pieces is int64 (k, 3) of dtype
- * code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each element,
- * to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; max_abs float64 (k,); counts
- * int64 (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. Only the bounds are
- * checked. */
+/* Checks that results have as many entries as there are tiles and bins, and wide values as there are elements. */
+static const char *check_results(const int64_t *piece, Py_ssize_t k, const Py_buffer *sums, const Py_buffer *exponents,
+                                 const Py_buffer *wide, const Py_buffer *bins)
+{
+    Py_ssize_t tiles = 0, elements = 0, count = 0;
+    for (Py_ssize_t i = 0; i < k; i++, piece += 3) {
+        tiles += (Py_ssize_t)((piece[2] + TILE - 1) / TILE);
+        elements += (Py_ssize_t)piece[2];
+        count += piece[0] == F64 ? BINS64 : BINS32;
+    }
+    if (wide->buf && wide->len != 8 * elements) return "one wide value an element is needed";
+    if (bins->buf && bins->len != 8 * count) return "one count a bin is needed";
+    return sums->len == 8 * tiles && exponents->len == 4 * tiles ? NULL : "one sum and one exponent a tile are needed";
+}
+
+/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, max_abs, counts, bins, largest): pieces is int64
+ * (k, 3) of dtype code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for
+ * each element, to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; max_abs float64
+ * (k,); counts int64 (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. bins int64, added to, are BINS64 for
+ * each piece of F64 and BINS32 for each other one, and largest float64 (k,) the largest finite magnitudes; or both are None.
+ * Only the bounds are checked. */
 static PyObject *run(PyObject *self, PyObject *args)
 {
-    Py_buffer block, pieces, factors, wide, sums, exponents, max_abs, counts;
+    struct block block;
+    Py_buffer pieces, factors, wide, sums, exponents, max_abs, counts, bins, largest;
     struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL};
     int term;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*z*z*dipw*w*w*w*", &block, &pieces, &factors, &wide, &job.limit, &term, &job.drops,
-                          &sums, &exponents, &max_abs, &counts))
+    if (!PyArg_ParseTuple(args, "O&y*z*z*dipw*w*w*w*z*z*", to_block, &block, &pieces, &factors, &wide, &job.limit, &term,
+                          &job.drops, &sums, &exponents, &max_abs, &counts, &bins, &largest))
         return NULL;
 
     job.term = (enum term)term;
     job.writes = factors.buf != NULL;
     job.wide = wide.buf;
     Py_ssize_t k = pieces.len / 24;
-    const char *problem = check(&block, pieces.buf, k, &sums, &exponents, &wide);
+    const char *problem = check_block(&block, pieces.buf, k);
+    if (!problem) problem = check_results(pieces.buf, k, &sums, &exponents, &wide, &bins);
     if (job.writes && factors.len != 8 * k) problem = "one factor a piece is needed";
-    if ((job.writes || job.wide) && block.readonly) problem = "a writable block is needed";
+    if ((job.writes || job.wide) && block.memory.readonly) problem = "a writable block is needed";
     if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
+    if (bins.buf && (largest.len != 8 * k || bins.readonly || largest.readonly)) problem = "writable bins are needed";
     if (!problem) {
+        struct histogram to = {bins.buf, largest.buf};
         Py_BEGIN_ALLOW_THREADS
-        struct source source = {.data = block.buf, .end = block.len};
-        kernels->run_pieces(job, &source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf, counts.buf);
+        kernels->run_pieces(job, &block.source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf,
+                            counts.buf, to);
         Py_END_ALLOW_THREADS
+        report(&block);
     }
 
-    Py_buffer *const all[] = {&block, &pieces, &factors, &wide, &sums, &exponents, &max_abs, &counts};
+    Py_buffer *const all[] = {&pieces, &factors, &wide, &sums, &exponents, &max_abs, &counts, &bins, &largest};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    to_block(NULL, &block);
     return done(problem);
-}
-
-/* Whether a room takes the tiles of all pieces. */
-static int has_room(const Py_buffer *room, const int64_t *piece, Py_ssize_t k)
-{
-    for (Py_ssize_t i = 0; i < k; i++, piece += 3)
-        if (room->len < (piece[2] < TILE ? piece[2] : TILE) * ITEMSIZE[piece[0]]) return 0;
-    return 1;
-}
-
-/* What sum_file returns, or raises. */
-static PyObject *read_by(const struct source *source)
-{
-    if (!source->problem) return Py_BuildValue("Ld", (long long)source->read, 1e-9 * (double)source->nanoseconds);
-    if (source->problem == ENDS_EARLY) {
-        PyErr_SetString(PyExc_EOFError, "the file ends early");
-        return NULL;
-    }
-    errno = source->problem;
-    return PyErr_SetFromErrno(PyExc_OSError);
-}
-
-/* sum_file(fd, begin, nbytes, room, pieces, term, drops, sums, exponents, max_abs, counts): as `run` without a change, of
- * a block that is in a file, `nbytes` from byte `begin` on. As much of it as there is room for is read at a time. Returns
- * how many bytes were read and the seconds it took to read them. Raises OSError, or EOFError if the file ends early. */
-static PyObject *sum_file(PyObject *self, PyObject *args)
-{
-    Py_buffer room, pieces, sums, exponents, max_abs, counts, none = {0}, file = {0};
-    struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL};
-    struct source source = {0};
-    int term;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "iLnw*y*ipw*w*w*w*", &source.fd, &source.at, &file.len, &room, &pieces, &term, &job.drops,
-                          &sums, &exponents, &max_abs, &counts))
-        return NULL;
-
-    job.term = (enum term)term;
-    source.data = room.buf, source.room = room.len, source.nbytes = file.len;
-    Py_ssize_t k = pieces.len / 24;
-    const char *problem = check(&file, pieces.buf, k, &sums, &exponents, &none);
-    if (!problem && !has_room(&room, pieces.buf, k)) problem = "room for a tile is needed";
-    if (file.len < 0 || source.at < 0 || source.at > INT64_MAX - file.len) problem = "a block of a file is needed";
-    if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
-    if (!problem) {
-        Py_BEGIN_ALLOW_THREADS
-        kernels->run_pieces(job, &source, pieces.buf, k, NULL, sums.buf, exponents.buf, max_abs.buf, counts.buf);
-        Py_END_ALLOW_THREADS
-    }
-
-    Py_buffer *const all[] = {&room, &pieces, &sums, &exponents, &max_abs, &counts};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
-    return problem ? done(problem) : read_by(&source);
 }
 
 /* The unit of the last element of a piece, counted from that of its first. */
@@ -235,33 +241,6 @@ static PyObject *add(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-/* histogram(block, pieces, counts, largest): pieces as for `run`; counts int64, added to, BINS64 for each piece of F64 and
- * BINS32 for each other one; largest float64 (k,). */
-static PyObject *histogram(PyObject *self, PyObject *args)
-{
-    Py_buffer block, pieces, counts, largest;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*w*w*", &block, &pieces, &counts, &largest)) return NULL;
-
-    Py_ssize_t k = pieces.len / 24, bins = 0;
-    const char *problem = largest.len == 8 * k ? NULL : "one entry a piece is needed";
-    const int64_t *piece = pieces.buf;
-    for (Py_ssize_t i = 0; i < k && !problem; i++) {
-        problem = check_piece(&block, piece + 3 * i);
-        bins += piece[3 * i] == F64 ? BINS64 : BINS32;
-    }
-    if (!problem && counts.len != 8 * bins) problem = "one count a bin is needed";
-    if (!problem) {
-        Py_BEGIN_ALLOW_THREADS
-        kernels->histogram_pieces(block.buf, piece, k, counts.buf, largest.buf);
-        Py_END_ALLOW_THREADS
-    }
-
-    Py_buffer *const all[] = {&block, &pieces, &counts, &largest};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
-    return done(problem);
-}
-
 /* extremes(block, pieces, bounds, counts): pieces is int64 (k, 3) as for `run`; bounds uint64 (k, 2), the codes of the
  * smallest normal value and of the largest finite one; counts int64 (k, 2) of subnormal and saturated values, added to. */
 static PyObject *extremes(PyObject *self, PyObject *args)
@@ -293,33 +272,40 @@ static PyObject *extremes(PyObject *self, PyObject *args)
  * max_rel float64, ulps uint64, places int64 (3,), counts int64 (6,). */
 static PyObject *differences(PyObject *self, PyObject *args)
 {
-    Py_buffer in[4], out[7];
+    struct block a, b;
+    Py_buffer in[2], out[7];
     struct tolerance tolerance;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*ddw*w*w*w*w*w*w*", &in[0], &in[1], &in[2], &in[3], &tolerance.absolute,
+    if (!PyArg_ParseTuple(args, "O&y*O&y*ddw*w*w*w*w*w*w*", to_block, &a, &in[0], to_block, &b, &in[1], &tolerance.absolute,
                           &tolerance.relative, &out[0], &out[1], &out[2], &out[3], &out[4], &out[5], &out[6]))
         return NULL;
 
     static const Py_ssize_t bytes[7] = {8 * SUMS, 12, 8, 8, 8, 8 * MAXIMA, 8 * COUNTS};
-    const int64_t *piece = in[1].buf, *other = in[3].buf;
-    Py_ssize_t k = in[1].len / 24, tiles = 0;
-    const char *problem = in[1].len == in[3].len ? NULL : "as many pieces of each side are needed";
+    const int64_t *piece = in[0].buf, *other = in[1].buf;
+    Py_ssize_t k = in[0].len / 24, tiles = 0;
+    const char *problem = in[0].len == in[1].len ? NULL : "as many pieces of each side are needed";
+    if (!problem) problem = check_block(&a, piece, k);
+    if (!problem) problem = check_block(&b, other, k);
     for (Py_ssize_t i = 0; i < k && !problem; i++) {
-        problem = check_piece(&in[0], piece + 3 * i);
-        if (!problem) problem = check_piece(&in[2], other + 3 * i);
-        if (!problem && piece[3 * i + 2] != other[3 * i + 2]) problem = "pieces must be as long as each other";
+        if (piece[3 * i + 2] != other[3 * i + 2]) problem = "pieces must be as long as each other";
         tiles += (Py_ssize_t)((piece[3 * i + 2] + TILE - 1) / TILE);
     }
     for (int i = 0; i < 7 && !problem; i++)
         if (out[i].len != bytes[i] * tiles) problem = "one entry a tile is needed";
     if (!problem) {
         struct results to = {out[0].buf, out[2].buf, out[3].buf, out[1].buf, out[4].buf, out[5].buf, out[6].buf};
+        struct source sources[2] = {a.source, b.source};
         Py_BEGIN_ALLOW_THREADS
-        kernels->compare_pieces(in[0].buf, in[2].buf, piece, other, k, tolerance, to);
+        kernels->compare_pieces(sources, piece, other, k, tolerance, to);
         Py_END_ALLOW_THREADS
+        a.source = sources[0], b.source = sources[1];
+        report(&a);
+        report(&b);
     }
-    for (int i = 0; i < 4; i++) PyBuffer_Release(&in[i]);
+    for (int i = 0; i < 2; i++) PyBuffer_Release(&in[i]);
     for (int i = 0; i < 7; i++) PyBuffer_Release(&out[i]);
+    to_block(NULL, &a);
+    to_block(NULL, &b);
     return done(problem);
 }
 
@@ -482,8 +468,6 @@ static PyMethodDef methods[] = {
     {"levels", levels, METH_NOARGS, "The levels that this processor runs, the best first."},
     {"use", use, METH_VARARGS, "Use the kernels of a level."},
     {"run", run, METH_VARARGS, "Work through the pieces of one block."},
-    {"sum_file", sum_file, METH_VARARGS, "Read and sum the pieces of one block of a file."},
-    {"histogram", histogram, METH_VARARGS, "Count the values of the pieces of one block by binary exponent."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
     {"differences", differences, METH_VARARGS, "What tells two blocks apart."},
     {"extremes", extremes, METH_VARARGS, "Count subnormal and saturated values."},

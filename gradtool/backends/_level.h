@@ -11,11 +11,10 @@
 struct level {
     const char *name;
     void (*run_pieces)(struct job, struct source *, const int64_t *, int64_t, const double *, double *, int32_t *,
-                       double *, int64_t *);
-    void (*compare_pieces)(const char *, const char *, const int64_t *, const int64_t *, int64_t, struct tolerance,
+                       double *, int64_t *, struct histogram);
+    void (*compare_pieces)(struct source *, const int64_t *, const int64_t *, int64_t, struct tolerance,
                            struct results);
     void (*count_extremes)(const char *, int64_t, int64_t, const uint64_t *, int64_t *);
-    void (*histogram_pieces)(const char *, const int64_t *, int64_t, int64_t *, double *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);
     void (*sum_rows)(const struct patch *, double *);
     void (*sum_gradients)(const struct patch *, int64_t, int64_t, double *, double *);
@@ -25,6 +24,6 @@ struct level {
 };
 
 const struct level LEVEL = {
-    LEVEL_NAME, run_pieces, compare_pieces, count_extremes, histogram_pieces, add_all, sum_rows, sum_gradients,
-    differentiate, trim_all, scale_units,
+    LEVEL_NAME, run_pieces, compare_pieces, count_extremes, add_all, sum_rows, sum_gradients, differentiate, trim_all,
+    scale_units,
 };

@@ -30,6 +30,9 @@ enum { HAS_FMA = 1 };
 enum { HAS_FMA = 0 };
 #endif
 
+/* Codes, whatever their size, that are compared in one stretch; a whole number of vectors. */
+enum { SIDE_BY_SIDE = 64 };
+
 static const int64_t ITEMSIZE[DTYPES] = {8, 4, 2, 2, 1, 1};
 
 /* A tensor can have any address. */

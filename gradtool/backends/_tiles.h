@@ -2,6 +2,7 @@
 #ifndef GRADTOOL_TILES_H
 #define GRADTOOL_TILES_H
 
+#include "_histogram.h"
 #include "_scaling.h"
 #include "_source.h"
 #include "_terms.h"
@@ -119,9 +120,9 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
     return -1;
 }
 
-/* Stops where the source does. */
+/* Stops where the source does. If there are bins, counts each tile in them while it is in the cache. */
 static void run_pieces(struct job job, struct source *source, const int64_t *piece, int64_t k, const double *factors,
-                       double *sum, int32_t *exponent, double *max_abs, int64_t *count)
+                       double *sum, int32_t *exponent, double *max_abs, int64_t *count, struct histogram to)
 {
     double limit = job.limit;
     for (int64_t i = 0; i < k; i++, piece += 3, count += 4) {
@@ -138,7 +139,9 @@ static void run_pieces(struct job job, struct source *source, const int64_t *pie
             stats.nan += own.nan, stats.inf += own.inf, stats.zeros += own.zeros;
             if (stats.first < 0 && own.nan + own.inf) stats.first = start + first_nonfinite(dtype, data, size);
             if (job.wide) job.wide += size;
+            if (to.bin) count_tile(dtype, data, size, to.bin, to.largest + i);
         }
+        if (to.bin) to.bin += bins_of(dtype);
         max_abs[i] = stats.max_abs;
         count[0] = stats.nan, count[1] = stats.inf, count[2] = stats.zeros, count[3] = stats.first;
     }

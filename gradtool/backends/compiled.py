@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import float64s, int32s, int64s, np
@@ -13,22 +12,20 @@ from gradtool.backends import (
     BlockDifferences,
     BlockHistogram,
     BlockSums,
+    FileBlock,
     NormSpec,
     Patch,
     Piece,
-    Streamed,
     Tolerance,
     Units,
 )
 from gradtool.backends._kernels import add as add_kernel
 from gradtool.backends._kernels import differences as differences_kernel
 from gradtool.backends._kernels import extremes as extremes_kernel
-from gradtool.backends._kernels import histogram as histogram_kernel
 from gradtool.backends._kernels import layer_norm as layer_norm_kernel
 from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends._kernels import scale_units as scale_units_kernel
-from gradtool.backends._kernels import sum_file as sum_file_kernel
 from gradtool.backends._kernels import trimmed_means as trim_kernel
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
@@ -39,11 +36,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Data, FileBlock, Floats, Stream
+    from gradtool.backends import Data, Floats
     from gradtool.backends.extremes import Extremes
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
+# What is fastest where no sums are needed.
+_MAXIMA = NormSpec(math.inf)
 # As COLUMNS in _order.h.
 _COLUMNS = 128
 
@@ -51,23 +50,26 @@ _COLUMNS = 128
 class CompiledBackend(NumpyBackend):
     """The numpy backend with compiled kernels, for norms of order 1, 2 and infinity."""
 
-    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
+    def reads_files(self, spec: NormSpec) -> bool:
+        """For the orders that have a kernel."""
+        return spec.order in _TERMS
+
+    def tile_sums(self, block: memoryview | FileBlock, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
-        if spec.order not in _TERMS:
-            return super().tile_sums(block, pieces, spec)
-        return _run(block, pieces, None, math.inf, spec)
+        if isinstance(block, FileBlock) or spec.order in _TERMS:
+            return _run(block, pieces, None, math.inf, spec)
+        return super().tile_sums(block, pieces, spec)
 
-    def stream(self, spec: NormSpec) -> Stream | None:
-        """A loop that reads and sums, for the orders that have a kernel."""
-        return partial(_stream, spec) if spec.order in _TERMS else None
-
-    def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
-        """Count values by exponent."""
+    def profile(
+        self, block: memoryview | FileBlock, pieces: Sequence[Piece], spec: NormSpec
+    ) -> tuple[BlockSums, BlockHistogram]:
+        """Sum the pieces, and count values by exponent."""
         from gradtool.backends.histogram import empty_histogram  # late, as what most calls do not need
 
+        if spec.order not in _TERMS:
+            return self.tile_sums(block, pieces, spec), self.profile(block, pieces, _MAXIMA)[1]
         found = empty_histogram(pieces)
-        histogram_kernel(block, _table(pieces), found.counts, found.largest)
-        return found
+        return _run(block, pieces, None, math.inf, spec, counts=found), found
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""
@@ -87,7 +89,12 @@ class CompiledBackend(NumpyBackend):
         return _run(block, pieces, array("d", factors), limit, spec)
 
     def differences(
-        self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
+        self,
+        a: memoryview | FileBlock,
+        pieces: Sequence[Piece],
+        b: memoryview | FileBlock,
+        others: Sequence[Piece],
+        tolerance: Tolerance,
     ) -> BlockDifferences:
         """Compare pieces in the same places."""
         from gradtool.backends.differences import empty_differences
@@ -216,23 +223,19 @@ def _table(pieces: Sequence[Piece]) -> array[int]:
 
 
 def _run(
-    block: memoryview,
+    block: memoryview | FileBlock,
     pieces: Sequence[Piece],
     factors: array[float] | None,
     limit: float,
     spec: NormSpec,
     *,
     wide: Floats | None = None,
+    counts: BlockHistogram | tuple[None, None] = (None, None),
 ) -> BlockSums:
     room = _room(pieces)
-    run_kernels(block, _table(pieces), factors, wide, limit, _TERMS[spec.order], spec.drop_nonfinite, *room)
+    term = _TERMS[spec.order]
+    run_kernels(block, _table(pieces), factors, wide, limit, term, spec.drop_nonfinite, *room, *counts)
     return _found(*room)
-
-
-def _stream(spec: NormSpec, block: FileBlock, memory: memoryview, pieces: Sequence[Piece]) -> Streamed:
-    table, term, room = _table(pieces), _TERMS[spec.order], _room(pieces)
-    nbytes, seconds = sum_file_kernel(*block, memory, table, term, spec.drop_nonfinite, *room)
-    return Streamed(_found(*room), nbytes, seconds)
 
 
 def _room(pieces: Sequence[Piece]) -> tuple[array[float], array[int], array[float], array[int]]:

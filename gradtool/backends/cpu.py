@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Data, Floats, Stream
+    from gradtool.backends import Data, Floats
     from gradtool.backends.extremes import Extremes
 
 _ROW_LANES, _CHUNK = 32, 1024
@@ -63,19 +63,19 @@ class NumpyBackend:
         """No: memory must not grow with the data, and the page cache has the files."""
         return False
 
-    def stream(self, spec: NormSpec) -> Stream | None:  # noqa: ARG002
-        """Nothing: numpy makes several passes over a tile anyway."""
-        return None
+    def reads_files(self, spec: NormSpec) -> bool:  # noqa: ARG002
+        """No: numpy makes several passes over a tile anyway."""
+        return False
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
         return sum_pieces(block, pieces, spec)
 
-    def histogram(self, block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
-        """Count values by exponent."""
+    def profile(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+        """Sum the pieces, and count values by exponent."""
         from gradtool.backends.histogram import count_pieces  # late, as what most calls do not need
 
-        return count_pieces(block, pieces)
+        return self.tile_sums(block, pieces, spec), count_pieces(block, pieces)
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""

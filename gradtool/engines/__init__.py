@@ -6,19 +6,22 @@ a part of the pass (`executor`); which processes these are is the business of a 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from gradtool import tuning
+from gradtool.arrays import int64s
 from gradtool.backends import FileBlock
 from gradtool.errors import DeviceMemoryError
 from gradtool.reduction import TILE
+from gradtool.store.format.tensors import BITS
 from gradtool.store.io.blocks import halved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
     from concurrent.futures import Future
 
-    from gradtool.backends import Backend, BlockSums, Data, Piece, Stream
+    from gradtool.backends import Backend, Data, NormSpec
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Clock
@@ -158,13 +161,29 @@ class Worker(NamedTuple):
         self.destination.keep(self.channel, block, view)
         return self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
 
-    def stream(self, block: Block, stream: Stream, pieces: Sequence[Piece]) -> BlockSums:
-        """Read and sum a block in one go."""
-        view = self.channel.memory("block", tuning.STREAM_BYTES)
+    @contextlib.contextmanager
+    def look(self, block: Block, spec: NormSpec) -> Iterator[Data]:
+        """A block that is only looked at, which the backend may read itself."""
+        if not reads_files(self.backend, self.destination, spec):
+            yield self.load(block)
+            return
+        with self.lend(block) as data:
+            yield data
+
+    @contextlib.contextmanager
+    def lend(self, block: Block, use: str = "block", sides: int = 1) -> Iterator[FileBlock]:
+        """A block for the backend to read, by itself or as one of some `sides`, whose memory is to stay in the cache.
+
+        Raises:
+            SystemRefusedError: reading failed, or the file changed since its header was read.
+        """
+        report, tile = int64s(3), max((TILE * BITS[span.dtype] // 8 for span in block.spans), default=0)
         with self.channel.lend(block.shard) as fd:
-            streamed = stream(FileBlock(fd, block.begin, block.end - block.begin), view, pieces)
-        self.channel.has_read(streamed.nbytes, streamed.seconds)
-        return streamed.sums
+            memory = self.channel.memory(use, max(tuning.STREAM_BYTES // sides, tile))
+            lent = FileBlock(fd, block.begin, block.end - block.begin, memory, report)
+            yield lent
+            lent.check()
+        self.channel.has_read(report[0], 1e-9 * report[1])
 
     def leave(self, block: Block, data: Data) -> None:
         """Leave a block on the device for the next pass, if there is room."""
@@ -179,6 +198,18 @@ class Worker(NamedTuple):
         if block.spans:
             self.backend.to_host(data, view)
         self.destination.write(self.channel, block, view)
+
+
+def reads_files(backend: Backend, destination: Destination, spec: NormSpec) -> bool:
+    """Whether blocks that are looked at are read by the backend: not where they are written afterwards."""
+    return not destination.count and backend.reads_files(spec)
+
+
+def block_bytes(backend: Backend, destination: Destination, spec: NormSpec) -> int:
+    """The size of blocks that are looked at."""
+    if reads_files(backend, destination, spec):
+        return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
+    return backend.block_bytes
 
 
 class OnBlock:

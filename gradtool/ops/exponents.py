@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from gradtool.arrays import float64s, int64s
 from gradtool.backends.histogram import RANGES, bins_of
-from gradtool.engines import OnBlock
+from gradtool.engines import OnBlock, block_bytes
 from gradtool.ops.passes import Measure, pieces_of
 
 if TYPE_CHECKING:
@@ -157,16 +157,16 @@ class Profile:
         return self.measure.nbytes(destination)
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block."""
-        return (OnBlock(self._work, one) for one in self.measure.blocks(destination, backend.block_bytes))
+        """One for each block, as large as those of the measurement."""
+        nbytes = block_bytes(backend, destination, self.measure.spec)
+        return (OnBlock(self._work, one) for one in self.measure.blocks(destination, nbytes))
 
     def parts(self, destination: Destination) -> Iterator[Part]:
         """Those of the measurement."""
         return (part._replace(work=type(self)(cast("Measure", part.work))) for part in self.measure.parts(destination))
 
     def _work(self, block: Block, worker: Worker, found: Profiled) -> None:
-        data, pieces = worker.load(block), pieces_of(block)
-        sums = worker.backend.tile_sums(data, pieces, self.measure.spec)
-        counts = worker.backend.histogram(data, pieces)
+        with worker.look(block, self.measure.spec) as data:
+            sums, counts = worker.backend.profile(data, pieces_of(block), self.measure.spec)
         found.measurement.add(block, sums)
         found.histograms.add(block, counts)

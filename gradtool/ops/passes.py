@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from gradtool import tuning
 from gradtool.backends import NormSpec, Piece
-from gradtool.engines import OnBlock, Part
+from gradtool.engines import OnBlock, Part, block_bytes
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
@@ -18,7 +17,7 @@ from gradtool.store.format.tensors import BITS, Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from gradtool.backends import Backend, Stream
+    from gradtool.backends import Backend
     from gradtool.engines import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block, Span
@@ -91,11 +90,8 @@ class Measure(TensorPass):
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Task]:
         """One for each block; larger ones where the backend reads them itself, and nothing is to be written."""
-        stream = None if destination.count else backend.stream(self.spec)
-        if stream is None:
-            return super().tasks(backend, destination)
-        blocks = self.blocks(destination, tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES)
-        return (partial(self._stream, stream, one) for one in blocks)
+        nbytes = block_bytes(backend, destination, self.spec)
+        return (OnBlock(self.work, one) for one in self.blocks(destination, nbytes))
 
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
         """The same; the next pass may run anywhere."""
@@ -103,13 +99,11 @@ class Measure(TensorPass):
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """Sum a block."""
-        data = worker.load(block)
-        found.add(block, worker.backend.tile_sums(data, pieces_of(block), self.spec))
+        with worker.look(block, self.spec) as data:
+            sums = worker.backend.tile_sums(data, pieces_of(block), self.spec)
+        found.add(block, sums)
         if self.leaves:
             worker.leave(block, data)
-
-    def _stream(self, stream: Stream, block: Block, worker: Worker, found: Measurement) -> None:
-        found.add(block, worker.stream(block, stream, pieces_of(block)))
 
 
 class _Nothing(Measure):

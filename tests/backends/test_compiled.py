@@ -1,3 +1,4 @@
+import contextlib
 import math
 
 import numpy as np
@@ -20,6 +21,8 @@ def arguments(pieces=((1, 0, 4),), **changed):
         "exponents": np.zeros(1, np.int32),
         "max_abs": np.zeros(1),
         "counts": np.zeros((1, 4), np.int64),
+        "bins": None,
+        "largest": None,
     }
     return list((good | changed).values())
 
@@ -60,24 +63,6 @@ def test_reading_needs_no_writable_block():
     kernels.run(*arguments(block=bytes(16), factors=None))
 
 
-def reading(file, pieces=((1, 0, 4),), **changed):
-    """A call that reads and sums, and what a test changes about it."""
-    good = {
-        "fd": file.fileno(),
-        "begin": 0,
-        "nbytes": 16,
-        "room": bytearray(16),
-        "pieces": np.array(pieces, np.int64),
-        "term": 2,
-        "drops": False,
-        "sums": np.zeros(1),
-        "exponents": np.zeros(1, np.int32),
-        "max_abs": np.zeros(1),
-        "counts": np.zeros((1, 4), np.int64),
-    }
-    return list((good | changed).values())
-
-
 @pytest.fixture
 def sixteen(tmp_path):
     """An open file of four float32."""
@@ -86,36 +71,92 @@ def sixteen(tmp_path):
         yield file
 
 
+def file_block(file, **changed):
+    """A block of a file that can be read, and what a test changes about it."""
+    good = {"fd": file.fileno(), "begin": 0, "nbytes": 16, "memory": bytearray(16), "report": np.zeros(3, np.int64)}
+    return tuple((good | changed).values())
+
+
 def test_a_correct_reading_works(sixteen):
-    call = reading(sixteen)
-    assert kernels.sum_file(*call)[0] == 16
+    call = arguments(block=file_block(sixteen), factors=None)
+    kernels.run(*call)
     assert (call[7].tolist(), call[9].tolist(), call[10].tolist()) == ([14.0], [3.0], [[0, 0, 1, -1]])
+    nbytes, nanoseconds, problem = call[0][-1]
+    assert (nbytes, problem) == (16, 0)
+    assert nanoseconds >= 0
+
+
+TWO_TILES = {"pieces": [(0, 0, 65_537)], "sums": np.zeros(2), "exponents": np.zeros(2, np.int32)}
+WRONG_FILE_BLOCKS = [
+    {"memory": bytearray(15)},
+    {"nbytes": 15},
+    {"nbytes": -1},
+    {"begin": -1},
+    {"begin": 2**63 - 16},
+    {"report": np.zeros(2, np.int64)},
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        *(
+            ({}, wrong)
+            for wrong in [*WRONG_PIECES, {"sums": np.zeros(2)}, {"factors": np.ones(1)}, {"wide": np.zeros(4)}]
+        ),
+        *((changed, {}) for changed in WRONG_FILE_BLOCKS),
+        ({"nbytes": 1 << 22}, TWO_TILES),
+    ],
+)
+def test_no_reading_reaches_outside_its_buffers(sixteen, changed, wrong):
+    with pytest.raises(ValueError, match=r"needed|outside|storage type"):
+        kernels.run(*arguments(**({"block": file_block(sixteen, **changed), "factors": None} | wrong)))
+
+
+@pytest.mark.parametrize("wrong", [{"memory": bytes(16)}, {"report": bytes(24)}, {"fd": "3"}])
+def test_a_reading_needs_a_descriptor_and_writable_memory(sixteen, wrong):
+    with pytest.raises((TypeError, BufferError)):
+        kernels.run(*arguments(block=file_block(sixteen, **wrong), factors=None))
+
+
+def test_what_a_call_takes_is_free_after_it_whether_it_worked_or_not(sixteen):
+    for wrong in ({}, {"pieces": [(1, 0, 5)]}, {"counts": b"read only"}):
+        memory, report = bytearray(16), bytearray(24)
+        block = file_block(sixteen, memory=memory, report=report)
+        with contextlib.suppress(ValueError, TypeError, BufferError):
+            kernels.run(*arguments(**({"block": block, "factors": None} | wrong)))
+        # Not possible while a buffer is in use.
+        memory.append(0)
+        report.append(0)
+
+
+def counting(**changed):
+    """A call that counts exponents, and what a test changes about it."""
+    return arguments(**({"factors": None, "bins": np.zeros(277, np.int64), "largest": np.zeros(1)} | changed))
+
+
+def test_a_correct_counting_works():
+    call = counting(block=np.array([1, 2, 3, 0], np.float32).tobytes())
+    kernels.run(*call)
+    assert (call[11][call[11] > 0].tolist(), call[12].tolist()) == ([1, 2], [3.0])
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        *WRONG_PIECES,
-        {"sums": np.zeros(2)},
-        {"exponents": np.zeros(2, np.int32)},
-        {"max_abs": np.zeros(0)},
-        {"counts": np.zeros((0, 4), np.int64)},
-        {"room": bytearray(15)},
-        {"nbytes": 1 << 22, "pieces": [(0, 0, 65_537)], "sums": np.zeros(2), "exponents": np.zeros(2, np.int32)},
-        {"nbytes": 15},
-        {"nbytes": -1},
-        {"begin": -1},
-        {"begin": 2**63 - 16},
+        {"bins": np.zeros(276, np.int64)},
+        {"bins": np.zeros(278, np.int64)},
+        {"bins": bytes(8 * 277)},
+        {"largest": np.zeros(2)},
+        {"largest": np.zeros(0)},
+        {"largest": bytes(8)},
+        {"largest": None},
+        {"pieces": [(0, 0, 2)]},
     ],
 )
-def test_no_reading_reaches_outside_its_buffers(sixteen, wrong):
-    with pytest.raises(ValueError, match=r"needed|outside|storage type"):
-        kernels.sum_file(*reading(sixteen, **wrong))
-
-
-def test_a_reading_needs_a_writable_room(sixteen):
-    with pytest.raises((TypeError, BufferError)):
-        kernels.sum_file(*reading(sixteen, room=bytes(16)))
+def test_no_counting_reaches_outside_its_buffers(wrong):
+    with pytest.raises(ValueError, match="needed"):
+        kernels.run(*counting(**wrong))
 
 
 def addition(addends=((1, 0, 4, 0),), **changed):
@@ -258,6 +299,22 @@ def comparison(pieces=((1, 0, 4),), others=((0, 0, 4),), **changed):
 
 def test_a_correct_comparison_works():
     kernels.differences(*comparison())
+
+
+def test_a_comparison_reads_files_too(sixteen):
+    call = comparison(a=file_block(sixteen), b=np.ones(4).tobytes())
+    kernels.differences(*call)
+    assert call[6].tolist() == [[6.0, 14.0, 4.0, 6.0]]
+    for wrong in ({}, *WRONG_FILE_BLOCKS):
+        blocks = {"a": file_block(sixteen), "b": file_block(sixteen, **wrong)}
+        call = comparison(**blocks, others=[(1, 0, 4)])
+        if wrong:
+            with pytest.raises(ValueError, match=r"needed|outside"):
+                kernels.differences(*call)
+        else:
+            kernels.differences(*call)
+            assert call[12].tolist() == [[0, 0, 0, 0, 0, 0]]
+            assert [one[-1][0] for one in blocks.values()] == [16, 16]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Blocks that a backend reads from a file itself, against the same blocks in memory and the numpy backend."""
 
+import contextlib
 import errno
 import math
 import os
@@ -16,22 +17,36 @@ from hypothesis import strategies as st
 from support import FACTS, NUMPY_TYPES, VALUE_TYPES, block_of, bytes_of_memory, encode
 
 from gradtool import tuning
-from gradtool.backends import FileBlock, NormSpec, Piece
+from gradtool.arrays import int64s
+from gradtool.backends import FileBlock, NormSpec, Piece, Tolerance
 from gradtool.backends.cpu import NumpyBackend
 
 COMPILER = shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 ROOM, SPEC = tuning.STREAM_BYTES, NormSpec()
 
 
-def streamed(backend, data, pieces, spec=SPEC, *, lead=0, cut=0, room=ROOM):
-    """What a backend finds in a block between other bytes of a file, or in one whose last `cut` bytes are missing."""
-    stream = backend.stream(spec)
-    if stream is None:
-        pytest.skip("this backend reads no files")
+@contextlib.contextmanager
+def in_file(data, *, lead=0, cut=0, room=ROOM):
+    """A block between other bytes of a file, or at the end of one, whose last `cut` bytes are missing."""
     with tempfile.TemporaryFile() as file:
         file.write(bytes(lead) + bytes(data[: len(data) - cut]) + bytes(0 if cut else 1000))
         file.flush()
-        return stream(FileBlock(file.fileno(), lead, len(data)), bytes_of_memory(room), pieces)
+        yield FileBlock(file.fileno(), lead, len(data), bytes_of_memory(room), int64s(3))
+
+
+def reads(backend, spec=SPEC):
+    if not backend.reads_files(spec):
+        pytest.skip("this backend reads no files")
+
+
+def streamed(backend, data, pieces, spec=SPEC, **options):
+    """What a backend finds in a block of a file, and the bytes that it read."""
+    reads(backend, spec)
+    with in_file(data, **options) as block:
+        found = backend.tile_sums(block, pieces, spec)
+        block.check()
+        assert block.report[1] >= 0
+        return found, block.report[0]
 
 
 def assert_found(found, expected):
@@ -71,7 +86,7 @@ SHAPES = st.lists(
 def test_what_is_streamed_has_the_bits_of_the_reference(backend, shapes, seed, order, lead, room):
     data, pieces = block_with_gaps(shapes, np.random.default_rng(seed))
     spec = NormSpec(order, drop_nonfinite=seed % 2 == 1)
-    found = streamed(backend, data, pieces, spec, lead=lead, room=room).sums
+    found = streamed(backend, data, pieces, spec, lead=lead, room=room)[0]
     assert_found(found, NumpyBackend().tile_sums(data, pieces, spec))
 
 
@@ -82,22 +97,22 @@ def test_tiles_out_of_range_are_divided_before_the_next_is_read(backend, dtype, 
     values = np.ldexp(rng.standard_normal(200_003), exponent if dtype == "F64" else 0)
     data, pieces = block_of(encode(values, dtype), encode(values[:70_000], dtype))
     for order in (1.0, 2.0):
-        found = streamed(backend, data, pieces, NormSpec(order), lead=3).sums
+        found = streamed(backend, data, pieces, NormSpec(order), lead=3)[0]
         assert_found(found, NumpyBackend().tile_sums(data, pieces, NormSpec(order)))
 
 
 def test_many_tiny_tensors_are_read_at_once(backend):
     rng = np.random.default_rng(6)
     data, pieces = block_with_gaps([(VALUE_TYPES[i % 6], i % 5, i % 3) for i in range(3000)], rng)
-    found = streamed(backend, data, pieces, lead=1)
-    assert_found(found.sums, NumpyBackend().tile_sums(data, pieces, SPEC))
+    found, nbytes = streamed(backend, data, pieces, lead=1)
+    assert_found(found, NumpyBackend().tile_sums(data, pieces, SPEC))
     # All but the gap before the first value.
-    assert found.nbytes == len(data) - pieces[1].offset
+    assert nbytes == len(data) - pieces[1].offset
 
 
 def test_every_byte_is_read_once_though_tiles_lie_across_what_is_read_at_a_time(backend):
     data, pieces = block_of(np.ones(5, np.float32), np.ones(300_000), np.ones(400_001, np.float16), np.ones(7))
-    assert streamed(backend, data, pieces, lead=2).nbytes == len(data)
+    assert streamed(backend, data, pieces, lead=2)[1] == len(data)
 
 
 def test_pieces_may_come_in_any_order_and_overlap(backend):
@@ -105,21 +120,20 @@ def test_pieces_may_come_in_any_order_and_overlap(backend):
         [("F32", 100_000, 1), ("F64", 100_000, 0), ("F16", 300_000, 7)], np.random.default_rng(7)
     )
     pieces = [*reversed(pieces), pieces[1]._replace(elements=5), pieces[0]]
-    assert_found(streamed(backend, data, pieces).sums, NumpyBackend().tile_sums(data, pieces, SPEC))
+    assert_found(streamed(backend, data, pieces)[0], NumpyBackend().tile_sums(data, pieces, SPEC))
 
 
 def test_a_gap_that_is_longer_than_the_room_is_not_read(backend):
     data = memoryview(bytes(4 * ROOM))
     pieces = [Piece("F32", 0, 1), Piece("F32", len(data) - 4, 1)]
-    found = streamed(backend, data, pieces)
-    assert found.nbytes == ROOM + 4
-    assert found.sums.zeros.tolist() == [1, 1]
-    assert found.seconds >= 0
+    found, nbytes = streamed(backend, data, pieces)
+    assert nbytes == ROOM + 4
+    assert found.zeros.tolist() == [1, 1]
 
 
 def test_nothing_is_read_where_there_is_no_value(backend):
-    found = streamed(backend, memoryview(b""), [Piece("F32", 0, 0)])
-    assert (found.nbytes, found.seconds, found.sums.sums.tolist()) == (0, 0.0, [])
+    found, nbytes = streamed(backend, memoryview(b""), [Piece("F32", 0, 0)])
+    assert (nbytes, found.sums.tolist()) == (0, [])
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
@@ -128,7 +142,7 @@ def test_the_first_nan_is_found_wherever_it_is(backend, dtype):
     for first in (699_999, 400_000, 131_072, 131_071, 0):
         values[first] = math.nan
         data, pieces = block_of(encode(np.ones(5), dtype), encode(values, dtype))
-        found = streamed(backend, data, pieces, lead=1).sums
+        found = streamed(backend, data, pieces, lead=1)[0]
         assert found.first_nonfinite.tolist() == [-1, first]
 
 
@@ -141,27 +155,111 @@ def test_a_file_that_ends_within_the_block_is_noticed(backend, cut):
 
 def test_bytes_that_no_piece_needs_may_be_missing(backend):
     data, pieces = block_of(np.ones(10, np.float32), np.ones(10, np.float32))
-    assert streamed(backend, data, pieces[:1], cut=40).nbytes == 40
+    assert streamed(backend, data, pieces[:1], cut=40)[1] == 40
 
 
 def test_what_the_system_refuses_is_raised_with_its_number(backend, tmp_path):
-    stream = backend.stream(SPEC)
-    if stream is None:
-        pytest.skip("this backend reads no files")
+    reads(backend)
     fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with pytest.raises(IsADirectoryError):
-            stream(FileBlock(fd, 0, 4), bytes_of_memory(ROOM), [Piece("F32", 0, 1)])
-    finally:
-        os.close(fd)
-    with pytest.raises(OSError, match="Bad file descriptor") as caught:
-        stream(FileBlock(-1, 0, 4), bytes_of_memory(ROOM), [Piece("F32", 0, 1)])
-    assert caught.value.errno == errno.EBADF
+    errors = []
+    for one in (fd, -1):
+        block = FileBlock(one, 0, 4, bytes_of_memory(ROOM), int64s(3))
+        backend.tile_sums(block, [Piece("F32", 0, 1)], SPEC)
+        with pytest.raises(OSError, match=r"directory|descriptor") as caught:
+            block.check()
+        errors.append(caught.value.errno)
+    os.close(fd)
+    assert errors == [errno.EISDIR, errno.EBADF]
 
 
 def test_only_orders_that_have_a_kernel_are_streamed(backend):
-    assert backend.stream(NormSpec(3.0)) is None
-    assert (backend.stream(SPEC) is None) == (backend.stream(NormSpec(1.0)) is None)
+    assert not backend.reads_files(NormSpec(3.0))
+    assert backend.reads_files(SPEC) == backend.reads_files(NormSpec(1.0))
+
+
+@settings(max_examples=40)
+@given(shapes=SHAPES, seed=st.integers(0, 99), order=st.sampled_from([1.0, 2.0, math.inf]), lead=st.integers(0, 9))
+def test_what_is_counted_while_it_is_read_is_what_the_reference_counts(backend, shapes, seed, order, lead):
+    data, pieces = block_with_gaps(shapes, np.random.default_rng(seed))
+    spec = NormSpec(order, drop_nonfinite=seed % 2 == 1)
+    reads(backend, spec)
+    with in_file(data, lead=lead) as block:
+        sums, counts = backend.profile(block, pieces, spec)
+        block.check()
+    expected = NumpyBackend().profile(data, pieces, spec)
+    assert_found(sums, expected[0])
+    assert counts == expected[1]
+
+
+def two_blocks(shapes, rng):
+    """Two blocks of pieces as long as each other: mostly of near values, some of them NaN, Inf, or equal."""
+    blocks = [bytearray(), bytearray()], [[], []]
+    for dtype, other, elements, gap in shapes:
+        values = rng.standard_normal(elements)
+        values[rng.random(elements) < rng.choice([0, 0.001])] = rng.choice([math.nan, math.inf])
+        near = values * (1 + rng.choice([0, 1e-3]) * rng.standard_normal(elements))
+        for data, pieces, kind, own, lead in zip(*blocks, (dtype, other), (values, near), (gap, gap // 3), strict=True):
+            pieces.append(Piece(kind, len(data) + lead, elements))
+            data.extend(b"\xff" * lead + encode(own, kind).tobytes())
+    return [(memoryview(data), pieces) for data, pieces in zip(*blocks, strict=True)]
+
+
+def compared(backend, a, b, tolerance=Tolerance(), **options):  # noqa: B008 - a value
+    """What a backend finds between two blocks of files, and the bytes that it read of each."""
+    reads(backend)
+    (left, pieces), (right, others) = a, b
+    with in_file(left, **options) as x, in_file(right, lead=3, cut=options.get("cut", 0)) as y:
+        found = backend.differences(x, pieces, y, others, tolerance)
+        for one in (x, y):
+            one.check()
+    return found, x.report[0], y.report[0]
+
+
+PAIRS = st.lists(
+    st.tuples(
+        st.sampled_from(VALUE_TYPES),
+        st.sampled_from(VALUE_TYPES),
+        st.sampled_from([0, 1, 37, 2049, 65_537, 140_003]),
+        st.sampled_from([0, 1, 600_001]),
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=40)
+@given(shapes=PAIRS, seed=st.integers(0, 99), lead=st.integers(0, 9), room=st.sampled_from([ROOM, ROOM + 13, 3 * ROOM]))
+def test_two_files_that_are_read_side_by_side_differ_as_in_the_reference(backend, shapes, seed, lead, room):
+    rng = np.random.default_rng(seed)
+    a, b = two_blocks(shapes, rng)
+    tolerance = Tolerance(*rng.choice([0, 1e-3], 2).tolist())
+    found, *_ = compared(backend, a, b, tolerance, lead=lead, room=room)
+    expected = NumpyBackend().differences(*a, *b, tolerance)
+    assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
+
+
+def test_every_byte_of_both_files_is_read_once(backend):
+    a, b = two_blocks([("F64", "BF16", 300_000, 0), ("F16", "F32", 400_001, 0)], np.random.default_rng(9))
+    assert compared(backend, a, b)[1:] == (len(a[0]), len(b[0]))
+
+
+def test_a_file_and_one_in_memory_are_compared(backend):
+    reads(backend)
+    (left, pieces), (right, others) = two_blocks([("F32", "F16", 200_000, 5)], np.random.default_rng(10))
+    expected = NumpyBackend().differences(left, pieces, right, others, Tolerance())
+    with in_file(left) as x, in_file(right) as y:
+        assert backend.differences(x, pieces, right, others, Tolerance()) == expected
+        assert backend.differences(left, pieces, y, others, Tolerance()) == expected
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("cut", [1, 300_000, 799_999])
+def test_of_two_files_the_one_that_ends_early_is_told(backend, side, cut):
+    reads(backend)
+    a, b = two_blocks([("F32", "F32", 200_000, 0)], np.random.default_rng(11))
+    cuts = [cut * (side == 0), cut * (side == 1)]
+    with in_file(a[0], cut=cuts[0]) as x, in_file(b[0], cut=cuts[1]) as y:
+        backend.differences(x, a[1], y, b[1], Tolerance())
+        assert [one.report[2] for one in (x, y)] == [-(side == 0), -(side == 1)]
 
 
 # Reads that are interrupted, and those that bring less than was asked for.
@@ -183,11 +281,12 @@ READ = """
 import sys, numpy as np
 from support import backends, bytes_of_memory
 from gradtool import tuning
+from gradtool.arrays import int64s
 from gradtool.backends import FileBlock, NormSpec, Piece
 with open(sys.argv[1], "rb") as file:
-    block, memory = FileBlock(file.fileno(), 3, 2_400_000), bytes_of_memory(tuning.STREAM_BYTES)
-    found = backends()["compiled"]().stream(NormSpec())(block, memory, [Piece("F64", 0, 300_000)])
-print(found.nbytes, [one.hex() for one in found.sums.sums.tolist()])
+    block = FileBlock(file.fileno(), 3, 2_400_000, bytes_of_memory(tuning.STREAM_BYTES), int64s(3))
+    found = backends()["compiled"]().tile_sums(block, [Piece("F64", 0, 300_000)], NormSpec())
+print(block.report[0], [one.hex() for one in found.sums.tolist()])
 """
 
 

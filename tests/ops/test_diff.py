@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from array import array
 from dataclasses import asdict
 from fractions import Fraction
@@ -24,8 +25,10 @@ from support import (
     write_index,
 )
 
-from gradtool import BadInputError, UsageError, accumulate, diff, norm
+from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
+from gradtool.backends import choose as choose_backend
 from gradtool.engines import choose
+from gradtool.ops.diff import compare
 from gradtool.ops.diff.figures import Figures
 from gradtool.reduction import TILE
 
@@ -140,6 +143,42 @@ def _with(backend, chosen, progress):
     engine, choice = choose.choose(chosen, progress)
     engine.backend = backend
     return engine, choice
+
+
+@pytest.mark.parametrize("part", [0, 1 << 10, 1 << 40])
+def test_one_block_is_compared_with_several_files_in_any_order(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(compare, "_PART_BYTES", part)
+    rng = np.random.default_rng(12)
+    kinds = [VALUE_TYPES[number % 6] for number in range(40)]
+    a = {f"t{number:02d}": gaussian(rng.choice([0, 1, 37, 5000, 70_001]), kind) for number, kind in enumerate(kinds)}
+    b = {name: encode(one.astype(np.float64) * 1.01, rng.choice(VALUE_TYPES)) for name, one in a.items()}
+    names = list(rng.permutation(list(b)))
+    shards = {f"{at}.safetensors": {name: b[name] for name in names[at::4]} for at in range(4)}
+    paths = write(tmp_path / "a.safetensors", a), write_index(tmp_path / "b", shards)
+    found = [diff(*paths, per_tensor=True, threads=threads) for threads in (1, 3)]
+    monkeypatch.setattr(type(choose_backend("cpu").backend), "reads_files", lambda *_: False)
+    expected = diff(*paths, per_tensor=True)
+    assert [figures(one) for one in found] == [figures(expected)] * 2
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_file_that_is_cut_short_while_both_are_compared_is_named(tmp_path, monkeypatch, side, reads):
+    if not reads:
+        monkeypatch.setattr(type(choose_backend("cpu").backend), "reads_files", lambda *_: False)
+    paths = two(tmp_path, np.ones(3_000_000, np.float32), np.ones(3_000_000))
+    # Both have been read from by the second call.
+    calls = [lambda: os.truncate(paths[side], 9_000_000), lambda: None]
+    with pytest.raises(SystemRefusedError, match="became shorter while it was read; run again") as caught:
+        diff(*paths, threads=1, progress=lambda *_: calls.pop()() if calls else None)
+    assert [problem.file for problem in caught.value.problems] == [str(paths[side])]
+
+
+def test_a_file_that_changes_while_it_is_compared_is_named(tmp_path):
+    paths = two(tmp_path, np.ones(10, np.float32), np.ones(10))
+    with pytest.raises(SystemRefusedError, match="changed") as caught:
+        diff(*paths, threads=1, progress=lambda *_: os.utime(paths[1], ns=(0, 0)))
+    assert [problem.file for problem in caught.value.problems] == [str(paths[1])]
 
 
 def test_a_file_and_itself(tmp_path):

@@ -11,7 +11,7 @@ from parts import run_part
 from support import NUMPY_TYPES, VALUE_TYPES, encode, gaussian, rounded_once, snapshot, write, write_index
 
 from gradtool import norm, tuning
-from gradtool.backends import NormSpec
+from gradtool.backends import NormSpec, choose
 from gradtool.backends.histogram import RANGES
 from gradtool.ops.exponents import Histograms, Profile
 from gradtool.ops.histogram import storage_ranges
@@ -42,6 +42,17 @@ def test_a_known_histogram(tmp_path):
     result = norm(path, histogram=True)
     assert [(row.exponent, row.count) for row in result.histogram] == [(0, 2), (1, 3), (2, 1)]
     assert sum(row.count for row in result.histogram) + result.zeros + result.nan + result.inf == result.elements
+
+
+def test_a_backend_that_reads_counts_what_one_that_is_given_blocks_does(tmp_path, monkeypatch):
+    arrays = {dtype: gaussian(700_001, dtype, seed=i) for i, dtype in enumerate(VALUE_TYPES)}
+    path = write(tmp_path / "x", arrays)
+    found = [norm(path, histogram=True, threads=threads) for threads in (1, 3)]
+    monkeypatch.setattr(type(choose("cpu").backend), "reads_files", lambda *_: False)
+    expected = norm(path, histogram=True)
+    for one in found:
+        assert (one.histogram, one.per_dtype, one.norm) == (expected.histogram, expected.per_dtype, expected.norm)
+        assert one.timings.read_bytes == expected.timings.read_bytes == sum(array.nbytes for array in arrays.values())
 
 
 def test_the_whole_each_tensor_and_each_path_have_their_own(tmp_path):

@@ -15,6 +15,7 @@ from gradtool.backends import NormSpec, Rule
 from gradtool.engines.threads import Threads
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.match import match
+from gradtool.ops.diff.compare import Compare
 from gradtool.ops.exponents import Profile
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.totals import Total
@@ -107,9 +108,8 @@ def test_only_a_pass_that_writes_nothing_has_a_backend_read_for_itself(tmp_path)
     backend = mock.Mock(block_bytes=tuning.BLOCK_BYTES)
     in_place = Overwritten({opened.shards[0]: (NewFile(opened.shards[0], 0), None)}, None)
     counts = {}
-    for name, stream, destination in (("reads", len, DISCARD), ("writes", len, in_place), ("cannot", None, DISCARD)):
-        backend.stream.return_value = stream
-        counts[name] = len(list(measure.tasks(backend, destination)))
-    assert counts == {"reads": 3, "writes": 10, "cannot": 10}
-    # Its blocks are needed twice.
-    assert len(list(Profile(measure).tasks(backend, DISCARD))) == 10
+    passes = measure, Profile(measure), Compare(opened.selected, opened.selected)
+    for name, reads, destination in (("reads", True, DISCARD), ("writes", True, in_place), ("cannot", False, DISCARD)):
+        backend.reads_files.return_value = reads
+        counts[name] = [len(list(one.tasks(backend, destination))) for one in passes]
+    assert counts == {"reads": [3, 3, 5], "writes": [10, 10, 10], "cannot": [10, 10, 10]}

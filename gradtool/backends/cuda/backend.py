@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         Data,
         Patch,
         Rule,
-        Stream,
         Tolerance,
         Trim,
         Units,
@@ -88,17 +87,18 @@ class CudaBackend:
         """Whether enough memory would be left for the blocks that come and go."""
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
 
-    def stream(self, spec: NormSpec) -> Stream | None:  # noqa: ARG002
-        """Nothing: blocks are copied to the device first."""
-        return None
+    def reads_files(self, spec: NormSpec) -> bool:  # noqa: ARG002
+        """No: blocks are copied to the device first."""
+        return False
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
         return self._sum(self._on_device(block), pieces, None, math.inf, spec)
 
-    def histogram(self, block: Data, pieces: Sequence[Piece]) -> BlockHistogram:
-        """Count values by exponent."""
-        return count_pieces(self.device, self._on_device(block), pieces)
+    def profile(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+        """Sum the pieces, and count values by exponent."""
+        data = self._on_device(block)
+        return self.tile_sums(data, pieces, spec), count_pieces(self.device, data, pieces)
 
     def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.backends import Piece, Tolerance
+from gradtool.backends import NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
-from gradtool.engines import OnBlock, Part
+from gradtool.engines import OnBlock, Part, block_bytes, reads_files
 from gradtool.ops.beside import read
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
+from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
+
+
+# As sums of squares are read.
+_SPEC = NormSpec()
+# Of a part of a block: each takes Python's own work, so shorter ones are all read first.
+_PART_BYTES = 64 << 10
 
 
 class _Others(NamedTuple):
@@ -59,7 +66,7 @@ class Compare(NamedTuple):
         """One for each block, which is about as large as usual, and so is what it is compared with."""
         wanted = by_shard(self.selected, self.shards)
         ours, theirs = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
-        nbytes = 2 * backend.block_bytes
+        nbytes = max(block_bytes(backend, destination, _SPEC), 2 * backend.block_bytes)
         if ours:
             nbytes = max(TILE * max(ours), nbytes * min(ours) // (min(ours) + max(theirs)))
         return (OnBlock(self._compare, one) for one in destination.blocks(wanted, TILE, nbytes))
@@ -75,6 +82,22 @@ class Compare(NamedTuple):
             yield Part(work, [(number, 0) for number in numbers], reads, None, nbytes)
 
     def _compare(self, block: Block, worker: Worker, found: Comparison) -> None:
+        reads = reads_files(worker.backend, worker.destination, _SPEC)
+        parts = list(_side_by_side(block, self.others)) if reads else []
+        if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
+            self._load(block, worker, found)
+            return
+        for ours, theirs in parts:
+            self._stream(ours, theirs, worker, found)
+
+    def _stream(self, ours: Block, theirs: Block, worker: Worker, found: Comparison) -> None:
+        """Compare two blocks that the backend reads."""
+        with worker.lend(ours, "block", sides=2) as a, worker.lend(theirs, "gradients", sides=2) as b:
+            differences = worker.backend.differences(a, pieces_of(ours), b, pieces_of(theirs), self.tolerance)
+        found.add(ours, differences)
+
+    def _load(self, block: Block, worker: Worker, found: Comparison) -> None:
+        """Read a block and all that it is compared with, and compare them."""
         backend = worker.backend
         pieces = pieces_of(block)
         data = worker.load(block)
@@ -84,3 +107,22 @@ class Compare(NamedTuple):
         others = [Piece(one.dtype, one.offset, one.elements) for one in addends]
         theirs = backend.to_device(view, align=others[0].offset)
         found.add(block, backend.differences(data, pieces, theirs, others, self.tolerance))
+
+
+def _side_by_side(block: Block, others: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:
+    """A block in parts, each with a block of what it is compared with, whose tensors follow one another in a file."""
+    ours: list[Span] = []
+    theirs: list[Span] = []
+    shard, end = block.shard, 0
+    for span in block.spans:
+        tensor = others[span.tensor].tensor
+        itemsize = STORAGE[tensor.dtype].itemsize
+        begin = tensor.begin + span.start * itemsize
+        if ours and (others[span.tensor].shard is not shard or not 0 <= begin - end <= BRIDGE_BYTES):
+            yield block_around(block.shard, ours), block_around(shard, theirs)
+            ours, theirs = [], []
+        shard, end = others[span.tensor].shard, begin + span.elements * itemsize
+        ours.append(span._replace(offset=block.begin + span.offset))
+        theirs.append(span._replace(dtype=tensor.dtype, offset=begin))
+    if ours:
+        yield block_around(block.shard, ours), block_around(shard, theirs)

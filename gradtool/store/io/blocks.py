@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.tensors import Tensor
 
 # A gap between two wanted tensors that is cheaper to read than to skip.
-_BRIDGE_BYTES = 128 << 10
+BRIDGE_BYTES = 128 << 10
 
 
 class Span(NamedTuple):
@@ -59,7 +59,7 @@ def plan(
         if not elements:
             continue
         itemsize = tensor.nbytes // elements
-        if position == start or tensor.begin - position > _BRIDGE_BYTES:
+        if position == start or tensor.begin - position > BRIDGE_BYTES:
             yield from _cut(shard, begin, position, spans, nbytes)
             if whole:
                 yield from _cut(shard, position, tensor.begin, [], nbytes)
@@ -90,6 +90,13 @@ def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int)
         cut = min(end, begin + nbytes)
         yield Block(shard, begin, cut, spans)
         begin, spans = cut, []
+
+
+def block_around(shard: Shard, spans: Sequence[Span]) -> Block:
+    """The block of spans that follow one another in a file; their offsets are those of the file."""
+    begin, last = spans[0].offset, spans[-1]
+    end = last.offset + last.elements * BITS[last.dtype] // 8
+    return Block(shard, begin, end, [span._replace(offset=span.offset - begin) for span in spans])
 
 
 def covered(block: Block) -> list[tuple[int, int]]:

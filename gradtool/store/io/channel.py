@@ -79,6 +79,7 @@ class Channel:
         self._memory: dict[str, memoryview] = {}
         # The least recently used first.
         self._open: OrderedDict[Shard | File, int] = OrderedDict()
+        self._lent: list[Shard] = []
 
     def memory(self, use: str, nbytes: int) -> memoryview:
         """`nbytes` of memory, the same for the same use until more is needed; it is not cleared."""
@@ -111,12 +112,15 @@ class Channel:
         began = perf_counter()
         fd = self._descriptor(shard)
         self.clock.read += perf_counter() - began
+        self._lent.append(shard)
         try:
             yield fd
         except EOFError as error:
             raise _shortened(shard.path) from error
         except OSError as error:
             raise from_os_error(error, shard.path) from error
+        finally:
+            self._lent.remove(shard)
 
     def has_read(self, nbytes: int, seconds: float) -> None:
         """Count bytes that were read, and the seconds that it took to read them."""
@@ -219,19 +223,23 @@ class Channel:
                 raise
             except OSError as error:
                 # The limit of the system may be lower than ours.
-                if error.errno != errno.EMFILE or not self._open:
+                if error.errno != errno.EMFILE or not self._close_oldest():
                     raise from_os_error(error, file.path) from error
-                self._close_oldest()
             else:
                 self._open[file] = fd
                 return fd
 
-    def _close_oldest(self) -> None:
-        file, fd = self._open.popitem(last=False)
+    def _close_oldest(self) -> bool:
+        """Close the file that was not used for longest, unless all are lent; whether one was closed."""
+        file = next((one for one in self._open if one not in self._lent), None)
+        if file is None:
+            return False
+        fd = self._open.pop(file)
         try:
             self._check(file, fd)
         finally:
             os.close(fd)
+        return True
 
     def _check(self, file: Shard | File, fd: int) -> None:
         if not isinstance(file, Shard) or is_unchanged(fd, file.stat):

@@ -1,5 +1,6 @@
 import errno
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -175,6 +176,27 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     channel.write(file_at(target), 0, view)
     channel.close()
     assert told == [7]
+
+
+def test_files_that_are_lent_stay_open_beyond_the_limit(tmp_path):
+    shards = shards_in(tmp_path, 3)
+    channel = Channel(1, bytes_of_memory)
+    with channel.lend(shards[0]) as first, channel.lend(shards[1]) as second, channel.lend(shards[0]) as again:
+        assert first == again
+        assert [os.fstat(fd).st_ino for fd in (first, second)] == [shard.stat.st_ino for shard in shards[:2]]
+    channel.touch(shards[2])
+    channel.close()
+
+
+def test_files_that_are_lent_stay_open_where_the_system_allows_no_more(tmp_path, monkeypatch):
+    first, second = shards_in(tmp_path, 2)
+    channel = Channel(9, bytes_of_memory)
+    with channel.lend(first) as fd:
+        monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(SystemRefusedError, match="Too many open files"), channel.lend(second):
+            pass
+        assert os.fstat(fd).st_ino == first.stat.st_ino
+    channel.close()
 
 
 def test_a_descriptor_is_lent_and_what_goes_wrong_with_it_is_said_of_the_file(tmp_path):

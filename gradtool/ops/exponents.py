@@ -15,13 +15,12 @@ from gradtool.engines import OnBlock, block_bytes
 from gradtool.ops.passes import Measure, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from gradtool.backends import Backend, BlockHistogram
     from gradtool.engines import Part, Worker
     from gradtool.ops.measurement import Measurement
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
 
@@ -63,12 +62,6 @@ class Histograms:
                 self.counts[inner:outer] = found.counts[inner - begin : outer - begin]
                 self._add(outer, found.counts[outer - begin :])
             self._see(zip((span.tensor for span in block.spans), found.largest, strict=True))
-
-    def merge(self, other: Self) -> None:
-        """Add the counts of other blocks of the same tensors."""
-        with self._lock:
-            self._add(0, other.counts)
-            self._see(enumerate(other.largest))
 
     def put(self, places: Sequence[tuple[int, int]], other: Histograms) -> None:
         """Add the counts of parts of tensors; for each the number of its tensor, and the element it begins at.
@@ -113,11 +106,6 @@ class Profiled(NamedTuple):
     measurement: Measurement
     histograms: Histograms
 
-    def merge(self, other: Self) -> None:
-        """Add what was found in another part of the pass."""
-        self.measurement.merge(other.measurement)
-        self.histograms.merge(other.histograms)
-
     def condensed(self) -> Self:
         """The same in fewer bytes, to be sent."""
         return self._replace(measurement=self.measurement.condensed())
@@ -143,10 +131,6 @@ class Profile:
     def selected(self) -> Sequence[Selected]:
         """The tensors."""
         return self.measure.selected
-
-    def over(self, shards: Collection[Shard]) -> Self:
-        """The part of the pass that is about those files."""
-        return type(self)(self.measure.over(shards))
 
     def empty(self) -> Profiled:
         """Of all tensors, whatever the files."""

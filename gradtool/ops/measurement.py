@@ -7,7 +7,6 @@ import threading
 from array import array
 from copy import copy
 from itertools import accumulate
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.arrays import float64s, int32s, int64s
@@ -61,13 +60,6 @@ class Measurement:
         with self._lock:
             self.sums[tiles], self.exponents[tiles] = found.sums, found.exponents
             self._add_facts([(span.tensor, span.start) for span in block.spans], found)
-
-    def merge(self, other: Measurement) -> None:
-        """Add a measurement of the same tensors, of which each block is in one of the two only."""
-        with self._lock:
-            self.sums = array("d", map(add, self.sums, other.sums))
-            self.exponents = array("i", map(add, self.exponents, other.exponents))
-            self._add_facts([(number, 0) for number in range(len(self.max_abs))], other)
 
     def condensed(self) -> Measurement:
         """The same norms and facts from fewer values, to be sent; only for `put`."""

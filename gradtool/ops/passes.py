@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -15,7 +15,7 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import BITS, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from gradtool.backends import Backend
     from gradtool.engines import Worker
@@ -29,17 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class TensorPass:
-    """A pass over the blocks of tensors, which it measures with `spec`; `shards` limits it to those files."""
+    """A pass over the blocks of tensors, which it measures with `spec`."""
 
     title: ClassVar = "reading"
 
     selected: Sequence[Selected]
     spec: NormSpec
-    shards: Collection[Shard] | None = field(default=None, kw_only=True)
-
-    def over(self, shards: Collection[Shard]) -> Self:
-        """The part of the pass that is about those files; what the parts find is merged."""
-        return replace(self, shards=shards)
 
     def empty(self) -> Measurement:
         """Of all tensors, whatever the files."""
@@ -55,11 +50,11 @@ class TensorPass:
 
     def blocks(self, destination: Destination, nbytes: int) -> Iterator[Block]:
         """The blocks to visit, of at most so many bytes each."""
-        return destination.blocks(by_shard(self.selected, self.shards), TILE, nbytes)
+        return destination.blocks(by_shard(self.selected), TILE, nbytes)
 
     def parts(self, destination: Destination) -> Iterator[Part]:
         """One for each new file; or, where nothing is written, one for each large stretch of a file, or many small."""
-        wanted = by_shard(self.selected, self.shards)
+        wanted = by_shard(self.selected)
         for shard in destination.shards:
             places = [(number, 0) for number, _ in wanted.get(shard, ())]
             own = [Selected(shard, tensor) for _, tensor in wanted.get(shard, ())]
@@ -73,7 +68,7 @@ class TensorPass:
 
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:  # noqa: ARG002
         """The same for parts of tensors, whose places name the whole ones."""
-        return replace(self, selected=selected, shards=None)
+        return replace(self, selected=selected)
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """What a pass does with a block."""
@@ -170,8 +165,7 @@ def in_file_order(selected: Iterable[Selected]) -> list[Selected]:
     return [Selected(shard, one) for shard, found in tensors.items() for one in sorted(found, key=lambda t: t.begin)]
 
 
-def by_shard(selected: Sequence[Selected], shards: Collection[Shard] | None = None) -> Wanted:
-    """The tensors of each file with their numbers; only of the given files, if there are any given."""
+def by_shard(selected: Sequence[Selected]) -> Wanted:
+    """The tensors of each file, with their numbers."""
     groups = groupby(enumerate(selected), key=lambda entry: entry[1].shard)
-    wanted = {shard: [(number, one.tensor) for number, one in group] for shard, group in groups}
-    return wanted if shards is None else {shard: wanted[shard] for shard in wanted if shard in shards}
+    return {shard: [(number, one.tensor) for number, one in group] for shard, group in groups}

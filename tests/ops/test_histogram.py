@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parts import run_part
 from support import NUMPY_TYPES, VALUE_TYPES, encode, gaussian, rounded_once, snapshot, write, write_index
 
 from gradtool import norm, tuning
 from gradtool.backends import NormSpec, choose
 from gradtool.backends.histogram import RANGES
+from gradtool.engines.threads import Threads
 from gradtool.ops.exponents import Histograms, Profile
 from gradtool.ops.histogram import storage_ranges
 from gradtool.ops.passes import Measure
@@ -236,29 +236,25 @@ def opened(tmp_path):
     return Inputs([str(index)]).open()
 
 
-def test_parts_are_merged_and_put_where_they_belong(opened):
+def test_parts_are_put_where_they_belong(opened):
     profile = Profile(Measure(opened.selected, NormSpec()))
-    parts = [run_part(profile, DISCARD, number) for number in range(2)]
-    merged, put = profile.empty(), profile.empty()
-    for part in parts:
-        merged.merge(part)
+    put = profile.empty()
     for part in profile.parts(DISCARD):
-        own = part.work.empty()
-        for number in range(len(part.reads)):
-            own.merge(run_part(part.work, DISCARD, number))
-        put.put(part.places, pickle.loads(pickle.dumps(own.condensed())))  # noqa: S301 - our own
-    for found in (merged, put):
-        counts = [found.histograms.between(number, number + 1) for number in range(3)]
-        assert [sum(one.values()) for one in counts] == [
-            one.tensor.elements - int(found.measurement.zeros[number]) for number, one in enumerate(opened.selected)
-        ]
-        assert found.histograms.largest.tolist() == found.measurement.max_abs.tolist()
-    assert merged.histograms.counts.tobytes() == put.histograms.counts.tobytes()
+        put.put(part.places, pickle.loads(pickle.dumps(counted(part.work).condensed())))  # noqa: S301 - our own
+    counts = [put.histograms.between(number, number + 1) for number in range(3)]
+    assert [sum(one.values()) for one in counts] == [
+        one.tensor.elements - int(put.measurement.zeros[number]) for number, one in enumerate(opened.selected)
+    ]
+    assert put.histograms.largest.tolist() == put.measurement.max_abs.tolist()
+    assert put.histograms.counts.tobytes() == counted(profile).histograms.counts.tobytes()
+
+
+def counted(profile):
+    return Threads(choose("cpu").backend).run(profile)
 
 
 def test_empty_bins_are_not_sent(opened):
-    profile = Profile(Measure(opened.selected, NormSpec()))
-    found = run_part(profile, DISCARD, 0).histograms
+    found = counted(Profile(Measure(opened.selected[:2], NormSpec()))).histograms
     sent = pickle.dumps(found)
     assert len(sent) < 4000 < 8 * len(found.counts)
     assert pickle.loads(sent).counts.tobytes() == found.counts.tobytes()  # noqa: S301 - our own

@@ -3,7 +3,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import encode, gaussian, write
 
@@ -60,27 +60,20 @@ SPECS = [NormSpec(), NormSpec(drop_nonfinite=True), NormSpec(1.0), NormSpec(3.0)
 
 
 @settings(max_examples=25)
-@given(
-    spec=st.sampled_from(SPECS),
-    shares=st.lists(st.integers(0, 3), min_size=40, max_size=40),
-    order=st.permutations(range(4)),
-)
-@example(spec=NormSpec(), shares=[0, 1, 2, 3] * 10, order=[3, 2, 1, 0])
-def test_measurements_of_some_blocks_each_merge_to_that_of_all(selected, spec, shares, order):
-    blocks = list(blocks_of(selected))
-    assert 4 < len(blocks) <= len(shares)
-    parts = [
-        measured(selected, spec, [b for b, own in zip(blocks, shares, strict=False) if own == k]) for k in range(4)
+@given(spec=st.sampled_from(SPECS), numbers=st.permutations(range(5)), at=st.integers(0, 5))
+def test_measurements_of_some_tensors_each_are_put_together(selected, spec, numbers, at):
+    whole, together = measured(selected, spec, blocks_of(selected)), Measurement(selected, spec)
+    for some in (numbers[:at], numbers[at:]):
+        part = whole.part([selected[number] for number in some], some)
+        # As it comes from another process.
+        sent = pickle.loads(pickle.dumps(part.condensed()))  # noqa: S301 - our own
+        together.put([(number, 0) for number in some], sent)
+    assert whole.first_nonfinite.tolist() == together.first_nonfinite.tolist() == [-1, 70_000, -1, -1, -1]
+    assert repr(together.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
+    assert [one.tolist() for one in (together.nan, together.zeros)] == [
+        one.tolist() for one in (whole.nan, whole.zeros)
     ]
-    merged = Measurement(selected, spec)
-    for number in order:
-        # As they come from other processes.
-        merged.merge(pickle.loads(pickle.dumps(parts[number])))  # noqa: S301 - our own
-    whole = measured(selected, spec, blocks)
-    assert fields(merged) == fields(whole)
-    assert whole.first_nonfinite.tolist() == [-1, 70_000, -1, -1, -1]
-    assert repr(merged.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
-    assert any(merged.exponents) == (1 < spec.order <= 3)
+    assert any(whole.exponents) == (1 < spec.order <= 3)
 
 
 def test_a_measurement_that_was_pickled_can_be_filled_on(selected):
@@ -91,22 +84,19 @@ def test_a_measurement_that_was_pickled_can_be_filled_on(selected):
     assert fields(half) == fields(measured(selected, NormSpec(), blocks))
 
 
-def test_threads_may_add_and_merge_at_the_same_time(selected):
-    blocks, merged = list(blocks_of(selected)), Measurement(selected, NormSpec())
+def test_threads_may_add_at_the_same_time(selected):
+    blocks, found = list(blocks_of(selected)), Measurement(selected, NormSpec())
 
     def work(number):
-        if number % 2:
-            merged.merge(measured(selected, NormSpec(), blocks[number::8]))
-        else:
-            for block, data in blocks[number::8]:
-                merged.add(block, NumpyBackend().tile_sums(data, pieces_of(block), NormSpec()))
+        for block, data in blocks[number::8]:
+            found.add(block, NumpyBackend().tile_sums(data, pieces_of(block), NormSpec()))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert fields(merged) == fields(measured(selected, NormSpec(), blocks))
+    assert fields(found) == fields(measured(selected, NormSpec(), blocks))
 
 
 def test_a_part_has_the_norms_of_its_tensors_and_updates_them(selected):

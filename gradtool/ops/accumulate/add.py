@@ -14,13 +14,12 @@ from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradtool.backends import Addend, Backend, NormSpec, Rule, Trim
     from gradtool.engines import Worker
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
 
@@ -30,12 +29,6 @@ class BeforeAndAfter(NamedTuple):
 
     before: Measurement | None
     after: Measurement
-
-    def merge(self, other: Self) -> None:
-        """Add what was found in another part of the pass."""
-        if self.before is not None and other.before is not None:
-            self.before.merge(other.before)
-        self.after.merge(other.after)
 
     def condensed(self) -> Self:
         """The same in fewer bytes."""
@@ -65,16 +58,11 @@ class Add(NamedTuple):
     trim: Trim | None = None
     is_new: bool = False
     measures_before: bool = False
-    shards: Collection[Shard] | None = None
 
     @property
     def title(self) -> str:
         """As a progress bar shows it."""
         return "adding"
-
-    def over(self, shards: Collection[Shard]) -> Self:
-        """The part of the pass that is about those files of the buffer; what the parts find is merged."""
-        return self._replace(shards=shards)
 
     def empty(self) -> BeforeAndAfter:
         """Of all targets, whatever the files."""
@@ -88,7 +76,7 @@ class Add(NamedTuple):
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
         """One for each block of the buffer, small enough for its float64 sums to stay in a core's cache."""
-        wanted = by_shard(self.targets, self.shards)
+        wanted = by_shard(self.targets)
         itemsizes = {STORAGE[one.tensor.dtype].itemsize for one in self.targets}
         tiles = tuning.SUM_TILES * _times_larger(backend)
         nbytes = TILE * max([tiles * min(itemsizes), *itemsizes]) if itemsizes else TILE
@@ -96,7 +84,7 @@ class Add(NamedTuple):
 
     def parts(self, destination: Destination) -> Iterator[Part]:
         """One for each file of the buffer, with what is added to it, whichever files that is in."""
-        wanted = by_shard(self.targets, self.shards)
+        wanted = by_shard(self.targets)
         for shard in destination.shards or wanted:
             numbers = [number for number, _ in wanted.get(shard, ())]
             place = {number: position for position, number in enumerate(numbers)}
@@ -108,7 +96,7 @@ class Add(NamedTuple):
             reads = dict.fromkeys([*([] if self.is_new else [shard]), *(one.shard for one in gradients)])
             nbytes = shard.size + sum(one.tensor.nbytes for one in gradients)
             targets = [self.targets[number] for number in numbers]
-            work = self._replace(targets=targets, contributions=own, shards=None)
+            work = self._replace(targets=targets, contributions=own)
             places = [(number, 0) for number in numbers]
             yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
 

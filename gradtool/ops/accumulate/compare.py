@@ -33,11 +33,6 @@ class Distances(NamedTuple):
 
     measured: Sequence[Measurement]
 
-    def merge(self, other: Self) -> None:
-        """Add what was found in another part of the pass."""
-        for own, theirs in zip(self.measured, other.measured, strict=True):
-            own.merge(theirs)
-
     def condensed(self) -> Self:
         """The same in fewer bytes."""
         return self._replace(measured=[one.condensed() for one in self.measured])

@@ -6,7 +6,6 @@ import math
 import threading
 from array import array
 from dataclasses import dataclass
-from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.arrays import int64s
@@ -49,13 +48,6 @@ class Census:
             for span, subnormal, saturated in zip(block.spans, *ends, strict=True):
                 self.subnormal[span.tensor] += subnormal
                 self.saturated[span.tensor] += saturated
-
-    def merge(self, other: Census) -> None:
-        """Add the counts of other blocks of the same tensors."""
-        self.facts.merge(other.facts)
-        with self._lock:
-            self.subnormal = array("q", map(add, self.subnormal, other.subnormal))
-            self.saturated = array("q", map(add, self.saturated, other.saturated))
 
 
 @dataclass(frozen=True)

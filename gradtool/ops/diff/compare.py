@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
@@ -14,12 +14,11 @@ from gradtool.reduction import TILE
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradtool.backends import Backend
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
 
@@ -38,21 +37,16 @@ class _Others(NamedTuple):
 
 
 class Compare(NamedTuple):
-    """Compares each of the selected tensors with the other in its place; `shards` limits it to those files."""
+    """Compares each of the selected tensors with the other in its place."""
 
     selected: Sequence[Selected]
     others: Sequence[Selected]
     tolerance: Tolerance = Tolerance()
-    shards: Collection[Shard] | None = None
 
     @property
     def title(self) -> str:
         """As a progress bar shows it."""
         return "comparing"
-
-    def over(self, shards: Collection[Shard]) -> Self:
-        """The part of the pass that is about those files; what the parts find is merged."""
-        return self._replace(shards=shards)
 
     def empty(self) -> Comparison:
         """Of all tensors, whatever the files."""
@@ -64,7 +58,7 @@ class Compare(NamedTuple):
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
         """One for each block, which is about as large as usual, and so is what it is compared with."""
-        wanted = by_shard(self.selected, self.shards)
+        wanted = by_shard(self.selected)
         ours, theirs = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
         nbytes = max(block_bytes(backend, destination, _SPEC), 2 * backend.block_bytes)
         if ours:
@@ -73,12 +67,12 @@ class Compare(NamedTuple):
 
     def parts(self, destination: Destination) -> Iterator[Part]:  # noqa: ARG002 - nothing is written
         """One for each file, with what it is compared with, whichever files that is in."""
-        for shard, tensors in by_shard(self.selected, self.shards).items():
+        for shard, tensors in by_shard(self.selected).items():
             numbers = [number for number, _ in tensors]
             ours, theirs = ([side[number] for number in numbers] for side in (self.selected, self.others))
             reads = list(dict.fromkeys([shard, *(one.shard for one in theirs)]))
             nbytes = sum(one.tensor.nbytes for one in (*ours, *theirs))
-            work = self._replace(selected=ours, others=theirs, shards=None)
+            work = self._replace(selected=ours, others=theirs)
             yield Part(work, [(number, 0) for number in numbers], reads, None, nbytes)
 
     def _compare(self, block: Block, worker: Worker, found: Comparison) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from itertools import accumulate, pairwise
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.arrays import float64s, int32s, int64s, uint64s
@@ -13,6 +11,7 @@ from gradtool.ops.diff.figures import Figures
 from gradtool.reduction import TILE, tile_count
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
 
     from gradtool.backends import BlockDifferences
@@ -70,14 +69,6 @@ class Comparison:
             self.exponents[_EXPONENTS * first : _EXPONENTS * end] = found.exponents
             for tile, (number, start) in enumerate(starts):
                 self._take(number, start, found, tile)
-
-    def merge(self, other: Comparison) -> None:
-        """Add a comparison of the same tensors, of which each block is in one of the two only."""
-        with self._lock:
-            self.sums = array("d", map(add, self.sums, other.sums))
-            self.exponents = array("i", map(add, self.exponents, other.exponents))
-            for number in range(len(self.maxima[MAX_ABS])):
-                self._take(number, 0, other, number)
 
     def condensed(self) -> Comparison:
         """The same: figures of several sums do not follow from fewer of them."""

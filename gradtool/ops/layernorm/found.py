@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from gradtool.arrays import float64s
 from gradtool.backends import NormSpec
@@ -50,16 +50,6 @@ class Gradients:
         self._times = [(math.inf, 0.0)] * layers
         self._columns: dict[tuple[int, tuple[int, int]], Columns] = {}
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # All else is only needed while patches are missing.
-        return {"measurement": self.measurement, "_times": self._times}
-
-    def merge(self, other: Self) -> None:
-        """Add what was found in other layers."""
-        self.measurement.merge(other.measurement)
-        both = zip(self._times, other._times, strict=True)
-        self._times = [(min(began, first), max(ended, last)) for (began, ended), (first, last) in both]
 
     def columns(self, layer: int, stretch: tuple[int, int], groups: int) -> Columns:
         """The sums of a stretch of columns of a layer that has so many groups of rows."""

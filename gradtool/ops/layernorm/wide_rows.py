@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gradtool.arrays import np
 from gradtool.backends import NormSpec
@@ -39,10 +39,6 @@ class Rows(NamedTuple):
 
 class Parts(dict[tuple[int, int], "tuple[Floats, ...]"]):
     """Sums of stretches of rows, by (number of the stretch, row)."""
-
-    def merge(self, other: Self) -> None:
-        """Add the sums of other stretches."""
-        self.update(other)
 
     def totals(self, stretches: int, rows: int) -> list[Floats]:
         """The sums of whole rows; stretches are added in their order."""

@@ -156,10 +156,6 @@ class NewFiles:
     def count(self) -> int:
         return len(self.files)
 
-    def only(self, shards: Collection[Shard]) -> Self:
-        """The same for some of the files."""
-        return type(self)({shard: self.files[shard] for shard in shards})
-
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return read_for([new for new, _ in self.files.values()], selected)
 

@@ -21,8 +21,6 @@ WINDOW_ELEMENTS = 1 << 18
 # A patch of a layer norm, and its rows at most. Sums over rows are taken patch by patch, so these two decide bits.
 PATCH_ELEMENTS = 1 << 18
 PATCH_ROWS = 1 << 14
-# Units whose norms are compared at once. Larger arrays of their norms would be mapped anew, page by page, every time.
-UNITS_AT_ONCE = 1 << 13
 
 # Of a shard, measured by one task of another process at most: a second of work or so, beside some ms for the task.
 PART_BYTES = 1 << 30

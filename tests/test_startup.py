@@ -64,6 +64,7 @@ COMMANDS = {
     "norm --histogram": ["norm", "a", "--histogram"],
     "clip": ["clip", "a", "--max-norm", "1"],
     "clip --max-value": ["clip", "a", "--max-value", "0.5"],
+    "clip --agc": ["clip", "a", "--agc", "1", "--params", "b"],
     "clip elsewhere": ["clip", "a", "--max-norm", "1", "--output", "new"],
     "zero": ["zero", "a"],
     "check": ["check", "a"],

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gradtool.backends.extremes import Extremes
 
     Floats = NDArray[np.float64] | array[float]
+    # Of units, float64, `unscale` included.
+    Factors = memoryview[float]
     # A block, or the copy of it that `Backend.to_device` returns. To look at, it may be a `FileBlock`.
     Data = Any
 
@@ -86,6 +88,36 @@ class Units(NamedTuple):
     size: int
     phase: int
     first: int
+
+
+class Stored(NamedTuple):
+    """Values of one storage type, and nothing else, in memory of the host."""
+
+    view: memoryview
+    dtype: str
+
+
+class UnitLimits(NamedTuple):
+    """The norm |G| of a unit of gradients, divided by `unscale`, is limited to ratio · max(|W|, eps).
+
+    |W| is the norm of its parameters.
+    """
+
+    ratio: float
+    eps: float
+    unscale: float
+
+
+class UnitCounts(NamedTuple):
+    """How many units are above their limit, have a factor that changes values, or parameters whose norm is not finite.
+
+    `beyond` is the first factor that is out of range for the type it is rounded to, or -1.
+    """
+
+    clipped: int
+    changed: int
+    nonfinite: int
+    beyond: int
 
 
 class Patch(NamedTuple):
@@ -262,10 +294,15 @@ class Backend(Protocol):
         block: Data,
         pieces: Sequence[Piece],
         units: Sequence[Units],
-        factors: NDArray[np.float64],
+        factors: Factors,
         spec: NormSpec,
     ) -> BlockSums:
         """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
+
+    def unit_factors(
+        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+    ) -> UnitCounts:
+        """Set what consecutive units of `size` elements are multiplied by; `gradtool.backends.units` defines it."""
 
     def accumulate(
         self,

@@ -169,6 +169,41 @@ static PyObject *run(PyObject *self, PyObject *args)
     return done(problem);
 }
 
+/* unit_factors(grads, dtype, params, dtype, size, ratio, eps, unscale, factors): factors float64, one for each unit of
+ * `size` elements. Returns how many are clipped, change values, or have parameters whose norm is not finite, and which is
+ * the first that is out of range, or -1; or None, where a sum is out of range and the factors are not to be used. */
+static PyObject *unit_factors(PyObject *self, PyObject *args)
+{
+    Py_buffer view[2], factors;
+    struct unit_limits limits;
+    struct side side[2];
+    int dtype[2];
+    int64_t size;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*iy*iLdddw*", &view[0], &dtype[0], &view[1], &dtype[1], &size, &limits.ratio, &limits.eps,
+                          &limits.unscale, &factors))
+        return NULL;
+    int64_t units = factors.len / 8;
+    struct compared found = {0};
+    const char *problem = size < 1 || size > INT64_MAX / 8 / (units + 1) ? "no such unit" : NULL;
+    for (int i = 0; i < 2 && !problem; i++) {
+        if (dtype[i] < 0 || dtype[i] >= DTYPES) problem = "no such storage type";
+        else if (view[i].len != units * size * ITEMSIZE[dtype[i]]) problem = "as many elements as units have are needed";
+        else side[i] = (struct side){view[i].buf, (enum dtype)dtype[i]};
+    }
+    if (!problem) {
+        Py_BEGIN_ALLOW_THREADS
+        found = kernels->compare_units(side, units, size, limits, factors.buf);
+        Py_END_ALLOW_THREADS
+    }
+
+    Py_buffer *const all[] = {&view[0], &view[1], &factors};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
+    if (problem || found.out_of_range) return done(problem);
+    return Py_BuildValue("LLLL", (long long)found.clipped, (long long)found.changed, (long long)found.nonfinite,
+                         (long long)found.beyond);
+}
+
 /* The unit of the last element of a piece, counted from that of its first. */
 static int64_t last_unit(const struct units *piece)
 {
@@ -472,6 +507,7 @@ static PyMethodDef methods[] = {
     {"differences", differences, METH_VARARGS, "What tells two blocks apart."},
     {"extremes", extremes, METH_VARARGS, "Count subnormal and saturated values."},
     {"trimmed_means", trimmed_means, METH_VARARGS, "The means of the middle values of columns."},
+    {"unit_factors", unit_factors, METH_VARARGS, "What units are multiplied by."},
     {"scale_units", scale_units_of, METH_VARARGS, "Multiply each unit by its factor."},
     {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
     {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},

@@ -1,8 +1,89 @@
-/* Units of tensors, such as the rows of a matrix, each multiplied by a factor of its own. */
+/* Units of tensors, such as the rows of a matrix, each with a norm of its own, and multiplied by a factor of its own.
+ * units.py has the reference. */
 #ifndef GRADTOOL_UNITS_H
 #define GRADTOOL_UNITS_H
 
-#include "_short_rows.h"
+#include "_layer_norm.h"
+
+/* ---- their factors ---------------------------------------------------------------------------------------------- */
+
+/* Units of one side, as rows. */
+struct side { const char *data; enum dtype dtype; };
+
+struct unit_limits { double ratio, eps, unscale; };
+
+/* The counts of UnitFactors; and whether the sum of a unit is out of range, so that all is to be done another way. */
+struct compared { int64_t clipped, changed, nonfinite, beyond; int out_of_range; };
+
+/* Units whose norms are compared at once. */
+enum { UNITS_AT_ONCE = 256 };
+
+/* Sets the norms of units from one on. Returns whether a sum is out of range, which only those of F64 can be. */
+static int set_norms(struct side side, int64_t first, int64_t count, int64_t size, double *norms)
+{
+    static const double about_zero[UNITS_AT_ONCE] = {0};
+    const char *data = side.data + first * size * ITEMSIZE[side.dtype];
+    struct patch patch = {.rows = count, .columns = size, .x_dtype = side.dtype, .x = data, .mean = about_zero};
+    int out_of_range = 0;
+    sum_rows(&patch, norms);
+    for (int64_t i = 0; i < count && side.dtype == F64; i++) {
+        if (is_in_range(norms[i])) continue;
+        ALIGNED double row[CHUNK];
+        for (int64_t at = 0; at < size && !out_of_range; at += CHUNK) {
+            int64_t n = size - at < CHUNK ? size - at : CHUNK;
+            memcpy(row, data + 8 * (i * size + at), 8 * (size_t)n);
+            out_of_range = !are_zeros(row, n);
+        }
+    }
+    for (int64_t i = 0; i < count; i++) norms[i] = sqrt(norms[i]);
+    return out_of_range;
+}
+
+/* Sets the factors of units with these norms. */
+static void set_factors(const double *grads, const double *params, int64_t count, struct unit_limits limits, double *factors)
+{
+    for (int64_t i = 0; i < count; i++) {
+        double grad = grads[i] / limits.unscale, param = params[i];
+        double limit = limits.ratio * (param > limits.eps || param != param ? param : limits.eps), above = limit / grad;
+        factors[i] = (grad <= limit ? 1 : above) / limits.unscale;
+    }
+}
+
+static void count_factors(const double *factors, const double *params, int64_t count, enum dtype dtype, double unscale,
+                          int64_t first, struct compared *found)
+{
+    int is_wide = dtype == F64;
+    double unclipped = is_wide ? 1 / unscale : (double)(float)(1 / unscale), tiny = is_wide ? DBL_MIN : (double)FLT_MIN;
+    int64_t clipped = 0, changed = 0, nonfinite = 0, beyond = 0;
+    for (int64_t i = 0; i < count; i++) {
+        double rounded = is_wide ? factors[i] : (double)(float)factors[i], magnitude = fabs(rounded);
+        clipped += rounded != unclipped;
+        changed += rounded != 1;
+        nonfinite += !(params[i] < INFINITY);
+        beyond += ((magnitude < tiny) & (factors[i] != 0)) | (magnitude == INFINITY);
+    }
+    found->clipped += clipped, found->changed += changed, found->nonfinite += nonfinite;
+    for (int64_t i = 0; i < count && beyond && found->beyond < 0; i++) {
+        double magnitude = fabs(is_wide ? factors[i] : (double)(float)factors[i]);
+        if ((magnitude < tiny && factors[i] != 0) || magnitude == INFINITY) found->beyond = first + i;
+    }
+}
+
+static struct compared compare_units(const struct side *side, int64_t units, int64_t size, struct unit_limits limits,
+                                     double *factors)
+{
+    struct compared found = {.beyond = -1};
+    for (int64_t first = 0; first < units && !found.out_of_range; first += UNITS_AT_ONCE) {
+        ALIGNED double norms[2][UNITS_AT_ONCE];
+        int64_t count = units - first < UNITS_AT_ONCE ? units - first : UNITS_AT_ONCE;
+        for (int i = 0; i < 2; i++) found.out_of_range |= set_norms(side[i], first, count, size, norms[i]);
+        set_factors(norms[0], norms[1], count, limits, factors + first);
+        count_factors(factors + first, norms[1], count, side->dtype, limits.unscale, first, &found);
+    }
+    return found;
+}
+
+/* ---- their products --------------------------------------------------------------------------------------------- */
 
 /* A piece whose first element is number `phase` of a unit, which has `columns`; that unit's factor is number `first`. */
 struct units { int64_t dtype, offset, elements, phase, columns, first; };

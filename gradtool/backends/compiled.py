@@ -6,6 +6,7 @@ import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends import (
     Addend,
@@ -17,6 +18,7 @@ from gradtool.backends import (
     Patch,
     Piece,
     Tolerance,
+    UnitCounts,
     Units,
 )
 from gradtool.backends._kernels import add as add_kernel
@@ -27,6 +29,7 @@ from gradtool.backends._kernels import row_sums as row_sums_kernel
 from gradtool.backends._kernels import run as run_kernels
 from gradtool.backends._kernels import scale_units as scale_units_kernel
 from gradtool.backends._kernels import trimmed_means as trim_kernel
+from gradtool.backends._kernels import unit_factors as unit_factors_kernel
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Data, Floats
+    from gradtool.backends import Data, Factors, Floats, Stored, UnitLimits
     from gradtool.backends.extremes import Extremes
 
 # As `enum term` in _kernels.c.
@@ -108,16 +111,27 @@ class CompiledBackend(NumpyBackend):
         block: memoryview,
         pieces: Sequence[Piece],
         units: Sequence[Units],
-        factors: NDArray[np.float64],
+        factors: Factors,
         spec: NormSpec,
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
-        rows = [
-            (STORAGE[piece.dtype].code, piece.offset, piece.elements, own.phase, own.size, own.first)
-            for piece, own in zip(pieces, units, strict=True)
-        ]
-        scale_units_kernel(block, np.array(rows, np.int64), factors)
+        table = array("q")
+        for piece, own in zip(pieces, units, strict=True):
+            table.extend((STORAGE[piece.dtype].code, piece.offset, piece.elements, own.phase, own.size, own.first))
+        scale_units_kernel(block, table, factors)
         return self.tile_sums(block, pieces, spec)
+
+    def unit_factors(
+        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+    ) -> UnitCounts:
+        """Set what units are multiplied by."""
+        if size <= tuning.PATCH_ELEMENTS:
+            sides = (grads.view, STORAGE[grads.dtype].code, params.view, STORAGE[params.dtype].code)
+            counts = unit_factors_kernel(*sides, size, *limits, factors)
+            if counts is not None:
+                return UnitCounts(*counts)
+        # Sums that are out of range are rare.
+        return super().unit_factors(grads, params, size, limits, factors)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Data, Floats
+    from gradtool.backends import Data, Factors, Floats, Stored, UnitCounts, UnitLimits
     from gradtool.backends.extremes import Extremes
 
 _ROW_LANES, _CHUNK = 32, 1024
@@ -94,7 +94,7 @@ class NumpyBackend:
         block: memoryview,
         pieces: Sequence[Piece],
         units: Sequence[Units],
-        factors: NDArray[np.float64],
+        factors: Factors,
         spec: NormSpec,
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
@@ -105,9 +105,17 @@ class NumpyBackend:
                 values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
                 number = own.first + (own.phase + np.arange(piece.elements)) // own.size
                 # As the factors of `scale`: float64 only for F64.
-                values *= factors.astype(storage.work).astype(np.float64)[number]
+                values *= np.asarray(factors).astype(storage.work).astype(np.float64)[number]
                 raw[:] = storage.narrow_wide(values).view(np.uint8)
         return self.tile_sums(block, pieces, spec)
+
+    def unit_factors(
+        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+    ) -> UnitCounts:
+        """Set what units are multiplied by."""
+        from gradtool.backends.units import compare_units
+
+        return compare_units(self, grads, params, size, limits, factors)
 
     def accumulate(
         self,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
-
-from gradtool.backends import NormSpec
+from gradtool.arrays import np
+from gradtool.backends import NormSpec, UnitLimits
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems, refuse_nonfinite
-from gradtool.ops.units import CompareUnits, Limits
+from gradtool.ops.units import CompareUnits
 from gradtool.options import ClipOptions
 from gradtool.signatures import is_default
 from gradtool.store.transaction.inputs import Inputs, open_to_read
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.ops.session import Session
-    from gradtool.ops.unit_norms import UnitNorms
+    from gradtool.ops.unit_pairs import UnitPairs
     from gradtool.ops.units import Compared
     from gradtool.store.format.gradset import Selected
 
@@ -73,9 +72,9 @@ class AgcPolicy(NamedTuple):
         return NormSpec()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> UnitLimits:
         """The limits of units."""
-        return Limits(self.ratio, self.eps, self.unscale)
+        return UnitLimits(self.ratio, self.eps, self.unscale)
 
 
 def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequence[Path]) -> list[Selected]:
@@ -108,22 +107,22 @@ def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequ
     return params
 
 
-def compare_units(session: Session, policy: AgcPolicy, norms: UnitNorms) -> Compared:
+def compare_units(session: Session, policy: AgcPolicy, pairs: UnitPairs) -> Compared:
     """Compare gradients with their parameters.
 
     Raises:
         NonFiniteError: a gradient or a parameter is NaN or Inf.
         BadInputError: a coefficient is out of range for its type.
     """
-    found: Compared = session.run(CompareUnits(norms, policy.limits, policy.spec))
+    found: Compared = session.run(CompareUnits(pairs, policy.spec))
     if policy.nonfinite == "error":
-        refuse_nonfinite(norms.grads, found.measurement, "Use --nonfinite propagate to continue")
-        suspects = [norms.params[number] for number in sorted(found.suspects)]
+        refuse_nonfinite(pairs.grads, found.measurement, "Use --nonfinite propagate to continue")
+        suspects = [pairs.params[number] for number in sorted(found.suspects)]
         problems = nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec))) if suspects else ()
         if problems:
             raise NonFiniteError("a parameter is NaN or Inf; nothing written. Use --nonfinite propagate", problems)
     for number in sorted(found.out_of_range)[:1]:
-        raise _out_of_range(norms.grads[number], found.out_of_range[number][1])
+        raise _out_of_range(pairs.grads[number], found.out_of_range[number][1])
     return found
 
 

@@ -8,7 +8,7 @@ from gradtool.ops.agc import AgcPolicy, compare_units, parameters_of
 from gradtool.ops.clip import ClipResult
 from gradtool.ops.results import facts, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
-from gradtool.ops.unit_norms import UnitNorms, units_of
+from gradtool.ops.unit_pairs import UnitPairs, units_of
 from gradtool.ops.units import ScaleUnits
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
     output_options = output_options_of(chosen)
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
-        norms = UnitNorms(session.selected, parameters_of(policy, session.selected, output.targets))
-        compared = compare_units(session, policy, norms)
+        params = parameters_of(policy, session.selected, output.targets)
+        pairs = UnitPairs(session.selected, params, policy.limits)
+        compared = compare_units(session, policy, pairs)
         before, changed = compared.measurement, sorted(compared.changed)
-        part, heads = norms.part(changed), [compared.heads[number] for number in changed]
+        part, heads = pairs.part(changed), [compared.heads[number] for number in changed]
         selected = part.grads
-        scale = ScaleUnits(selected, policy.spec, part, policy.limits, heads)
+        scale = ScaleUnits(selected, policy.spec, part, heads)
         with session.writing(output, output.files(selected)) as destination:
             after = session.run(scale, destination)
             if policy.nonfinite != "propagate":

@@ -339,3 +339,48 @@ def test_a_comparison_reads_files_too(sixteen):
 def test_no_comparison_reaches_outside_its_buffers(wrong):
     with pytest.raises(ValueError, match=r"needed|outside|storage type|as long as"):
         kernels.differences(*comparison(**wrong))
+
+
+def comparing(**changed):
+    """A call that compares two units of two elements, and what a test changes about it."""
+    good = {
+        "grads": np.array([3, 4, 0, 0], "f4").tobytes(),
+        "grads_dtype": 1,
+        "params": np.array([3, 4, 0, 0], "f8").tobytes(),
+        "params_dtype": 0,
+        "size": 2,
+        "ratio": 0.5,
+        "eps": 0.0,
+        "unscale": 1.0,
+        "factors": np.zeros(2),
+    }
+    return list((good | changed).values())
+
+
+def test_a_correct_comparison_of_units_works():
+    call = comparing()
+    assert kernels.unit_factors(*call) == (1, 1, 0, -1)
+    assert call[-1].tolist() == [0.5, 1]
+    assert kernels.unit_factors(*comparing(grads=b"", params=b"", factors=np.zeros(0))) == (0, 0, 0, -1)
+    # The reference divides these first.
+    assert kernels.unit_factors(*comparing(params=np.array([1e200, 0, 0, 0]).tobytes())) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"grads": bytes(12)},
+        {"params": bytes(40)},
+        {"grads_dtype": -1},
+        {"params_dtype": 6},
+        {"size": 0},
+        {"size": -2},
+        {"size": 1},
+        {"size": 1 << 62},
+        {"factors": np.zeros(1)},
+        {"factors": np.zeros(3)},
+    ],
+)
+def test_no_comparison_of_units_reaches_outside_its_buffers(wrong):
+    with pytest.raises(ValueError, match=r"needed|storage type|no such unit"):
+        kernels.unit_factors(*comparing(**wrong))

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FACTS, NUMPY_TYPES, VALUE_TYPES, block_of, gaussian, rounded_once, stored
+from support import FACTS, NUMPY_TYPES, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
-from gradtool.backends import NormSpec, Units
+from gradtool.backends import NormSpec, Stored, UnitLimits, Units
 from gradtool.backends.cpu import NumpyBackend
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
 @pytest.mark.parametrize("size", [1, 9, 25, 129, 2048, 2049, 70_000])
 def test_each_element_is_multiplied_by_the_factor_of_its_unit(backend, dtype, size):
-    array = gaussian(5000, dtype)
+    values = gaussian(5000, dtype)
     start = 3 * size // 2
     factors = np.random.default_rng(1).random((start + 5000) // size + 1)
-    block, pieces = block_of(array, lead=3)
+    block, pieces = block_of(values, lead=3)
     units = [Units(size, start % size, start // size)]
-    found = backend.scale_units(block, pieces, units, factors, NormSpec())
+    found = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
     own = factors if dtype == "F64" else factors.astype(np.float32).astype(np.float64)
-    products = array.astype(np.float64) * own[np.arange(start, start + 5000) // size]
+    products = values.astype(np.float64) * own[np.arange(start, start + 5000) // size]
     assert stored(block, pieces[0]).tobytes() == rounded_once(products, dtype).tobytes()
     again = backend.tile_sums(block, pieces, NormSpec())
     assert found.sums.tobytes() == again.sums.tobytes()
@@ -50,8 +50,64 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed):
     expected = None
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=1)
-        found = one.scale_units(block, pieces, units, factors, NormSpec())
+        found = one.scale_units(block, pieces, units, memoryview(factors), NormSpec())
         facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in FACTS[1:])]
         expected = expected or (facts, found.sums)
         assert facts == expected[0]
         assert np.array_equal(found.sums, expected[1], equal_nan=True)
+
+
+def sides_of(dtypes, rows, size, seed):
+    """Gradients and parameters in their types; some units are 0, and some are out of range, or not finite."""
+    rng = np.random.default_rng(seed)
+    sides = []
+    for dtype in dtypes:
+        values = rng.standard_normal((rows, size)) * rng.choice([0.0, 1e-3, 1.0, 30.0], (rows, 1))
+        if seed % 3 == 0:
+            with np.errstate(all="ignore"):
+                values[rng.random(rows) < 0.1] *= rng.choice([1e-200, 1e200, np.inf, np.nan])
+        with np.errstate(all="ignore"):
+            sides.append(Stored(memoryview(encode(values, dtype).tobytes()), dtype))
+    return sides
+
+
+@given(
+    dtypes=st.tuples(*[st.sampled_from(VALUE_TYPES)] * 2),
+    rows=st.sampled_from([0, 1, 5, 255, 256, 700]),
+    size=st.sampled_from([1, 2, 9, 33, 128, 129, 1100]),
+    limits=st.sampled_from([UnitLimits(0.1, 1e-3, 1.0), UnitLimits(1.0, 0.0, 1.0), UnitLimits(1e30, 1e10, 3.0)]),
+    seed=st.integers(0, 99),
+)
+def test_factors_have_the_bits_of_the_reference(backend, dtypes, rows, size, limits, seed):
+    sides = sides_of(dtypes, rows, size, seed)
+    expected, found = (factors_of(one, sides, size, limits) for one in (NumpyBackend(), backend))
+    assert found[1] == expected[1]
+    assert np.array_equal(found[0], expected[0], equal_nan=True)
+
+
+def factors_of(backend, sides, size, limits):
+    """The factors and the counts of units."""
+    itemsize = NUMPY_TYPES[sides[0].dtype].itemsize
+    factors = np.full(len(sides[0].view) // itemsize // size, 9.0)
+    counts = backend.unit_factors(*sides, size, limits, memoryview(factors))
+    return factors, counts
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32"])
+def test_factors_and_counts_by_hand(backend, dtype):
+    grads = encode([[3, 4], [0, 0], [30, 40], [3e-3, 4e-3], [math.inf, 0], [math.nan, 0]], dtype)
+    params = encode([[30, 40], [1, 1], [0, 0], [3, 4], [1, 0], [math.inf, 0]], "F32")
+    sides = [Stored(memoryview(one.tobytes()), name) for one, name in ((grads, dtype), (params, "F32"))]
+    factors, counts = factors_of(backend, sides, 2, UnitLimits(0.05, 2.0, 1.0))
+    # Limits are 2.5, 0.1, 0.1, 0.25, 0.1 and infinite.
+    assert factors.tolist()[:5] == [0.5, 1, 0.1 / 50, 1, 0]
+    assert math.isnan(factors[5])
+    assert counts == (4, 4, 1, -1)
+
+
+def test_the_first_factor_that_is_out_of_range_is_told(backend):
+    grads = encode([[1.0], [1e30], [1e35], [1e36]], "F32")
+    params = Stored(memoryview(encode([[1.0], [1e-5], [1e-5], [1e-5]], "F32").tobytes()), "F32")
+    for dtype, beyond in (("F32", 2), ("F64", -1)):
+        sides = Stored(memoryview(grads.astype(NUMPY_TYPES[dtype]).tobytes()), dtype), params
+        assert factors_of(backend, sides, 1, UnitLimits(1.0, 0.0, 2.0))[1] == (3, 4, 0, beyond)

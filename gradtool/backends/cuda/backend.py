@@ -26,6 +26,7 @@ from gradtool.backends.cuda.memory import (
 )
 from gradtool.backends.network import network
 from gradtool.backends.storage import STORAGE, narrowed, widened
+from gradtool.backends.units import compare_units
 
 if TYPE_CHECKING:
     from array import array
@@ -39,10 +40,14 @@ if TYPE_CHECKING:
         BlockHistogram,
         BlockSums,
         Data,
+        Factors,
         Patch,
         Rule,
+        Stored,
         Tolerance,
         Trim,
+        UnitCounts,
+        UnitLimits,
         Units,
     )
     from gradtool.backends.cuda.memory import Buffer, Device
@@ -114,7 +119,7 @@ class CudaBackend:
         return found
 
     def scale_units(
-        self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Floats, spec: NormSpec
+        self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
         data, rows, own = self._on_device(block), [], []
@@ -131,6 +136,12 @@ class CudaBackend:
         found = self._sum(data, pieces, None, math.inf, spec)
         self._copy_back(data, block)
         return found
+
+    def unit_factors(
+        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+    ) -> UnitCounts:
+        """Set what units are multiplied by, from sums on the device."""
+        return compare_units(self, grads, params, size, limits, factors)
 
     def accumulate(
         self,

@@ -1,0 +1,97 @@
+"""What units of gradients are multiplied by, in numpy: this defines the bits.
+
+The norm of a unit is the square root of the sum of its squares, which are added as in `Backend.row_sums`. If it has
+more than `tuning.PATCH_ELEMENTS`, the sums of parts of so many are added in order. Where the sum of a unit of F64 is
+out of range (`gradtool.reduction`), though not all of it is 0, it is divided by 2^k first, with k the exponent of its
+largest magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gradtool import tuning
+from gradtool.arrays import np
+from gradtool.backends import Stored, UnitCounts
+from gradtool.backends.storage import STORAGE
+from gradtool.reduction import exponent_of, is_in_range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from gradtool.backends import Backend, Factors, UnitLimits
+
+    Floats = NDArray[np.float64]
+    # The stored values of so many elements, from one on.
+    Values = Callable[[int, int], memoryview]
+
+
+def compare_units(  # noqa: PLR0917 - those of the method, and the backend
+    backend: Backend, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+) -> UnitCounts:
+    """Set the factors of consecutive units of `size` elements."""
+    count = len(grads.view) // (STORAGE[grads.dtype].itemsize * size)
+    ours, theirs = (norms_of(partial(_part, one), one.dtype, range(count), size, backend) for one in (grads, params))
+    return set_factors(ours, theirs, limits, grads.dtype, factors)
+
+
+def set_factors(grads: Floats, params: Floats, limits: UnitLimits, dtype: str, factors: Factors) -> UnitCounts:
+    """Set the factors of units with these norms; a norm that is NaN makes its factor NaN."""
+    work, found = STORAGE[dtype].work, np.asarray(factors)
+    with np.errstate(all="ignore"):
+        above, scaled = limits.ratio * np.maximum(params, limits.eps), grads / limits.unscale
+        found[:] = np.where(scaled <= above, 1.0, above / scaled) / limits.unscale
+        rounded, unclipped = found.astype(work), np.array(1 / limits.unscale).astype(work)
+        is_beyond = (np.abs(rounded) < np.finfo(work).tiny) & (found != 0) | np.isinf(rounded)
+    return UnitCounts(
+        clipped=int(np.count_nonzero(rounded != unclipped)),
+        changed=int(np.count_nonzero(rounded != 1)),
+        nonfinite=int(np.count_nonzero(~np.isfinite(params))),
+        beyond=int(np.argmax(is_beyond)) if is_beyond.any() else -1,
+    )
+
+
+def norms_of(values: Values, dtype: str, units: range, size: int, backend: Backend) -> Floats:
+    """The norms of consecutive units."""
+    if size > tuning.PATCH_ELEMENTS:
+        sums = np.array([sum(_sums_of_parts(values, dtype, unit * size, size, backend)) for unit in units])
+    else:
+        sums = backend.row_sums(
+            values(units.start * size, len(units) * size), dtype, len(units), size, np.zeros(len(units))
+        )
+    norms: Floats = np.sqrt(sums)
+    if dtype == "F64":
+        for row, unit in enumerate(units):
+            if not is_in_range(sums[row]):
+                norms[row] = _scaled_norm(values, unit * size, size, backend)
+    return norms
+
+
+def _part(one: Stored, start: int, elements: int) -> memoryview:
+    itemsize = STORAGE[one.dtype].itemsize
+    return one.view[start * itemsize : (start + elements) * itemsize]
+
+
+def _sums_of_parts(values: Values, dtype: str, start: int, size: int, backend: Backend) -> Iterator[float]:
+    for at in range(0, size, tuning.PATCH_ELEMENTS):
+        columns = min(tuning.PATCH_ELEMENTS, size - at)
+        yield float(backend.row_sums(values(start + at, columns), dtype, 1, columns, np.zeros(1))[0])
+
+
+def _scaled_norm(values: Values, start: int, size: int, backend: Backend) -> float:
+    """The norm of a unit of F64 that is divided by a power of two first."""
+    patch = tuning.PATCH_ELEMENTS
+    parts = [(start + at, min(patch, size - at)) for at in range(0, size, patch)]
+    largest = float(np.max([np.max(np.abs(np.frombuffer(values(*part), np.float64))) for part in parts]))
+    if not 0 < largest < math.inf:
+        return largest
+    exponent = exponent_of(largest)
+
+    def scaled(first: int, elements: int) -> memoryview:
+        return np.ldexp(np.frombuffer(values(first, elements), np.float64), -exponent).data.cast("B")
+
+    return float(np.ldexp(math.sqrt(sum(_sums_of_parts(scaled, "F64", start, size, backend))), exponent))

@@ -49,24 +49,30 @@ static void set_factors(const double *grads, const double *params, int64_t count
     }
 }
 
-static void count_factors(const double *factors, const double *params, int64_t count, enum dtype dtype, double unscale,
+/* A factor as values of a type are multiplied by it: float32, except for F64. */
+HELPER double round_factor(double factor, int is_wide) { return is_wide ? factor : (double)(float)factor; }
+
+HELPER int is_beyond(double factor, int is_wide)
+{
+    double magnitude = fabs(round_factor(factor, is_wide)), tiny = is_wide ? DBL_MIN : (double)FLT_MIN;
+    return ((magnitude < tiny) & (factor != 0)) | (magnitude == INFINITY);
+}
+
+static void count_factors(const double *factors, const double *params, int64_t count, int is_wide, double unscale,
                           int64_t first, struct compared *found)
 {
-    int is_wide = dtype == F64;
-    double unclipped = is_wide ? 1 / unscale : (double)(float)(1 / unscale), tiny = is_wide ? DBL_MIN : (double)FLT_MIN;
+    double unclipped = round_factor(1 / unscale, is_wide);
     int64_t clipped = 0, changed = 0, nonfinite = 0, beyond = 0;
     for (int64_t i = 0; i < count; i++) {
-        double rounded = is_wide ? factors[i] : (double)(float)factors[i], magnitude = fabs(rounded);
+        double rounded = round_factor(factors[i], is_wide);
         clipped += rounded != unclipped;
         changed += rounded != 1;
         nonfinite += !(params[i] < INFINITY);
-        beyond += ((magnitude < tiny) & (factors[i] != 0)) | (magnitude == INFINITY);
+        beyond += is_beyond(factors[i], is_wide);
     }
     found->clipped += clipped, found->changed += changed, found->nonfinite += nonfinite;
-    for (int64_t i = 0; i < count && beyond && found->beyond < 0; i++) {
-        double magnitude = fabs(is_wide ? factors[i] : (double)(float)factors[i]);
-        if ((magnitude < tiny && factors[i] != 0) || magnitude == INFINITY) found->beyond = first + i;
-    }
+    for (int64_t i = 0; i < count && beyond && found->beyond < 0; i++)
+        if (is_beyond(factors[i], is_wide)) found->beyond = first + i;
 }
 
 static struct compared compare_units(const struct side *side, int64_t units, int64_t size, struct unit_limits limits,
@@ -78,7 +84,7 @@ static struct compared compare_units(const struct side *side, int64_t units, int
         int64_t count = units - first < UNITS_AT_ONCE ? units - first : UNITS_AT_ONCE;
         for (int i = 0; i < 2; i++) found.out_of_range |= set_norms(side[i], first, count, size, norms[i]);
         set_factors(norms[0], norms[1], count, limits, factors + first);
-        count_factors(factors + first, norms[1], count, side->dtype, limits.unscale, first, &found);
+        count_factors(factors + first, norms[1], count, side->dtype == F64, limits.unscale, first, &found);
     }
     return found;
 }
@@ -104,7 +110,7 @@ static void scale_short_units(enum dtype dtype, char *data, const double *factor
     struct job keeps = {.drops = 0};
     ALIGNED double values[CHUNK], each[CHUNK + OVERHANG], rounded[CHUNK];
     int n = (int)(count * columns);
-    for (int64_t i = 0; i < count; i++) rounded[i] = dtype == F64 ? factors[i] : (double)(float)factors[i];
+    for (int64_t i = 0; i < count; i++) rounded[i] = round_factor(factors[i], dtype == F64);
     repeat(rounded, count, columns, each);
     load_doubles(keeps, dtype, data, values, n);
     for (int64_t j = 0; j < n; j++) values[j] *= each[j];

@@ -47,6 +47,22 @@ def read(
         yield _read_batch(batch, filled, targets, channel)
 
 
+class _One(NamedTuple):
+    """A source without a weight."""
+
+    tensors: Mapping[int, Selected]
+    factor: float = 1.0
+
+
+def read_one(
+    tensors: Mapping[int, Selected], targets: Sequence[Selected], block: Block, channel: Channel
+) -> tuple[memoryview, list[Addend]]:
+    """What the tensors have for a block, which has some of their targets."""
+    # One source comes in one batch.
+    ((view, addends),) = read([_One(tensors)], targets, block, channel, 0)
+    return view, addends
+
+
 class _Part(NamedTuple):
     """What one source has for one span, whose first sum is number `at`."""
 

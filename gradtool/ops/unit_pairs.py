@@ -14,10 +14,10 @@ from gradtool import tuning
 from gradtool.backends import Stored
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
-from gradtool.ops.beside import read
+from gradtool.ops.beside import read_one
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradtool.backends import Factors, UnitCounts, UnitLimits
     from gradtool.engines import Worker
@@ -43,13 +43,6 @@ class Found(NamedTuple):
     counts: UnitCounts
 
 
-class _Others(NamedTuple):
-    """The parameters of some tensors, by number, as a source of what lies beside a block."""
-
-    tensors: Mapping[int, Selected]
-    factor: float = 1.0
-
-
 class UnitPairs(NamedTuple):
     """The tensors of gradients, those of the parameters in the same places, and what limits their units."""
 
@@ -69,33 +62,32 @@ class UnitPairs(NamedTuple):
     def in_block(self, block: Block, worker: Worker) -> Iterator[Found]:
         """The factors of the units that lie in a block, which was read, from end to end; valid until the next block."""
         whole = {span.tensor: units for span in block.spans if (units := self._units_in(span))}
+        if not whole:
+            return
         ours = worker.channel.memory("block", block.end - block.begin)
-        source = _Others({number: self.params[number] for number in whole})
+        theirs, addends = read_one({one: self.params[one] for one in whole}, self.grads, block, worker.channel)
         room = worker.channel.memory("factors of units", 8 * sum(map(len, whole.values()))).cast("d")
-        for theirs, addends in read([source], self.grads, block, worker.channel, 0):
-            # One source comes in one batch.
-            spans = [span for span in block.spans if span.tensor in whole]
-            for span, addend in zip(spans, addends, strict=True):
-                units, size = whole[span.tensor], self.size(span)
-                start, count = units.start * size - span.start, len(units) * size
-                grads = _stored(ours, span.dtype, span.offset, start, count)
-                params = _stored(theirs, addend.dtype, addend.offset, start, count)
-                factors, room = room[: len(units)], room[len(units) :]
-                counts = worker.backend.unit_factors(grads, params, size, self.limits, factors)
-                yield Found(span.tensor, units.start, factors, counts)
+        for span, addend in zip((span for span in block.spans if span.tensor in whole), addends, strict=True):
+            units, size = whole[span.tensor], self.size(span)
+            start, count = units.start * size - span.start, len(units) * size
+            grads = _stored(ours, span.dtype, span.offset, start, count)
+            params = _stored(theirs, addend.dtype, addend.offset, start, count)
+            factors, room = room[: len(units)], room[len(units) :]
+            counts = worker.backend.unit_factors(grads, params, size, self.limits, factors)
+            yield Found(span.tensor, units.start, factors, counts)
 
     def of_unit(self, tensor: int, unit: int, worker: Worker) -> Found:
         """The factor of one unit, which is read; a part at a time, if it is longer than a patch."""
-        size, dtype = units_of(self.grads[tensor])[1], self.grads[tensor].tensor.dtype
         sides = {"grads": self.grads[tensor], "params": self.params[tensor]}
+        size, dtype, backend = units_of(sides["grads"])[1], sides["grads"].tensor.dtype, worker.backend
         factors = memoryview(bytearray(8)).cast("d")
         if size <= tuning.PATCH_ELEMENTS:
             grads, params = (
                 Stored(_in_file(one, use, worker, unit * size, size), one.tensor.dtype) for use, one in sides.items()
             )
-            return Found(tensor, unit, factors, worker.backend.unit_factors(grads, params, size, self.limits, factors))
+            return Found(tensor, unit, factors, backend.unit_factors(grads, params, size, self.limits, factors))
         ours, theirs = (
-            norms_of(partial(_in_file, one, use, worker), one.tensor.dtype, range(unit, unit + 1), size, worker.backend)
+            norms_of(partial(_in_file, one, use, worker), one.tensor.dtype, range(unit, unit + 1), size, backend)
             for use, one in sides.items()
         )
         return Found(tensor, unit, factors, set_factors(ours, theirs, self.limits, dtype, factors))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.backends import NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import OnBlock, Part, block_bytes, reads_files
-from gradtool.ops.beside import read
+from gradtool.ops.beside import read_one
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 _SPEC = NormSpec()
 # Of a part of a block: each takes Python's own work, so shorter ones are all read first.
 _PART_BYTES = 64 << 10
-
-
-class _Others(NamedTuple):
-    """What a block is compared with, by the numbers of its tensors."""
-
-    tensors: dict[int, Selected]
-    factor: float = 1.0
 
 
 class Compare(NamedTuple):
@@ -95,9 +88,8 @@ class Compare(NamedTuple):
         backend = worker.backend
         pieces = pieces_of(block)
         data = worker.load(block)
-        source = _Others({span.tensor: self.others[span.tensor] for span in block.spans})
-        # One source comes in one batch.
-        ((view, addends),) = read([source], self.selected, block, worker.channel, 0)
+        beside = {span.tensor: self.others[span.tensor] for span in block.spans}
+        view, addends = read_one(beside, self.selected, block, worker.channel)
         others = [Piece(one.dtype, one.offset, one.elements) for one in addends]
         theirs = backend.to_device(view, align=others[0].offset)
         found.add(block, backend.differences(data, pieces, theirs, others, self.tolerance))

@@ -40,6 +40,8 @@ def beside_clip(bench, clip, options, source):
     """The time of a clip with other options than a maximum norm, in times of one with it; and how it was measured."""
     plain, ours = [*clip, "--max-norm", "1"], [*clip, *options]
     (whole,) = bench.in_turn([plain], source)
+    # As it was, so that there is something to clip.
+    bench.restored(source)
     bench.rounds = 12 if bench.timing else 1
     mine, theirs = bench.in_turn([[*ours, "--dry-run"], [*plain, "--dry-run"]])
     # To write a GiB varies by more than most options add. A machine that is busy only adds to a time.

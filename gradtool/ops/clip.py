@@ -63,7 +63,7 @@ class ClipResult(Facts, Written):
 
     `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
     the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
-    `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. A norm above
+    `limit` came to, None where `z` does not clip, and `steps` counts the norms that its state has seen. A norm above
     `skip_above` is one of the `problems`; then nothing was written.
     """
 

@@ -206,16 +206,16 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "RecoverResu
     return run(paths, **options)
 
 
-@command("Report what this machine and a folder can do.")
+@command("Print diagnostics about this machine and a folder, for bug reports.")
 def doctor(path: Place = ".") -> "DoctorResult":
-    """Report what this machine and the file system of a folder can do: what a report of a problem should have.
+    """Print diagnostics about this machine and a folder, for bug reports.
 
-    Two files of 1 MiB are made in the folder and removed at once. Nothing else is written, and no data is read.
+    Nothing is written, and no data is read.
 
     \b
     Examples:
       gradtool doctor
-      gradtool doctor /mnt/gradients --json | jq .data.fsync_seconds
+      gradtool doctor /mnt/gradients --json | jq .data.file_system
     """
     from gradtool.ops.doctor import doctor as run
 

@@ -1,4 +1,4 @@
-"""What gradtool finds on this machine and in a folder: for choosing options, and for reports of problems."""
+"""Print diagnostics about this machine and a folder, for bug reports."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from gradtool._version import __version__
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import Place  # noqa: TC001 - the docstring is made from it
 from gradtool.store.format.paths import refuse_urls
-from gradtool.store.fs import Folder
 from gradtool.store.io.workers import default_threads
-from gradtool.store.transaction.abilities import abilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,8 +59,7 @@ class DoctorResult:
     headline: ClassVar[tuple[str, ...]] = (
         "gradtool", "location", "python", "executable", "system", "cpu_backend", "cpu_features", "default_threads",
         "gpu", "gpu_driver", "open_files", "settings",
-        "path", "file_system", "free_bytes", "writable", "holes", "reserves", "reflinks", "hard_links", "locks",
-        "attributes", "fsync_seconds",
+        "path", "file_system", "free_bytes", "writable",
     )  # fmt: skip
 
     gradtool: str
@@ -81,27 +78,19 @@ class DoctorResult:
     file_system: str | None
     free_bytes: int
     writable: bool
-    holes: bool | None
-    reserves: bool | None
-    reflinks: bool | None
-    hard_links: bool | None
-    locks: bool | None
-    attributes: bool | None
-    fsync_seconds: float | None
     warnings: tuple[Problem, ...]
     per_library: tuple[LibraryRow, ...]
 
 
 def doctor(path: Place = ".") -> DoctorResult:
-    """Report what this machine and the file system of a folder can do: what a report of a problem should have.
+    """Print diagnostics about this machine and a folder, for bug reports.
 
-    To find out, two files of 1 MiB are made in the folder and removed at once. Nothing else is written, and no data is
-    read.
+    Nothing is written, and no data is read.
 
     Raises:
         UsageError: the path is empty.
         BadInputError: there is no such file or folder, or it is a URL.
-        SystemRefusedError: the folder cannot be opened, or its file system fails.
+        SystemRefusedError: the file system of the folder fails.
     """
     named = checks.path("PATH", path)
     refuse_urls([named])
@@ -187,13 +176,13 @@ def _folder_facts(named: str) -> Mapping[str, Any]:
 
         raise BadInputError(no_such_file(named), file=named, code="missing-file")
     path = place if place.is_dir() else place.parent
-    with os_errors_about(path), Folder.at(path) as folder:
-        disk = os.statvfs(folder.fd)
+    with os_errors_about(path):
+        disk = os.statvfs(path)
         return {
             "path": str(path),
             "file_system": _file_system(path),
             "free_bytes": disk.f_bavail * disk.f_frsize,
-            **abilities(folder)._asdict(),
+            "writable": os.access(path, os.W_OK | os.X_OK),
         }
 
 

@@ -248,12 +248,6 @@ def reserve(fd: int, begin: int, end: int) -> None:
             system.reserve(fd, begin, end)
 
 
-def clone(fd: int, to: int) -> bool | None:
-    """Make a file share the space of another one: whether that succeeded; None if there is no call for it."""
-    step()
-    return system.clone(fd, to)
-
-
 def change_mode(fd: int, mode: int) -> None:
     """Set the permissions of a file."""
     step()

@@ -11,7 +11,6 @@ import fcntl
 import functools
 import os
 import struct
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 BLOCK = 512
 # A folder that is only searched needs no permission to be listed.
 TO_SEARCH: int = getattr(os, "O_PATH", getattr(os, "O_SEARCH", os.O_RDONLY))
-# Of linux/fs.h: shares the space of another file.
-_FICLONE = 0x4004_9409
 # Of macOS's sys/fcntl.h: the command, all or nothing, from the end of what is allocated; and `struct fstore`.
 _F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
 _FSTORE = struct.Struct("Iiqqq")
@@ -65,19 +62,6 @@ def sync(fd: int) -> None:
         else:
             return
     os.fsync(fd)
-
-
-def clone(fd: int, to: int) -> bool | None:
-    """Make a file share the space of another one: whether that succeeded; None where no call does so for open files."""
-    if sys.platform != "linux":
-        return None
-    try:
-        fcntl.ioctl(to, _FICLONE, fd)
-    except OSError as error:
-        if error.errno not in (*UNSUPPORTED, errno.ENOTTY, errno.EXDEV):
-            raise
-        return False
-    return True
 
 
 def copy_attributes(fd: int, to: int) -> None:

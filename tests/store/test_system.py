@@ -65,10 +65,7 @@ def test_only_one_module_has_calls_that_not_every_system_has():
         for path in SOURCES.rglob("*.py")
         if str(path.relative_to(SOURCES)) not in known
     }
-    # It asks whether there are extended attributes to try.
-    assert {path: names for path, names in found.items() if names} == {
-        "store/transaction/abilities.py": ["listxattr", "setxattr"]
-    }
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_space_is_reserved_before_it_is_written(fd):

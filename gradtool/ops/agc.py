@@ -11,7 +11,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems, refuse_nonfinite
-from gradtool.ops.units import CompareUnits
+from gradtool.ops.units import ComputeUnitFactors
 from gradtool.options import ClipOptions
 from gradtool.signatures import is_default
 from gradtool.store.transaction.inputs import Inputs, open_to_read
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.ops.session import Session
-    from gradtool.ops.unit_pairs import UnitPairs
-    from gradtool.ops.units import Compared
+    from gradtool.ops.units import FactorFile, UnitSums
     from gradtool.store.format.gradset import Selected
 
 
@@ -107,23 +106,24 @@ def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequ
     return params
 
 
-def compare_units(session: Session, policy: AgcPolicy, pairs: UnitPairs) -> Compared:
-    """Compare gradients with their parameters.
+def measure_units(session: Session, policy: AgcPolicy, params: Sequence[Selected], file: FactorFile) -> UnitSums:
+    """Measure gradients, and write the factors of their units to a file.
 
     Raises:
         NonFiniteError: a gradient or a parameter is NaN or Inf.
         BadInputError: a coefficient is out of range for its type.
     """
-    found: Compared = session.run(CompareUnits(pairs, policy.spec))
+    grads = session.selected
+    sums: UnitSums = session.run(ComputeUnitFactors(grads, params, policy.limits, policy.spec, file))
     if policy.nonfinite == "error":
-        refuse_nonfinite(pairs.grads, found.measurement, "Use --nonfinite propagate to continue")
-        suspects = [pairs.params[number] for number in sorted(found.suspects)]
+        refuse_nonfinite(grads, sums.measurement, "Use --nonfinite propagate to continue")
+        suspects = [params[number] for number in sorted(sums.suspects)]
         problems = nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec))) if suspects else ()
         if problems:
             raise NonFiniteError("a parameter is NaN or Inf; nothing written. Use --nonfinite propagate", problems)
-    for number in sorted(found.out_of_range)[:1]:
-        raise _out_of_range(pairs.grads[number], found.out_of_range[number][1])
-    return found
+    for number in sorted(sums.out_of_range)[:1]:
+        raise _out_of_range(grads[number], sums.out_of_range[number][1])
+    return sums
 
 
 def _out_of_range(one: Selected, factor: float) -> BadInputError:

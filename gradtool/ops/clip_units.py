@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradtool.ops.agc import AgcPolicy, compare_units, parameters_of
+from gradtool.ops.agc import AgcPolicy, measure_units, parameters_of
 from gradtool.ops.clip import ClipResult
 from gradtool.ops.results import facts, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
-from gradtool.ops.unit_pairs import UnitPairs, units_of
-from gradtool.ops.units import ScaleUnits
+from gradtool.ops.units import FactorFile, ScaleUnits, units_of
 
 if TYPE_CHECKING:
     from gradtool.options import ClipOptions, Paths
@@ -28,17 +27,15 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
         params = parameters_of(policy, session.selected, output.targets)
-        pairs = UnitPairs(session.selected, params, policy.limits)
-        compared = compare_units(session, policy, pairs)
-        before, changed = compared.measurement, sorted(compared.changed)
-        part, heads = pairs.part(changed), [compared.heads[number] for number in changed]
-        selected = part.grads
-        scale = ScaleUnits(selected, policy.spec, part, heads)
-        with session.writing(output, output.files(selected)) as destination:
-            after = session.run(scale, destination)
-            if policy.nonfinite != "propagate":
-                refuse_overflow(selected, after)
-            norm_after = before.updated(changed, after).norms().whole
+        with FactorFile.create(session.selected) as file:
+            sums = measure_units(session, policy, params, file)
+            before, changed = sums.measurement, sorted(sums.changed)
+            selected = [session.selected[number] for number in changed]
+            with session.writing(output, output.files(selected)) as destination:
+                after = session.run(ScaleUnits(selected, policy.spec, changed, file), destination)
+                if policy.nonfinite != "propagate":
+                    refuse_overflow(selected, after)
+                norm_after = before.updated(changed, after).norms().whole
     return ClipResult(
         **facts(session, session.selected, before, unscale=policy.unscale),
         **written(session, output, destination),
@@ -50,13 +47,13 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         unscale=policy.unscale,
         agc=policy.ratio,
         units=sum(units_of(one)[0] for one in session.selected),
-        units_clipped=compared.clipped,
+        units_clipped=sums.clipped,
         limit=None,
         state=None,
         steps=None,
         norm_before=before.norms(unscale=policy.unscale).whole,
         norm_after=norm_after,
         coef=None,
-        clipped=compared.clipped > 0,
+        clipped=sums.clipped > 0,
         problems=(),
     )

@@ -1,61 +1,127 @@
-"""Clips units of tensors: the passes that find what each unit is multiplied by, and multiply it.
+"""Clips units of tensors: a pass that computes the factor of each unit, and a pass that multiplies by it.
 
-There may be half as many units as elements, so their factors are not kept: the second pass computes those of the units
-in a block again. It cannot do so for a unit that lies in two blocks, one of which may be overwritten already. Blocks
-begin with tiles, so the first pass keeps the factor of the unit that each tile begins with.
+A unit is what belongs to one output: a row of a linear layer's weight, a filter of a convolution. Frameworks that store
+outputs first (torch: OI, OIHW) have it at one index of the first axis. A tensor with at most one axis longer than 1, as
+a bias or a scale, is a single unit. There may be half as many units as elements, so their factors are not held in
+memory: the first pass writes them to an unnamed temporary file, from which the second pass reads them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.arrays import float64s
-from gradtool.backends import Units
+from gradtool import tuning
+from gradtool.backends import Stored, Units
+from gradtool.backends.storage import STORAGE
+from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines import OnBlock
+from gradtool.errors import SystemRefusedError
+from gradtool.ops.beside import read_one
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import TensorPass, by_shard, pieces_of
-from gradtool.ops.unit_pairs import units_of
-from gradtool.reduction import TILE, tile_count
+from gradtool.reduction import TILE
+from gradtool.store import fs
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend, Factors, NormSpec
+    from gradtool.backends import Backend, Factors, NormSpec, UnitCounts, UnitLimits
     from gradtool.engines import Worker
-    from gradtool.ops.unit_pairs import Found, UnitPairs
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.io.blocks import Block
+    from gradtool.store.io.blocks import Block, Span
     from gradtool.store.transaction.destination import Destination
 
 
-class Compared:
-    """What a comparison has found: the sums of gradients, and the factors of their units; filled from any thread.
+def units_of(selected: Selected) -> tuple[int, int]:
+    """Return how many units a tensor has, and how many consecutive elements each of them has."""
+    shape, elements = selected.tensor.shape, selected.tensor.elements
+    if not elements:
+        return 0, 1
+    count = shape[0] if sum(size > 1 for size in shape) > 1 else 1
+    return count, elements // count
 
-    `heads` has, by tensor, the factor of the unit that each tile begins with. `clipped` counts the units above their
-    limit, and `changed` are the tensors with a factor other than 1. `suspects` are those with a norm of parameters that
-    is not finite. `out_of_range` has for each tensor the first unit whose factor is beyond the range of its type, and
-    that factor.
+
+class FactorFile:
+    """The factors of all units, float64, tensor after tensor in an unnamed temporary file."""
+
+    def __init__(self, fd: int, folder: str, grads: Sequence[Selected]) -> None:
+        self._fd, self._folder = fd, folder
+        self._begins = list(accumulate((8 * units_of(grad)[0] for grad in grads), initial=0))
+
+    @classmethod
+    @contextlib.contextmanager
+    def create(cls, grads: Sequence[Selected]) -> Iterator[Self]:
+        """Create the file in the folder for temporary files, TMPDIR.
+
+        Raises:
+            SystemRefusedError: there is no such folder, or, in any method, no room in it.
+        """
+        import tempfile  # slow to import
+
+        folder = tempfile.gettempdir()
+        with contextlib.ExitStack() as stack:
+            with _storing_in(folder):
+                file = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix="gradtool-", buffering=0))
+            yield cls(file.fileno(), folder, grads)
+
+    def write(self, tensor: int, first: int, factors: Factors) -> None:
+        """Write the factors of consecutive units of a tensor."""
+        with _storing_in(self._folder):
+            fs.write_all(self._fd, [factors.cast("B")], self._begins[tensor] + 8 * first)
+
+    def read(self, tensor: int, first: int, factors: Factors) -> None:
+        """Read the factors of consecutive units of a tensor."""
+        view, begin = factors.cast("B"), self._begins[tensor] + 8 * first
+        with _storing_in(self._folder):
+            while view:
+                count = os.preadv(self._fd, [view], begin)
+                view, begin = view[count:], begin + count
+
+
+@contextlib.contextmanager
+def _storing_in(folder: str) -> Iterator[None]:
+    """Turn an `OSError` about the factor file into an error that names its folder."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot store the factors of units: {error.strerror}; set TMPDIR to another folder"
+        raise SystemRefusedError(message, file=folder) from error
+
+
+class UnitFactors(NamedTuple):
+    """The factors of consecutive units of a tensor, what is counted of them, and the number of the first."""
+
+    tensor: int
+    first: int
+    factors: Factors
+    counts: UnitCounts
+
+
+class UnitSums:
+    """The sums of gradients, and what is known of the factors of their units; filled from any thread.
+
+    `clipped` counts the units above their limit, and `changed` are the tensors with a factor other than 1. `suspects`
+    are those with a norm of parameters that is not finite. `out_of_range` has for each tensor the first unit whose
+    factor is beyond the range of its type, and that factor.
     """
 
-    def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
-        self.measurement = Measurement(selected, spec)
-        self.heads = [float64s(tile_count(one.tensor.elements)) for one in selected]
+    def __init__(self, grads: Sequence[Selected], spec: NormSpec) -> None:
+        self.measurement = Measurement(grads, spec)
         self.clipped = 0
         self.changed: set[int] = set()
         self.suspects: set[int] = set()
         self.out_of_range: dict[int, tuple[int, float]] = {}
-        self._sizes = [units_of(one)[1] for one in selected]
         self._lock = threading.Lock()
 
-    def add(self, found: Found) -> None:
+    def add(self, units: UnitFactors) -> None:
         """Add consecutive units."""
-        number, first, factors, counts = found
-        size = self._sizes[number]
-        for tile in range(-(-first * size // TILE), -(-(first + len(factors)) * size // TILE)):
-            self.heads[number][tile] = factors[tile * TILE // size - first]
+        number, first, factors, counts = units
         with self._lock:
             self.clipped += counts.clipped
             if counts.changed:
@@ -67,56 +133,96 @@ class Compared:
                 self.out_of_range[number] = min(place, self.out_of_range.get(number, place))
 
 
-class CompareUnits(NamedTuple):
-    """Measures gradients, and finds the factors of their units."""
+class ComputeUnitFactors(NamedTuple):
+    """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
-    pairs: UnitPairs
+    grads: Sequence[Selected]
+    params: Sequence[Selected]
+    limits: UnitLimits
     spec: NormSpec
+    file: FactorFile
 
     @property
     def title(self) -> str:
         """As a progress bar shows it."""
         return "comparing"
 
-    def empty(self) -> Compared:
+    def empty(self) -> UnitSums:
         """Of all units."""
-        return Compared(self.pairs.grads, self.spec)
+        return UnitSums(self.grads, self.spec)
 
     def nbytes(self, destination: Destination) -> int:
         """Bytes of gradients and parameters."""
-        return destination.nbytes([*self.pairs.grads, *self.pairs.params])
+        return destination.nbytes([*self.grads, *self.params])
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
         """One for each block."""
-        blocks = destination.blocks(by_shard(self.pairs.grads), TILE, backend.block_bytes)
-        return (OnBlock(self._compare, one) for one in blocks)
+        blocks = destination.blocks(by_shard(self.grads), TILE, backend.block_bytes)
+        return (OnBlock(self._compute, block) for block in blocks)
 
-    def _compare(self, block: Block, worker: Worker, found: Compared) -> None:
-        """Compare the units that begin in a block; the last one may go on behind it."""
-        sums = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
-        units = list(self.pairs.in_block(block, worker))
+    def _compute(self, block: Block, worker: Worker, sums: UnitSums) -> None:
+        """Compute the factors of the units that begin in a block; the last one may go on behind it."""
+        measured = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
+        units = list(self._in_block(block, worker))
         for span in block.spans:
-            last, rest = divmod(span.start + span.elements, self.pairs.size(span))
-            if rest and last * self.pairs.size(span) >= span.start:
-                units.append(self.pairs.of_unit(span.tensor, last, worker))
+            size = self._size(span)
+            last, rest = divmod(span.start + span.elements, size)
+            if rest and last * size >= span.start:
+                units.append(self._of_unit(span.tensor, last, worker))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
-        found.measurement.add(block, sums)
-        for one in units:
-            found.add(one)
+        sums.measurement.add(block, measured)
+        for unit in units:
+            sums.add(unit)
+            self.file.write(unit.tensor, unit.first, unit.factors)
+
+    def _size(self, span: Span) -> int:
+        """Return how many elements a unit of the tensor of a span has."""
+        return units_of(self.grads[span.tensor])[1]
+
+    def _in_block(self, block: Block, worker: Worker) -> Iterator[UnitFactors]:
+        """Compute the factors of units of which all elements are in a block; valid until the next block."""
+        whole = {span.tensor: units for span in block.spans if (units := _whole_units(span, self._size(span)))}
+        if not whole:
+            return
+        view = worker.channel.memory("block", block.end - block.begin)
+        beside, addends = read_one({number: self.params[number] for number in whole}, self.grads, block, worker.channel)
+        room = worker.channel.memory("factors", 8 * sum(map(len, whole.values()))).cast("d")
+        for span, addend in zip((span for span in block.spans if span.tensor in whole), addends, strict=True):
+            units, size = whole[span.tensor], self._size(span)
+            start, count = units.start * size - span.start, len(units) * size
+            grads = _stored(view, span.dtype, span.offset, start, count)
+            params = _stored(beside, addend.dtype, addend.offset, start, count)
+            factors, room = room[: len(units)], room[len(units) :]
+            counts = worker.backend.unit_factors(grads, params, size, self.limits, factors)
+            yield UnitFactors(span.tensor, units.start, factors, counts)
+
+    def _of_unit(self, tensor: int, unit: int, worker: Worker) -> UnitFactors:
+        """Read a unit and compute its factor; a part at a time, if it is longer than a patch."""
+        sides = {"grads": self.grads[tensor], "params": self.params[tensor]}
+        size, dtype, backend = units_of(sides["grads"])[1], sides["grads"].tensor.dtype, worker.backend
+        factors = memoryview(bytearray(8)).cast("d")
+        if size <= tuning.PATCH_ELEMENTS:
+            grads, params = (
+                Stored(_in_file(side, use, worker, unit * size, size), side.tensor.dtype) for use, side in sides.items()
+            )
+            counts = backend.unit_factors(grads, params, size, self.limits, factors)
+        else:
+            grad_norms, param_norms = (
+                norms_of(partial(_in_file, side, use, worker), side.tensor.dtype, range(unit, unit + 1), size, backend)
+                for use, side in sides.items()
+            )
+            counts = set_factors(grad_norms, param_norms, self.limits, dtype, factors)
+        return UnitFactors(tensor, unit, factors, counts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaleUnits(TensorPass):
-    """Multiplies each unit by its factor, and measures what is written; `heads` are those of `Compared`."""
+    """Multiplies each unit by its factor, and measures what is written; `numbers` are those of tensors in the file."""
 
     title = "clipping"
 
-    pairs: UnitPairs
-    heads: Sequence[array[float]]
-
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of the files, or of the gradients, and of the parameters."""
-        return super().nbytes(destination) + sum(one.tensor.nbytes for one in self.pairs.params)
+    numbers: Sequence[int]
+    file: FactorFile
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """Rewrite a block."""
@@ -127,22 +233,36 @@ class ScaleUnits(TensorPass):
         worker.store(block, data)
 
     def _factors(self, block: Block, worker: Worker) -> tuple[list[Units], Factors]:
-        """The units that a block has a part of, and the factors of all of them, one span after another."""
-        units, count = {}, 0
+        """Read the factors of the units that a block has a part of, one span after another."""
+        units, ranges, count = [], [], 0
         for span in block.spans:
-            size = self.pairs.size(span)
+            size = units_of(self.selected[span.tensor])[1]
             first, phase = divmod(span.start, size)
-            units[span.tensor] = Units(size, phase, count)
-            count += -(-(span.start + span.elements) // size) - first
+            end = -(-(span.start + span.elements) // size)
+            units.append(Units(size, phase, count))
+            ranges.append((self.numbers[span.tensor], first, end - first))
+            count += end - first
         factors = worker.channel.memory("factors", 8 * count).cast("d")
-        at = {span.tensor: units[span.tensor].first - span.start // units[span.tensor].size for span in block.spans}
-        for span in block.spans:
-            # The last unit may go on behind the span, and the first may have begun before it.
-            heads, end = self.heads[span.tensor], span.start + span.elements
-            if end // TILE < len(heads):
-                factors[at[span.tensor] + (end - 1) // units[span.tensor].size] = heads[end // TILE]
-            factors[units[span.tensor].first] = heads[span.start // TILE]
-        for found in self.pairs.in_block(block, worker):
-            begin = at[found.tensor] + found.first
-            factors[begin : begin + len(found.factors)] = found.factors
-        return list(units.values()), factors
+        for (number, first, length), unit in zip(ranges, units, strict=True):
+            self.file.read(number, first, factors[unit.first : unit.first + length])
+        return units, factors
+
+
+def _whole_units(span: Span, size: int) -> range:
+    """Return the units of which all elements are in a span."""
+    return range(-(-span.start // size), (span.start + span.elements) // size)
+
+
+def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> Stored:
+    """Return `count` elements from number `start` on, of those that begin at byte `offset` of a view."""
+    itemsize = STORAGE[dtype].itemsize
+    begin = offset + start * itemsize
+    return Stored(view[begin : begin + count * itemsize], dtype)
+
+
+def _in_file(selected: Selected, use: str, worker: Worker, start: int, elements: int) -> memoryview:
+    """Read some elements of a tensor."""
+    itemsize = STORAGE[selected.tensor.dtype].itemsize
+    view = worker.channel.memory(use, elements * itemsize)
+    worker.channel.read(selected.shard, selected.tensor.begin + start * itemsize, view)
+    return view

@@ -34,7 +34,8 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         part, heads = pairs.part(changed), [compared.heads[number] for number in changed]
         selected = part.grads
         scale = ScaleUnits(selected, policy.spec, part, heads)
-        with session.writing(output, output.files(selected)) as destination:
+        made = output.made_of(dict.fromkeys(one.shard for one in params))
+        with session.writing(made, output.files(selected)) as destination:
             after = session.run(scale, destination)
             if policy.nonfinite != "propagate":
                 refuse_overflow(selected, after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -17,9 +18,9 @@ from gradtool._version import __version__
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import Place  # noqa: TC001 - the docstring is made from it
 from gradtool.store.format.paths import refuse_urls
-from gradtool.store.fs import Folder
 from gradtool.store.io.workers import default_threads
 from gradtool.store.transaction.abilities import abilities
+from gradtool.store.transaction.targets import Targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,7 +102,7 @@ def doctor(path: Place = ".") -> DoctorResult:
     Raises:
         UsageError: the path is empty.
         BadInputError: there is no such file or folder, or it is a URL.
-        SystemRefusedError: the folder cannot be opened, or its file system fails.
+        SystemRefusedError: the folder cannot be opened, another user's link leads into it, or its file system fails.
     """
     named = checks.path("PATH", path)
     refuse_urls([named])
@@ -181,14 +182,14 @@ def _libraries() -> Iterator[LibraryRow]:
 
 def _folder_facts(named: str) -> Mapping[str, Any]:
     """What there is to say of the folder of a path."""
-    place = Path(named).resolve()
+    place = Path(named)
     if not place.exists():
         from gradtool.store.format.missing import no_such_file  # only needed for the error
 
         raise BadInputError(no_such_file(named), file=named, code="missing-file")
-    path = place if place.is_dir() else place.parent
-    with os_errors_about(path), Folder.at(path) as folder:
-        disk = os.statvfs(folder.fd)
+    with os_errors_about(named), contextlib.closing(Targets(())) as targets:
+        folder = targets.folder_of(place)
+        path, disk = folder.path, os.statvfs(folder.fd)
         return {
             "path": str(path),
             "file_system": _file_system(path),

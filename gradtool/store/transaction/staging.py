@@ -12,12 +12,25 @@ from gradtool.store import fs, system
 from gradtool.store.format.header import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
     from pathlib import Path
 
     from gradtool.store.fs import File, Folder
 
+    # A file whose content goes into new ones, and its status when it was read, if anything depends on that.
+    Source = tuple[Path, os.stat_result | None]
+
 _OWNER_MAY = stat.S_IRUSR | stat.S_IWUSR
+
+
+class Rights(NamedTuple):
+    """The group of a file, None if that is not all that counts, and its mode."""
+
+    group: int | None
+    mode: int
+
+
+_NONE = Rights(None, 0)
 
 
 class Staged(NamedTuple):
@@ -28,7 +41,6 @@ class Staged(NamedTuple):
     name: str
     target: Path
     original: os.stat_result | None
-    mode: int
     # The target must not exist.
     is_new: bool
 
@@ -37,12 +49,28 @@ class Staged(NamedTuple):
         """The folder of both."""
         return self.temporary.folder
 
-    def finish(self, *, fsync: bool) -> None:
+    def finish(self, sources: Sequence[Rights], *, fsync: bool) -> None:
         """Set the mode, which may forbid even us to write, and sync the content."""
         with os_errors_about(self.target), self.temporary.opened(os.O_RDONLY) as fd:
-            fs.change_mode(fd, self.mode)
+            if self.original is not None:
+                mode = _kept_mode(self.original)
+            else:
+                # Of a folder on a server, only this machine may have seen the list.
+                system.remove_acl(fd)
+                mode = new_mode(os.fstat(fd).st_gid, [*sources, *self._replaced()])
+            fs.change_mode(fd, mode)
             if fsync:
                 fs.sync(fd)
+
+    def _replaced(self) -> list[Rights]:
+        """Read the rights of the file that is replaced; there may be none."""
+        if self.folder.status(self.name) is None:
+            return []
+        try:
+            with fs.closing(self.folder.open(self.name, os.O_RDONLY)) as fd:
+                return [_rights(fd)]
+        except OSError:
+            return [_NONE]
 
     def is_unchanged(self) -> bool:
         """Whether the file that it replaces is still the one that was read."""
@@ -103,22 +131,37 @@ def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None
     system.copy_attributes(original_fd, fd)
 
 
-def mode_for(original: os.stat_result | None, replaced: os.stat_result | None, mode: int) -> int:
-    """The permissions of a new file: those of its original or, without one, no more than the replaced file has.
+def rights_of(source: Source) -> Rights:
+    """Read the rights of a file that was read; none if it is another file now, or cannot be opened."""
+    path, before = source
+    try:
+        with fs.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            return _rights(fd) if before is None or os.path.samestat(before, os.fstat(fd)) else _NONE
+    except OSError:
+        return _NONE
 
-    Setuid and setgid bits are kept only if the original belongs to this user.
+
+def new_mode(group: int, sources: Sequence[Rights]) -> int:
+    """Compute the permissions of a new file of a group: nobody may do what they may not do with all sources.
+
+    A user whom the mode of a source counts among its group may be one of all others for the new file, or the other way
+    round, unless both have the same group. Then they get what both classes have.
     """
-    if original is None:
-        return mode if replaced is None else mode & (replaced.st_mode | _OWNER_MAY)
-    kept = stat.S_IMODE(original.st_mode)
-    return kept if original.st_uid == os.geteuid() else kept & ~(stat.S_ISUID | stat.S_ISGID)
-
-
-def new_mode(sources: Iterable[os.stat_result]) -> int:
-    """The permissions of a file made of others: no user may read it who cannot read all of these."""
     mask = os.umask(0o077)
     os.umask(mask)
     mode = 0o666 & ~mask
-    for source in sources:
-        mode &= source.st_mode | _OWNER_MAY
+    for source in sources or [_NONE]:
+        classes = source.mode if source.group == group else (source.mode & source.mode >> 3 & 0o7) * 0o11
+        mode &= classes | _OWNER_MAY
     return mode
+
+
+def _rights(fd: int) -> Rights:
+    status, listed = os.fstat(fd), system.acl_rights(fd)
+    return Rights(status.st_gid, status.st_mode) if listed is None else Rights(None, listed * 0o11)
+
+
+def _kept_mode(original: os.stat_result) -> int:
+    """The permissions of a replaced file; without setuid and setgid bits, unless it belongs to this user."""
+    kept = stat.S_IMODE(original.st_mode)
+    return kept if original.st_uid == os.geteuid() else kept & ~(stat.S_ISUID | stat.S_ISGID)

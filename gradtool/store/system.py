@@ -91,9 +91,8 @@ def copy_attributes(fd: int, to: int) -> None:
     """
     if hasattr(os, "listxattr"):
         names = _attributes(fd)
-        if _ACL not in names and _ACL in _attributes(to):
-            # Inherited from the folder, it would let in users whom the original keeps out.
-            os.removexattr(to, _ACL)
+        # One that is inherited from the folder would let in users whom the original keeps out.
+        remove_acl(to)
         for name in names:
             try:
                 os.setxattr(to, name, os.getxattr(fd, name))
@@ -153,16 +152,15 @@ def _macos_acl(fd: int, *, remove: bool = False) -> bool:
     if not hasattr(libc, "acl_get_fd_np"):
         return False
     libc.acl_get_fd_np.restype = libc.acl_init.restype = c_void_p
-    acl, empty = c_void_p(libc.acl_get_fd_np(fd, _ACL_TYPE_EXTENDED)), c_void_p(libc.acl_init(0))
+    lists = acl, empty = c_void_p(libc.acl_get_fd_np(fd, _ACL_TYPE_EXTENDED)), c_void_p(libc.acl_init(0))
     try:
-        if not acl.value or libc.acl_get_entry(acl, 0, byref(c_void_p())) != 0:
-            return False
-        if remove and libc.acl_set_fd_np(fd, empty, _ACL_TYPE_EXTENDED) != 0:
+        has_entries = bool(acl) and libc.acl_get_entry(acl, 0, byref(c_void_p())) == 0
+        if remove and has_entries and libc.acl_set_fd_np(fd, empty, _ACL_TYPE_EXTENDED) != 0:
             raise PermissionError(errno.EPERM, "the access control list of a new file could not be removed")
-        return True
+        return has_entries
     finally:
-        for one in filter(None, (acl, empty)):
-            libc.acl_free(one)
+        for pointer in filter(None, lists):
+            libc.acl_free(pointer)
 
 
 def _attributes(fd: int) -> list[str]:

@@ -17,20 +17,17 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import File, Folder
 
-    # A file whose content goes into new ones, and its status when it was read, if anything depends on that.
+    # A file whose content goes into new ones, and its status when it was read, if that is known.
     Source = tuple[Path, os.stat_result | None]
 
 _OWNER_MAY = stat.S_IRUSR | stat.S_IWUSR
 
 
 class Rights(NamedTuple):
-    """The group of a file, None if that is not all that counts, and its mode."""
+    """The group of a file and its mode; without a group, the mode has what everybody may do, or nothing is known."""
 
-    group: int | None
-    mode: int
-
-
-_NONE = Rights(None, 0)
+    group: int | None = None
+    mode: int = 0
 
 
 class Staged(NamedTuple):
@@ -55,22 +52,14 @@ class Staged(NamedTuple):
             if self.original is not None:
                 mode = _kept_mode(self.original)
             else:
-                # Of a folder on a server, only this machine may have seen the list.
+                # A worker on another machine may not have seen it.
                 system.remove_acl(fd)
-                mode = new_mode(os.fstat(fd).st_gid, [*sources, *self._replaced()])
+                if self.folder.status(self.name) is not None:
+                    sources = [*sources, rights_of(self.name, within=self.folder.fd)]
+                mode = new_mode(os.fstat(fd).st_gid, sources)
             fs.change_mode(fd, mode)
             if fsync:
                 fs.sync(fd)
-
-    def _replaced(self) -> list[Rights]:
-        """Read the rights of the file that is replaced; there may be none."""
-        if self.folder.status(self.name) is None:
-            return []
-        try:
-            with fs.closing(self.folder.open(self.name, os.O_RDONLY)) as fd:
-                return [_rights(fd)]
-        except OSError:
-            return [_NONE]
 
     def is_unchanged(self) -> bool:
         """Whether the file that it replaces is still the one that was read."""
@@ -131,34 +120,31 @@ def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None
     system.copy_attributes(original_fd, fd)
 
 
-def rights_of(source: Source) -> Rights:
-    """Read the rights of a file that was read; none if it is another file now, or cannot be opened."""
-    path, before = source
+def rights_of(path: Path | str, before: os.stat_result | None = None, within: int | None = None) -> Rights:
+    """Read who may do what with a file; nobody anything if it cannot be opened, or is not the one that was read."""
     try:
-        with fs.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-            return _rights(fd) if before is None or os.path.samestat(before, os.fstat(fd)) else _NONE
+        with fs.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=within)) as fd:
+            status, listed = os.fstat(fd), system.acl_rights(fd)
     except OSError:
-        return _NONE
+        return Rights()
+    if before is not None and not os.path.samestat(before, status):
+        return Rights()
+    return Rights(status.st_gid, status.st_mode) if listed is None else Rights(mode=listed * 0o11)
 
 
 def new_mode(group: int, sources: Sequence[Rights]) -> int:
-    """Compute the permissions of a new file of a group: nobody may do what they may not do with all sources.
+    """Compute the permissions of a new file of a group: nobody may do with it what they may not do with all sources.
 
-    A user whom the mode of a source counts among its group may be one of all others for the new file, or the other way
-    round, unless both have the same group. Then they get what both classes have.
+    A member of the group of a source may be no member of that of the new file, or the other way round. Where these
+    groups differ, both classes get what both have.
     """
     mask = os.umask(0o077)
     os.umask(mask)
     mode = 0o666 & ~mask
-    for source in sources or [_NONE]:
+    for source in sources or [Rights()]:
         classes = source.mode if source.group == group else (source.mode & source.mode >> 3 & 0o7) * 0o11
         mode &= classes | _OWNER_MAY
     return mode
-
-
-def _rights(fd: int) -> Rights:
-    status, listed = os.fstat(fd), system.acl_rights(fd)
-    return Rights(status.st_gid, status.st_mode) if listed is None else Rights(None, listed * 0o11)
 
 
 def _kept_mode(original: os.stat_result) -> int:

@@ -31,7 +31,8 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
             sums = measure_units(session, policy, params, file)
             before, changed = sums.measurement, sorted(sums.changed)
             selected = [session.selected[number] for number in changed]
-            with session.writing(output, output.files(selected)) as destination:
+            made = output.made_of(dict.fromkeys(param.shard for param in params))
+            with session.writing(made, output.files(selected)) as destination:
                 after = session.run(ScaleUnits(selected, policy.spec, changed, file), destination)
                 if policy.nonfinite != "propagate":
                     refuse_overflow(selected, after)

@@ -143,22 +143,26 @@ class Folder:
         """Open a file; links are not followed, and a FIFO does not block."""
         return os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self.fd)
 
-    def create(self, name: str, mode: int = 0o600) -> int:
+    def create(self, name: str) -> int:
         """Make a file that did not exist; its descriptor."""
+        return self.create_file(name)[0]
+
+    def create_file(self, name: str) -> tuple[int, File]:
+        """Make a file that did not exist and that only its user may open; its descriptor, and the file.
+
+        It does not keep an access control list from its folder, which a change of its mode would put into force.
+        """
         step()
         try:
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.fd)
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         except FileNotFoundError as error:
             # As in /proc.
             message = "no file can be made in this folder, or it was just removed; write somewhere else"
             refused = SystemRefusedError(message, file=self.path)
             refused.errno = error.errno
             raise refused from error
-
-    def create_file(self, name: str) -> tuple[int, File]:
-        """As `create`, with the file; removed again if that fails."""
-        fd = self.create(name)
         try:
+            system.remove_acl(fd)
             status = os.fstat(fd)
         except BaseException:
             os.close(fd)

@@ -26,8 +26,11 @@ _F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
 _FSTORE = struct.Struct("Iiqqq")
 # Linux keeps the access control list of a file in this attribute.
 _ACL = "system.posix_acl_access"
-# Of macOS's copyfile.h: access control lists and extended attributes.
+# Of linux/posix_acl_xattr.h: its version takes four bytes; each entry has a tag, rights and an ID. The owner has tag 1.
+_ACL_START, _ACL_ENTRY, _ACL_OWNER = 4, struct.Struct("<HHI"), 1
+# Of macOS's copyfile.h: access control lists and extended attributes; and of its sys/acl.h: the kind of such a list.
 _COPYFILE_ACL, _COPYFILE_XATTR = 1, 4
+_ACL_TYPE_EXTENDED = 0x100
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _UUID_BYTES = 64
 
@@ -72,9 +75,8 @@ def copy_attributes(fd: int, to: int) -> None:
     """
     if hasattr(os, "listxattr"):
         names = _attributes(fd)
-        if _ACL not in names and _ACL in _attributes(to):
-            # Inherited from the folder, it would let in users whom the original keeps out.
-            os.removexattr(to, _ACL)
+        # One that is inherited from the folder would let in users whom the original keeps out.
+        remove_acl(to)
         for name in names:
             try:
                 os.setxattr(to, name, os.getxattr(fd, name))
@@ -92,6 +94,57 @@ def copy_attributes(fd: int, to: int) -> None:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
+
+
+def acl_rights(fd: int) -> int | None:
+    """Return what the access control list of a file lets everybody do but its owner; None if it has no list.
+
+    Rights are bits, as in a mode. A list of macOS, which can also deny rights, counts as giving none.
+    """
+    if not hasattr(os, "getxattr"):
+        return 0 if _macos_acl(fd) else None
+    try:
+        entries = os.getxattr(fd, _ACL)[_ACL_START:]
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.ENODATA):
+            raise
+        return None
+    rights = 0o7
+    for tag, allowed, _ in _ACL_ENTRY.iter_unpack(entries):
+        if tag != _ACL_OWNER:
+            rights &= allowed
+    return rights
+
+
+def remove_acl(fd: int) -> None:
+    """Remove the access control list of a file, if it has one."""
+    if not hasattr(os, "removexattr"):
+        _macos_acl(fd, remove=True)
+        return
+    try:
+        os.removexattr(fd, _ACL)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.ENODATA):
+            raise
+
+
+def _macos_acl(fd: int, *, remove: bool = False) -> bool:
+    """Check whether a file has an access control list of macOS; if so, remove it where that is wanted."""
+    from ctypes import CDLL, byref, c_void_p
+
+    libc = CDLL(None)
+    if not hasattr(libc, "acl_get_fd_np"):
+        return False
+    libc.acl_get_fd_np.restype = libc.acl_init.restype = c_void_p
+    lists = acl, empty = c_void_p(libc.acl_get_fd_np(fd, _ACL_TYPE_EXTENDED)), c_void_p(libc.acl_init(0))
+    try:
+        has_entries = bool(acl) and libc.acl_get_entry(acl, 0, byref(c_void_p())) == 0
+        if remove and has_entries and libc.acl_set_fd_np(fd, empty, _ACL_TYPE_EXTENDED) != 0:
+            raise PermissionError(errno.EPERM, "the access control list of a new file could not be removed")
+        return has_entries
+    finally:
+        for pointer in filter(None, lists):
+            libc.acl_free(pointer)
 
 
 def _attributes(fd: int) -> list[str]:

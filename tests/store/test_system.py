@@ -20,7 +20,7 @@ SOURCES = Path(support.gradtool.__code__.co_filename).parent.parent / "gradtool"
 # Calls and names of the os module that macOS does not have.
 LACKED = (
     "posix_fallocate", "posix_fadvise", "memfd_create", "sched_getaffinity", "getxattr", "listxattr", "setxattr",
-    "O_PATH", "O_TMPFILE", "copy_file_range", "splice", "fdatasync", "eventfd", "/proc/", "FICLONE",
+    "removexattr", "O_PATH", "O_TMPFILE", "copy_file_range", "splice", "fdatasync", "eventfd", "/proc/", "FICLONE",
 )  # fmt: skip
 FULLFSYNC = 51
 
@@ -136,6 +136,93 @@ def test_attributes_that_macos_cannot_copy_are_an_error_unless_there_can_be_none
     monkeypatch.delattr(posix, "_fcopyfile")
     system.copy_attributes(fd, fd)
     assert calls == []
+
+
+LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("entries", "rights"),
+    [
+        ([(1, 6, -1), (2, 6, 1234), (4, 4, -1), (0x10, 6, -1), (0x20, 4, -1)], 4),
+        ([(1, 6, -1), (2, 0, 1234), (4, 4, -1), (0x10, 4, -1), (0x20, 4, -1)], 0),
+        ([(1, 6, -1), (4, 4, -1), (8, 6, 1234), (0x10, 2, -1), (0x20, 6, -1)], 0),
+        ([(1, 0, -1), (4, 6, -1), (8, 7, 1234), (0x10, 7, -1), (0x20, 6, -1)], 6),
+    ],
+)
+def test_the_rights_of_an_access_control_list_are_those_that_all_have_but_the_owner(fd, entries, rights):
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    assert system.acl_rights(fd) is None
+    try:
+        os.setxattr(fd, "system.posix_acl_access", packed)
+    except OSError as error:
+        pytest.skip(f"this file system has no access control lists: {error}")
+    assert system.acl_rights(fd) == rights
+    system.remove_acl(fd)
+    assert system.acl_rights(fd) is None
+    system.remove_acl(fd)
+
+
+@LINUX
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOSYS, errno.ENODATA])
+def test_a_file_system_without_access_control_lists_has_none(fd, monkeypatch, number):
+    for name in ("getxattr", "removexattr"):
+        monkeypatch.setattr(os, name, failing(number))
+    assert system.acl_rights(fd) is None
+    system.remove_acl(fd)
+
+
+@LINUX
+def test_an_access_control_list_that_cannot_be_read_or_removed_is_an_error(fd, monkeypatch):
+    for name, call in (("getxattr", system.acl_rights), ("removexattr", system.remove_acl)):
+        monkeypatch.setattr(os, name, failing(errno.EIO))
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            call(fd)
+
+
+class Lists:
+    """What macOS's library has for access control lists, of a file with so many entries; None if it has no list."""
+
+    def __init__(self, entries, *, refuses=False):
+        self.entries, self.freed = entries, []
+        # Attributes can be set on functions only, as on those of a library.
+        self.acl_get_fd_np = lambda _fd, kind: 77 if kind == 0x100 and self.entries is not None else None
+        self.acl_init = lambda _: 88
+        self.acl_get_entry = lambda acl, first, _: 0 if (acl.value, first) == (77, 0) and self.entries else -1
+        self.acl_set_fd_np = lambda _fd, acl, kind: -1 if refuses else self.set(acl.value, kind)
+        self.acl_free = lambda acl: self.freed.append(acl.value)
+
+    def set(self, acl, kind):
+        assert (acl, kind) == (88, 0x100)
+        self.entries = 0
+        return 0
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("entries", [None, 0, 2])
+def test_an_access_control_list_of_macos_gives_no_rights_and_is_removed(fd, monkeypatch, entries):
+    lists = Lists(entries)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: lists)
+    assert system.acl_rights(fd) == (0 if entries else None)
+    system.remove_acl(fd)
+    assert system.acl_rights(fd) is None
+    # Each list that was read, and each that was made.
+    assert sorted(lists.freed) == ([88] * 3 if entries is None else [77] * 3 + [88] * 3)
+
+
+@pytest.mark.usefixtures("calls")
+def test_an_access_control_list_that_macos_keeps_is_an_error(fd, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Lists(1, refuses=True))
+    with pytest.raises(PermissionError, match="could not be removed"):
+        system.remove_acl(fd)
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_system_with_other_lists_has_none_that_are_known(fd, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert system.acl_rights(fd) is None
+    system.remove_acl(fd)
 
 
 def test_an_unnamed_file_is_found_by_its_path_and_by_no_name(tmp_path, monkeypatch):

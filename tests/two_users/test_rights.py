@@ -2,13 +2,17 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import stat
+import struct
 import subprocess
 
 import pytest
+from layers import layer
 from neighbours import crash, folder_of, grads, left_in, several, state, told_once
-from users import ALICE, MALLORY, At, run_as
+from support import write
+from users import ALICE, MALLORY, At, as_user, run_as
 
 from gradtool.store import fs
 from gradtool.store.fs import Folder
@@ -183,3 +187,160 @@ def refuses_all(folder, runner, way, culprit):
     now = {path: one for path, one in state(folder).items() if path != folder}
     # Not even put back.
     assert now == before
+
+
+SECRET = 777
+# Of linux/posix_acl_xattr.h: the tags of entries for the owner, a user, the group, the mask and all others.
+OWNER, USER, GROUP, MASK, OTHERS = 1, 2, 4, 0x10, 0x20
+
+
+def list_on(path, *entries, kind="access"):
+    """Give a file or folder an access control list of (tag, rights) or (tag, rights, ID)."""
+    packed = [struct.pack("<HHi", *entry, *[-1] * (3 - len(entry))) for entry in entries]
+    try:
+        os.setxattr(path, f"system.posix_acl_{kind}", struct.pack("<I", 2) + b"".join(packed))
+    except (AttributeError, OSError) as error:
+        pytest.skip(f"this file system has no access control lists: {error}")
+
+
+def secret_in(folder, name="secret.safetensors", mode=0o640, group=SECRET, seed=1):
+    path = grads(ALICE, folder / name, mode, seed)
+    os.chown(path, ALICE, group)
+    return path
+
+
+def has_list(path):
+    return hasattr(os, "listxattr") and "system.posix_acl_access" in os.listxattr(path)
+
+
+def reads(path, uid=MALLORY):
+    try:
+        as_user(uid, path.read_bytes)
+    except AssertionError:
+        return False
+    return True
+
+
+def folder_of_mallorys_group(root):
+    folder = folder_of(0, root / "new", 0o777)
+    os.chown(folder, 0, MALLORY)
+    folder.chmod(0o2777)
+    return folder
+
+
+def folder_that_lets_mallory_in(root):
+    folder = folder_of(0, root / "new", 0o777)
+    list_on(folder, (OWNER, 7), (USER, 7, MALLORY), (GROUP, 7), (MASK, 7), (OTHERS, 5), kind="default")
+    return folder
+
+
+# By name: the options, and the files that are made by way of them; `in` is the input, `new` the folder.
+MAKERS = {
+    "a file": (["clip", "in/x", "--max-norm", "1", "--output", "new/y"], ["y"]),
+    "a folder": (["clip", "in", "--max-norm", "1", "--output-dir", "new/d"], ["d/x", "d/x.safetensors.index.json"]),
+    "a set": (
+        ["accumulate", "--create", "new/set", "in/x", "--max-shard-size", "1KB"],
+        ["set/model-00001-of-00002.safetensors", "set/model.safetensors.index.json"],
+    ),
+    "a state": (["clip", "in/x", "--limit", "z=2", "--state", "new/state"], ["state"]),
+    "a state in place": (
+        ["clip", "in/x", "--limit", "z=2", "--state", "new/state", "--write", "inplace"],
+        ["state"],
+    ),
+    "a file by parameters": (
+        ["clip", "public", "--agc", "0.01", "--params", "in/x", "--output", "new/y"],
+        ["y"],
+    ),
+    "a file by a state": (
+        ["clip", "public", "--limit", "z=2", "--state", "in/state", "--output", "new/y"],
+        ["y"],
+    ),
+    "a file of two": (["accumulate", "--create", "new/y", "public", "in/x"], ["y"]),
+}
+
+
+@pytest.mark.parametrize("where", [folder_of_mallorys_group, folder_that_lets_mallory_in])
+@pytest.mark.parametrize("made", MAKERS)
+def test_a_new_file_lets_in_nobody_whom_an_input_keeps_out(root, where, made):
+    arguments, names = MAKERS[made]
+    new = where(root)
+    inputs = folder_of(ALICE, root / "in", 0o755)
+    source = secret_in(inputs, "x")
+    grads(ALICE, root / "public")
+    if "in" in arguments:
+        index = inputs / "x.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(("t1.0", "t1.1"), "x")}))
+    if "in/state" in arguments:
+        first = run_as(ALICE, "clip", source, "--limit", "z=2", "--state", root / "in/state")
+        assert first.code == 0, first
+        assert mode_of(root / "in/state") == 0o600
+    places = ("in", "in/x", "in/state", "public")
+    words = [root / word if word in places or word.startswith("new/") else word for word in arguments]
+    answer = run_as(ALICE, *words)
+    assert answer.code == 0, answer
+    for name in names:
+        assert mode_of(new / name) == 0o600
+        assert not reads(new / name)
+        assert not has_list(new / name)
+
+
+@pytest.mark.parametrize("where", [folder_of_mallorys_group, folder_that_lets_mallory_in])
+def test_a_new_file_of_what_everybody_may_read_is_for_everybody(root, where):
+    new = where(root)
+    source = grads(ALICE, root / "public")
+    assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", new / "y").code == 0
+    assert mode_of(new / "y") == 0o644
+    assert reads(new / "y")
+    assert not has_list(new / "y")
+
+
+def test_the_gradients_of_a_layer_keep_out_whom_an_input_keeps_out(root):
+    new = folder_of_mallorys_group(root)
+    source = write(root / "x", layer((3, 8)))
+    os.chown(source, ALICE, SECRET)
+    source.chmod(0o640)
+    answer = run_as(ALICE, "layernorm-backward", source, "--output", new / "y")
+    assert answer.code == 0, answer
+    assert mode_of(new / "y") == 0o600
+
+
+def test_members_of_the_inputs_group_read_new_files_of_that_group(root):
+    new = folder_of_mallorys_group(root)
+    source = secret_in(root, group=MALLORY)
+    assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", new / "y").code == 0
+    assert mode_of(new / "y") == 0o640
+    assert reads(new / "y")
+
+
+@pytest.mark.parametrize(
+    ("entries", "mode"),
+    [
+        # The mask of a list, which a mode shows as the rights of the group, is not what the group may do.
+        ([(OWNER, 6), (USER, 4, 4321), (GROUP, 0), (MASK, 4), (OTHERS, 0)], 0o600),
+        ([(OWNER, 6), (USER, 0, MALLORY), (GROUP, 4), (MASK, 4), (OTHERS, 4)], 0o600),
+        ([(OWNER, 6), (USER, 6, 4321), (GROUP, 4), (MASK, 6), (OTHERS, 4)], 0o644),
+    ],
+    ids=["lets in one user", "keeps out one user", "lets in everybody"],
+)
+def test_what_an_access_control_list_of_an_input_says_counts(root, entries, mode):
+    source = grads(ALICE, root / "x")
+    list_on(source, *entries)
+    new = folder_of_mallorys_group(root)
+    assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", new / "y").code == 0
+    assert mode_of(new / "y") == mode
+    assert reads(new / "y") == reads(source)
+
+
+def test_a_file_that_is_replaced_by_a_new_one_keeps_out_whom_it_kept_out(root):
+    new = folder_of_mallorys_group(root)
+    source, there = grads(ALICE, root / "public"), secret_in(new, "y")
+    assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", there).code == 0
+    assert mode_of(there) == 0o600
+
+
+def test_an_input_that_is_closed_to_others_during_the_run_keeps_them_out(root):
+    new = folder_of(0, root / "new", 0o777)
+    source = grads(ALICE, root / "x")
+    at = At(Replacement, "commit", lambda: source.chmod(0o600), ALICE)
+    assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", new / "y", meanwhile=at).code == 0
+    assert mode_of(new / "y") == 0o600

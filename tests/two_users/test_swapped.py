@@ -1,6 +1,7 @@
 """Files and folders that another user puts in the place of others, at the worst instant."""
 
 import contextlib
+import email.parser  # noqa: F401 - before a user comes who may not be able to read it
 import os
 
 import pytest
@@ -94,6 +95,36 @@ def test_an_output_folder_that_is_a_link_of_another_user_is_refused(root, runner
     before = state(private)
     told_once(run_as(runner, "clip", source, "--max-norm", "1", "--output-dir", shared / "out"), f"user {MALLORY} made")
     assert state(private) == before
+
+
+# What makes a folder, by way of a folder that is there and a link.
+MAKES_FOLDERS = {
+    "clip": ["clip", "x", "--max-norm", "1", "--output-dir", "out"],
+    "new set": ["accumulate", "--create", "out", "x", "--max-shard-size", "1KB"],
+}
+
+
+@RUNNERS
+@pytest.mark.parametrize("made", MAKES_FOLDERS)
+@pytest.mark.parametrize("below", ["new", "new/deeper"])
+def test_no_folder_is_made_by_way_of_a_link_of_another_user_in_a_folder_of_ones_own(root, runner, made, below):
+    shared, private = folder_of(0, root / "shared", 0o777), folder_of(runner, root / "private", 0o700)
+    source = grads(runner, root / "x")
+    as_user(MALLORY, lambda: (shared / "out").symlink_to(private))
+    before = state(private)
+    places = {"x": source, "out": shared / "out" / below}
+    answer = run_as(runner, *(places.get(word, word) for word in MAKES_FOLDERS[made]))
+    told_once(answer, f"user {MALLORY} made, leads to a folder of yours, {private}; name that folder itself")
+    assert state(private) == before
+
+
+def test_a_folder_is_made_by_way_of_a_link_of_another_user_in_a_folder_of_that_one(root):
+    shared, theirs = folder_of(0, root / "shared", 0o777), folder_of(MALLORY, root / "theirs", 0o777)
+    source = grads(ALICE, root / "x")
+    as_user(MALLORY, lambda: (shared / "out").symlink_to(theirs))
+    answer = run_as(ALICE, "clip", source, "--max-norm", "1", "--output-dir", shared / "out/new")
+    assert answer.code == 0, answer
+    assert (theirs / "new/x").is_file()
 
 
 def test_not_even_root_is_led_to_the_folder_of_a_third_user(root):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.store.fs import File
+    from gradtool.store.transaction.staging import Source
     from gradtool.store.transaction.transaction import Transaction
 
 # Bytes of an undo log that are reserved at a time, and more undo logs than there will be.
@@ -43,13 +44,13 @@ class InPlace:
     while it is old, so is everything, and once it is new, so is everything.
     """
 
-    def __init__(self, transaction: Transaction, targets: Sequence[Target]) -> None:
+    def __init__(self, transaction: Transaction, targets: Sequence[Target], sources: Sequence[Source] = ()) -> None:
         self._transaction = transaction
         self._targets = targets
         self._numbers = {target.file: number for number, target in enumerate(targets)}
         self._sizes = {(one.file.device, one.file.inode): one.stat.st_size for one in targets}
         self._logs: list[File] = []
-        self.last = Replacement(transaction)
+        self.last = Replacement(transaction, sources)
         self._committed = False
         self._ahead = 0
 

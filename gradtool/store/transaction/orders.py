@@ -16,7 +16,7 @@ from gradtool.store.fs import File
 from gradtool.store.late import patiently
 from gradtool.store.transaction.destination import NewFile, read_for
 from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
-from gradtool.store.transaction.staging import Staged, mode_for
+from gradtool.store.transaction.staging import Staged
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -70,11 +70,11 @@ class Orders:
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
         self._permits: dict[Folder, str] = {}
-        # By folder and name, the target and its mode.
-        self._missing: dict[tuple[Path, str], tuple[Path, int]] = {}
+        # By folder and name.
+        self._missing: dict[tuple[Path, str], Path] = {}
 
-    def add(self, target: Path, new: NewFile, *, keeps_attributes: bool, mode: int) -> Order:
-        """Order a file that will become `target`, with the mode that `Replacement.stage` would give it."""
+    def add(self, target: Path, new: NewFile, *, keeps_attributes: bool) -> Order:
+        """Order a file that will become `target`."""
         folder, name = self._transaction.locate(target)
         # Until all attempts are removed, the log must stay.
         self._transaction.leaves_files = True
@@ -83,8 +83,7 @@ class Orders:
                 _, permit = self._transaction.new_name("tmp")
                 os.close(folder.create(permit))
                 self._permits[folder] = permit
-            mode = mode_for(new.shard.stat if keeps_attributes else None, folder.status(name), mode)
-        self._missing[folder.path, name] = target, mode
+        self._missing[folder.path, name] = target
         run, fsync = self._transaction.id, self._transaction.fsync
         return Order(new, run, folder.path, name, self._permits[folder], keeps_attributes, fsync)
 
@@ -94,7 +93,7 @@ class Orders:
         Raises:
             SystemRefusedError: it is not.
         """
-        target, mode = self._missing.pop((order.folder, order.name))
+        target = self._missing.pop((order.folder, order.name))
         folder, name = self._transaction.locate(target)
         plain = all(type(value) is int for value in built) and FIRST_ATTEMPT <= built.number <= LAST_ATTEMPT
         temporary = name_of(self._transaction.id, built.number, "tmp") if plain else ""
@@ -105,7 +104,7 @@ class Orders:
             raise changed_meanwhile(folder.path / temporary)
         original = order.new.shard.stat if order.keeps_attributes else None
         file = File(folder, temporary, status.st_dev, status.st_ino)
-        return Staged(built.number, file, name, target, original, mode, is_new=not order.new.replaces)
+        return Staged(built.number, file, name, target, original, is_new=not order.new.replaces)
 
     def refuse_missing(self) -> None:
         """Raise `AssertionError` unless all files are built."""

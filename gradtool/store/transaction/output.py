@@ -20,7 +20,6 @@ from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.readers import refuse_unfinished
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.small import NewIndex, fill, refuse_among
-from gradtool.store.transaction.staging import new_mode
 from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output_options import OutputOptions
     from gradtool.store.transaction.small import NewState
+    from gradtool.store.transaction.staging import Source
 
     # For each file whose metadata change, the entries that get a new text, or none.
     Metadata = Mapping[Shard, Mapping[str, str | None]]
@@ -44,13 +44,13 @@ _REMEDY = "gradtool recover, or the next run, makes the files all old or all new
 class Output(NamedTuple):
     """The options, checked against the sets that are written; or the files that are `created` instead.
 
-    `mode` is that of new files. `folder` is made if it does not exist. `transaction` holds the locks, if they have been
-    taken.
+    The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
+    exist. `transaction` holds the locks, if they have been taken.
     """
 
     options: OutputOptions
     sets: Sequence[GradientSet]
-    mode: int
+    sources: Sequence[Source]
     created: Sequence[Path] = ()
     folder: Path | None = None
     transaction: Transaction | None = None
@@ -74,7 +74,8 @@ class Output(NamedTuple):
         sets, shards = opened.sets, opened.shards
         folder = None if options.folder is None else Path(options.folder)
         written = sets[:writes] if homes is None else _sets_with(homes, sets, options)
-        output = cls(options, written, new_mode(shard.stat for shard in shards), folder=folder)
+        indexes = [one.index for one in sets if one.index]
+        output = cls(options, written, [(index, None) for index in indexes], folder=folder).made_of(shards)
         if created is not None:
             first = opened.selected_in(sets[0].shards)
             output = output._replace(created=created.targets(first), folder=created.folder)
@@ -83,7 +84,7 @@ class Output(NamedTuple):
             what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
             raise UsageError(f"--output {what}; use --output-dir for several files")
         if options.is_elsewhere:
-            refuse_collisions(output.targets, shards, [one.index for one in sets if one.index])
+            refuse_collisions(output.targets, shards, indexes)
         refuse_among(output.targets, output.states)
         output.refuse_existing()
         return output
@@ -110,6 +111,10 @@ class Output(NamedTuple):
     def is_elsewhere(self) -> bool:
         """Whether the inputs are left alone."""
         return self.options.is_elsewhere
+
+    def made_of(self, shards: Iterable[Shard]) -> Self:
+        """Return the same output with more files as sources."""
+        return self._replace(sources=[*self.sources, *((shard.path, shard.stat) for shard in shards)])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
         """The files to be written when those tensors and entries of metadata change; elsewhere, all of them."""
@@ -177,17 +182,18 @@ class Output(NamedTuple):
         if self.options.dry_run or not (files or self.is_elsewhere or state):
             yield DISCARD
             return
+        sources = [*self.sources, *([] if state is None or state.stat is None else [(state.path, state.stat)])]
         with self._locked() as transaction:
             # Another run may have written them while this one waited for its locks.
             self.refuse_existing()
             if self.options.in_place and files:
                 targets = [_target_of(transaction, file) for file in files]
-                with InPlace(transaction, targets) as in_place:
+                with InPlace(transaction, targets, sources) as in_place:
                     yield Overwritten(_by_shard(files, [target.file for target in targets]), in_place)
                     self._write_state(in_place.last, state)
                     in_place.commit()
             else:
-                with Replacement(transaction) as replacement:
+                with Replacement(transaction, sources) as replacement:
                     yield self._built(replacement, files)
                     self._write_indexes(replacement, self._copied_indexes() if indexes is None else indexes)
                     self._write_state(replacement, state)
@@ -216,13 +222,13 @@ class Output(NamedTuple):
         for file in files:
             keeps = file.replaces and not self.is_elsewhere
             target = self._target(file.shard.path)
-            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, mode=self.mode)
+            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps)
         return Ordered(orders, replacement)
 
     def _stage(self, replacement: Replacement, file: NewFile) -> File:
         original = None if self.is_elsewhere or not file.replaces else file.shard.stat
         target = self._target(file.shard.path)
-        return replacement.stage(target, file.size, original, file.ranges, mode=self.mode, is_new=not file.replaces)
+        return replacement.stage(target, file.size, original, file.ranges, is_new=not file.replaces)
 
     def _copied_indexes(self) -> list[NewIndex]:
         if not self.is_elsewhere or self.options.file is not None:
@@ -232,13 +238,13 @@ class Output(NamedTuple):
     def _write_indexes(self, replacement: Replacement, indexes: Sequence[NewIndex]) -> None:
         for path, stat, content in indexes:
             target, original = self._target(path), None if self.is_elsewhere else stat
-            staged = replacement.stage(target, len(content), original, mode=self.mode, is_new=stat is None)
+            staged = replacement.stage(target, len(content), original, is_new=stat is None)
             fill(staged, target, content)
 
     def _write_state(self, replacement: Replacement, state: NewState | None) -> None:
         if state is not None:
             size, is_new = len(state.content), state.stat is None
-            staged = replacement.stage(state.path, size, state.stat, mode=self.mode, is_new=is_new)
+            staged = replacement.stage(state.path, size, state.stat, is_new=is_new)
             fill(staged, state.path, state.content)
 
 

@@ -16,7 +16,7 @@ from gradtool.store.fs import File
 from gradtool.store.transaction.files import name_of, remove
 from gradtool.store.transaction.log import Move
 from gradtool.store.transaction.orders import Orders
-from gradtool.store.transaction.staging import Staged, keep_attributes, mode_for
+from gradtool.store.transaction.staging import Staged, keep_attributes, rights_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import Folder
     from gradtool.store.transaction.orders import Built, Order
+    from gradtool.store.transaction.staging import Source
     from gradtool.store.transaction.transaction import Transaction
 
 
@@ -31,11 +32,12 @@ class Replacement:
     """Every file of one run, built as a temporary sibling of its target.
 
     Used as a context manager: `stage` each file, fill it, `commit` them all. At the end of the block, temporaries that
-    were not committed are removed. A symbolic link stays a link, and its target is replaced.
+    were not committed are removed. A symbolic link stays a link, and its target is replaced. Users get no rights to new
+    files that they do not have to all `sources`; without any, only their owner may read them.
     """
 
-    def __init__(self, transaction: Transaction) -> None:
-        self._transaction = transaction
+    def __init__(self, transaction: Transaction, sources: Sequence[Source] = ()) -> None:
+        self._transaction, self._sources = transaction, sources
         self._staged: list[Staged] = []
         self._backups: list[tuple[Folder, str]] = []
         # Temporaries whose targets are linked.
@@ -73,14 +75,13 @@ class Replacement:
         original: os.stat_result | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
         *,
-        mode: int = 0o600,
         is_new: bool = False,
     ) -> File:
         """Make a temporary of `size` bytes, with its disk space reserved, that will become `target`.
 
-        With `original`, the status of the replaced file, its mode, owner and extended attributes are kept. Without, the
-        file gets `mode`, or less if it replaces one that had less. With `ranges`, only these are reserved, and the rest
-        is holes. A target that `is_new` replaces nothing.
+        With `original`, the status of the replaced file, its mode, owner and extended attributes are kept. Without, a
+        file that is replaced is one more of the sources. With `ranges`, only these are reserved, and the rest is holes.
+        A target that `is_new` replaces nothing.
         """
         signals.deliver()
         folder, name = self._transaction.locate(target)
@@ -88,9 +89,8 @@ class Replacement:
         self._transaction.leaves_files = True
         number, temporary = self._transaction.new_name("tmp")
         with os_errors_about(target):
-            mode = mode_for(original, folder.status(name), mode)
             fd, file = folder.create_file(temporary)
-            self._staged.append(Staged(number, file, name, target, original, mode, is_new))
+            self._staged.append(Staged(number, file, name, target, original, is_new))
             with fs.closing(fd):
                 # In this order, because macOS reserves space only behind the end of a file.
                 for begin, end in [(0, size)] if ranges is None else ranges:
@@ -113,8 +113,10 @@ class Replacement:
                 files are as they were.
         """
         self.orders.refuse_missing()
+        makes_new = any(staged.original is None for staged in self._staged)
+        sources = [rights_of(path, before) for path, before in self._sources] if makes_new else []
         for staged in self._staged:
-            staged.finish(fsync=self._transaction.fsync)
+            staged.finish(sources, fsync=self._transaction.fsync)
             signals.deliver()
         for staged in self._staged:
             if not staged.is_unchanged():

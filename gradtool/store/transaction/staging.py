@@ -12,12 +12,22 @@ from gradtool.store import fs, system
 from gradtool.store.format.header import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
     from pathlib import Path
 
     from gradtool.store.fs import File, Folder
 
+    # A file whose content goes into new ones, and its status when it was read, if that is known.
+    Source = tuple[Path, os.stat_result | None]
+
 _OWNER_MAY = stat.S_IRUSR | stat.S_IWUSR
+
+
+class Rights(NamedTuple):
+    """The group of a file and its mode; without a group, the mode has what everybody may do, or nothing is known."""
+
+    group: int | None = None
+    mode: int = 0
 
 
 class Staged(NamedTuple):
@@ -28,7 +38,6 @@ class Staged(NamedTuple):
     name: str
     target: Path
     original: os.stat_result | None
-    mode: int
     # The target must not exist.
     is_new: bool
 
@@ -37,10 +46,18 @@ class Staged(NamedTuple):
         """The folder of both."""
         return self.temporary.folder
 
-    def finish(self, *, fsync: bool) -> None:
+    def finish(self, sources: Sequence[Rights], *, fsync: bool) -> None:
         """Set the mode, which may forbid even us to write, and sync the content."""
         with os_errors_about(self.target), self.temporary.opened(os.O_RDONLY) as fd:
-            fs.change_mode(fd, self.mode)
+            if self.original is not None:
+                mode = _kept_mode(self.original)
+            else:
+                # A worker on another machine may not have seen it.
+                system.remove_acl(fd)
+                if self.folder.status(self.name) is not None:
+                    sources = [*sources, rights_of(self.name, within=self.folder.fd)]
+                mode = new_mode(os.fstat(fd).st_gid, sources)
+            fs.change_mode(fd, mode)
             if fsync:
                 fs.sync(fd)
 
@@ -103,22 +120,34 @@ def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None
     system.copy_attributes(original_fd, fd)
 
 
-def mode_for(original: os.stat_result | None, replaced: os.stat_result | None, mode: int) -> int:
-    """The permissions of a new file: those of its original or, without one, no more than the replaced file has.
+def rights_of(path: Path | str, before: os.stat_result | None = None, within: int | None = None) -> Rights:
+    """Read who may do what with a file; nobody anything if it cannot be opened, or is not the one that was read."""
+    try:
+        with fs.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=within)) as fd:
+            status, listed = os.fstat(fd), system.acl_rights(fd)
+    except OSError:
+        return Rights()
+    if before is not None and not os.path.samestat(before, status):
+        return Rights()
+    return Rights(status.st_gid, status.st_mode) if listed is None else Rights(mode=listed * 0o11)
 
-    Setuid and setgid bits are kept only if the original belongs to this user.
+
+def new_mode(group: int, sources: Sequence[Rights]) -> int:
+    """Compute the permissions of a new file of a group: nobody may do with it what they may not do with all sources.
+
+    A member of the group of a source may be no member of that of the new file, or the other way round. Where these
+    groups differ, both classes get what both have.
     """
-    if original is None:
-        return mode if replaced is None else mode & (replaced.st_mode | _OWNER_MAY)
-    kept = stat.S_IMODE(original.st_mode)
-    return kept if original.st_uid == os.geteuid() else kept & ~(stat.S_ISUID | stat.S_ISGID)
-
-
-def new_mode(sources: Iterable[os.stat_result]) -> int:
-    """The permissions of a file made of others: no user may read it who cannot read all of these."""
     mask = os.umask(0o077)
     os.umask(mask)
     mode = 0o666 & ~mask
-    for source in sources:
-        mode &= source.st_mode | _OWNER_MAY
+    for source in sources or [Rights()]:
+        classes = source.mode if source.group == group else (source.mode & source.mode >> 3 & 0o7) * 0o11
+        mode &= classes | _OWNER_MAY
     return mode
+
+
+def _kept_mode(original: os.stat_result) -> int:
+    """The permissions of a replaced file; without setuid and setgid bits, unless it belongs to this user."""
+    kept = stat.S_IMODE(original.st_mode)
+    return kept if original.st_uid == os.geteuid() else kept & ~(stat.S_ISUID | stat.S_ISGID)

@@ -41,6 +41,18 @@ class _Link(NamedTuple):
     owner: int
 
 
+class _Way(NamedTuple):
+    """Where a path leads: to an open folder, by links of other users."""
+
+    opened: Folder
+    links: Sequence[_Link]
+
+    def folder(self, path: Path, name: str) -> Folder:
+        """Return the folder, to write to a name in it; `SystemRefusedError` if the links may not lead there."""
+        _refuse_foreign(path, self.links, self.opened, name)
+        return self.opened
+
+
 class Targets:
     """The folders of the targets, open, and the `names` of the targets in each.
 
@@ -57,7 +69,7 @@ class Targets:
         # The names and paths of the targets in a folder that is missing.
         self._new: dict[Path, str] = {}
         # By path as text, and by device and inode.
-        self._followed: dict[str, tuple[Folder, list[_Link]]] = {}
+        self._followed: dict[str, _Way] = {}
         self._opened: dict[tuple[int, int], Folder] = {}
         self._located: dict[Path, tuple[Folder, str]] = {}
         try:
@@ -87,7 +99,8 @@ class Targets:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
         if target in self._located:
             return self._located[target]
-        folder, name, _ = self._follow(target)
+        way, name = self._follow(target)
+        folder = way.folder(target, name)
         if name not in self.names.get(folder, ()):
             raise changed_meanwhile(target)
         return folder, name
@@ -116,7 +129,7 @@ class Targets:
             above, name = os.path.split(above)
             missing.append(name)
         if missing:
-            self.names[self._followed_folder(above)[0]] = set()
+            self.names[self._followed_folder(above).folder(new_folder, missing[-1])] = set()
         return tuple(reversed(missing))
 
     def _add(self, path: Path, *, is_new: bool) -> None:
@@ -125,27 +138,27 @@ class Targets:
             self._new[path] = path.name
             self._located[path] = self.folders[0], path.name
             return
-        folder, name, links = self._follow(path)
+        way, name = self._follow(path)
         _refuse_name(path, name)
-        _refuse_foreign(path, links, folder, name)
+        folder = way.folder(path, name)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
 
-    def _follow(self, path: Path) -> tuple[Folder, str, list[_Link]]:
-        """Where a path leads, and the links of other users on the way."""
+    def _follow(self, path: Path) -> tuple[_Way, str]:
+        """Where a path leads: the way to its folder, and its name there."""
         links: list[_Link] = []
         for _ in range(_MAX_LINKS + 1):
             parent, name = os.path.split(path)
-            folder, further = self._followed_folder(parent or ".")
+            folder, further = self._followed_folder(parent or os.curdir)
             links += further
             status = folder.status(name)
             if status is None or not stat.S_ISLNK(status.st_mode):
-                return folder, name, links
+                return _Way(folder, links), name
             links += _foreign(str(path), status)
             path = folder.path / os.readlink(name, dir_fd=folder.fd)
         raise from_os_error(_loop(), path)
 
-    def _followed_folder(self, path: str) -> tuple[Folder, list[_Link]]:
+    def _followed_folder(self, path: str) -> _Way:
         if path not in self._followed:
             # Where the current folder is gone, other folders are not.
             absolute = path if path.startswith(os.sep) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118
@@ -158,7 +171,7 @@ class Targets:
                     raise BadInputError(no_such_folder(path), file=path, code="missing-file") from error
         return self._followed[path]
 
-    def _opened_folder(self, path: str) -> tuple[Folder, list[_Link]]:
+    def _opened_folder(self, path: str) -> _Way:
         """Open a folder by way of every folder above it, so that each link is seen."""
         left = _parts(path)
         real: list[str] = []
@@ -189,7 +202,7 @@ class Targets:
         known = self._opened.setdefault(folder.identity, folder)
         if known is not folder:
             folder.close()
-        return known, foreign
+        return _Way(known, foreign)
 
 
 def refuse_foreign_link(path: str) -> None:
@@ -253,6 +266,7 @@ def _refuse_foreign(path: Path, links: Iterable[_Link], folder: Folder, name: st
     for link in links:
         if link.owner != owner:
             whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            what = f"the link {link.path}, which user {link.owner} made, leads to a file of {whose}"
-            remedy = "name that file itself to change it"
-            raise SystemRefusedError(f"{what}, {folder.path / name}; {remedy}", file=path, code="link")
+            kind = "folder" if status is None or stat.S_ISDIR(status.st_mode) else "file"
+            real = folder.path if status is None else folder.path / name
+            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}, {real}"
+            raise SystemRefusedError(f"{what}; name that {kind} itself", file=path, code="link")

@@ -1,7 +1,9 @@
 """Files that other processes build: every attempt has its own temporary, and one that comes too late harms nothing."""
 
+import contextlib
 import os
 import pickle
+import struct
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ def run(path):
 def ordered(replacement, path):
     """An order for a new file of the same size, as another process gets it."""
     shard = read_shard(path)
-    order = replacement.orders.add(path, NewFile(shard, shard.size), keeps_attributes=True, mode=0o600)
+    order = replacement.orders.add(path, NewFile(shard, shard.size), keeps_attributes=True)
     return order, pickle.loads(pickle.dumps(order))  # noqa: S301 - of this process
 
 
@@ -145,6 +147,28 @@ def test_nothing_is_committed_unless_all_files_were_built(path, run):
         ordered(replacement, path)
         replacement.commit()
     assert (path.read_bytes(), temporaries(path)) == (before, [])
+
+
+def test_a_file_that_was_built_elsewhere_gets_the_rights_of_what_it_is_made_of_and_no_list(path, run):
+    new = path.parent / "new"
+    path.chmod(0o600)
+    run.close()
+    run = registered([new])
+    with Replacement(run, [(path, None)]) as replacement:
+        order = replacement.orders.add(new, NewFile(read_shard(path), path.stat().st_size), keeps_attributes=False)
+        built = build(pickle.loads(pickle.dumps(order)), b"1")  # noqa: S301 - of this process
+        temporary = path.parent / temporaries(path)[-1]
+        if hasattr(os, "setxattr"):
+            # As another machine may see it, with a list from the folder that was not removed there.
+            entries = [(1, 6, -1), (2, 6, 1234), (4, 6, -1), (0x10, 6, -1), (0x20, 0, -1)]
+            with contextlib.suppress(OSError):
+                packed = b"".join(struct.pack("<HHi", *entry) for entry in entries)
+                os.setxattr(temporary, "system.posix_acl_access", struct.pack("<I", 2) + packed)
+        replacement.adopt(order, built)
+        replacement.commit()
+    run.close()
+    assert new.stat().st_mode & 0o7777 == 0o600
+    assert not hasattr(os, "listxattr") or "system.posix_acl_access" not in os.listxattr(new)
 
 
 def test_recovering_removes_permits_and_attempts(path):

@@ -16,7 +16,7 @@ from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.staging import Staged, new_mode
+from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.targets import refuse_collisions
 
 LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
@@ -27,10 +27,10 @@ def shards_of(folder, count=2):
 
 
 @contextlib.contextmanager
-def replacing(folder, name="0.safetensors", *, fsync=True):
+def replacing(folder, name="0.safetensors", *, fsync=True, sources=()):
     run = registered([folder / name, folder / "1.safetensors", folder / "2.safetensors"], fsync=fsync)
     try:
-        with Replacement(run) as replacement:
+        with Replacement(run, [(path, None) for path in sources]) as replacement:
             yield replacement
     finally:
         run.close()
@@ -118,6 +118,24 @@ def test_a_file_without_an_access_control_list_gets_none_from_its_folder(tmp_pat
 
 
 @LINUX
+def test_no_file_of_a_run_has_an_access_control_list_from_its_folder(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    shard.path.chmod(0o644)
+    entries = [(1, 7, -1), (2, 7, 1234), (4, 7, -1), (0x10, 7, -1), (0x20, 7, -1)]
+    default = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_default", default)
+    except OSError as error:
+        pytest.skip(f"this file system has no access control lists: {error}")
+    with replacing(tmp_path, "new", sources=[shard.path]) as replacement:
+        fill(replacement.stage(tmp_path / "new", 10))
+        made = [path for path in tmp_path.iterdir() if path.name.startswith(".gradtool-")]
+        assert len(made) == 3
+        assert [path for path in made if "system.posix_acl_access" in os.listxattr(path)] == []
+    assert list(tmp_path.iterdir()) == [shard.path]
+
+
+@LINUX
 def test_an_attribute_that_cannot_be_kept_is_refused_but_a_security_label_is_not(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, 1)
     before = snapshot(tmp_path)
@@ -183,12 +201,49 @@ def test_a_new_file_is_no_wider_than_what_it_is_made_of_and_what_it_replaces(tmp
         if there is not None:
             (tmp_path / "new").touch()
             (tmp_path / "new").chmod(there)
-        with replacing(tmp_path, "new") as replacement:
-            fill(replacement.stage(tmp_path / "new", 3, mode=new_mode(path.stat() for path in paths)))
+        with replacing(tmp_path, "new", sources=paths) as replacement:
+            fill(replacement.stage(tmp_path / "new", 3))
             replacement.commit()
     finally:
         os.umask(mask)
     assert (tmp_path / "new").stat().st_mode & 0o7777 == wanted
+
+
+@pytest.mark.parametrize(
+    ("sources", "mode"),
+    [
+        ([(7, 0o100640)], 0o640),
+        ([(7, 0o666), (7, 0o644)], 0o644),
+        ([(7, 0o606)], 0o606),
+        ([(8, 0o640)], 0o600),
+        ([(8, 0o644)], 0o644),
+        # In the group 8, to which the file is closed, may be any of all others.
+        ([(8, 0o604)], 0o600),
+        ([(7, 0o640), (8, 0o644)], 0o640),
+        ([(7, 0o640), (8, 0o640)], 0o600),
+        ([(None, 0o644)], 0o644),
+        ([(None, 0o640)], 0o600),
+        ([], 0o600),
+    ],
+)
+def test_a_new_file_gives_no_user_more_than_all_of_its_sources(sources, mode):
+    mask = os.umask(0)
+    try:
+        assert new_mode(7, [Rights(*source) for source in sources]) == mode
+    finally:
+        os.umask(mask)
+
+
+def test_a_file_that_is_no_longer_the_one_that_was_read_gives_no_rights(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    gone = tmp_path / "gone"
+    run = registered([tmp_path / "a", tmp_path / "b"])
+    for name, source in (("a", (shard.path, Path(__file__).stat())), ("b", (gone, None))):
+        with Replacement(run, [source]) as replacement:
+            fill(replacement.stage(tmp_path / name, 3))
+            replacement.commit()
+        assert (tmp_path / name).stat().st_mode & 0o7777 == 0o600
+    run.close()
 
 
 def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):

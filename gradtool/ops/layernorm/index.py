@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError
@@ -22,17 +23,13 @@ if TYPE_CHECKING:
 
 def refuse_foreign_index(files: Files, layers: Sequence[Layer]) -> None:
     """Raise `BadInputError` for a shard that was named without its index, which would not map what is added."""
-    mapped: dict[Path, dict[str, Path]] = {}
+    # A folder of many layers is searched once.
+    mapped = cache(mapped_in)
     for owner in {layer.owner.path: layer.owner for layer in layers}.values():
-        if owner.index is not None or len(owner.shards) != 1:
-            continue
-        (shard,) = owner.shards
-        folder = shard.path.parent
-        if shard not in files.shards or files.shards[shard].keeps_header:
-            continue
-        if folder not in mapped:
-            mapped[folder] = mapped_in(folder)
-        if (index := mapped[folder].get(shard.path.name)) is not None:
+        shard, is_alone = owner.shards[0], owner.index is None and len(owner.shards) == 1
+        adds = is_alone and shard in files.shards and not files.shards[shard].keeps_header
+        index = mapped(shard.path.parent).get(shard.path.name) if adds else None
+        if index is not None:
             raise BadInputError(
                 f"is a shard of {index.name}, which must map added tensors; name the index instead", file=owner.path
             )

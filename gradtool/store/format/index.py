@@ -80,21 +80,18 @@ def mapped_in(folder: Path) -> dict[str, Path]:
         BadInputError: the indexes are larger than one may be.
     """
     # By device and inode: one index may have many names.
-    indexes: dict[tuple[int, int], Path] = {}
-    nbytes = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(INDEX_SUFFIX):
-                with contextlib.suppress(OSError):
-                    status = entry.stat()
-                    if (status.st_dev, status.st_ino) not in indexes:
-                        indexes[status.st_dev, status.st_ino] = folder / entry.name
-                        nbytes += status.st_size
+    indexes: dict[tuple[int, int], tuple[Path, int]] = {}
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name.endswith(INDEX_SUFFIX) and os.path.exists(path):  # noqa: PTH110 - Path's own may raise
+                status = path.stat()
+                indexes[status.st_dev, status.st_ino] = path, status.st_size
+    nbytes = sum(size for _, size in indexes.values())
     if len(indexes) > 1 and nbytes > MAX_TEXT:
         what = f"its indexes have {nbytes:,} bytes together, where {MAX_TEXT:,} are allowed"
         raise BadInputError(f"{what}; move those away that map none of its files", file=folder, code="limit")
     mapped: dict[str, Path] = {}
-    for index in indexes.values():
+    for index, _ in indexes.values():
         with contextlib.suppress(BadInputError, SystemRefusedError):
             mapped |= dict.fromkeys(read_weight_map(index).values(), index)
     return mapped

@@ -8,7 +8,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import UsageError
+from gradtool.errors import UsageError, shortened
+from gradtool.store.format.limits import MAX_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -133,7 +134,16 @@ def word(option: str, value: Any) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value:
         raise UsageError(f"{option} must be a non-empty string, not {value!r}")
-    return value
+    return _utf8(option, value)
+
+
+def _utf8(option: str, text: str) -> str:
+    """Return a text that can be stored; other bytes of a command line are half surrogates in Python."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{option} must be valid UTF-8, not {text!r}") from error
+    return text
 
 
 def one_of(option: str, value: Any, known: Collection[str]) -> str:
@@ -152,7 +162,7 @@ def patterns(option: str, values: Any) -> list[str]:
         raise UsageError(f"{option} must be strings, not {values!r}") from error
     if not all(isinstance(one, str) for one in several):
         raise UsageError(f"{option} must be strings, not {values!r}")
-    return several
+    return [_utf8(option, one) for one in several]
 
 
 def path(what: str, value: Any) -> str:
@@ -163,13 +173,15 @@ def path(what: str, value: Any) -> str:
     _refuse_data(value)
     try:
         text = os.fsdecode(value)
-        os.fsencode(text)
+        nbytes = len(os.fsencode(text))
     except (TypeError, UnicodeError) as error:
         raise UsageError(f"{what} must be a string or a path object, not {value!r}") from error
     if not text:
         raise UsageError(f"{what} is empty; is a shell variable unset?")
     if "\0" in text:
         raise UsageError(f"{what} must not contain a NUL: {text!r}")
+    if nbytes > MAX_PATH:
+        raise UsageError(f"{what} has {nbytes:,} bytes, where {MAX_PATH:,} are allowed: {shortened(text)!r}")
     return text
 
 

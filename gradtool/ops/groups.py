@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.gradset import compiled, matching
+from gradtool.store.format.patterns import compiled, matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

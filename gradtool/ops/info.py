@@ -89,7 +89,7 @@ def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> InfoResult:
         named += read_path_list(os.fspath(chosen["files_from"])).paths
     if not named:
         raise UsageError(PATH_MISSING)
-    sets = [_outlined(path) for path in named]
+    sets = [_outlined(path) for path in dict.fromkeys(named)]
     selected = select(sets, chosen["include"], chosen["exclude"])
     shards = [shard for one in sets for shard in one.shards]
     return InfoResult(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.gradset import foreign_index
 from gradtool.store.format.header import read_regular
+from gradtool.store.format.index import mapped_in, new_index
 from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
@@ -21,9 +23,12 @@ if TYPE_CHECKING:
 
 def refuse_foreign_index(files: Files, layers: Sequence[Layer]) -> None:
     """Raise `BadInputError` for a shard that was named without its index, which would not map what is added."""
+    # A folder of many layers is searched once.
+    mapped = cache(mapped_in)
     for owner in {layer.owner.path: layer.owner for layer in layers}.values():
-        adds = any(not files.shards[shard].keeps_header for shard in owner.shards if shard in files.shards)
-        index = foreign_index(owner) if adds else None
+        shard, is_alone = owner.shards[0], owner.index is None and len(owner.shards) == 1
+        adds = is_alone and shard in files.shards and not files.shards[shard].keeps_header
+        index = mapped(shard.path.parent).get(shard.path.name) if adds else None
         if index is not None:
             raise BadInputError(
                 f"is a shard of {index.name}, which must map added tensors; name the index instead", file=owner.path
@@ -38,13 +43,13 @@ def new_indexes(files: Files, output: Output) -> list[NewIndex]:
     for one in output.sets:
         if one.index is not None:
             stat, content = read_regular(one.index)
-            new = reindexed(files, one, content, alone=output.is_elsewhere)
+            new = reindexed(files, one, one.index, content, alone=output.is_elsewhere)
             if output.is_elsewhere or new != content:
                 found.append(NewIndex(one.index, stat, new))
     return found
 
 
-def reindexed(files: Files, owner: GradientSet, content: bytes, *, alone: bool) -> bytes:
+def reindexed(files: Files, owner: GradientSet, path: Path, content: bytes, *, alone: bool) -> bytes:
     """An index for the new files of a set; `alone` where those hold the gradients and nothing else."""
     document: dict[str, Any] = json.loads(content)
     news = {shard: files.shards[shard].layout.shard for shard in owner.shards if shard in files.shards}
@@ -66,4 +71,4 @@ def reindexed(files: Files, owner: GradientSet, content: bytes, *, alone: bool) 
             metadata[key] = total
     if not changed:
         return content
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    return new_index(path, document)

@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,8 +76,9 @@ def examine(path: str) -> Examined:
     found.index = listing.index
     weight_map = None if listing.index is None else _read_index(found, listing.index)
     if weight_map is not None and listing.index is not None:
-        files = [listing.index.parent / name for name in dict.fromkeys(weight_map.values())]
-        found.unmapped = [file for file in files_in(listing.index.parent) if file not in files]
+        names = dict.fromkeys(weight_map.values())
+        files = [listing.index.parent / name for name in names]
+        found.unmapped = [file for file in files_in(listing.index.parent) if file.name not in names]
     else:
         files = list(listing.files)
     _read_files(found, files, is_mapped=weight_map is not None, is_listed=listing.path.is_dir())
@@ -115,7 +117,17 @@ def _read_index(found: Examined, index: Path) -> Mapping[str, str] | None:
 
 def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_listed: bool) -> None:
     """Read the headers of the files; each once, if it has several names."""
+    first: dict[tuple[int, int], Path] = {}
     for file in files:
+        same = file
+        with suppress(OSError):
+            status = file.stat()
+            same = first.setdefault((status.st_dev, status.st_ino), file)
+        if same is not file:
+            if is_mapped:
+                what = f"is the same file as {same.name}, and the index names both; correct the index"
+                found.faults.append(Problem("duplicate-file", what, str(file)))
+            continue
         try:
             shard = _read_patiently(file)
         except GradtoolError as error:
@@ -128,12 +140,7 @@ def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_l
                 # What was listed and is gone was removed meanwhile.
                 found.note(error, in_set=is_listed)
             continue
-        same = next((one for one in found.shards if one.identity == shard.identity), None)
-        if same is None:
-            found.shards.append(shard)
-        elif is_mapped:
-            what = f"is the same file as {same.path.name}, and the index names both; correct the index"
-            found.faults.append(Problem("duplicate-file", what, str(file)))
+        found.shards.append(shard)
 
 
 def _read_patiently(file: Path) -> Shard:

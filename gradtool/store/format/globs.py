@@ -16,7 +16,8 @@ _AS_REGEX = {"*": ".*", "?": "."}
 
 def hint(option: str, pattern: str, names: Iterable[str] | None = None) -> str:
     """The option to give instead, if the pattern looks like a glob; of the names, it must then match one."""
-    if not any(one in pattern for one in _AS_REGEX):
+    # The pattern is not all that --map takes.
+    if option == "--map" or not any(one in pattern for one in _AS_REGEX):
         return ""
     regex = "".join(_AS_REGEX.get(one) or re.escape(one) for one in re.sub(r"\*+", "*", pattern))
     # As fnmatch has it, matching takes no long time, whatever the pattern.

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, UsageError, shortened
 from gradtool.store.format.header import Shard, read_shard
-from gradtool.store.format.index import index_of, read_weight_map
+from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
 from gradtool.store.format.paths import PATH_MISSING
+from gradtool.store.format.patterns import compiled, matching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from gradtool.store.format.paths import PathList
@@ -53,6 +53,8 @@ def open_sets(
     if not paths:
         raise UsageError(PATH_MISSING)
     sets: list[GradientSet] = []
+    # The first of each file, by device and inode; none is read twice.
+    first: dict[tuple[int, int], tuple[Shard, int]] = {}
     for number, path in enumerate(paths):
         try:
             sets.append(_open_named(os.fspath(path)))
@@ -62,8 +64,13 @@ def open_sets(
             if (explained := named_at(paths, listed, number).explained(error)) is None:
                 raise
             raise explained from error
-    if not may_repeat:
-        _refuse_same_file(sets, paths, listed)
+        for shard in () if may_repeat else sets[-1].shards:
+            other, before = first.setdefault(shard.identity, (shard, number))
+            if other is not shard:
+                from gradtool.store.format.named import named_at, named_twice  # only needed for the error
+
+                way, other_way = named_at(paths, listed, number), named_at(paths, listed, before)
+                raise named_twice(shard.path, way, other.path, other_way)
     return sets
 
 
@@ -85,20 +92,6 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     if not selected:
         raise BadInputError("--include and --exclude leave no tensor", code="no-match")
     return selected
-
-
-def matching(names: set[str], patterns: Iterable[re.Pattern[str]], option: str) -> set[str]:
-    """The names that any pattern of an option matches; raises `BadInputError` for a pattern that matches none."""
-    matched: set[str] = set()
-    for pattern in patterns:
-        found = set(filter(pattern.search, names))
-        if not found:
-            from gradtool.store.format.globs import hint  # only needed for the error
-
-            what = f"{option} {pattern.pattern!r} matches no tensor name{hint(option, pattern.pattern, names)}"
-            raise BadInputError(what, code="no-match")
-        matched |= found
-    return matched
 
 
 def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
@@ -126,26 +119,6 @@ def refuse_shared_names(selected: Iterable[Selected]) -> None:
             )
 
 
-def foreign_index(one: GradientSet) -> Path | None:
-    """The index that maps a file which was named alone, if there is one: it would not know of added tensors."""
-    return index_of(one.shards[0].path) if one.index is None and len(one.shards) == 1 else None
-
-
-def compiled(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
-    """The patterns of an option; raises `UsageError` for one that is not a regular expression."""
-    expressions = []
-    for pattern in patterns:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                expressions.append(re.compile(pattern))
-        except (re.error, OverflowError, RecursionError) as error:
-            from gradtool.store.format.globs import hint  # only needed for the error
-
-            what = f"{option} {pattern!r} is not a regular expression: {error}{hint(option, pattern)}"
-            raise UsageError(what) from error
-    return expressions
-
-
 def _open_named(path: str) -> GradientSet:
     one = listing_of(path)
     if one.index is not None:
@@ -159,8 +132,7 @@ def _open_named(path: str) -> GradientSet:
 def _open_index(path: Path, index: Path) -> GradientSet:
     """An index and its shards, checked against each other in both directions."""
     weight_map = read_weight_map(index)
-    shards = tuple(_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))
-    _refuse_same_shard(index, shards)
+    shards = tuple(_distinct(index, (_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))))
     home = _shards_by_tensor(shards)
     names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
@@ -196,24 +168,12 @@ def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
     return home
 
 
-def _refuse_same_shard(index: Path, shards: Iterable[Shard]) -> None:
+def _distinct(index: Path, shards: Iterable[Shard]) -> Iterator[Shard]:
+    """The shards; raises `BadInputError` for one that is the same file as another, before the next one is read."""
     home: dict[tuple[int, int], Shard] = {}
     for shard in shards:
         other = home.setdefault(shard.identity, shard)
         if other is not shard:
             message = f"is the same file as {other.path.name}, and the index {index.name} names both; correct the index"
             raise BadInputError(message, file=shard.path, code="duplicate-file")
-
-
-def _refuse_same_file(
-    sets: Sequence[GradientSet], paths: Sequence[str | os.PathLike[str]], listed: PathList | None
-) -> None:
-    home: dict[tuple[int, int], tuple[Shard, int]] = {}
-    for number, one in enumerate(sets):
-        for shard in one.shards:
-            other, first = home.setdefault(shard.identity, (shard, number))
-            if other is not shard:
-                from gradtool.store.format.named import named_at, named_twice  # only needed for the error
-
-                way, other_way = named_at(paths, listed, number), named_at(paths, listed, first)
-                raise named_twice(shard.path, way, other.path, other_way)
+        yield shard

@@ -17,7 +17,7 @@ import functools
 import os
 import stat
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradtool import memory
@@ -86,6 +86,26 @@ def read_outline(path: Path) -> Shard:
         text = _read_header(path, fd, status.st_size)
         refuse_unclear(path, text, status.st_size)
         return _shard(path, text, status, *_parsed(path, text))
+
+
+def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
+    """Judge a new header, for so many bytes of data, as that of an input; return its bytes and the file they describe.
+
+    Every header that is written is made here: what gradtool writes, it can read again.
+
+    Raises:
+        BadInputError: it would be beyond the limits, or refused by the safetensors library.
+    """
+    refuse_long(path, "the header", len(text))
+    refuse_large_header(path, text)
+    memory.require(memory_to_check(text))
+    size = 8 + len(text) + nbytes
+    if (refusal := _refusal(path, text, size)) is not None:
+        error = _explain(path, text, size, shortened(str(refusal), 400)).problems[0]
+        message = f"nothing written, because the new header would be refused: {error.message}"
+        raise BadInputError(message, file=path, tensor=error.tensor, code=error.code)
+    shard = _shard(path, text, os.stat_result([0] * 10), *_parsed(path, text))
+    return len(text).to_bytes(8, "little") + text, replace(shard, size=size)
 
 
 def read_text(shard: Shard) -> bytes:
@@ -215,15 +235,20 @@ def _is_surely_valid(path: Path, text: bytes, size: int) -> bool:
         if "numpy" in sys.modules or len(text) > _WithoutNumpy.left:
             return False
         _WithoutNumpy.left -= len(text)
+    return _refusal(path, text, size) is None  # The full check says what is wrong.
+
+
+def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
+    """Judge a header without a file of that size; return why it is refused, or None."""
     from safetensors import SafetensorError, deserialize  # kept off the start-up path
 
     judged = emptied(text)
     try:
         deserialize(len(judged).to_bytes(8, "little") + judged)  # type: ignore[no-untyped-call]
         refuse_wrong_offsets(path, text, size)
-    except (SafetensorError, ValueError):  # The full check says what is wrong.
-        return False
-    return True
+    except (SafetensorError, ValueError) as error:
+        return error
+    return None
 
 
 def _ask_library(path: Path, text: bytes, size: int, cost: int) -> None:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, SystemRefusedError, shortened
 from gradtool.store.format.header import read_regular
-from gradtool.store.format.limits import refuse_large_index, refuse_long_names
+from gradtool.store.format.layout import encoded
+from gradtool.store.format.limits import (
+    MAX_TEXT,
+    refuse_large_index,
+    refuse_long,
+    refuse_long_names,
+    refuse_many_shards,
+)
 from gradtool.store.format.paths import is_file_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -25,7 +34,22 @@ def read_weight_map(index: Path) -> dict[str, str]:
         BadInputError: the index is missing or invalid, or a shard is not in its folder.
         SystemRefusedError: it cannot be read.
     """
-    _, text = read_regular(index)
+    return _weight_map_in(index, read_regular(index)[1])
+
+
+def new_index(path: Path, document: Mapping[str, Any]) -> bytes:
+    """Return the content of a new index, judged as one that is read. Every index that is written is made here.
+
+    Raises:
+        BadInputError: it could not be read again.
+    """
+    text = encoded(document, indent=2) + b"\n"
+    refuse_long(path, "the index", len(text))
+    _weight_map_in(path, text)
+    return text
+
+
+def _weight_map_in(index: Path, text: bytes) -> dict[str, str]:
     refuse_large_index(index, text)
     try:
         document = json.loads(text, object_pairs_hook=partial(_without_duplicates, index))
@@ -45,20 +69,32 @@ def read_weight_map(index: Path) -> dict[str, str]:
             raise BadInputError(message, file=index, tensor=name)
     if not weight_map:
         raise BadInputError("the index maps no tensor", file=index)
+    refuse_many_shards(index, files)
     return weight_map
 
 
-def index_of(file: Path) -> Path | None:
-    """An index beside a file that maps to it, if there is one that can be read."""
-    try:
-        indexes = [entry for entry in file.parent.iterdir() if entry.name.endswith(INDEX_SUFFIX)]
-    except OSError:
-        return None
-    for index in indexes:
+def mapped_in(folder: Path) -> dict[str, Path]:
+    """Return the files that indexes in a folder map to, each with its index; those that cannot be read are left out.
+
+    Raises:
+        BadInputError: the indexes are larger than one may be.
+    """
+    # By device and inode: one index may have many names.
+    indexes: dict[tuple[int, int], tuple[Path, int]] = {}
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name.endswith(INDEX_SUFFIX) and os.path.exists(path):  # noqa: PTH110 - Path's own may raise
+                status = path.stat()
+                indexes[status.st_dev, status.st_ino] = path, status.st_size
+    nbytes = sum(size for _, size in indexes.values())
+    if len(indexes) > 1 and nbytes > MAX_TEXT:
+        what = f"its indexes have {nbytes:,} bytes together, where {MAX_TEXT:,} are allowed"
+        raise BadInputError(f"{what}; move those away that map none of its files", file=folder, code="limit")
+    mapped: dict[str, Path] = {}
+    for index, _ in indexes.values():
         with contextlib.suppress(BadInputError, SystemRefusedError):
-            if file.name in read_weight_map(index).values():
-                return index
-    return None
+            mapped |= dict.fromkeys(read_weight_map(index).values(), index)
+    return mapped
 
 
 def _other_format(index: Path, text: bytes) -> BadInputError | None:

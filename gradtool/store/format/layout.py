@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.store.format.header import Shard
-from gradtool.store.format.limits import refuse_large_header, refuse_long
+from gradtool.errors import BadInputError
+from gradtool.store.format.header import new_header
 from gradtool.store.format.tensors import BITS, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
+
+    from gradtool.store.format.header import Shard
 
 # A header is padded with spaces, so that the tensors behind it are aligned.
 _ALIGNMENT = 8
@@ -29,23 +30,25 @@ def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str], 
     """A file of these tensors, in this order, with new offsets, and `spare` bytes in its header.
 
     Raises:
-        BadInputError: it would be beyond the limits of what is read.
+        BadInputError: a name occurs twice, or the file could not be read again.
     """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    placed: list[Tensor] = []
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for tensor in tensors:
+        if tensor.name in entries:
+            what = "another tensor, or the metadata, of the new file has this name; nothing written"
+            raise BadInputError(what, file=path, tensor=tensor.name, code="duplicate-name")
         begin, end = end, end + tensor.nbytes
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        placed.append(tensor._replace(begin=begin, end=end))
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text = padded(text, spare)
-    refuse_long(path, "the header", len(text))
-    refuse_large_header(path, text)
-    start = 8 + len(text)
-    moved = tuple(one._replace(begin=start + one.begin, end=start + one.end) for one in placed)
-    shard = Shard(path, start, start + end, dict(metadata), moved, os.stat_result([0] * 10))
-    return Layout(len(text).to_bytes(8, "little") + text, shard)
+    if not metadata:
+        del entries["__metadata__"]
+    return Layout(*new_header(path, padded(encoded(entries), spare), end))
+
+
+def encoded(value: object, indent: int | None = None) -> bytes:
+    """Return the JSON of a value; half a surrogate, which has no UTF-8, stays an escape."""
+    separators = None if indent else (",", ":")
+    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators).encode(errors="backslashreplace")
 
 
 def padded(text: bytes, spare: int) -> bytes:

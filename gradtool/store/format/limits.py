@@ -8,7 +8,7 @@ The limits keep one file at about 1 s and below 300 MiB. The safetensors library
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, shortened
 
@@ -26,6 +26,11 @@ MAX_TENSORS = 150_000
 MAX_MAPPED = 400_000
 # Characters in the name of a tensor or a shard.
 MAX_NAME = 4096
+# Files that one index names. The largest models have some hundreds.
+MAX_SHARDS = 20_000
+# Paths of one list, and bytes of a path: as many as Linux takes.
+MAX_PATHS = 100_000
+MAX_PATH = 4096
 # Bytes of a list of paths, which may come from an endless device or pipe.
 MAX_PATH_LIST = 50_000_000
 
@@ -62,11 +67,27 @@ def refuse_large_index(path: Path, text: bytes) -> None:
         raise _over(path, f"the index is as large as that of {count:,} tensors", MAX_MAPPED, "; split the set")
 
 
+def refuse_many_shards(path: Path, files: Iterable[Any]) -> None:
+    """Raise `BadInputError` for an index of too many files; called before one of them is looked for."""
+    if (count := len(set(files))) > MAX_SHARDS:
+        raise _over(path, f"the index names {count:,} shards", MAX_SHARDS)
+
+
 def refuse_long_names(path: Path, names: Iterable[str]) -> None:
     """Raise `BadInputError` for a name of a tensor or a shard that is too long."""
     for name in names:
         if len(name) > MAX_NAME:
             raise _over(path, f"the name {shortened(name)!r} has {len(name):,} characters", MAX_NAME, "; rename it")
+
+
+def refuse_new_name(path: Path, tensor: str, new: str, option: str) -> None:
+    """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
+    what = f"{option} makes the new name {shortened(new)!r}"
+    if new == "__metadata__":
+        raise BadInputError(f"{what}, which the format reserves; choose another name", file=path, tensor=tensor)
+    if len(new) > MAX_NAME:
+        what = f"{what} of {len(new):,} characters, where {MAX_NAME:,} are allowed; choose another name"
+        raise BadInputError(what, file=path, tensor=tensor, code="limit")
 
 
 def _refuse_odd(path: Path, what: str, text: bytes) -> None:

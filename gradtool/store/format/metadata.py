@@ -10,9 +10,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from gradtool.store.format.header import read_text
-from gradtool.store.format.layout import padded
-from gradtool.store.format.limits import refuse_large_header, refuse_long
+from gradtool.store.format.header import new_header, read_text
+from gradtool.store.format.layout import encoded, padded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,15 +28,13 @@ def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
     """The bytes before the first tensor with those entries of the metadata set, or removed where they are None.
 
     Raises:
-        BadInputError: the new header would be beyond the limits of what is read.
+        BadInputError: the file could not be read again.
         SystemRefusedError: the old one cannot be read, or the file changed since.
     """
     old = read_text(shard)
     text = with_entries(old, entries)
     text = text.ljust(len(old)) if len(text) <= len(old) else padded(text, SPARE)
-    refuse_long(shard.path, "the header", len(text))
-    refuse_large_header(shard.path, text)
-    return len(text).to_bytes(8, "little") + text
+    return new_header(shard.path, text, shard.size - shard.data_start)[0]
 
 
 def with_entries(header: bytes, entries: Mapping[str, str | None]) -> bytes:
@@ -49,7 +46,7 @@ def with_entries(header: bytes, entries: Mapping[str, str | None]) -> bytes:
             metadata.pop(key, None)
         else:
             metadata[key] = value
-    value = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+    value = encoded(metadata).decode()
     if begin == end:
         is_last = text[_skip(text, begin)] == "}"
         value = f'"{_KEY}":{value}' + ("" if is_last else ",")

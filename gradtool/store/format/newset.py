@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, Problem
-from gradtool.store.format.index import INDEX_SUFFIX
+from gradtool.store.format.index import INDEX_SUFFIX, new_index
 from gradtool.store.format.layout import new_tensor
-from gradtool.store.format.limits import refuse_large_index, refuse_long
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,10 +68,7 @@ class NewSet(NamedTuple):
         weight_map = {one.name: file.name for file, tensors in files.items() for one in tensors}
         total = sum(one.nbytes for tensors in files.values() for one in tensors)
         document = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"
-        refuse_long(path, "the index", len(text))
-        refuse_large_index(path, text)
-        return path, text
+        return path, new_index(path, document)
 
     def targets(self, selected: Sequence[Selected]) -> list[Path]:
         """Every file that will be created, the index last."""
@@ -105,13 +100,20 @@ def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> 
 
 
 def _by_size(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """The tensors in order, in parts of at most so many bytes; a tensor of more is a part of its own."""
-    parts: list[list[Tensor]] = [[]]
+    """Return parts of at most so many bytes, as huggingface_hub makes them; a tensor of more is a part of its own.
+
+    After such a tensor, the part before it is filled further. Parts are in the order in which they are completed.
+    """
+    parts: list[list[Tensor]] = []
+    part: list[Tensor] = []
     filled = 0
-    for one in tensors:
-        if filled and one.nbytes and filled + one.nbytes > most:
-            parts.append([])
-            filled = 0
-        parts[-1].append(one)
-        filled += one.nbytes
-    return parts
+    for tensor in tensors:
+        if tensor.nbytes > most:
+            parts.append([tensor])
+            continue
+        if filled + tensor.nbytes > most:
+            parts.append(part)
+            part, filled = [], 0
+        part.append(tensor)
+        filled += tensor.nbytes
+    return [*parts, part] if part or not parts else parts

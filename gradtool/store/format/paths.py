@@ -6,10 +6,11 @@ import os
 import re
 import select
 import sys
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError, from_os_error, os_errors_about
-from gradtool.store.format.limits import MAX_PATH_LIST
+from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,19 +100,20 @@ def read_path_list(source: str) -> PathList:
             with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
                 text = file.read(MAX_PATH_LIST + 1)
     head = text[:512]
-    if len(text) > MAX_PATH_LIST:
-        from gradtool.store.format.sniff import foreign_list  # only needed for the error
-
-        if (no_list := foreign_list(where, head)) is not None:
-            raise no_list
-        message = f"has over {MAX_PATH_LIST:,} bytes, the limit for a list of paths"
-        raise BadInputError(message, file=where, code="limit")
     separator = b"\0" if b"\0" in text else b"\n"
     # Not `split`: a million separators with nothing between them would become a million strings.
-    paths = [os.fsdecode(line) for line in re.findall(b"[^%b]+" % separator, text)]
-    if not paths:
+    lines = [line[0] for line in islice(re.finditer(b"[^%b]+" % separator, text), MAX_PATHS + 1)]
+    over = f"over {MAX_PATH_LIST:,} bytes" if len(text) > MAX_PATH_LIST else ""
+    over = over or (f"over {MAX_PATHS:,} paths" if len(lines) > MAX_PATHS else "")
+    over = over or (f"a path of over {MAX_PATH:,} bytes" if max(map(len, lines), default=0) > MAX_PATH else "")
+    if over:
+        from gradtool.store.format.sniff import foreign_list  # only needed for the error
+
+        message = f"has {over}, the limit for a list of paths"
+        raise foreign_list(where, head) or BadInputError(message, file=where, code="limit")
+    if not lines:
         raise BadInputError("names no file", file=where)
-    return PathList(where, paths, head)
+    return PathList(where, list(map(os.fsdecode, lines)), head)
 
 
 def _read_stdin() -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, UsageError
+from gradtool.store.format.limits import refuse_new_name
+from gradtool.store.format.patterns import apply, compiled, matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,11 +28,8 @@ class Rule(NamedTuple):
         pattern, equals, replacement = text.rpartition("=")
         if not equals:
             raise UsageError(f"--map must be REGEX=REPLACEMENT, not {text!r}; an empty REPLACEMENT removes")
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                return cls(re.compile(pattern), replacement)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise UsageError(f"--map {text!r}: {pattern!r} is not a regular expression: {error}") from error
+        (expression,) = compiled([pattern], "--map")
+        return cls(expression, replacement)
 
     def applied(self, name: str) -> str:
         """A name under the rule."""
@@ -62,10 +60,9 @@ class Renames(NamedTuple):
         chosen = list(sets)[self.sets]
         names = {tensor.name: tensor.name for one in chosen for shard in one.shards for tensor in shard.tensors}
         for rule in self.rules:
-            if not any(map(rule.pattern.search, names.values())):
-                message = f"--map {rule.pattern.pattern!r} matches no tensor name"
-                raise BadInputError(message, code="no-match")
-            names = {old: rule.applied(new) for old, new in names.items()}
+            matching(set(names.values()), [rule.pattern], "--map")
+            renamed_to = dict(apply(rule.pattern, rule.applied, set(names.values()), "--map"))
+            names = {old: renamed_to[new] for old, new in names.items()}
         renamed = list(sets)
         renamed[self.sets] = [_renamed(one, names) for one in chosen]
         return renamed
@@ -76,6 +73,7 @@ def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
     for shard in one.shards:
         for tensor in shard.tensors:
             new = names[tensor.name]
+            refuse_new_name(shard.path, tensor.name, new, "--map")
             other = home.setdefault(new, tensor.name)
             if other != tensor.name:
                 message = f"--map gives it the name {new!r}, and {other!r} too"

@@ -111,7 +111,8 @@ class Targets:
             return
         inner = self.folders[0]
         for name in self.missing:
-            inner = inner.make(name)
+            with os_errors_about(inner.path / name):
+                inner = inner.make(name)
             self._opened[inner.identity] = inner
             self.made.append(inner)
         self.names[inner] = set(self._new.values())

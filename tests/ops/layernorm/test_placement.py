@@ -400,3 +400,40 @@ def test_what_the_pass_reads_is_not_read_again_to_be_copied(tmp_path):
     header = len(header_of(path))
     # The gradients have their places now, and the header is copied.
     assert layernorm_backward(path).timings.read_bytes == nbytes + header
+
+
+@pytest.mark.parametrize("role", ["x_grad", "scale_grad", "bias_grad"])
+@pytest.mark.parametrize("output", [None, "new.safetensors"])
+@pytest.mark.parametrize(
+    ("name", "code", "why"),
+    [
+        ("__metadata__", "input", "makes the new name '__metadata__', which the format reserves"),
+        ("n" * 4097, "limit", "of 4,097 characters, where 4,096 are allowed"),
+    ],
+)
+def test_a_result_whose_name_no_tensor_can_have_is_refused(tmp_path, role, output, name, code, why):
+    path = write(tmp_path / "x.safetensors", layer(), METADATA)
+    before = snapshot(tmp_path)
+    with pytest.raises(BadInputError) as caught:
+        layernorm_backward(path, **{role: name, "output": output and tmp_path / output})
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.file, problem.tensor) == (code, str(path), "X" if role == "x_grad" else "scale")
+    assert problem.message.startswith(role)
+    assert why in problem.message
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("option", ["x_grad", "prefix", "include"])
+def test_names_that_are_not_utf_8_are_usage_errors(tmp_path, option):
+    path = write(tmp_path / "x.safetensors", layer())
+    with pytest.raises(UsageError, match=f"^{option} must be valid UTF-8"):
+        layernorm_backward(path, **{option: "\udcff" if option == "x_grad" else ["\udcff"]})
+
+
+def test_an_index_of_names_that_are_not_utf_8_is_written_as_it_was(tmp_path):
+    write(tmp_path / "\udcff.safetensors", layer())
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(layer(), "\udcff.safetensors")}))
+    assert layernorm_backward(index).layers == 1
+    names = [*layer(), *OUTPUTS]
+    assert json.loads(index.read_bytes())["weight_map"] == dict.fromkeys(names, "\udcff.safetensors")

@@ -11,7 +11,15 @@ from support import snapshot, with_header, write, write_index
 import gradtool
 from gradtool import BadInputError
 from gradtool.errors import EXIT_INPUT
-from gradtool.store.format.limits import MAX_MAPPED, MAX_NAME, MAX_ODD_TEXT, MAX_PATH_LIST, MAX_TENSORS, MAX_TEXT
+from gradtool.store.format.limits import (
+    MAX_MAPPED,
+    MAX_NAME,
+    MAX_ODD_TEXT,
+    MAX_PATH_LIST,
+    MAX_SHARDS,
+    MAX_TENSORS,
+    MAX_TEXT,
+)
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
@@ -233,6 +241,10 @@ def many_keys(count, long=b""):
     return b",".join(b'"%x%b":"%b"' % (i, long, long) for i in range(count))
 
 
+def shards(count):
+    return b'{"weight_map":{' + b",".join(b'"%060d":"%040d"' % (i, i) for i in range(count)) + b"}}"
+
+
 def as_header(text, data=0):
     """What makes a file with a header, and a hole for the data."""
 
@@ -358,9 +370,14 @@ LARGE = {
         "that of 1,000,000 tensors, where 400,000 are allowed; split the set",
     ),
     "as many shards as may be": (
-        lambda: as_index(b'{"weight_map":{' + b",".join(b'"%060d":"%040d"' % (i, i) for i in range(399_000)) + b"}}"),
+        lambda: as_index(shards(MAX_SHARDS)),
         3,
         "which does not exist",
+    ),
+    "too many shards": (
+        lambda: as_index(shards(399_000)),
+        3,
+        "the index names 399,000 shards, where 20,000 are allowed",
     ),
     "an index of one name": (
         lambda: as_index(sized(b'{"weight_map":{"', b"x", b'":"a"}}', MAX_TEXT)),

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from support import NUMPY_TYPES, VALUE_TYPES
 
+import gradtool
 from gradtool import BadInputError
 from gradtool.store.format import limits
 from gradtool.store.format.header import read_shard
 from gradtool.store.format.layout import lay_out, new_tensor
+from gradtool.store.format.tensors import Tensor
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
@@ -91,3 +93,38 @@ def test_a_file_that_could_not_be_read_again_is_not_laid_out(tmp_path, monkeypat
     assert len(read_shard(tmp_path / "x").tensors) == 3
     with pytest.raises(BadInputError, match="as large as that of 4 tensors, where 3 are allowed"):
         lay_out(tmp_path / "x", tensors, {})
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "why"),
+    [
+        (["a", "__metadata__"], {}, "has this name"),
+        (["a", "__metadata__"], {"step": "7"}, "has this name"),
+        (["a", "b", "a"], {}, "has this name"),
+        (["a", "n" * 4097], {}, "has 4,097 characters, where 4,096 are allowed"),
+        (["a", "\udcff"], {}, "nothing written, because the new header would be refused: is not a valid safetensors"),
+        (
+            ["a"],
+            {"\udcff": "1"},
+            "nothing written, because the new header would be refused: is not a valid safetensors",
+        ),
+        (["a"], {"step": 7}, "nothing written, because the new header would be refused: is not a valid safetensors"),
+    ],
+)
+def test_a_header_that_the_library_would_refuse_is_not_made(tmp_path, names, metadata, why):
+    with pytest.raises(BadInputError) as caught:
+        lay_out(tmp_path / "x", [new_tensor(name, "F32", (1,)) for name in names], metadata)
+    assert why in caught.value.problems[0].message
+    assert caught.value.problems[0].file == str(tmp_path / "x")
+
+
+def test_a_file_at_the_same_place_does_not_speak_for_a_new_header(tmp_path):
+    written(tmp_path / "x", {"a": ("F32", (1,))}, {})
+    with pytest.raises(BadInputError, match="would be refused"):
+        lay_out(tmp_path / "x", [Tensor("a", "F99", (1,), 0, 4)], {})
+
+
+def test_every_header_is_made_where_it_is_judged():
+    package = Path(gradtool.__file__).parent
+    makers = [str(path.relative_to(package)) for path in package.rglob("*.py") if '(8, "little")' in path.read_text()]
+    assert makers == ["store/format/header.py"]

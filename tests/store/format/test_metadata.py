@@ -100,3 +100,10 @@ def test_what_is_rewritten_is_read_by_everyone_as_it_is_meant(tmp_path_factory, 
         assert [one[:3] for one in read_shard(path).tensors] == [one[:3] for one in shard.tensors]
 
     check()
+
+
+@pytest.mark.parametrize("entries", [{"\udcff": "1"}, {"n": "\udcff"}, {"n": 1}])
+def test_metadata_that_the_library_would_refuse_are_not_written(tmp_path, entries):
+    shard = read_shard(write(tmp_path / "x", {"t": np.ones(3)}))
+    with pytest.raises(BadInputError, match="nothing written, because the new header would be refused"):
+        rewritten(shard, entries)

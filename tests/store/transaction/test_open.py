@@ -313,3 +313,12 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
             with pytest.raises(SystemRefusedError, match="in use by PID"):
                 zero(tmp_path)
             finish(0)
+
+
+def test_a_folder_that_cannot_be_made_is_the_one_that_is_named(tmp_path):
+    path, before = one_file(tmp_path), snapshot(tmp_path)
+    with pytest.raises(BadInputError) as caught:
+        clip(path, max_norm=1, output_dir=tmp_path / ("n" * 300) / "deeper")
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.message) == (str(tmp_path / ("n" * 300)), "the name is too long")
+    assert snapshot(tmp_path) == before

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradtool.ops.agc import AgcPolicy, compare_units, parameters_of
-from gradtool.ops.clip import ClipResult
-from gradtool.ops.results import facts, refuse_overflow, written
+from gradtool.ops.clip import ClipResult, write_scaled
+from gradtool.ops.results import facts, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.ops.unit_pairs import UnitPairs, units_of
 from gradtool.ops.units import ScaleUnits
@@ -30,17 +30,15 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         params = parameters_of(policy, session.selected, output.targets)
         pairs = UnitPairs(session.selected, params, policy.limits)
         compared = compare_units(session, policy, pairs)
-        before, changed = compared.measurement, sorted(compared.changed)
+        before, dtype = compared.measurement, chosen["dtype"]
+        changed = sorted(compared.changed) if dtype is None else range(len(session.selected))
         part, heads = pairs.part(changed), [compared.heads[number] for number in changed]
-        selected = part.grads
-        scale = ScaleUnits(selected, policy.spec, part, heads)
-        with session.writing(output, output.files(selected)) as destination:
-            after = session.run(scale, destination)
-            if policy.nonfinite != "propagate":
-                refuse_overflow(selected, after)
-            norm_after = before.updated(changed, after).norms().whole
+        scale = ScaleUnits(part.grads, policy.spec, part, heads)
+        may_overflow = policy.nonfinite == "propagate"
+        destination, scaled, losses = write_scaled(session, output, scale, dtype, may_overflow=may_overflow)
+        after = before.updated(changed, scaled)
     return ClipResult(
-        **facts(session, session.selected, before, unscale=policy.unscale),
+        **facts(session, session.selected, before, unscale=policy.unscale, after=after, warnings=losses),
         **written(session, output, destination),
         per_tensor=(),
         per_group=(),
@@ -55,8 +53,9 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         state=None,
         steps=None,
         norm_before=before.norms(unscale=policy.unscale).whole,
-        norm_after=norm_after,
+        norm_after=after.norms().whole,
         coef=None,
         clipped=compared.clipped > 0,
+        zeros_before=before.stored_zeros,
         problems=(),
     )

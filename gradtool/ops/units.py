@@ -8,6 +8,7 @@ begin with tiles, so the first pass keeps the factor of the unit that each tile 
 from __future__ import annotations
 
 import threading
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,15 +16,14 @@ from gradtool.arrays import float64s
 from gradtool.backends import Units
 from gradtool.engines import OnBlock
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import TensorPass, by_shard, pieces_of
+from gradtool.ops.passes import Scaling, by_shard, pieces_of
 from gradtool.ops.unit_pairs import units_of
 from gradtool.reduction import TILE, tile_count
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend, Factors, NormSpec
+    from gradtool.backends import Backend, BlockSums, Data, Factors, NormSpec, Piece
     from gradtool.engines import Worker
     from gradtool.ops.unit_pairs import Found, UnitPairs
     from gradtool.store.format.gradset import Selected
@@ -106,10 +106,8 @@ class CompareUnits(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaleUnits(TensorPass):
+class ScaleUnits(Scaling):
     """Multiplies each unit by its factor, and measures what is written; `heads` are those of `Compared`."""
-
-    title = "clipping"
 
     pairs: UnitPairs
     heads: Sequence[array[float]]
@@ -118,13 +116,14 @@ class ScaleUnits(TensorPass):
         """Bytes of the files, or of the gradients, and of the parameters."""
         return super().nbytes(destination) + sum(one.tensor.nbytes for one in self.pairs.params)
 
-    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
-        """Rewrite a block."""
-        data = worker.load(block)
-        if block.spans:
-            units, factors = self._factors(block, worker)
-            found.add(block, worker.backend.scale_units(data, pieces_of(block), units, factors, self.spec))
-        worker.store(block, data)
+    def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
+        """Multiply each unit by its factor, which has the type that the stored values call for."""
+        units, factors = self._factors(block, worker)
+        ends = [*(one.first for one in units[1:]), len(factors)]
+        for span, piece, one, end in zip(block.spans, pieces, units, ends, strict=True):
+            if span.dtype != piece.dtype:
+                factors[one.first : end] = array("d", array("f", factors[one.first : end]))
+        return worker.backend.scale_units(data, pieces, units, factors, self.spec)
 
     def _factors(self, block: Block, worker: Worker) -> tuple[list[Units], Factors]:
         """The units that a block has a part of, and the factors of all of them, one span after another."""

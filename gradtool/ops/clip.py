@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.ops.passes import Scaling
     from gradtool.ops.session import Session
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.output import Output
-    from gradtool.store.transaction.small import NewState
+    from gradtool.store.transaction.small import NewIndex, NewState
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class ClipResult(Facts, Written):
 
     `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
     the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
-    `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. A norm above
+    `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. `zeros` are those
+    of what was written, and `zeros_before` those that were there. A norm above
     `skip_above` is one of the `problems`; then nothing was written.
     """
 
@@ -111,6 +113,9 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     With `agc` each unit, such as a row of a weight, becomes round(g · agc · max(‖w‖, agc_eps) / ‖g‖) where its norm is
     larger than agc · max(‖w‖, agc_eps); w are the parameters of the same unit, from `params`. This is adaptive gradient
     clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis counts outputs, as torch has them.
+
+    With `dtype`, the selected tensors are stored in another type in new files, rounded once. A warning says so if many
+    values become 0 or subnormal.
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
@@ -215,7 +220,9 @@ def write_scaled(
         NonFiniteError: a result overflows its type, and may not.
     """
     work: Pass[Measurement] = scaling
-    targets, files, indexes = scaling.selected, output.files(scaling.selected), None
+    targets: Sequence[Selected] = scaling.selected
+    files: Sequence[NewFile] = output.files(targets)
+    indexes: Sequence[NewIndex] | None = None
     if dtype is not None:
         from gradtool.ops.convert import Conversion  # only needed for this
 

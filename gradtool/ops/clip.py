@@ -68,8 +68,8 @@ class ClipResult(Facts, Written):
     `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
     the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
     `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. `zeros` are those
-    of what was written, and `zeros_before` those that were there. A norm above
-    `skip_above` is one of the `problems`; then nothing was written.
+    of what was written, and `zeros_before` those that were there. A norm above `skip_above` is one of the `problems`;
+    then nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")

@@ -67,9 +67,9 @@ class ClipResult(Facts, Written):
 
     `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
     the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
-    `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. `zeros` are those
-    of what was written, and `zeros_before` those that were there. A norm above `skip_above` is one of the `problems`;
-    then nothing was written.
+    `limit` came to, None where it clips nothing, and `steps` counts the norms that its state has seen. `zeros` counts
+    what was written, and `zeros_before` what was there. A norm above `skip_above` is one of the `problems`; then
+    nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -224,9 +224,9 @@ def write_scaled(
     files: Sequence[NewFile] = output.files(targets)
     indexes: Sequence[NewIndex] | None = None
     if dtype is not None:
-        from gradtool.ops.convert import Conversion  # only needed for this
+        from gradtool.ops.convert import converted  # only needed for this
 
-        work, targets, files, indexes = Conversion.of(output, scaling, dtype)
+        work, targets, files, indexes = converted(output, scaling, dtype)
     with session.writing(output, files, indexes, state) as destination:
         after = session.run(work, destination)
         if not may_overflow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from gradtool.backends import Addend, NormSpec, Piece, Rule
 from gradtool.backends.storage import STORAGE
@@ -36,36 +36,29 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 8 * TILE
 
 
-class Conversion(NamedTuple):
-    """A pass that stores its tensors in another type: the new files and indexes, and the tensors in their new type."""
+def converted(
+    output: Output, scaling: Scaling, dtype: str
+) -> tuple[Convert, Sequence[Selected], Sequence[NewFile], Sequence[NewIndex]]:
+    """Return a pass that stores what another one scales in a type, the tensors there, the new files and the indexes.
 
-    work: Convert
-    targets: Sequence[Selected]
-    files: Sequence[NewFile]
-    indexes: Sequence[NewIndex]
-
-    @classmethod
-    def of(cls, output: Output, scaling: Scaling, dtype: str) -> Self:
-        """The conversion of what a pass scales. All other tensors are copied.
-
-        Raises:
-            BadInputError: the header of a new file would be beyond the limits of what is read.
-        """
-        names: dict[Shard, set[str]] = {shard: set() for shard in output.shards}
-        for one in scaling.selected:
-            names[one.shard].add(one.tensor.name)
-        files = {shard: _new_file(shard, own, dtype) for shard, own in names.items()}
-        tensors = {shard: {tensor.name: tensor for tensor in placed} for shard, (_, placed) in files.items()}
-        targets = [Selected(one.shard, tensors[one.shard][one.tensor.name]) for one in scaling.selected]
-        indexes = []
-        for path, shards in ((one.index, one.shards) for one in output.sets if one.index):
-            stat, content = read_regular(path)
-            new = reindexed({shard.path.name: files[shard][1] for shard in shards}, content)
-            indexes.append(NewIndex(path, stat, new))
-        # The pass measures what is stored, so nothing needs to be summed where it scales.
-        quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
-        work = Convert(scaling.selected, scaling.spec, quick, targets)
-        return cls(work, targets, [file for file, _ in files.values()], indexes)
+    Raises:
+        BadInputError: the header of a new file would be beyond the limits of what is read.
+    """
+    names: dict[Shard, set[str]] = {shard: set() for shard in output.shards}
+    for one in scaling.selected:
+        names[one.shard].add(one.tensor.name)
+    files = {shard: _new_file(shard, own, dtype) for shard, own in names.items()}
+    tensors = {shard: {tensor.name: tensor for tensor in placed} for shard, (_, placed) in files.items()}
+    targets = [Selected(one.shard, tensors[one.shard][one.tensor.name]) for one in scaling.selected]
+    indexes = []
+    for path, shards in ((one.index, one.shards) for one in output.sets if one.index):
+        stat, content = read_regular(path)
+        new = reindexed({shard.path.name: files[shard][1] for shard in shards}, content)
+        indexes.append(NewIndex(path, stat, new))
+    # The pass measures what is stored, so nothing needs to be summed where it scales.
+    quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
+    work = Convert(scaling.selected, scaling.spec, quick, targets)
+    return work, targets, [file for file, _ in files.values()], indexes
 
 
 def _new_file(shard: Shard, names: Collection[str], dtype: str) -> tuple[NewFile, Sequence[Tensor]]:
@@ -89,10 +82,6 @@ class Convert(TensorPass):
 
     scaling: Scaling
     targets: Sequence[Selected]
-
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes that are read to scale."""
-        return self.scaling.nbytes(destination)
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:  # noqa: ARG002
         """One for each block."""

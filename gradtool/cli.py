@@ -127,7 +127,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "ClipResult":
       gradtool clip grads/ --limit z=2.5 --state clip.json
       gradtool clip rank*.safetensors --concat --max-norm 1.0
       gradtool clip scaled.safetensors --output clipped.safetensors \\
-          --unscale 1024 --max-norm 1.0
+          --unscale 1024 --max-norm 1.0 --dtype F32
     """
     from gradtool.ops.clip import clip as run
 

@@ -256,6 +256,14 @@ class ClipOptions(Rewriting, total=False):
         float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)
     ]
     unscale: Annotated[float, Option("Divide by this loss scale first.", "S", 1.0, POSITIVE_FINITE)]
+    dtype: Annotated[
+        Dtype | None,
+        Option(
+            f"Storage type of the tensors in --output or --output-dir: {', '.join(get_args(Dtype))}.",
+            "TYPE",
+            unset="that of each tensor",
+        ),
+    ]
     nonfinite: Annotated[
         Literal["error", "propagate", "zero"],
         Option("NaN and Inf: write nothing, continue as torch does, or set them to 0.", default="error"),

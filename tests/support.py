@@ -44,6 +44,8 @@ COMMAND = [sys.executable, "-P", "-m", "gradtool"]
 ONES = np.ones(2, np.float32)
 # What a backend finds in a block.
 FACTS = ("sums", "exponents", "max_abs", "nan", "inf", "zeros", "first_nonfinite")
+# What a write has lost.
+LOSSES = ("new_zeros", "new_subnormals")
 # The only NaN that is ever written, by type.
 QUIET_NANS = {
     "F64": 0x7FF8_0000_0000_0000,

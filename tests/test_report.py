@@ -82,8 +82,8 @@ def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
     answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "coef", "clipped", *FACT_KEYS, "max_norm", "max_value", "total_norm",
-        "unscale", "agc", "units", "units_clipped", "limit", "state", "steps", *WRITTEN_KEYS, *CALL_KEYS, "per_tensor",
-        "per_group",
+        "unscale", "agc", "units", "units_clipped", "limit", "state", "steps", "zeros_before", *WRITTEN_KEYS,
+        *CALL_KEYS, "per_tensor", "per_group",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
     assert answer["data"]["clipped"] is True
@@ -99,7 +99,7 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", *WRITTEN_KEYS, *CALL_KEYS, "per_gradient",
+        "updated", *FACT_KEYS, "max_norm", "zeros_before", *WRITTEN_KEYS, *CALL_KEYS, "per_gradient",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [
         ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "file"]

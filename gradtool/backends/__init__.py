@@ -159,10 +159,14 @@ class NormSpec(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """The result of one pass over a block: sum and exponent of every tile, and five facts of every piece.
+    """The result of one pass over a block: sum and exponent of every tile, and seven facts of every piece.
 
     `gradtool.reduction` defines sums and exponents. `max_abs` ignores NaN, and Inf too if it is dropped.
     `first_nonfinite` is an index into the piece, or -1.
+
+    `new_zeros` and `new_subnormals` say what a write has lost, and are 0 where nothing was written: how many values
+    became 0, and how many more than before are subnormal. What is multiplied by 0 loses nothing, nor does a sum that
+    is subnormal without being rounded.
     """
 
     sums: array[float]
@@ -172,6 +176,8 @@ class BlockSums(NamedTuple):
     inf: array[int]
     zeros: array[int]
     first_nonfinite: array[int]
+    new_zeros: array[int]
+    new_subnormals: array[int]
 
 
 class FileBlock(NamedTuple):

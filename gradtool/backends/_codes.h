@@ -92,6 +92,12 @@ HELPER struct format format_of(enum dtype dtype)
     return dtype == F16 ? f16 : dtype == BF16 ? bf16 : dtype == F8_E4M3 ? f8_e4m3 : f8_e5m2;
 }
 
+/* The smallest normal value of a type. */
+HELPER double normal_of(enum dtype dtype)
+{
+    return dtype == F64 ? 0x1p-1022 : dtype == F32 ? 0x1p-126 : (double)as_float(format_of(dtype).lowest);
+}
+
 HELPER uint32_t sign_of(float value) { return as_bits(value) & 0x80000000u; }
 
 /* The magnitude, in bits, of the product of two numbers rounded once to the values of a type, if it is below the bound.

@@ -130,14 +130,14 @@ static const char *check_results(const int64_t *piece, Py_ssize_t k, const Py_bu
 /* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, max_abs, counts, bins, largest): pieces is int64
  * (k, 3) of dtype code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for
  * each element, to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; max_abs float64
- * (k,); counts int64 (k, 4) of NaN, Inf, zeros and the first non-finite index or -1. bins int64, added to, are BINS64 for
- * each piece of F64 and BINS32 for each other one, and largest float64 (k,) the largest finite magnitudes; or both are None.
- * Only the bounds are checked. */
+ * (k,); counts int64 (k, 6) of NaN, Inf, zeros, the first non-finite index or -1, and, added to, values that become 0 and
+ * more subnormal ones. bins int64, added to, are BINS64 for each piece of F64 and BINS32 for each other one, and largest
+ * float64 (k,) the largest finite magnitudes; or both are None. Only the bounds are checked. */
 static PyObject *run(PyObject *self, PyObject *args)
 {
     struct block block;
     Py_buffer pieces, factors, wide, sums, exponents, max_abs, counts, bins, largest;
-    struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL};
+    struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL, NULL};
     int term;
     (void)self;
     if (!PyArg_ParseTuple(args, "O&y*z*z*dipw*w*w*w*z*z*", to_block, &block, &pieces, &factors, &wide, &job.limit, &term,
@@ -152,7 +152,7 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (!problem) problem = check_results(pieces.buf, k, &sums, &exponents, &wide, &bins);
     if (job.writes && factors.len != 8 * k) problem = "one factor a piece is needed";
     if ((job.writes || job.wide) && block.memory.readonly) problem = "a writable block is needed";
-    if (max_abs.len != 8 * k || counts.len != 32 * k) problem = "one entry a piece is needed";
+    if (max_abs.len != 8 * k || counts.len != 48 * k) problem = "one entry a piece is needed";
     if (bins.buf && (largest.len != 8 * k || bins.readonly || largest.readonly)) problem = "writable bins are needed";
     if (!problem) {
         struct histogram to = {bins.buf, largest.buf};
@@ -211,17 +211,18 @@ static int64_t last_unit(const struct units *piece)
     return last / piece->columns + (last % piece->columns >= piece->columns - piece->phase);
 }
 
-/* scale_units(block, pieces, factors): pieces is int64 (k, 6) of dtype code, byte offset, elements, the number of the first
- * element in its unit, elements of a unit, and the index of its factor; factors float64. */
+/* scale_units(block, pieces, factors, losses): pieces is int64 (k, 6) of dtype code, byte offset, elements, the number of
+ * the first element in its unit, elements of a unit, and the index of its factor; factors float64; losses int64 (k, 2),
+ * added to, of values that become 0 and more subnormal ones. */
 static PyObject *scale_units_of(PyObject *self, PyObject *args)
 {
-    Py_buffer block, pieces, factors;
+    Py_buffer block, pieces, factors, losses;
     (void)self;
-    if (!PyArg_ParseTuple(args, "w*y*y*", &block, &pieces, &factors)) return NULL;
+    if (!PyArg_ParseTuple(args, "w*y*y*w*", &block, &pieces, &factors, &losses)) return NULL;
 
     const struct units *piece = pieces.buf;
     Py_ssize_t k = pieces.len / (Py_ssize_t)sizeof *piece;
-    const char *problem = NULL;
+    const char *problem = losses.len == 16 * k ? NULL : "two losses a piece are needed";
     for (Py_ssize_t i = 0; i < k && !problem; i++) {
         problem = check_piece(&block, &piece[i].dtype);
         if (problem || !piece[i].elements) continue;
@@ -231,11 +232,11 @@ static PyObject *scale_units_of(PyObject *self, PyObject *args)
     }
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        kernels->scale_units(block.buf, piece, factors.buf, k);
+        kernels->scale_units(block.buf, piece, factors.buf, k, losses.buf);
         Py_END_ALLOW_THREADS
     }
 
-    Py_buffer *const all[] = {&block, &pieces, &factors};
+    Py_buffer *const all[] = {&block, &pieces, &factors, &losses};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
     return done(problem);
 }

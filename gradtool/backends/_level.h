@@ -21,7 +21,7 @@ struct level {
     void (*differentiate)(const struct patch *, const double *, const double *, int, const struct gradients *);
     void (*trim_all)(const struct trim *, double *, const char *, const struct addend *, const double *, int64_t);
     struct compared (*compare_units)(const struct side *, int64_t, int64_t, struct unit_limits, double *);
-    void (*scale_units)(char *, const struct units *, const double *, int64_t);
+    void (*scale_units)(char *, const struct units *, const double *, int64_t, int64_t *);
 };
 
 const struct level LEVEL = {

@@ -4,8 +4,9 @@
 
 #include "_terms.h"
 
-/* `wide`, unless NULL, are the float64 values to write, those of one piece after another. */
-struct job { enum term term; int writes, drops; double factor, limit; const double *wide; };
+/* `wide`, unless NULL, are the float64 values to write, those of one piece after another. `losses` are added to: how many
+ * values become 0, and how many more are subnormal. */
+struct job { enum term term; int writes, drops; double factor, limit; const double *wide; int64_t *losses; };
 
 /* A limit that is infinite, or NaN, clamps nothing. */
 #define STORED_ROWS(BITS, REAL, FABS, VALUE, CODE)                                                                     \

@@ -3,7 +3,7 @@
 #define GRADTOOL_TILES_H
 
 #include "_histogram.h"
-#include "_scaling.h"
+#include "_losses.h"
 #include "_source.h"
 #include "_terms.h"
 
@@ -16,8 +16,8 @@ static int row_of(int64_t elements, int64_t start)
 
 static void write_row(struct job job, enum dtype dtype, const double *wide, char *data, int n)
 {
-    if (wide) store_wide(dtype, wide, data, n);
-    if (job.writes) scale_row(job, dtype, data, n);
+    if (wide) store_counted(dtype, wide, data, n, job.losses);
+    if (job.writes) scale_counted(job, dtype, data, n, job.losses);
 }
 
 /* The sum of a tile, two rows at a time. */
@@ -35,19 +35,6 @@ static double tile(struct job job, enum dtype dtype, char *data, int64_t element
         start += n;
     }
     return fold_terms(job.term, dtype, lanes);
-}
-
-/* Loads a row as float64, which is as good as its own type for what is done with few rows. */
-static void load_doubles(struct job job, enum dtype dtype, const char *data, double *values, int n)
-{
-    ALIGNED float row[LANES];
-    if (dtype == F64) {
-        memcpy(values, data, 8 * (size_t)n);
-    } else {
-        load_row(dtype, data, row, n);
-        for (int64_t j = 0; j < n; j++) values[j] = (double)row[j];
-    }
-    if (job.drops) drop64((char *)values, n);
 }
 
 /* The sum of the stored values of a tile, divided first. */
@@ -125,11 +112,12 @@ static void run_pieces(struct job job, struct source *source, const int64_t *pie
                        double *sum, int32_t *exponent, double *max_abs, int64_t *count, struct histogram to)
 {
     double limit = job.limit;
-    for (int64_t i = 0; i < k; i++, piece += 3, count += 4) {
+    for (int64_t i = 0; i < k; i++, piece += 3, count += 6) {
         enum dtype dtype = (enum dtype)piece[0];
         int64_t elements = piece[2], itemsize = ITEMSIZE[dtype];
         struct stats stats = {0, 0, 0, 0, -1};
         if (job.writes) job.factor = factors[i], job.limit = round_to(dtype, limit);
+        job.losses = count + 4;
         for (int64_t start = 0; start < elements; start += TILE) {
             int64_t size = elements - start < TILE ? elements - start : TILE;
             char *data = bytes_of(source, piece[1] + start * itemsize, size * itemsize);

@@ -49,9 +49,6 @@ static void set_factors(const double *grads, const double *params, int64_t count
     }
 }
 
-/* A factor as values of a type are multiplied by it: float32, except for F64. */
-HELPER double round_factor(double factor, int is_wide) { return is_wide ? factor : (double)(float)factor; }
-
 HELPER int is_beyond(double factor, int is_wide)
 {
     double magnitude = fabs(round_factor(factor, is_wide)), tiny = is_wide ? DBL_MIN : (double)FLT_MIN;
@@ -98,28 +95,38 @@ struct units { int64_t dtype, offset, elements, phase, columns, first; };
 static int are_short(enum dtype dtype, int64_t columns) { return columns <= (ITEMSIZE[dtype] < 4 ? SHORT_ROW : 24); }
 
 /* Multiplies the rest of a unit, or a row of it. */
-static void scale_part(enum dtype dtype, char *data, double factor, int n)
+static void scale_part(enum dtype dtype, char *data, double factor, int n, int64_t *losses)
 {
     struct job job = {.writes = 1, .limit = INFINITY, .factor = factor};
-    scale_row(job, dtype, data, n);
+    scale_counted(job, dtype, data, n, losses);
 }
 
 /* Multiplies whole units, as many as fit a buffer. Their products are exact in float64, or are of type F64. */
-static void scale_short_units(enum dtype dtype, char *data, const double *factors, int64_t count, int64_t columns)
+static void scale_short_units(enum dtype dtype, char *data, const double *factors, int64_t count, int64_t columns,
+                              int64_t *losses)
 {
     struct job keeps = {.drops = 0};
-    ALIGNED double values[CHUNK], each[CHUNK + OVERHANG], rounded[CHUNK];
-    int n = (int)(count * columns);
+    ALIGNED double values[CHUNK], each[CHUNK + OVERHANG], rounded[CHUNK], before[CHUNK];
+    double normal = normal_of(dtype);
+    int n = (int)(count * columns), may_lose = 0;
     for (int64_t i = 0; i < count; i++) rounded[i] = round_factor(factors[i], dtype == F64);
     repeat(rounded, count, columns, each);
     load_doubles(keeps, dtype, data, values, n);
-    for (int64_t j = 0; j < n; j++) values[j] *= each[j];
+    for (int64_t j = 0; j < n; j++) {
+        before[j] = each[j] == 0 ? 0 : values[j];
+        values[j] *= each[j];
+        may_lose |= (before[j] != 0) & !((fabs(before[j]) >= normal) & (fabs(values[j]) >= normal));
+    }
     store_wide(dtype, values, data, n);
+    if (!may_lose) return;
+    load_doubles(keeps, dtype, data, values, n);
+    count_losses(dtype, before, values, 0, n, losses);
 }
 
-static void scale_units(char *block, const struct units *piece, const double *factors, int64_t k)
+/* Adds to two losses of each piece. */
+static void scale_units(char *block, const struct units *piece, const double *factors, int64_t k, int64_t *losses)
 {
-    for (int64_t i = 0; i < k; i++, piece++) {
+    for (int64_t i = 0; i < k; i++, piece++, losses += 2) {
         enum dtype dtype = (enum dtype)piece->dtype;
         const double *factor = factors + piece->first;
         int64_t phase = piece->phase, columns = piece->columns;
@@ -129,12 +136,12 @@ static void scale_units(char *block, const struct units *piece, const double *fa
             units = phase || !are_short(dtype, columns) ? 0 : rest / columns;
             if (units) {
                 if (units > CHUNK / columns) units = CHUNK / columns;
-                scale_short_units(dtype, data, factor, units, columns);
+                scale_short_units(dtype, data, factor, units, columns, losses);
                 n = units * columns, factor += units;
             } else {
                 n = columns - phase < rest ? columns - phase : rest;
                 if (n > LANES) n = LANES;
-                scale_part(dtype, data, *factor, (int)n);
+                scale_part(dtype, data, *factor, (int)n, losses);
                 phase += n;
                 if (phase == columns) phase = 0, factor++;
             }

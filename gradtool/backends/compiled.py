@@ -118,8 +118,9 @@ class CompiledBackend(NumpyBackend):
         table = array("q")
         for piece, own in zip(pieces, units, strict=True):
             table.extend((STORAGE[piece.dtype].code, piece.offset, piece.elements, own.phase, own.size, own.first))
-        scale_units_kernel(block, table, factors)
-        return self.tile_sums(block, pieces, spec)
+        losses = int64s(2 * len(pieces))
+        scale_units_kernel(block, table, factors, losses)
+        return self.tile_sums(block, pieces, spec)._replace(new_zeros=losses[::2], new_subnormals=losses[1::2])
 
     def unit_factors(
         self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
@@ -255,8 +256,8 @@ def _run(
 def _room(pieces: Sequence[Piece]) -> tuple[array[float], array[int], array[float], array[int]]:
     """What the kernels fill: sums, exponents, largest magnitudes and counts."""
     tiles = sum(tile_count(piece.elements) for piece in pieces)
-    return float64s(tiles), int32s(tiles), float64s(len(pieces)), int64s(4 * len(pieces))
+    return float64s(tiles), int32s(tiles), float64s(len(pieces)), int64s(6 * len(pieces))
 
 
 def _found(sums: array[float], exponents: array[int], max_abs: array[float], counts: array[int]) -> BlockSums:
-    return BlockSums(sums, exponents, max_abs, *(counts[column::4] for column in range(4)))
+    return BlockSums(sums, exponents, max_abs, *(counts[column::6] for column in range(6)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtool import tuning
 from gradtool.arrays import np
@@ -23,7 +23,7 @@ from gradtool.backends import (
     groups_of,
 )
 from gradtool.backends.storage import STORAGE, narrowed, widened
-from gradtool.backends.tiles import sum_pieces
+from gradtool.backends.tiles import count_losses, sum_pieces
 from gradtool.reduction import fold
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class NumpyBackend:
         spec: NormSpec,
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
+        before = []
         with np.errstate(all="ignore"):
             for piece, own in zip(pieces, units, strict=True):
                 storage = STORAGE[piece.dtype]
@@ -105,9 +106,13 @@ class NumpyBackend:
                 values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
                 number = own.first + (own.phase + np.arange(piece.elements)) // own.size
                 # As the factors of `scale`: float64 only for F64.
-                values *= np.asarray(factors).astype(storage.work).astype(np.float64)[number]
-                raw[:] = storage.narrow_wide(values).view(np.uint8)
-        return self.tile_sums(block, pieces, spec)
+                each = np.asarray(factors).astype(storage.work).astype(np.float64)[number]
+                before.append(np.where(each == 0, 0, values))
+                raw[:] = storage.narrow_wide(values * each).view(np.uint8)
+        found = self.tile_sums(block, pieces, spec)
+        for k, (piece, values) in enumerate(zip(pieces, before, strict=True)):
+            count_losses(found, k, values, _stored(block, piece), piece.dtype)
+        return found
 
     def unit_factors(
         self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
@@ -269,7 +274,19 @@ class NumpyBackend:
                 raw = np.frombuffer(block, np.uint8, codes.nbytes, piece.offset)
                 raw[:] = codes.view(np.uint8)
                 at += piece.elements
-        return self.tile_sums(block, pieces, spec)
+            found, at = self.tile_sums(block, pieces, spec), 0
+            for k, piece in enumerate(pieces):
+                wide = sums[at : at + piece.elements]
+                count_losses(found, k, wide, _stored(block, piece), piece.dtype, rounds=True)
+                at += piece.elements
+        return found
+
+
+def _stored(block: memoryview, piece: Piece) -> NDArray[Any]:
+    """The values of a piece."""
+    storage = STORAGE[piece.dtype]
+    raw = np.frombuffer(block, np.uint8, piece.elements * storage.itemsize, piece.offset)
+    return storage.widen(raw.copy().view(storage.bits))
 
 
 def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:

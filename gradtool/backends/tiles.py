@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends import BlockSums, NormSpec, Piece
+from gradtool.backends.histogram import RANGES
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range, tile_count
 
@@ -34,7 +35,8 @@ def sum_pieces(
                 at, elements = piece.offset + start * storage.itemsize, min(TILE, piece.elements - start)
                 raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, at)
                 if factors is not None:
-                    _scale(raw, storage, factors[k], limit, drop_nonfinite=spec.drop_nonfinite)
+                    before = _scale(raw, storage, factors[k], limit, drop_nonfinite=spec.drop_nonfinite)
+                    count_losses(found, k, before, _widened(raw, storage), storage.name)
                 values = _widened(raw, storage)
                 finite = np.isfinite(values)
                 is_finite = bool(finite.all())
@@ -58,21 +60,38 @@ def sum_pieces(
 
 def _empty(pieces: Sequence[Piece]) -> BlockSums:
     tiles, count = sum(tile_count(piece.elements) for piece in pieces), len(pieces)
-    nan, inf, zeros = (int64s(count) for _ in range(3))
-    return BlockSums(float64s(tiles), int32s(tiles), float64s(count), nan, inf, zeros, array("q", [-1] * count))
+    nan, inf, zeros, *new = (int64s(count) for _ in range(5))
+    return BlockSums(float64s(tiles), int32s(tiles), float64s(count), nan, inf, zeros, array("q", [-1] * count), *new)
 
 
-def _scale(raw: NDArray[np.uint8], storage: Storage, factor: float, limit: float, *, drop_nonfinite: bool) -> None:
+def count_losses(
+    found: BlockSums, k: int, before: NDArray[np.float64], after: NDArray[Any], dtype: str, *, rounds: bool = False
+) -> None:
+    """Count for piece k what its type has lost of the values `before`: stored values, or sums that it `rounds`."""
+    normal = math.ldexp(1.0, RANGES[dtype].normal - 1)
+    small, was_small = ((one != 0) & (np.abs(one) < normal) for one in (after, before))
+    if rounds:
+        was_small = small & (after == before)
+    found.new_zeros[k] += int(np.count_nonzero((after == 0) & (before != 0)))
+    found.new_subnormals[k] += int(np.count_nonzero(small)) - int(np.count_nonzero(was_small))
+
+
+def _scale(
+    raw: NDArray[np.uint8], storage: Storage, factor: float, limit: float, *, drop_nonfinite: bool
+) -> NDArray[np.float64]:
+    """Scale and clamp values in place. Returns them as they were, or zeros if they are multiplied by 0."""
     # The product of two float32 is exact in float64, so there is one rounding.
     values = _widened(raw, storage).astype(np.float64)
     if drop_nonfinite:
         values[~np.isfinite(values)] = 0
-    bound = storage.rounded(limit)
-    values *= float(storage.work.type(factor))
+    bound, factor = storage.rounded(limit), float(storage.work.type(factor))
+    before = values.copy() if factor else np.zeros_like(values)
+    values *= factor
     # Not numpy's clip, whose zero has another sign in other versions if the limit is 0.
     values[values < -bound] = -bound
     values[values > bound] = bound
     raw[:] = storage.narrow_wide(values).view(np.uint8)
+    return before
 
 
 def _widened(raw: NDArray[np.uint8], storage: Storage) -> NDArray[Any]:

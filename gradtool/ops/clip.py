@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from gradtool.errors import BadInputError, Problem
-from gradtool.ops.clip_policy import Decision, Policy, decide, is_limit, keep
+from gradtool.errors import BadInputError, Problem, UsageError
+from gradtool.ops.clip_policy import Decision, Policy, decide, is_limit, keep, rounded_factor
 from gradtool.ops.groups import groups_of
 from gradtool.ops.limits.learn import Learned, state_path
 from gradtool.ops.limits.state import Kept
 from gradtool.ops.passes import Measure, Rewrite
-from gradtool.ops.results import Facts, Written, facts, refuse_nonfinite, refuse_overflow, written
+from gradtool.ops.results import Facts, Written, facts, loss_warnings, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import ClipOptions, Vector
 from gradtool.signatures import complete, is_default
@@ -21,11 +21,15 @@ from gradtool.store.transaction.destination import DISCARD
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.engines import Pass
     from gradtool.ops.groups import Group
     from gradtool.ops.measurement import Measurement, Norms
+    from gradtool.ops.passes import Scaling
     from gradtool.ops.session import Session
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.output import Output
+    from gradtool.store.transaction.small import NewIndex, NewState
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,9 @@ class ClipResult(Facts, Written):
 
     `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
     the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
-    `limit` came to, None where `z` does not clip, and `steps` counts the norms that its state has seen. A norm above
-    `skip_above` is one of the `problems`; then nothing was written.
+    `limit` came to, None where `z` does not clip, and `steps` counts the norms that its state has seen. `zeros` counts
+    what was written, and `zeros_before` what was there. A norm above `skip_above` is one of the `problems`; then
+    nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -85,6 +90,7 @@ class ClipResult(Facts, Written):
     norm_after: float
     coef: float | None
     clipped: bool
+    zeros_before: int
     problems: tuple[Problem, ...]
 
 
@@ -108,6 +114,9 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
     larger than agc · max(‖w‖, agc_eps); w are the parameters of the same unit, from `params`. This is adaptive gradient
     clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis counts outputs, as torch has them.
 
+    With `dtype`, the selected tensors are stored in another type in new files, rounded once. A warning says so if many
+    values become 0 or subnormal.
+
     Raises:
         NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
@@ -117,6 +126,8 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     chosen = complete("clip", ClipOptions, options)
+    if chosen["dtype"] is not None and chosen["output"] is None and chosen["output_dir"] is None:
+        raise UsageError("--dtype requires --output or --output-dir")
     is_agc = chosen["agc"] is not None or chosen["params"] is not None
     if is_agc or not is_default(ClipOptions, chosen, "agc_eps"):
         from gradtool.ops.clip_units import clip_units  # only needed for this
@@ -135,11 +146,14 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         learned = None if policy.rule is None or kept is None or problems else Learned.of(policy.rule, kept, norm)
         limited = policy if learned is None else policy.with_limit(learned.limit)
         decision = keep(session.selected) if problems else decide(limited, session.selected, before, norms, groups)
-        plan = _Plan(policy, decision, [group.numbers for group in groups], learned)
-        destination, norms_after = (DISCARD, norms) if problems else _write(session, output, before, plan)
+        plan = _Plan(policy, decision, learned, chosen["dtype"])
+        done = _Done(DISCARD, before) if problems else _write(session, output, before, plan)
+        numbers = [group.numbers for group in groups]
+        norms_after = norms if problems else done.after.norms(per_tensor=policy.per_tensor, groups=numbers)
     return ClipResult(
-        **facts(session, session.selected, before, unscale=policy.unscale),
-        **written(session, output, destination),
+        **facts(session, session.selected, before, unscale=policy.unscale, after=done.after, warnings=done.warnings),
+        **written(session, output, done.destination),
+        zeros_before=before.stored_zeros,
         per_tensor=tuple(_rows(session, decision, norms, norms_after) if policy.per_tensor else ()),
         per_group=tuple(_group_rows(groups, policy, decision, norms, norms_after)),
         max_norm=policy.max_norm,
@@ -161,27 +175,63 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
 
 
 class _Plan(NamedTuple):
-    """What is to be written."""
+    """What is to be written, and in which type, if it is not the old one."""
 
     policy: Policy
     decision: Decision
-    groups: list[list[int]]
     learned: Learned | None
+    dtype: str | None
 
 
-def _write(session: Session, output: Output, before: Measurement, plan: _Plan) -> tuple[Destination, Norms]:
-    """Write what changes and the state; where it was written, and the norms of the result."""
-    policy, decision, groups, learned = plan
+class _Done(NamedTuple):
+    """Where it was written, what all tensors are now, and what was lost."""
+
+    destination: Destination
+    after: Measurement
+    warnings: Sequence[Problem] = ()
+
+
+def _write(session: Session, output: Output, before: Measurement, plan: _Plan) -> _Done:
+    """Write what changes, or everything in another type, and the state."""
+    policy, decision, learned, dtype = plan
     state = None if learned is None else learned.state
-    changed = [number for number, changes in enumerate(decision.changed) if changes]
-    selected = [session.selected[number] for number in changed]
-    rewrite = Rewrite(selected, policy.spec, [decision.factors[number] for number in changed], policy.limit)
-    with session.writing(output, output.files(selected), state=state) as destination:
-        after = session.run(rewrite, destination)
-        if policy.nonfinite != "propagate":
-            refuse_overflow(selected, after)
-        norms = before.updated(changed, after).norms(per_tensor=policy.per_tensor, groups=groups)
-    return destination, norms
+    numbers = [number for number, changes in enumerate(decision.changed) if changes or dtype is not None]
+    selected = [session.selected[number] for number in numbers]
+    factors = [rounded_factor(session.selected[number].tensor.dtype, decision.factors[number]) for number in numbers]
+    rewrite = Rewrite(selected, policy.spec, factors, policy.limit)
+    may_overflow = policy.nonfinite == "propagate"
+    destination, after, losses = write_scaled(session, output, rewrite, dtype, may_overflow=may_overflow, state=state)
+    # All is lost on purpose where values are limited to 0.
+    return _Done(destination, before.updated(numbers, after), () if policy.limit == 0 else losses)
+
+
+def write_scaled(
+    session: Session,
+    output: Output,
+    scaling: Scaling,
+    dtype: str | None,
+    *,
+    may_overflow: bool,
+    state: NewState | None = None,
+) -> tuple[Destination, Measurement, list[Problem]]:
+    """Run a pass and write what it makes of its tensors. Returns the destination, the measurement, and warnings.
+
+    Raises:
+        NonFiniteError: a result overflows its type, and may not.
+    """
+    work: Pass[Measurement] = scaling
+    targets: Sequence[Selected] = scaling.selected
+    files: Sequence[NewFile] = output.files(targets)
+    indexes: Sequence[NewIndex] | None = None
+    if dtype is not None:
+        from gradtool.ops.convert import converted  # only needed for this
+
+        work, targets, files, indexes = converted(output, scaling, dtype)
+    with session.writing(output, files, indexes, state) as destination:
+        after = session.run(work, destination)
+        if not may_overflow:
+            refuse_overflow(targets, after)
+    return destination, after, loss_warnings(targets, after)
 
 
 def _checked_norms(session: Session, policy: Policy, before: Measurement, groups: Sequence[Group]) -> Norms:

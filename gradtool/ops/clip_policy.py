@@ -189,20 +189,20 @@ def decide(
     clipped, changed = [], []
     for number, (one, own, factor) in enumerate(zip(selected, coefs, factors, strict=True)):
         dtype = one.tensor.dtype
-        rounded = _rounded(dtype, factor)
+        rounded = rounded_factor(dtype, factor)
         if own and (own < SMALLEST_NORMAL or not _is_precise(dtype, factor)):
             raise _imprecise(one, own if own < SMALLEST_NORMAL else factor)
         clamps = before.max_abs[number] / policy.unscale > limits[dtype]
         drops = policy.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
-        clipped.append(clamps or (not own >= 1 and _rounded(dtype, own) != 1))
+        clipped.append(clamps or (not own >= 1 and rounded_factor(dtype, own) != 1))
         changed.append(one.tensor.elements > 0 and (rounded != 1 or clamps or drops))
     has_one = policy.max_norm is not None and not (policy.per_tensor or policy.groups)
     return Decision(coef if has_one else None, coefs, factors, clipped, changed)
 
 
 @lru_cache(maxsize=64)
-def _rounded(dtype: str, value: float) -> float:
+def rounded_factor(dtype: str, value: float) -> float:
     """A number in the type of the factors of a storage type; nearly always the same few for all tensors."""
     return STORAGE["F64" if dtype == "F64" else "F32"].rounded(value)
 
@@ -210,7 +210,7 @@ def _rounded(dtype: str, value: float) -> float:
 @lru_cache(maxsize=64)
 def _is_precise(dtype: str, factor: float) -> bool:
     """Whether the type of the factors has a normal number for one that is not 0; True for NaN."""
-    rounded = _rounded(dtype, factor)
+    rounded = rounded_factor(dtype, factor)
     return not (rounded < (SMALLEST_NORMAL if dtype == "F64" else _SMALLEST_NORMAL32) or math.isinf(rounded))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradtool.ops.agc import AgcPolicy, measure_units, parameters_of
-from gradtool.ops.clip import ClipResult
-from gradtool.ops.results import facts, refuse_overflow, written
+from gradtool.ops.clip import ClipResult, write_scaled
+from gradtool.ops.results import facts, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.ops.units import FactorFile, ScaleUnits, units_of
 
@@ -27,18 +27,18 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
         params = parameters_of(policy, session.selected, output.targets)
+        made = output.made_of(dict.fromkeys(param.shard for param in params))
         with FactorFile.create(session.selected) as file:
             sums = measure_units(session, policy, params, file)
-            before, changed = sums.measurement, sorted(sums.changed)
+            before, dtype = sums.measurement, chosen["dtype"]
+            changed = sorted(sums.changed) if dtype is None else list(range(len(session.selected)))
             selected = [session.selected[number] for number in changed]
-            made = output.made_of(dict.fromkeys(param.shard for param in params))
-            with session.writing(made, output.files(selected)) as destination:
-                after = session.run(ScaleUnits(selected, policy.spec, changed, file), destination)
-                if policy.nonfinite != "propagate":
-                    refuse_overflow(selected, after)
-                norm_after = before.updated(changed, after).norms().whole
+            scale = ScaleUnits(selected, policy.spec, changed, file)
+            may_overflow = policy.nonfinite == "propagate"
+            destination, scaled, losses = write_scaled(session, made, scale, dtype, may_overflow=may_overflow)
+        after = before.updated(changed, scaled)
     return ClipResult(
-        **facts(session, session.selected, before, unscale=policy.unscale),
+        **facts(session, session.selected, before, unscale=policy.unscale, after=after, warnings=losses),
         **written(session, output, destination),
         per_tensor=(),
         per_group=(),
@@ -53,8 +53,9 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         state=None,
         steps=None,
         norm_before=before.norms(unscale=policy.unscale).whole,
-        norm_after=norm_after,
+        norm_after=after.norms().whole,
         coef=None,
         clipped=sums.clipped > 0,
+        zeros_before=before.stored_zeros,
         problems=(),
     )

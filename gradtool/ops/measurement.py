@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # One value for each tile, and one for each tensor.
 _TILE_FIELDS = ("sums", "exponents")
-_FACTS = ("max_abs", "nan", "inf", "zeros", "first_nonfinite")
+_FACTS = ("max_abs", "nan", "inf", "zeros", "first_nonfinite", "new_zeros", "new_subnormals")
 
 
 class Norms(NamedTuple):
@@ -40,7 +40,7 @@ class Measurement:
         self._first_tile = [0, *accumulate(tile_count(one.tensor.elements) for one in selected)]
         self.sums, self.exponents = float64s(self._first_tile[-1]), int32s(self._first_tile[-1])
         self.max_abs = float64s(len(selected))
-        self.nan, self.inf, self.zeros = (int64s(len(selected)) for _ in range(3))
+        self.nan, self.inf, self.zeros, self.new_zeros, self.new_subnormals = (int64s(len(selected)) for _ in range(5))
         self.first_nonfinite = array("q", [-1]) * len(selected)
         self._lock = threading.Lock()
 
@@ -93,11 +93,13 @@ class Measurement:
     def _add_facts(self, places: Iterable[tuple[int, int]], found: BlockSums | Measurement) -> None:
         """Add the facts of parts of tensors, each with the number of its tensor and the element it begins at."""
         facts = zip(places, *(getattr(found, name) for name in _FACTS), strict=True)
-        for (number, start), max_abs, nan, inf, zeros, first in facts:
+        for (number, start), max_abs, nan, inf, zeros, first, new_zeros, new_subnormals in facts:
             self.max_abs[number] = max(self.max_abs[number], max_abs)
             self.nan[number] += nan
             self.inf[number] += inf
             self.zeros[number] += zeros
+            self.new_zeros[number] += new_zeros
+            self.new_subnormals[number] += new_subnormals
             known = self.first_nonfinite[number]
             if first >= 0 and (known < 0 or start + first < known):
                 self.first_nonfinite[number] = start + first
@@ -138,6 +140,12 @@ class Measurement:
     def is_finite(self) -> bool:
         """Whether no NaN and no Inf was summed."""
         return self.spec.drop_nonfinite or not (any(self.nan) or any(self.inf))
+
+    @property
+    def stored_zeros(self) -> int:
+        """The number of zeros, without NaN and Inf that count as zero because they are dropped."""
+        dropped = sum(self.nan) + sum(self.inf) if self.spec.drop_nonfinite else 0
+        return sum(self.zeros) - dropped
 
     @property
     def largest(self) -> float:

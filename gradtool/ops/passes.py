@@ -17,7 +17,7 @@ from gradtool.store.format.tensors import BITS, Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from gradtool.backends import Backend
+    from gradtool.backends import Backend, BlockSums, Data
     from gradtool.engines import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block, Span
@@ -109,11 +109,26 @@ class _Nothing(Measure):
 NOTHING = _Nothing((), NormSpec())
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Rewrite(TensorPass):
-    """Multiplies tensors by their factors, limits them to [-limit, limit], and measures what is written."""
+class Scaling(TensorPass):
+    """Multiplies blocks in place, and measures what is written."""
 
     title: ClassVar = "clipping"
+
+    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
+        """Rewrite a block."""
+        data = worker.load(block)
+        if block.spans:
+            found.add(block, self.scale(data, pieces_of(block), block, worker))
+        worker.store(block, data)
+
+    def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
+        """Multiply the spans of a block, which are these pieces of the data: as they are stored, or as F64."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rewrite(Scaling):
+    """Multiplies tensors by their factors, limits them to [-limit, limit], and measures what is written."""
 
     factors: Sequence[float]
     limit: float
@@ -123,13 +138,10 @@ class Rewrite(TensorPass):
         factors = [self.factors[number] for number, _ in places]
         return replace(super().about(selected, places), factors=factors)
 
-    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
-        """Rewrite a block."""
-        data = worker.load(block)
-        if block.spans:
-            factors = [self.factors[span.tensor] for span in block.spans]
-            found.add(block, worker.backend.scale(data, pieces_of(block), factors, self.limit, self.spec))
-        worker.store(block, data)
+    def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
+        """Multiply each span by the factor of its tensor."""
+        factors = [self.factors[span.tensor] for span in block.spans]
+        return worker.backend.scale(data, pieces, factors, self.limit, self.spec)
 
 
 def _batches(blocks: Iterable[Block], nbytes: int) -> Iterator[list[Block]]:

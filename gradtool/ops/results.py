@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # More than this takes numpy long enough to be worth a warning.
 _SLOW_BYTES = 64 << 20
+# So small a part of the values may become 0 or subnormal without a warning: one in a thousand.
+_LOSSES = 1000
 
 
 # The three bases of results are never made themselves, so they need no methods but those that keep them frozen: each
@@ -159,17 +161,35 @@ def facts(
     found: Measurement,
     *,
     unscale: float = 1.0,
+    after: Measurement | None = None,
     warnings: Sequence[Problem] = (),
 ) -> FactFields:
-    """The facts of a call, and of what was found in the tensors that it was about."""
+    """The facts of a call, and of what was found in the tensors that it was about; `after` is what was written."""
     return FactFields(
         **call_facts(session, selected, warnings=warnings),
         norm_type=found.spec.order,
         max_abs=found.largest / unscale,
         nan=sum(found.nan),
         inf=sum(found.inf),
-        zeros=sum(found.zeros),
+        zeros=sum((after or found).zeros),
     )
+
+
+def loss_warnings(selected: Sequence[Selected], written: Measurement) -> list[Problem]:
+    """Warn if more than 0.1 % of the values other than 0 became 0 or subnormal in the tensors that were written."""
+    zeros, subnormals = sum(written.new_zeros), max(0, sum(written.new_subnormals))
+    nonzero = sum(one.tensor.elements for one in selected) - sum(written.zeros) + zeros
+    if (zeros + subnormals) * _LOSSES <= nonzero:
+        return []
+    losses = zip(selected, written.new_zeros, written.new_subnormals, strict=True)
+    dtypes = sorted({one.tensor.dtype for one, zeros, subnormals in losses if zeros or subnormals > 0})
+    message = f"of {number_of(nonzero, 'value')} other than 0, {zeros:,} became 0 and {subnormals:,} more than before "
+    message += f"are subnormal: too small for {' and '.join(dtypes)}"
+    if dtypes != ["F64"]:
+        # F32 has no smaller exponents than BF16.
+        wider = "F64" if {"F32", "BF16", "F64"} & set(dtypes) else "F32"
+        message += f". Use --dtype {wider} with --output or --output-dir to keep them"
+    return [Problem("underflow", message)]
 
 
 def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:

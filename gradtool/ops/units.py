@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from array import array
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -24,14 +25,14 @@ from gradtool.engines import OnBlock
 from gradtool.errors import SystemRefusedError
 from gradtool.ops.beside import read_one
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import TensorPass, by_shard, pieces_of
+from gradtool.ops.passes import Scaling, by_shard, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store import fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend, Factors, NormSpec, UnitCounts, UnitLimits
+    from gradtool.backends import Backend, BlockSums, Data, Factors, NormSpec, Piece, UnitCounts, UnitLimits
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block, Span
@@ -216,21 +217,20 @@ class ComputeUnitFactors(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaleUnits(TensorPass):
+class ScaleUnits(Scaling):
     """Multiplies each unit by its factor, and measures what is written; `numbers` are those of tensors in the file."""
-
-    title = "clipping"
 
     numbers: Sequence[int]
     file: FactorFile
 
-    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
-        """Rewrite a block."""
-        data = worker.load(block)
-        if block.spans:
-            units, factors = self._factors(block, worker)
-            found.add(block, worker.backend.scale_units(data, pieces_of(block), units, factors, self.spec))
-        worker.store(block, data)
+    def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
+        """Multiply each unit by its factor, which has the type that the stored values call for."""
+        units, factors = self._factors(block, worker)
+        ends = [*(one.first for one in units[1:]), len(factors)]
+        for span, piece, one, end in zip(block.spans, pieces, units, ends, strict=True):
+            if span.dtype != piece.dtype:
+                factors[one.first : end] = array("d", array("f", factors[one.first : end]))
+        return worker.backend.scale_units(data, pieces, units, factors, self.spec)
 
     def _factors(self, block: Block, worker: Worker) -> tuple[list[Units], Factors]:
         """Read the factors of the units that a block has a part of, one span after another."""

@@ -30,7 +30,7 @@ _SHARED = (
 TOLD = ("per_finding",)
 # What is printed below the headline, unless all is asked for.
 _BRIEF = (
-    "units", "units_clipped", "limit", "steps", "nan", "inf", "zeros",
+    "units", "units_clipped", "limit", "steps", "nan", "inf", "zeros", "zeros_before",
     "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds",
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FACTS, NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian, rounded_once, stored
+from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends import Addend, NormSpec, Piece, Rule
 from gradtool.backends.cpu import NumpyBackend
@@ -122,6 +122,20 @@ def test_unrounded_sums_are_measured_and_nothing_is_written(backend):
     assert found.inf.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_sums_that_become_zero_or_subnormal_by_rounding_are_counted(backend, batches):
+    # Of F16, the smallest normal value is 2^-14, and the smallest 2^-24. An exact subnormal loses nothing.
+    wide = np.zeros(3000)
+    wide[[1, 2047, 2048, 2500, 2999]] = [1e-9, -1e-5, 2.0**-20, 2.0**-14, 0.1]
+    block, pieces = block_of(encode([1.0], "F32"), np.zeros(3000, np.float16), np.zeros(3000), lead=1)
+    source, (piece,) = block_of(np.concatenate([[1e-50], wide, wide * 1e-310]))
+    batch = source, [Addend("F64", piece.offset, 6001, 0, 1 / batches)]
+    for rounds in (True, False):
+        found = backend.accumulate(block, pieces, iter([batch] * batches), Rule(False, rounds=rounds), NormSpec())
+        expected = [[1, 1, 0], [0, 1, 0]] if rounds else [[0, 0, 0], [0, 0, 0]]
+        assert [getattr(found, fact).tolist() for fact in LOSSES] == expected
+
+
 def test_a_source_may_have_parts_in_any_order_and_leave_some_out(backend):
     block, pieces = block_of(encode([1, 2, 3], "F32"), encode([10, 20], "BF16"))
     source, parts = block_of(encode([7], "F64"), encode([100, 200, 300], "F8_E5M2"), lead=5)
@@ -181,7 +195,7 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, 
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=3)
         found = one.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, spec)
-        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in FACTS[1:])]
+        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
         expected = expected or (facts, found.sums)
         assert facts == expected[0]
         assert np.array_equal(found.sums, expected[1], equal_nan=True)

@@ -20,7 +20,7 @@ def arguments(pieces=((1, 0, 4),), **changed):
         "sums": np.zeros(1),
         "exponents": np.zeros(1, np.int32),
         "max_abs": np.zeros(1),
-        "counts": np.zeros((1, 4), np.int64),
+        "counts": np.zeros((1, 6), np.int64),
         "bins": None,
         "largest": None,
     }
@@ -47,7 +47,7 @@ def test_a_correct_call_works():
         {"exponents": np.zeros(1, np.int16)},
         {"exponents": np.zeros(2, np.int32)},
         {"max_abs": np.zeros(0)},
-        {"counts": np.zeros((0, 4), np.int64)},
+        {"counts": np.zeros((0, 6), np.int64)},
         {"factors": np.zeros(2)},
         {"block": bytes(16)},
         {"wide": np.zeros(3)},
@@ -80,7 +80,7 @@ def file_block(file, **changed):
 def test_a_correct_reading_works(sixteen):
     call = arguments(block=file_block(sixteen), factors=None)
     kernels.run(*call)
-    assert (call[7].tolist(), call[9].tolist(), call[10].tolist()) == ([14.0], [3.0], [[0, 0, 1, -1]])
+    assert (call[7].tolist(), call[9].tolist(), call[10].tolist()) == ([14.0], [3.0], [[0, 0, 1, -1, 0, 0]])
     nbytes, nanoseconds, problem = call[0][-1]
     assert (nbytes, problem) == (16, 0)
     assert nanoseconds >= 0
@@ -239,9 +239,10 @@ def test_no_median_reaches_outside_its_buffers(wrong):
         kernels.trimmed_means(*trimming(**wrong))
 
 
-def scaling(*pieces, factors=2):
+def scaling(*pieces, factors=2, losses=None):
     """A call that scales units of three elements."""
-    return bytearray(np.ones(4, "f4").tobytes()), np.array(pieces, np.int64), np.arange(2.0, 2.0 + factors)
+    losses = np.zeros(2 * len(pieces) if losses is None else losses, np.int64)
+    return bytearray(np.ones(4, "f4").tobytes()), np.array(pieces, np.int64), np.arange(2.0, 2.0 + factors), losses
 
 
 def test_a_correct_scaling_of_units_works():
@@ -269,6 +270,12 @@ def test_a_correct_scaling_of_units_works():
 def test_no_scaling_of_units_reaches_outside_its_buffers(piece):
     with pytest.raises(ValueError, match=r"needed|outside|storage type|no such unit"):
         kernels.scale_units(*scaling(piece))
+
+
+@pytest.mark.parametrize("losses", [0, 1, 3])
+def test_scaling_units_needs_two_losses_a_piece(losses):
+    with pytest.raises(ValueError, match="two losses a piece are needed"):
+        kernels.scale_units(*scaling((1, 0, 4, 1, 3, 0), losses=losses))
 
 
 def test_a_level_that_the_processor_does_not_have_is_not_used():

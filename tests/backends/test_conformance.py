@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import (
     FACTS,
+    LOSSES,
     NUMPY_TYPES,
     QUIET_NANS,
     VALUE_TYPES,
@@ -22,6 +23,7 @@ from support import (
 
 from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.extremes import BOUNDS
 from gradtool.backends.storage import STORAGE
 
 pytestmark = pytest.mark.installed
@@ -260,6 +262,46 @@ def test_a_limit_of_zero_keeps_the_sign(backend):
         assert np.signbit(stored(block, piece).astype(float)).tolist() == [True, True, False, False]
 
 
+def losses_of(found):
+    return [getattr(found, fact).tolist() for fact in LOSSES]
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_a_write_says_how_many_values_it_loses(backend, dtype):
+    normal, least = (float(np.array([code], STORAGE[dtype].bits).view(NUMPY_TYPES[dtype])[0]) for code in CODES[dtype])
+    # Two become zero, one of which was subnormal; two normal values become subnormal, and the last one stays normal.
+    values = np.zeros(5000)
+    values[[7, 2048, 2049, 3000, 4999]] = [least, -normal / 2, normal, -1.5 * normal, 8 * normal]
+    block, pieces = block_of(encode(values, dtype), encode(values, dtype), lead=1)
+    found = backend.scale(block, pieces, [0.25, 0.0], math.inf, NormSpec())
+    after = stored(block, pieces[0]).astype(float)
+    subnormal = np.count_nonzero((after != 0) & (np.abs(after) < normal))
+    zeros = 5 - np.count_nonzero(after)
+    assert subnormal > 0
+    assert zeros > 0
+    # What is multiplied by 0 is meant to be 0.
+    assert losses_of(found) == [[zeros, 0], [subnormal - 2, 0]]
+
+
+# Of each type, the codes of the smallest normal value and of the smallest one.
+CODES = {dtype: (bounds[0], 1) for dtype, bounds in BOUNDS.items()}
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_what_only_looks_and_what_keeps_its_size_loses_nothing(backend, dtype):
+    block, pieces = block_of(np.arange(2000).astype(STORAGE[dtype].bits).view(NUMPY_TYPES[dtype]))
+    assert losses_of(backend.tile_sums(block, pieces, NormSpec())) == [[0], [0]]
+    assert losses_of(backend.scale(block, pieces, [1.0], math.inf, NormSpec())) == [[0], [0]]
+
+
+def test_a_limit_and_dropped_values_are_no_losses_but_a_limit_that_is_rounded_to_zero_is_one(backend):
+    block, pieces = block_of(encode([1, math.nan, -math.inf, 0.5, 0], "F16"))
+    spec = NormSpec(drop_nonfinite=True)
+    assert losses_of(backend.scale(block, pieces, [0.5], 0.25, spec)) == [[0], [0]]
+    assert losses_of(backend.scale(block, pieces, [1.0], 1e-5, spec)) == [[0], [2]]
+    assert losses_of(backend.scale(block, pieces, [1.0], 1e-9, spec)) == [[2], [-2]]
+
+
 PIECES = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 2049, 65_537])), max_size=4)
 
 
@@ -273,5 +315,5 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed, no
     block, pieces = block_of(*arrays, lead=3)
     found = backend.scale(block, pieces, factors, limit, spec)
     assert bytes(block) == bytes(expected_block)
-    for fact in FACTS:
+    for fact in (*FACTS, *LOSSES):
         assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), fact

@@ -64,8 +64,8 @@ def test_addends_are_cut_at_the_pieces_they_are_for():
     assert found.addends.tolist() == [(0, 100, 1, 2, 0.5), (0, 116, 0, 2, 0.5), (3, 0, 2, 3, 2.0)]
     ((dtype, (targets, blocks)),) = found.targets.items()
     assert (dtype, blocks) == ("F32", 2)
-    # Offset, elements, first block, first sum, first addend, addends.
-    assert targets.tolist() == [(0, 3, 0, 0, 0, 1), (16, 5, 1, 3, 1, 2)]
+    # Offset, elements, first block, first sum, first addend, addends, number.
+    assert targets.tolist() == [(0, 3, 0, 0, 0, 1, 0), (16, 5, 1, 3, 1, 2, 2)]
 
 
 def test_what_was_there_is_added_once():

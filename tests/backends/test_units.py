@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FACTS, NUMPY_TYPES, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
+from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends import NormSpec, Stored, UnitLimits, Units
 from gradtool.backends.cpu import NumpyBackend
@@ -26,6 +26,21 @@ def test_each_element_is_multiplied_by_the_factor_of_its_unit(backend, dtype, si
     assert stored(block, pieces[0]).tobytes() == rounded_once(products, dtype).tobytes()
     again = backend.tile_sums(block, pieces, NormSpec())
     assert found.sums.tobytes() == again.sums.tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 7, 300])
+def test_what_units_lose_is_counted_for_each_piece(backend, size):
+    values = np.full(1200, 2.0**-14)
+    values[::2] = 2.0**-24
+    block, pieces = block_of(encode([1.0], "F32"), encode(values, "F16"), encode(values, "F32"))
+    # In units 0 and 2 of the second, what is subnormal becomes 0, and all else subnormal; unit 1 is meant to be 0.
+    factors = np.array([1.0, 0.3, 0.0, *[0.3] * 1200])
+    units = [Units(1, 0, 0), Units(size, 0, 1), Units(size, 0, 1)]
+    found = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
+    lost = np.arange(1200) // size != 1
+    became_zero, is_subnormal = int(lost[::2].sum()), int(lost[1::2].sum())
+    assert found.new_zeros.tolist() == [0, became_zero, 0]
+    assert found.new_subnormals.tolist() == [0, is_subnormal - became_zero, 0]
 
 
 PIECES = st.lists(
@@ -51,7 +66,7 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed):
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=1)
         found = one.scale_units(block, pieces, units, memoryview(factors), NormSpec())
-        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in FACTS[1:])]
+        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
         expected = expected or (facts, found.sums)
         assert facts == expected[0]
         assert np.array_equal(found.sums, expected[1], equal_nan=True)

@@ -142,6 +142,20 @@ def test_clip_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
     assert content_of(ours) == content_of(theirs)
 
 
+@pytest.mark.parametrize("dtype", ["F64", "BF16"])
+def test_a_conversion_is_the_same_for_any_shards_and_types(tmp_path, pool, dtype):
+    ours, theirs, _ = twice(tmp_path, 4)
+    options = {"max_norm": 1e-3, "per_tensor": True, "dtype": dtype, "exclude": ["t2"]}
+    with workers(pool) as there:
+        result = gradtool.clip(ours, output_dir=tmp_path / "a", **options, **there)
+        dry = gradtool.clip(ours, output_dir=tmp_path / "a", dry_run=True, **options, **there)
+    expected = gradtool.clip(theirs, output_dir=tmp_path / "b", **options)
+    assert facts_of(result) == facts_of(expected)
+    assert [one.code for one in dry.warnings] == [one.code for one in expected.warnings]
+    assert (dry.zeros, dry.norm_after) == (expected.zeros, expected.norm_after)
+    assert content_of(tmp_path / "a") == content_of(tmp_path / "b")
+
+
 def test_a_limit_that_learns_has_the_same_state(tmp_path, pool):
     ours, theirs, _ = twice(tmp_path, 3)
     with workers(pool) as there:

@@ -7,7 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import QUIET_NANS, VALUE_TYPES, bits_of, build, encode, read, rounded_once, snapshot, write, write_index
+from support import (
+    QUIET_NANS,
+    SAMPLES,
+    VALUE_TYPES,
+    bits_of,
+    build,
+    encode,
+    gradtool,
+    gradtool_json,
+    read,
+    rounded_once,
+    snapshot,
+    write,
+    write_index,
+)
 
 from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
 
@@ -628,3 +642,65 @@ def test_the_norm_is_limited_and_the_direction_kept(tmp_path_factory, values, ma
     assert result.norm_after <= max(max_norm * (1 + slack), 1e-30)
     after = read(path)["a"].astype(np.float64)
     assert (np.sign(after) * np.sign(array.astype(np.float64)) >= 0).all()
+
+
+def test_zeros_are_those_of_what_was_written_and_what_was_lost_is_a_warning(tmp_path):
+    path = SAMPLES / "loss_scaled_f16.safetensors"
+    answer = gradtool_json("clip", path, "--unscale", 1024, "--max-norm", 1, "--output", tmp_path / "y")
+    data = answer["data"]
+    assert (data["zeros"], data["zeros_before"]) == (652, 570)
+    assert norm(tmp_path / "y").zeros == 652
+    message = (
+        "of 27,081 values other than 0, 82 became 0 and 1,154 more than before are subnormal: too small for F16. "
+        "Use --dtype F32 with --output or --output-dir to keep them"
+    )
+    assert data["warnings"] == [{"code": "underflow", "message": message}]
+    done = gradtool("clip", path, "--unscale", 1024, "--max-norm", 1, "--dry-run")
+    assert done.stderr == f"gradtool: warning: {message}\n"
+    assert "zeros\t652\nzeros_before\t570\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "warns"),
+    [
+        # One in a thousand is allowed, and no more.
+        (1, {"unscale": 2.0, "max_norm": 1e9}, False),
+        (2, {"unscale": 2.0, "max_norm": 1e9}, True),
+        # What was subnormal before is nothing new.
+        (3, {"max_norm": 1e9, "nonfinite": "zero"}, False),
+        # Zeros that were asked for.
+        (3, {"max_norm": 0}, False),
+        (3, {"max_value": 0}, False),
+    ],
+)
+def test_only_values_that_underflow_count_and_more_than_one_in_a_thousand(tmp_path, count, options, warns):
+    values = np.ones(2000)
+    values[:count] = 2.0**-24
+    values[1000:] = 0
+    path = one_file(tmp_path, a=encode(values, "F16"))
+    result = clip(path, dry_run=True, **options)
+    assert [one.code for one in result.warnings] == ["underflow"] * warns
+    assert result.zeros_before == 1000
+
+
+@pytest.mark.parametrize(("dtype", "remedy"), [("BF16", "F64"), ("F32", "F64"), ("F8_E4M3", "F32")])
+def test_the_warning_names_a_type_that_has_smaller_values(tmp_path, dtype, remedy):
+    path = one_file(tmp_path, a=encode([2e-38 if dtype != "F8_E4M3" else 2.0**-9, 0], dtype))
+    (warning,) = clip(path, unscale=256, max_norm=1, dry_run=True).warnings
+    assert f'Use dtype="{remedy}" with' in warning.message
+
+
+def test_units_that_underflow_are_a_warning(tmp_path):
+    path = one_file(tmp_path, w=encode(np.full((4, 9), 2.0**-14), "F16"))
+    params = write(tmp_path / "p", {"w": encode(np.full((4, 9), 1e-6), "F32")})
+    result = clip(path, agc=1.0, agc_eps=0.0, params=params, dry_run=True)
+    assert (result.zeros, result.zeros_before, len(result.warnings)) == (0, 0, 1)
+    assert "of 36 values other than 0, 0 became 0 and 36 more than before are subnormal" in result.warnings[0].message
+    zeroed = clip(path, agc=1e-4, agc_eps=0.0, params=params, dry_run=True)
+    assert (zeroed.zeros, zeroed.zeros_before) == (36, 0)
+
+
+def test_dropped_values_were_no_zeros(tmp_path):
+    path = one_file(tmp_path, a=encode([0, math.nan, math.inf, 2], "F32"))
+    result = clip(path, max_norm=1, nonfinite="zero")
+    assert (result.zeros, result.zeros_before) == (3, 1)

@@ -4,7 +4,7 @@ enum { FIRST = 1, LAST = 2, KEEPS = 4, DIVIDES = 8, MULTIPLIES = 16, ROUNDS = 32
 
 // A piece that is added to; its sums begin at number `at`.
 struct Target {
-    long long offset, elements, first_block, at, first_addend, addends;
+    long long offset, elements, first_block, at, first_addend, addends, number;
 };
 
 // `elements` values from byte `offset` of the source on, to add to those of its target from number `start` on.
@@ -17,6 +17,7 @@ struct AddJob {
     char *block;
     const char *source;
     double *sums;
+    Losses *losses;
     const Target *target;
     const Addend *addend;
     double divisor, factor;
@@ -51,6 +52,7 @@ template <int DTYPE> DEVICE void add_tile(const AddJob &job)
     const long long start = (blockIdx.x - target.first_block) * TILE;
     const long long end = target.elements - start < TILE ? target.elements : start + TILE;
     const long long flags = job.flags;
+    int zeros = 0, subnormals = 0;
     for (long long at = start + (long long)threadIdx.x * WIDTH; at < end; at += LANES) {
         const int count = (int)(end - at < WIDTH ? end - at : WIDTH);
         char *data = job.block + target.offset + at * (long long)sizeof(typename S::Code);
@@ -74,9 +76,13 @@ template <int DTYPE> DEVICE void add_tile(const AddJob &job)
             }
             codes[i] = S::narrow_wide(sums[i]);
             if (i < count && !(flags & ROUNDS)) job.sums[target.at + at + i] = sums[i];
+            const double stored = (double)S::widen(codes[i]);
+            zeros += i < count && sums[i] != 0 && stored == 0;
+            subnormals += i < count && stored != sums[i] && is_subnormal(stored, normal_of((enum dtype)DTYPE));
         }
         if (flags & ROUNDS) store(data, count, codes);
     }
+    if (flags & ROUNDS) add_losses(job.losses + target.number, zeros, subnormals);
 }
 
 #ifdef GRADTOOL_STORAGE

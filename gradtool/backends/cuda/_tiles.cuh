@@ -11,9 +11,15 @@ struct Piece {
     double factor;
 };
 
+// What a write has lost of a piece: how many values became 0, and how many more than before are subnormal.
+struct Losses {
+    unsigned long long zeros, subnormals;
+};
+
 // The facts of a piece; `first` is NEVER less the index of the first value that is not finite, or 0 if all are.
 struct Facts {
     unsigned long long max_abs, nan, inf, zeros, first;
+    Losses losses;
 };
 #define NEVER (1ull << 62)
 
@@ -47,10 +53,21 @@ template <int TERM> DEVICE double term_of(double value, double order)
     return power_of(value, order);
 }
 
-// What one thread has summed and counted. `largest` are the bits of the largest magnitude, with NaN and Inf.
+DEVICE int is_subnormal(double value, double normal) { return value != 0 && fabs(value) < normal; }
+
+// Adds what one thread has counted. What is negative wraps around, and so does the sum.
+DEVICE void add_losses(Losses *losses, int zeros, int subnormals)
+{
+    if (zeros) atomicAdd(&losses->zeros, (unsigned long long)zeros);
+    if (subnormals) atomicAdd(&losses->subnormals, (unsigned long long)(long long)subnormals);
+}
+
+// What one thread has summed and counted. `largest` are the bits of the largest magnitude, with NaN and Inf. What is lost
+// is only counted by kernels that write.
 template <class Work> struct Seen {
     typename Special<Work>::Bits largest;
     unsigned zeros;
+    int new_zeros, new_subnormals;
     double lanes[WIDTH];
 };
 
@@ -69,8 +86,8 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
         Work value = S::widen(codes[i]);
         if (WRITES) {
             if (job.drops && magnitude_bits(value) >= infinite) value = 0;
-            const Work limit = (Work)job.limit;
-            value = S::product(value, (Work)piece.factor);
+            const Work limit = (Work)job.limit, factor = (Work)piece.factor, before = factor == 0 ? 0 : value;
+            value = S::product(value, factor);
             // Comparisons keep NaN and the sign of zeros.
             if (job.limit <= LARGEST) {
                 value = value < -limit ? -limit : value;
@@ -78,6 +95,9 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
             }
             codes[i] = S::narrow(value);
             value = S::widen(codes[i]);
+            const double normal = normal_of((enum dtype)DTYPE);
+            seen.new_zeros += before != 0 && value == 0;
+            seen.new_subnormals += is_subnormal(value, normal) - is_subnormal(before, normal);
         }
         Bits magnitude = magnitude_bits(value);
         seen.largest = magnitude > seen.largest ? magnitude : seen.largest;
@@ -96,7 +116,7 @@ static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const P
     typedef typename S::Work Work;
     typedef typename Special<Work>::Bits Bits;
     const Bits infinite = Special<Work>::INFINITE;
-    Facts found = {0, 0, 0, 0, 0};
+    Facts found = {};
     for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
         typename S::Code codes[WIDTH];
         int count = elements - i < WIDTH ? elements - i : WIDTH;
@@ -151,6 +171,7 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
         if (WRITES) store(data + row * (long long)sizeof(Code), count, codes);
     }
 
+    if (WRITES) add_losses(&job.facts[piece.number].losses, seen.new_zeros, seen.new_subnormals);
     __shared__ double sums[WARPS];
     __shared__ Bits largest[WARPS];
     __shared__ unsigned zeros[WARPS];

@@ -6,6 +6,7 @@ One launch works on all pieces of one storage type in a block, however many ther
 from __future__ import annotations
 
 import math
+from array import array
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from gradtool.backends.storage import STORAGE, narrowed, widened
 from gradtool.backends.units import compare_units
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
@@ -122,8 +122,8 @@ class CudaBackend:
         self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         """Multiply each unit by its factor in place; the sums of what was written."""
-        data, rows, own = self._on_device(block), [], []
-        for piece, (size, phase, first) in zip(pieces, units, strict=True):
+        data, rows, own, numbers = self._on_device(block), [], [], []
+        for k, (piece, (size, phase, first)) in enumerate(zip(pieces, units, strict=True)):
             # A row of the table for each unit: their sums are not those of tiles, and are not used.
             itemsize, done = STORAGE[piece.dtype].itemsize, 0
             while done < piece.elements:
@@ -131,9 +131,13 @@ class CudaBackend:
                 count = min(size - begin, piece.elements - done)
                 rows.append(Piece(piece.dtype, piece.offset + done * itemsize, count))
                 own.append(float(factors[first + number]))
+                numbers.append(k)
                 done += count
-        self._sum(data, rows, own, math.inf, NormSpec(math.inf))
+        scaled = self._sum(data, rows, own, math.inf, NormSpec(math.inf))
         found = self._sum(data, pieces, None, math.inf, spec)
+        for k, zeros, subnormals in zip(numbers, scaled.new_zeros, scaled.new_subnormals, strict=True):
+            found.new_zeros[k] += zeros
+            found.new_subnormals[k] += subnormals
         self._copy_back(data, block)
         return found
 
@@ -153,13 +157,17 @@ class CudaBackend:
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
         data, starts = self._on_device(block), [0, *accumulate(piece.elements for piece in pieces)]
-        sums = self._add(data, pieces, starts, sources, rule)
+        losses = self.device.allocate(16 * len(pieces) + 1)
+        self.device.clear(losses.address, 16 * len(pieces))
+        sums = self._add(data, pieces, starts, sources, rule, losses=losses)
         if sums is not None:
             wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
             return self._sum(sums, wide, None, math.inf, spec)
-        found = self._sum(data, pieces, None, math.inf, spec)
+        found, lost = self._sum(data, pieces, None, math.inf, spec), array("q", bytes(16 * len(pieces)))
+        self.device.download(losses.address, lost)
+        self.device.wait()
         self._copy_back(data, block)
-        return found
+        return found._replace(new_zeros=lost[::2], new_subnormals=lost[1::2])
 
     def differences(
         self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance
@@ -309,6 +317,8 @@ class CudaBackend:
         starts: Sequence[int],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
         rule: Rule,
+        *,
+        losses: Buffer,
     ) -> DeviceBlock | None:
         """Add batch after batch. Returns the float64 sums if the rule leaves them unrounded."""
         batches, is_first = iter(sources), True
@@ -328,6 +338,7 @@ class CudaBackend:
                 block=data.address,
                 source=source.address,
                 sums=0 if sums is None else sums.address,
+                losses=losses.address,
                 addend=table.addresses[0],
                 divisor=rule.divisor or 1.0,
                 factor=rule.factor,

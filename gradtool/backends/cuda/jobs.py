@@ -28,11 +28,11 @@ def record(*fields: str) -> np.dtype[Any]:
 
 
 _PIECE = record("offset", "elements", "first_block", "first_sum", "number", "*factor")
-_TARGET = record("offset", "elements", "first_block", "at", "first_addend", "addends")
+_TARGET = record("offset", "elements", "first_block", "at", "first_addend", "addends", "number")
 _ADDEND = record("dtype", "offset", "start", "elements", "*weight")
 TILES_JOB = record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
 EXTREMES_JOB = record("block", "found", "piece", "normal", "largest", "pieces")
-ADD_JOB = record("block", "source", "sums", "target", "addend", "*divisor", "*factor", "flags", "targets")
+ADD_JOB = record("block", "source", "sums", "losses", "target", "addend", "*divisor", "*factor", "flags", "targets")
 _GROUP = record("first", "at", "first_addend")
 TRIM_JOB = record(
     *("source", "means", "scratch", "group", "addend", "pair"),
@@ -58,7 +58,7 @@ _SLICE = TEAM * 16
 _FIRST, _LAST, _KEEPS, _DIVIDES, _MULTIPLIES, _ROUNDS = (1 << bit for bit in range(6))
 _TERMS = {math.inf: "maximum", 1.0: "absolute", 2.0: "square"}
 _NEVER = 1 << 62
-_FACTS = 5
+_FACTS = 7
 _SCRATCH_BYTES = 64 << 20
 
 
@@ -112,9 +112,9 @@ class Tiles(NamedTuple):
         """The results, as a backend returns them."""
         sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
         facts = facts.reshape(-1, _FACTS)
-        max_abs, nan, inf, zeros, left = facts.T
+        max_abs, nan, inf, zeros, left, *losses = facts.T
         first = np.where(left > 0, _NEVER - left, -1)
-        counts = (array("q", column.tobytes()) for column in (nan, inf, zeros, first))
+        counts = (array("q", column.tobytes()) for column in (nan, inf, zeros, first, *losses))
         floats = array("d", sums.tobytes()), array("i", exponents.tolist()), array("d", max_abs.tobytes())
         return BlockSums(*floats, *counts)
 
@@ -154,10 +154,10 @@ class Additions(NamedTuple):
         rows: dict[str, list[tuple[int, ...]]] = {}
         blocks: dict[str, int] = {}
         first_addend = 0
-        for piece, at, some in zip(pieces, starts, own, strict=False):
+        for number, (piece, at, some) in enumerate(zip(pieces, starts, own, strict=False)):
             if piece.elements:
                 first_block = blocks.get(piece.dtype, 0)
-                row = (piece.offset, piece.elements, first_block, at, first_addend, len(some))
+                row = (piece.offset, piece.elements, first_block, at, first_addend, len(some), number)
                 rows.setdefault(piece.dtype, []).append(row)
                 blocks[piece.dtype] = first_block + tile_count(piece.elements)
             first_addend += len(some)

@@ -12,7 +12,7 @@ from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.reduce import refuse_too_few
 from gradtool.ops.accumulate.steps import add, leave
-from gradtool.ops.results import Facts, Written, facts, written
+from gradtool.ops.results import Facts, Written, facts, loss_warnings, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import AccumulateOptions, Buffer, Gradients
 from gradtool.signatures import complete
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class AccumulateResult(Facts, Written):
     """What was added and what came of it. The facts are those of the buffer as it is now.
 
-    `norm_before` is None where the old content was not read. `sum_norm` is the norm of the float64 sums that were
-    clipped, and `coef` what they were multiplied by; None without `max_norm`.
+    `norm_before` and `zeros_before` are None where the old content was not read. `sum_norm` is the norm of the float64
+    sums that were clipped, and `coef` what they were multiplied by; None without `max_norm`.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
@@ -38,6 +38,7 @@ class AccumulateResult(Facts, Written):
     sum_norm: float | None
     coef: float | None
     clipped: bool
+    zeros_before: int | None
     taken: int
     skipped: int
     weight_sum: float
@@ -84,7 +85,12 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         matched = match(into.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
         done = (add if chosen["update"] else leave)(session, policy, into, matched, output)
     return AccumulateResult(
-        **facts(session, done.targets, done.found, warnings=done.warnings),
+        **facts(
+            session,
+            done.targets,
+            done.found,
+            warnings=[*done.warnings, *loss_warnings(done.targets, done.found)],
+        ),
         **written(session, output, done.destination),
         norm_before=done.norm_before,
         norm_after=done.norm_after,
@@ -92,6 +98,7 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         sum_norm=done.sum_norm,
         coef=done.coef,
         clipped=done.coef is not None and done.coef != 1,
+        zeros_before=done.zeros_before,
         taken=sum(row.taken for row in done.rows),
         skipped=sum(not row.taken for row in done.rows),
         weight_sum=done.weight_sum,

@@ -38,6 +38,7 @@ class Done(NamedTuple):
     found: Measurement
     destination: Destination
     norm_before: float | None
+    zeros_before: int | None
     norm_after: float
     weight_sum: float
     rows: Sequence[GradientRow]
@@ -58,8 +59,8 @@ def leave(
     with session.writing(output, files) as destination:
         session.run(NOTHING, destination)
     rows = [GradientRow.unseen(one, taken=False) for one in contributions]
-    before = None if policy.create else norm
-    return Done(targets, found, destination, before, norm, 0.0, rows)
+    before, zeros = (None, None) if policy.create else (norm, found.stored_zeros)
+    return Done(targets, found, destination, before, zeros, norm, 0.0, rows)
 
 
 def add(
@@ -99,6 +100,7 @@ def add(
         found=after,
         destination=destination,
         norm_before=None if before is None else before.norms().whole,
+        zeros_before=None if before is None else before.stored_zeros,
         norm_after=after.norms().whole,
         weight_sum=weight_sum,
         rows=rows,

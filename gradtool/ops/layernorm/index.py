@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.header import read_regular
-from gradtool.store.format.index import mapped_in, new_index
+from gradtool.store.format.index import mapped_in, reindexed
 from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
-    from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.output import Output
 
 
@@ -43,32 +40,10 @@ def new_indexes(files: Files, output: Output) -> list[NewIndex]:
     for one in output.sets:
         if one.index is not None:
             stat, content = read_regular(one.index)
-            new = reindexed(files, one, one.index, content, alone=output.is_elsewhere)
+            news = {shard: files.shards[shard].layout.shard for shard in one.shards if shard in files.shards}
+            if not output.is_elsewhere:
+                news = {shard: news.get(shard, shard) for shard in one.shards}
+            new = reindexed(one.index, {shard.path.name: new.tensors for shard, new in news.items()}, content)
             if output.is_elsewhere or new != content:
                 found.append(NewIndex(one.index, stat, new))
     return found
-
-
-def reindexed(files: Files, owner: GradientSet, path: Path, content: bytes, *, alone: bool) -> bytes:
-    """An index for the new files of a set; `alone` where those hold the gradients and nothing else."""
-    document: dict[str, Any] = json.loads(content)
-    news = {shard: files.shards[shard].layout.shard for shard in owner.shards if shard in files.shards}
-    if not alone:
-        news = {shard: news.get(shard, shard) for shard in owner.shards}
-    names = {tensor.name: shard.path.name for shard, new in news.items() for tensor in new.tensors}
-    changed = names != document["weight_map"]
-    known = {name: names[name] for name in document["weight_map"] if name in names}
-    document["weight_map"] = known | names
-    metadata = document.get("metadata")
-    tensors = [tensor for new in news.values() for tensor in new.tensors]
-    totals = {
-        "total_size": sum(one.nbytes for one in tensors),
-        "total_parameters": sum(one.elements for one in tensors),
-    }
-    for key, total in totals.items():
-        if isinstance(metadata, dict) and key in metadata:
-            changed = changed or metadata[key] != total
-            metadata[key] = total
-    if not changed:
-        return content
-    return new_index(path, document)

@@ -21,10 +21,32 @@ from gradtool.store.format.limits import (
 from gradtool.store.format.paths import is_file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from gradtool.store.format.tensors import Tensor
+
 INDEX_SUFFIX = ".safetensors.index.json"
+
+
+def reindexed(index: Path, files: Mapping[str, Sequence[Tensor]], content: bytes) -> bytes:
+    """The content of an index for other tensors in the files of a set, which stays as it is if it still fits."""
+    document: dict[str, Any] = json.loads(content)
+    names = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
+    changed = names != document["weight_map"]
+    known = {name: names[name] for name in document["weight_map"] if name in names}
+    document["weight_map"] = known | names
+    metadata = document.get("metadata")
+    tensors = [tensor for new in files.values() for tensor in new]
+    totals = {
+        "total_size": sum(one.nbytes for one in tensors),
+        "total_parameters": sum(one.elements for one in tensors),
+    }
+    for key, total in totals.items():
+        if isinstance(metadata, dict) and key in metadata:
+            changed = changed or metadata[key] != total
+            metadata[key] = total
+    return new_index(index, document) if changed else content
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -318,3 +318,20 @@ def test_a_coefficient_that_underflows_is_refused(tmp_path):
         == 1.0
     )
     assert read(path)["a"].tolist() == [1e-310 * 1e300] * 4
+
+
+def test_zeros_before_and_after_and_what_rounding_lost(tmp_path):
+    path, grads = lay_out(
+        tmp_path, encode([0, 0, 0, 1], "F16"), f32(1e-9, 1e-5, 0, -1), encode([0, 0, 2.0**-24, 0], "F16")
+    )
+    result = accumulate(path, grads)
+    assert (result.zeros, result.zeros_before) == (2, 3)
+    (warning,) = result.warnings
+    # An exact subnormal has lost nothing, nor has a sum that is 0.
+    assert warning.message.startswith("of 3 values other than 0, 1 became 0 and 1 more than before are subnormal")
+    again = accumulate(path, grads, overwrite=True)
+    assert (again.zeros, again.zeros_before) == (1, None)
+    assert accumulate(path, grads, update=False).zeros_before == 1
+    clipped = accumulate(path, grads, max_norm=1e-6)
+    assert (clipped.zeros_before, [one.code for one in clipped.warnings]) == (1, ["underflow"])
+    assert accumulate(path, grads[1], weight=[0.0]).warnings == ()

@@ -1,0 +1,124 @@
+"""Writes scaled tensors in another storage type: `clip --dtype`. Where they are in their new files, and the pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Self
+
+from gradtool.backends import Addend, NormSpec, Piece, Rule
+from gradtool.backends.storage import STORAGE
+from gradtool.engines import OnBlock
+from gradtool.ops.passes import Scaling, TensorPass, pieces_of
+from gradtool.reduction import TILE
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.header import read_regular
+from gradtool.store.format.index import reindexed
+from gradtool.store.format.layout import lay_out, new_tensor
+from gradtool.store.format.tensors import BITS
+from gradtool.store.transaction.destination import NewFile
+from gradtool.store.transaction.small import NewIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from gradtool.backends import Backend
+    from gradtool.engines import Worker
+    from gradtool.ops.measurement import Measurement
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.output import Output
+
+# As float64, a block takes up to eight times as much. It must have room for a tile of F64.
+_BLOCK_BYTES = 8 * TILE
+
+
+def converted(
+    output: Output, scaling: Scaling, dtype: str
+) -> tuple[Convert, Sequence[Selected], Sequence[NewFile], Sequence[NewIndex]]:
+    """Return a pass that stores what another one scales in a type, the tensors there, the new files and the indexes.
+
+    Raises:
+        BadInputError: the header of a new file would be beyond the limits of what is read.
+    """
+    names: dict[Shard, set[str]] = {shard: set() for shard in output.shards}
+    for one in scaling.selected:
+        names[one.shard].add(one.tensor.name)
+    files = {shard: _new_file(shard, own, dtype) for shard, own in names.items()}
+    tensors = {shard: {tensor.name: tensor for tensor in placed} for shard, (_, placed) in files.items()}
+    targets = [Selected(one.shard, tensors[one.shard][one.tensor.name]) for one in scaling.selected]
+    indexes = []
+    for path, shards in ((one.index, one.shards) for one in output.sets if one.index):
+        stat, content = read_regular(path)
+        new = reindexed(path, {shard.path.name: files[shard][1] for shard in shards}, content)
+        indexes.append(NewIndex(path, stat, new))
+    # The pass measures what is stored, so nothing needs to be summed where it scales.
+    quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
+    work = Convert(scaling.selected, scaling.spec, quick, targets)
+    return work, targets, [file for file, _ in files.values()], indexes
+
+
+def _new_file(shard: Shard, names: Collection[str], dtype: str) -> tuple[NewFile, Sequence[Tensor]]:
+    """The new file of a shard in which the named tensors have another type, and the tensors in it."""
+    tensors = [new_tensor(one.name, dtype, one.shape) if one.name in names else one for one in shard.tensors]
+    header, placed, size, copies = b"", shard.tensors, shard.size, [(0, shard.data_start, 0)]
+    if any(new.dtype != old.dtype for new, old in zip(tensors, shard.tensors, strict=True)):
+        # As the format's writers have it: larger elements first, so that every tensor is aligned.
+        header, new = lay_out(shard.path, sorted(tensors, key=lambda one: -BITS[one.dtype]), shard.metadata)
+        placed, size, copies = new.tensors, new.size, []
+    begins = {one.name: one.begin for one in placed}
+    copies += [(one.begin, one.end, begins[one.name]) for one in shard.tensors if one.name not in names]
+    return NewFile(shard, size, header, copies), placed
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Convert(TensorPass):
+    """Widens tensors to float64, scales them, and rounds them once to the type of their `targets` in new files."""
+
+    title = "clipping"
+
+    scaling: Scaling
+    targets: Sequence[Selected]
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:  # noqa: ARG002
+        """One for each block."""
+        return (OnBlock(self.work, one) for one in self.blocks(destination, _BLOCK_BYTES))
+
+    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
+        """The same with their targets."""
+        targets = [self.targets[number] for number, _ in places]
+        return replace(super().about(selected, places), scaling=self.scaling.about(selected, places), targets=targets)
+
+    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
+        """Convert a block."""
+        channel, backend, stored = worker.channel, worker.backend, pieces_of(block)
+        view = channel.memory("block", block.end - block.begin)
+        channel.read(block.shard, block.begin, view)
+        first = [0, *accumulate(piece.elements for piece in stored)]
+        wide = channel.memory("float64", 8 * first[-1])
+        pieces = [Piece("F64", 8 * at, piece.elements) for at, piece in zip(first, stored, strict=False)]
+        values = [Addend(*piece, at, 1.0) for at, piece in zip(first, stored, strict=False)]
+        sets = Rule(keeps=False)
+        backend.accumulate(wide, pieces, iter([(view, values)]), sets, self.scaling.spec)
+        scaled = self.scaling.scale(wide, pieces, block, worker)
+
+        targets, offset = [], 0
+        for span in block.spans:
+            dtype = self.targets[span.tensor].tensor.dtype
+            targets.append(Piece(dtype, offset, span.elements))
+            offset += span.elements * STORAGE[dtype].itemsize
+        new = channel.memory("converted", offset)
+        sums = [(wide, [Addend("F64", 0, first[-1], 0, 1.0)])]
+        written = backend.accumulate(new, targets, iter(sums), sets, self.spec)
+        for number, (zeros, subnormals) in enumerate(zip(scaled.new_zeros, scaled.new_subnormals, strict=True)):
+            written.new_zeros[number] += zeros
+            written.new_subnormals[number] += subnormals
+        found.add(block, written)
+        for span, piece in zip(block.spans, targets, strict=True):
+            itemsize = STORAGE[piece.dtype].itemsize
+            begin = self.targets[span.tensor].tensor.begin + span.start * itemsize
+            content = new[piece.offset : piece.offset + piece.elements * itemsize]
+            worker.destination.put(channel, block.shard, begin, content)

@@ -58,7 +58,7 @@ CODES = {
     3: "bad input: a file, a shape, a type or a name",
     4: "the backend or the engine is not available",
     5: "the system refused: permission, disk full, a file in use or half changed",
-    130: "interrupted",
+    "128 + N": "signal N ended the run: 130 for Ctrl-C, 143 for kill",
 }
 
 

@@ -6,7 +6,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -185,10 +185,7 @@ def _parameter(one: Declared) -> inspect.Parameter:
 
 
 def _plain(types: Sequence[Any]) -> Any:
-    """The type of a value on the command line: a flag, a number, text, or several."""
-    for one in types:
-        if one in {bool, int, float} and str not in types:
-            return one
-        if get_origin(one) in {Iterable, Sequence}:
-            return list[float] if get_args(one) == (float,) else list[str]
-    return str
+    """The type of a value on the command line: a flag, text, or several; `gradtool.checks` reads numbers."""
+    if bool in types:
+        return bool
+    return list[str] if any(get_origin(one) in {Iterable, Sequence} for one in types) else str

@@ -34,6 +34,9 @@ A path is a file, a folder, or an index (\fI*.safetensors.index.json\fR).
 .B GRADTOOL_BACKEND
 Compute backend: auto, cpu or cuda.
 .TP
+.B GRADTOOL_KERNELS
+If it is numpy, the cpu backend is numpy instead of the compiled kernels.
+.TP
 .B GRADTOOL_ENGINE
 Where tasks run: threads, or dask:ADDRESS.
 .TP

@@ -3,9 +3,9 @@
 # No `from __future__ import annotations`: Typer reads those of `run`.
 
 import inspect
+import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Annotated, Any, TypeVar, get_origin
 
 import typer
@@ -109,8 +109,6 @@ def app(arguments: Sequence[str]) -> int:
     """Run a command line; the exit code."""
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:2], "--help"]
-    if completion.is_about(arguments):
-        arguments = completion.with_shell(arguments)
     words = completion.words() if completion.is_asked() else arguments
     named = [name for name in COMMANDS if name in words]
     root = typer.Typer(
@@ -133,10 +131,10 @@ def app(arguments: Sequence[str]) -> int:
         function, summary = COMMANDS[name]
         run = _runner(name, declared_of(name) if named else [])
         root.command(name, cls=_Command, help=inspect.getdoc(function), short_help=summary)(run)
-    call = partial(root, standalone_mode=False, prog_name=completion.program(arguments))
-    if completion.is_about(arguments):
-        return completion.show_or_install(call, *arguments)
-    return int(call(arguments) or 0)
+    os.environ[completion.TAKES_NAME] = "1"
+    group: Any = typer.main.get_command(root)
+    completion.print_instead_of_installing(group)
+    return int(group.main(arguments, prog_name="gradtool", standalone_mode=False) or 0)
 
 
 def declared_of(name: str) -> list[Declared]:

@@ -38,8 +38,10 @@ def words() -> list[str]:
 def print_instead_of_installing(command: Any) -> None:
     """Have Typer's `--install-completion` print the line to add, and change no file."""
     for parameter in command.params:
+        if parameter.name in ("install_completion", "show_completion"):
+            parameter.metavar = "SHELL"
         if parameter.name == "install_completion":
-            parameter.help = "Print the line for the start-up file of a shell that has it complete commands."
+            parameter.help = "Print a line for the start-up file of bash, zsh, fish or pwsh."
             parameter.callback = _print_line
 
 

@@ -41,7 +41,7 @@ def print_instead_of_installing(command: Any) -> None:
         if parameter.name in ("install_completion", "show_completion"):
             parameter.metavar = "SHELL"
         if parameter.name == "install_completion":
-            parameter.help = "Print a line for the start-up file of bash, zsh, fish or pwsh."
+            parameter.help = "Print the line that has bash, zsh, fish or pwsh complete commands."
             parameter.callback = _print_line
 
 

@@ -17,6 +17,11 @@ _LINES = {
     "pwsh": ("$PROFILE", "gradtool --show-completion pwsh | Out-String | Invoke-Expression"),
     "powershell": ("$PROFILE", "gradtool --show-completion powershell | Out-String | Invoke-Expression"),
 }
+# What Typer has is wrong for the first, and too wide for a narrow terminal.
+_HELP = {
+    "install_completion": "Print the line that has bash, zsh, fish or pwsh complete commands.",
+    "show_completion": "Print the script that the line runs.",
+}
 # What the scripts of Typer set: that this is a completion, and the words so far.
 _ASKED = "_GRADTOOL_COMPLETE"
 _WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
@@ -38,10 +43,9 @@ def words() -> list[str]:
 def print_instead_of_installing(command: Any) -> None:
     """Have Typer's `--install-completion` print the line to add, and change no file."""
     for parameter in command.params:
-        if parameter.name in ("install_completion", "show_completion"):
-            parameter.metavar = "SHELL"
+        if parameter.name in _HELP:
+            parameter.metavar, parameter.help = "SHELL", _HELP[parameter.name]
         if parameter.name == "install_completion":
-            parameter.help = "Print the line that has bash, zsh, fish or pwsh complete commands."
             parameter.callback = _print_line
 
 

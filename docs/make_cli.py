@@ -20,8 +20,9 @@ not have the options under [General](#general). All but `recover`, `info` and `d
 or a function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in
 upper or lower case.
 
-`gradtool --install-completion` makes your shell (bash, zsh or fish) complete commands, options, their values and paths;
-`gradtool --install-completion zsh` is for another one. `--show-completion` prints the script instead of installing it.
+`gradtool --install-completion bash` (or zsh, fish, pwsh) prints a line for the start-up file of your shell, which then
+completes commands, options, their values and paths. It changes no file; `--install-completion bash >> ~/.bashrc` does.
+`--show-completion bash` prints the script that the line runs.
 Where gradtool is installed beside the system's programs, `man gradtool` shows this page.
 
 {sections}

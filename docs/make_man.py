@@ -34,6 +34,9 @@ A path is a file, a folder, or an index (\fI*.safetensors.index.json\fR).
 .B GRADTOOL_BACKEND
 Compute backend: auto, cpu or cuda.
 .TP
+.B GRADTOOL_KERNELS
+If it is numpy, the cpu backend is numpy instead of the compiled kernels.
+.TP
 .B GRADTOOL_ENGINE
 Where tasks run: threads, or dask:ADDRESS.
 .TP
@@ -58,7 +61,7 @@ CODES = {
     3: "bad input: a file, a shape, a type or a name",
     4: "the backend or the engine is not available",
     5: "the system refused: permission, disk full, a file in use or half changed",
-    130: "interrupted",
+    "128 + N": "signal N ended the run: 130 for Ctrl-C, 143 for kill",
 }
 
 

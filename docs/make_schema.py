@@ -25,7 +25,6 @@ from gradtool.command import COMMANDS
 from gradtool.errors import Problem
 from gradtool.report.facts import NONFINITE, is_rows, kind_of
 from gradtool.report.json_object import SCHEMA
-from gradtool.store.signals import ENDING
 
 DOCS = Path(__file__).parent
 ABOUT = (
@@ -195,14 +194,17 @@ def problem(section: str) -> dict:
 def call(results: dict[str, type]) -> dict:
     """The object around the data of a call."""
     codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
-    codes += [gradtool.cli.EXIT_BUG, *(128 + number for number in ENDING)]
+    codes += [gradtool.cli.EXIT_BUG]
     properties = {
         "type": {"description": "Only in JSON lines.", "const": "result"},
         "gradtool": {"description": "The version of the program.", "type": "string"},
         "schema": {"description": "The version of this format.", "const": SCHEMA},
         "command": {"description": "The command that was called, or what was taken for one.", "type": "string"},
         "status": {"description": "Whether it is done, has found something, or failed."} | {"enum": [*STATUS]},
-        "exit_code": {"description": "The exit code of the process.", "enum": sorted(codes)},
+        "exit_code": {
+            "description": "The exit code of the process; 128 and a signal's number if that ended it.",
+            "anyOf": [{"enum": sorted(codes)}, {"type": "integer", "minimum": 129, "maximum": 192}],
+        },
         "data": {"description": "The result; empty if the command stopped before it had one.", "type": "object"},
         "errors": {"description": "What is wrong.", "type": "array", "items": {"$ref": "#/$defs/error"}},
     }

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)")
-_TRIMMED = re.compile(r"trimmed=0*[1-9][0-9]{0,8}")
+_TRIMMED = re.compile(r"trimmed=0{0,9}[1-9][0-9]{0,8}")
+# Whole numbers are smaller: no count is larger, and Python prints no number of thousands of digits.
+_TOO_LARGE = 1 << 63
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
@@ -67,10 +69,12 @@ def callback(option: str, value: Any) -> Any:
 
 
 def number(option: str, value: Any) -> float:
-    """A Python float: a numpy scalar of less precision would carry its precision into the arithmetic."""
+    """A Python float, infinite beyond float64; a numpy scalar would carry its precision into the arithmetic."""
     try:
-        return float(_no_flag(value))
-    except (TypeError, ValueError, OverflowError) as error:
+        return float(_readable(value))
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{option} must be a number, not {value!r}") from error
 
 
@@ -90,14 +94,20 @@ def numbers(option: str, values: Any) -> list[float]:
 def whole(option: str, value: Any) -> int:
     """A whole number."""
     try:
-        return operator.index(_no_flag(value))
-    except TypeError as error:
+        integer = int(_readable(value)) if isinstance(value, str) else operator.index(_readable(value))
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{option} must be a whole number, not {value!r}") from error
+    if not -_TOO_LARGE < integer < _TOO_LARGE:
+        raise UsageError(f"{option} must be a whole number below 2^63")
+    return integer
 
 
-def _no_flag(value: Any) -> Any:
-    """The value, unless it is a truth value, which Python takes for 0 or 1; `TypeError` then."""
-    if isinstance(value, bool):
+def _readable(value: Any) -> Any:
+    """The value, if it is a number or an ASCII text of one; raises `TypeError` for what only Python takes for one.
+
+    That is 0 or 1 for a truth value, 10 for 1_0, and the digits of every script.
+    """
+    if isinstance(value, (bool, bytes)) or (isinstance(value, str) and ("_" in value or not value.isascii())):
         raise TypeError
     return value
 
@@ -105,7 +115,7 @@ def _no_flag(value: Any) -> Any:
 def size(option: str, value: Any) -> int:
     """A number of bytes, or a text that may have a unit: 5GB is 5·10⁹ bytes, 1GiB is 2³⁰."""
     try:
-        nbytes = _bytes_in(value) if isinstance(value, str) else operator.index(_no_flag(value))
+        nbytes = _bytes_in(value) if isinstance(value, str) else operator.index(_readable(value))
     except TypeError:
         nbytes = 0
     if nbytes < 1:

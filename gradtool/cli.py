@@ -225,7 +225,7 @@ def doctor(path: Place = ".") -> "DoctorResult":
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
     streams.take_streams()
-    process.allow_open_files()
+    process.adjust_limits()
     try:
         process.take_signals()
         code = _guarded()

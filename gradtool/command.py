@@ -3,10 +3,10 @@
 # No `from __future__ import annotations`: Typer reads those of `run`.
 
 import inspect
+import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -109,8 +109,6 @@ def app(arguments: Sequence[str]) -> int:
     """Run a command line; the exit code."""
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:2], "--help"]
-    if completion.is_about(arguments):
-        arguments = completion.with_shell(arguments)
     words = completion.words() if completion.is_asked() else arguments
     named = [name for name in COMMANDS if name in words]
     root = typer.Typer(
@@ -133,10 +131,10 @@ def app(arguments: Sequence[str]) -> int:
         function, summary = COMMANDS[name]
         run = _runner(name, declared_of(name) if named else [])
         root.command(name, cls=_Command, help=inspect.getdoc(function), short_help=summary)(run)
-    call = partial(root, standalone_mode=False, prog_name=completion.program(arguments))
-    if completion.is_about(arguments):
-        return completion.show_or_install(call, *arguments)
-    return int(call(arguments) or 0)
+    os.environ[completion.TAKES_NAME] = "1"
+    group: Any = typer.main.get_command(root)
+    completion.print_instead_of_installing(group)
+    return int(group.main(arguments, prog_name="gradtool", standalone_mode=False) or 0)
 
 
 def declared_of(name: str) -> list[Declared]:
@@ -185,10 +183,7 @@ def _parameter(one: Declared) -> inspect.Parameter:
 
 
 def _plain(types: Sequence[Any]) -> Any:
-    """The type of a value on the command line: a flag, a number, text, or several."""
-    for one in types:
-        if one in {bool, int, float} and str not in types:
-            return one
-        if get_origin(one) in {Iterable, Sequence}:
-            return list[float] if get_args(one) == (float,) else list[str]
-    return str
+    """The type of a value on the command line: a flag, text, or several; `gradtool.checks` reads numbers."""
+    if bool in types:
+        return bool
+    return list[str] if any(get_origin(one) in {Iterable, Sequence} for one in types) else str

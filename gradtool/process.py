@@ -92,6 +92,8 @@ def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
     pending = None
     number = error.number if isinstance(error, Ended) else signal.SIGINT
     word = "interrupted" if number == signal.SIGINT else "terminated"
+    if number not in (signal.SIGINT, signal.SIGTERM):
+        word += f" by signal {number} ({signal.strsignal(number)})"
     # Whatever changes files notes how far it got.
     notes = ["the work itself is done"] if work_done else getattr(error, "__notes__", ["no file was changed"])
     problem, exit_code = Problem("interrupted", "; ".join([word, *notes])), 128 + number
@@ -113,8 +115,8 @@ def show_traceback() -> None:
 def take_signals() -> None:
     """Let every signal that asks the process to end do so cleanly."""
     for number in signals.ENDING:
-        # One that was ignored at the start, as under nohup, stays ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        # One that was ignored at the start, as under nohup, stays ignored; a profiler's handler stays as well.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end)
 
 
@@ -142,11 +144,15 @@ def _end(number: int, _frame: FrameType | None) -> None:
     raise pending
 
 
-def allow_open_files() -> None:
-    """Raise the limit on open files as far as allowed: a run opens several for each folder."""
+def adjust_limits() -> None:
+    """Allow as many open files as possible, and get a signal before the limit of processor time kills."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         # Some systems have a lower limit than they report.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    # `ulimit -t` sets both limits. At the soft one, the system sends SIGXCPU; at the hard one, it kills.
+    if soft == hard != resource.RLIM_INFINITY and hard > 1:
+        resource.setrlimit(resource.RLIMIT_CPU, (hard - 1, hard))

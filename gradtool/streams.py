@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import os
+import re
 import select
 import sys
 from typing import TYPE_CHECKING, cast
@@ -14,6 +15,17 @@ from gradtool.errors import SystemRefusedError
 
 if TYPE_CHECKING:
     from typing import TextIO
+
+
+# What a runner of CI jobs takes for a command at the beginning of a line, `::` or `##[`; blanks, borders and escape
+# sequences may come before it. The second group is what is escaped.
+_COMMAND = re.compile(r"((?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?(?::(?=:)|#(?=#\[)))([:#])")
+
+
+class WorkflowCommands(str):
+    """Lines that are commands to a runner of CI jobs, and printed as such."""
+
+    __slots__ = ()
 
 
 class _Stream(io.TextIOBase):
@@ -42,7 +54,11 @@ class _Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        rest = memoryview(text.encode(self.encoding, self.errors))
+        if not isinstance(text, WorkflowCommands) and ("::" in text or "##[" in text):
+            printed = _COMMAND.sub(lambda match: f"{match[1]}\\x{ord(match[2]):x}", text)
+        else:
+            printed = text
+        rest = memoryview(printed.encode(self.encoding, self.errors))
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
@@ -73,7 +89,11 @@ class _Stderr(_Stream):
 
 
 def take_streams() -> None:
-    """Open missing standard streams, and replace Python's."""
+    """Open missing standard streams, replace Python's, and drop sizes of a terminal that are none."""
+    for name in ("COLUMNS", "LINES"):
+        # rich reads all that str.isdigit() takes for digits, such as ² or 5,000 nines.
+        if re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(name, "")) is None:
+            os.environ.pop(name, None)
     for fd in range(3):
         try:
             os.fstat(fd)

@@ -31,6 +31,33 @@ def test_a_size_that_is_none_is_a_usage_error(value):
         checks.size("--size", value)
 
 
+@pytest.mark.parametrize("text", ["5", "5.0", "5e0", " 5", "+5", "05"])
+def test_a_number_may_be_a_text(text):
+    assert checks.number("--x", text) == 5
+    if text.strip(" +").isdigit():
+        assert checks.whole("--x", text) == 5
+
+
+@pytest.mark.parametrize("text", ["٣", "\uff13", "²", "1_0", "", "0x1", "1,5", "९.5", b"5", True])
+def test_digits_of_other_scripts_and_what_only_python_reads_are_no_numbers(text):
+    with pytest.raises(UsageError, match="^--x must be a number, not "):
+        checks.number("--x", text)
+    with pytest.raises(UsageError, match="^--x must be a whole number, not "):
+        checks.whole("--x", text)
+
+
+def test_numbers_are_bounded():
+    nines = "9" * 5000
+    assert checks.number("--x", nines) == checks.number("--x", 10**5000) == np.inf
+    assert checks.number("--x", -(10**5000)) == -np.inf
+    assert checks.whole("--x", str(2**63 - 1)) == 2**63 - 1
+    for value in (2**63, -(2**63), 10**5000, nines[:4300]):
+        with pytest.raises(UsageError, match=r"^--x must be a whole number below 2\^63$"):
+            checks.whole("--x", value)
+    with pytest.raises(UsageError, match="^--reduce must be"):
+        checks.reduction("--reduce", f"trimmed={'0' * 5000}1")
+
+
 def test_a_flag_that_is_neither_true_nor_false_is_a_usage_error():
     for value in (True, 1, np.bool_(True)):
         assert (checks.flag("--quiet", value), checks.flag("--quiet", type(value)(0))) == (True, False)

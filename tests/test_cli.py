@@ -291,7 +291,7 @@ def test_json_of_a_usage_error_that_typer_finds(tmp_path):
             "--max-grad-norm; use --max-norm (see gradtool clip --help)",
         ),
         (["norm", "x", "--gpu"], "No such option: --gpu; use --backend cuda (see gradtool norm --help)"),
-        (["clip", "x", "--max-norm", "one"], "(see gradtool clip --help)"),
+        (["clip", "x", "--max-norm", "one"], "--max-norm must be a number, not 'one'"),
         (["norm", "x", "-i"], "No such option: -i (see gradtool norm --help)"),
         (["recover", "x", "-n"], "No such option: -n (see gradtool recover --help)"),
         (["clop"], "(see gradtool --help)"),

@@ -1,6 +1,8 @@
 """Names and words out of files that a terminal would act upon: they are never printed as they are."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 from support import encode, gradtool, with_header, write, write_index
 from terminal import on_terminal
+
+from gradtool import streams
 
 # Colours, a title, a cleared screen, 8-bit controls, right-to-left, what is invisible, and what ends a line.
 HOSTILE = "\x1b[31m\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u200b\ufeff\x7f\b\r\n\u2028\u0085\x00end"
@@ -175,3 +179,64 @@ def test_what_is_long_is_spelled_out_and_cut_in_the_middle():
     assert done.stderr.startswith("gradtool: error: aaa")
     assert "a…b" in done.stderr
     assert len(done.stderr) < 21_000
+
+
+# What a runner of CI jobs takes for a command: at the beginning of a line, and where an error is wrapped.
+COMMANDS = ["::error::pwned", "a ::warning file=x::pwned", "b    ##[group]pwned"]
+
+
+def commands_in(shown):
+    """The lines that a runner would act upon, which takes off blanks; escape sequences and a frame count as such."""
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+    return [line for line in lines if re.match(r"[\W_]*?(::|##\[)", line)]
+
+
+def lay_out_commands(folder):
+    tensors = {name: encode([np.nan, 4], "F32") for name in COMMANDS}
+    return write(folder / "x.safetensors", tensors, {"::debug::pwned": "1"})
+
+
+@pytest.mark.parametrize("columns", [30, 40, 50, 60, 80, 200])
+@pytest.mark.parametrize("arguments", [["norm", "--top", "3"], ["info"], ["clip", "--max-norm", "1"], ["check"]])
+def test_no_line_on_a_terminal_is_a_command_to_a_runner_of_jobs(tmp_path, arguments, columns):
+    code, shown = on_terminal(*arguments, lay_out_commands(tmp_path), columns=columns)
+    assert code in {0, 1}
+    assert "pwned" in shown
+    assert commands_in(shown) == []
+
+
+def test_the_commands_of_the_format_github_are_printed_and_no_others(tmp_path):
+    code, shown = on_terminal("norm", lay_out_commands(tmp_path), "--top", "3", "--format", "github", columns=200)
+    assert code == 1
+    assert [line.split("::")[1].split()[0] for line in commands_in(shown)] == ["error"] * 3
+
+
+def test_json_on_a_terminal_holds_names_as_they_are(tmp_path):
+    path = lay_out_commands(tmp_path)
+    for form in ("json", "jsonl"):
+        shown = on_terminal("norm", path, "--top", "3", "--format", form, errors=False)[1]
+        assert commands_in(shown) == []
+        names = {row["name"] for line in shown.splitlines() for row in rows_in(json.loads(line))}
+        assert names == set(COMMANDS)
+
+
+def rows_in(document):
+    return [document] if "name" in document else document["data"].get("per_tensor", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("::error::x\n", ":\\x3aerror::x\n"),
+        ("a::b\n \t::c::d\r::e", "a::b\n \t:\\x3ac::d\r:\\x3ae"),
+        ("\x1b[1m\x1b[0m│ ::x", "\x1b[1m\x1b[0m│ :\\x3ax"),
+        ("##[group]\n\n####\n x ##[", "#\\x23[group]\n\n####\n x ##["),
+        (streams.WorkflowCommands("::error::x\n"), "::error::x\n"),
+    ],
+)
+def test_a_stream_escapes_what_begins_a_line_as_a_command(text, printed):
+    reader, writer = os.pipe()
+    with os.fdopen(reader, newline="") as shown:
+        assert streams._Stream(writer, None).write(text) == len(text)
+        os.close(writer)
+        assert shown.read() == printed

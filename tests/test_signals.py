@@ -1,20 +1,19 @@
 """Signals, at every stage of a command."""
 
+import os
 import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from runner import run
 from schema import checked
-from support import (
-    sample,
-    snapshot,
-    write,
-)
+from support import COMMAND, sample, snapshot, write
 from tiers import EXHAUSTIVE
 
 from gradtool import norm
+from gradtool.store import signals
 
 # Says when the first block is about to be written, and holds it until the signal has come.
 SLOW_WRITES = """
@@ -68,6 +67,83 @@ def test_ctrl_c_in_the_middle_removes_temporaries_and_changes_nothing(tmp_path, 
     assert said == [f"gradtool: error: {word}; no file was changed"]
     assert snapshot(tmp_path) == before
     assert len(list(tmp_path.iterdir())) == 2
+
+
+# Reports of a fault, what nothing can handle, and what Python ignores.
+UNHANDLED = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGEMT", "SIGKILL", "SIGPIPE", "SIGXFSZ"}
+
+
+# Prints the signals that end a process that does nothing about them.
+ENDING = """
+import os, resource, signal
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+for number in map(int, signal.valid_signals()):
+    pid = os.fork()
+    if pid == 0:
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        os._exit(0)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    elif os.WIFSIGNALED(status):
+        print(number)
+"""
+
+
+def test_all_signals_that_end_a_process_are_handled():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, check=True, text=True)
+    handled = set(map(int, done.stdout.split())) - {getattr(signal, name, None) for name in UNHANDLED}
+    assert set(signals.ENDING) == handled
+
+
+@pytest.mark.parametrize("name", ["SIGXCPU", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT", "SIGABRT"])
+@pytest.mark.parametrize("write_mode", ["replace", "inplace"])
+def test_any_signal_that_ends_a_process_leaves_the_files_as_they_were(tmp_path, name, write_mode):
+    path, number = sample(tmp_path), signal.Signals[name]
+    before = snapshot(tmp_path)
+    answer = run("clip", path, "--max-norm", "1", "--write", write_mode, fault=f"{name}@3")
+    told = f"terminated by signal {int(number)} ({signal.strsignal(number)}); no file was changed"
+    assert (answer.code, answer.out, answer.err) == (128 + number, "", f"gradtool: error: {told}\n")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path):
+    command = ["sh", "-c", 'trap "" USR1; exec "$@"', "-", *COMMAND, "clip", str(sample(tmp_path)), "--max-norm", "1"]
+    done = subprocess.run(command, env=os.environ | {"GRADTOOL_FAULT": "SIGUSR1@3"}, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_limit_of_processor_time_sends_a_signal_before_it_kills():
+    code = "import resource; from gradtool import process; process.adjust_limits(); "
+    code += "print(*resource.getrlimit(resource.RLIMIT_CPU))"
+    for given, wanted in (("-t 100", "99 100"), ("-t 1", "1 1"), ("-St 50; ulimit -Ht 100", "50 100")):
+        command = ["sh", "-c", f'ulimit {given}; exec "$@"', "-", sys.executable, "-P", "-c", code]
+        assert subprocess.run(command, capture_output=True, check=True, text=True).stdout == f"{wanted}\n"
+
+
+def test_deferred_handlers_of_a_program_are_all_called_until_one_raises():
+    called = []
+
+    def note(number, frame):
+        called.append((number, frame is not None))
+        if number == signal.SIGALRM:
+            raise TimeoutError
+
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGQUIT]
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        with pytest.raises(TimeoutError), signals.deferred():
+            for number in numbers:
+                signal.raise_signal(number)
+            called.append("deferred")
+        assert called == ["deferred", *((number, True) for number in numbers[:3])]
+        assert all(signal.getsignal(number) is note for number in numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # Where the signal comes: while all is imported, or while Typer is at work.

@@ -131,6 +131,14 @@ def test_facts_in_words_are_broken_between_words_and_not_shortened(tmp_path, col
         assert set((fact or "").split()) <= set(words)
 
 
+@pytest.mark.parametrize("columns", ["²", "٣", "9" * 5000, "99999999999", "0", "-1", ""])
+def test_a_width_that_is_no_number_of_columns_is_ignored(tmp_path, columns):
+    path = write(tmp_path / "x", {"a": encode([1, 0], "F32")})
+    code, shown = on_terminal("norm", path, "--per-tensor", columns=80, COLUMNS=columns, LINES=columns)
+    assert code == 0
+    assert max(len(line) for line in plain(shown).splitlines()) <= 80
+
+
 def test_one_zero_is_told_in_the_singular(tmp_path):
     path = write(tmp_path / "x", {"a": encode([1, 0], "F32")})
     assert "0 NaN, 0 Inf, 1 zero\n" in plain(on_terminal("norm", path, columns=80, errors=False)[1])

@@ -399,7 +399,8 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
     "auto" is the CPU: no operation on files has been measured to be faster on a GPU.
 
     Raises:
-        UsageError: no backend has this name, or a device is given and the backend is not "cuda".
+        UsageError: no backend has this name, a device is given and the backend is not "cuda", or GRADTOOL_KERNELS has a
+            value that it cannot have.
         BackendUnavailableError: this machine does not have the backend.
     """
     asked = asked_for(name) or "auto"
@@ -419,11 +420,18 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
 
 
 def _cpu() -> Choice:
-    try:
-        from gradtool.backends.compiled import CompiledBackend  # may not have been built
-    except ImportError as error:
-        from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
+    kernels, why, remedy = os.environ.get("GRADTOOL_KERNELS", "").lower(), "of GRADTOOL_KERNELS=numpy", None
+    # "required" is about the build (setup.py).
+    if kernels not in ("", "numpy", "required"):
+        raise UsageError(f"GRADTOOL_KERNELS must be numpy, required or empty, not {kernels!r}")
+    if kernels != "numpy":
+        try:
+            from gradtool.backends.compiled import CompiledBackend  # may not have been built
+        except ImportError as error:
+            why = f"the compiled kernels are missing: {error}"
+            remedy = "install gradtool again on a machine with a C compiler"
+        else:
+            return Choice(CompiledBackend(), "compiled kernels")
+    from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
 
-        why = f"numpy, because the compiled kernels are missing: {error}"
-        return Choice(NumpyBackend(), why, "install gradtool again on a machine with a C compiler")
-    return Choice(CompiledBackend(), "compiled kernels")
+    return Choice(NumpyBackend(), f"numpy, because {why}", remedy)

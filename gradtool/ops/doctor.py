@@ -128,11 +128,9 @@ def _system() -> str:
 
 def _cpu_backend(why: str) -> str:
     """What computes, and for which processors it is compiled."""
-    try:
-        levels = import_module("gradtool.backends._kernels").levels()
-    except ImportError:
+    if why.startswith("numpy"):
         return why
-    return f"{why} ({levels[0]})"
+    return f"{why} ({import_module('gradtool.backends._kernels').levels()[0]})"
 
 
 def _cpu_features() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from gradtool import checks
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError, shortened
 
@@ -79,10 +80,13 @@ def _total_of(shard: Shard, key: str) -> Total:
     metadata = shard.metadata
     if key not in metadata:
         raise BadInputError(f"no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
-    weight = _number(metadata[key])
+    try:
+        weight = checks.number(key, metadata[key])
+    except UsageError:
+        weight = math.nan
     content, own = metadata.get(_CONTENT, _MEAN), metadata.get(_KEY, key)
     if not math.isfinite(weight):
-        message = f"{key!r} = {metadata[key]!r} in its metadata is not a number; use --weight"
+        message = f"{key!r} = {shortened(metadata[key])!r} in its metadata is not a number; use --weight"
     elif content not in {_SUM, _MEAN}:
         message = f"{_CONTENT!r} = {content!r} in its metadata is neither {_SUM!r} nor {_MEAN!r}; use --weight"
     elif content == _SUM and own != key:
@@ -90,14 +94,6 @@ def _total_of(shard: Shard, key: str) -> Total:
     else:
         return Total(weight, content == _SUM)
     raise BadInputError(message, file=shard.path, code="weight")
-
-
-def _number(text: str) -> float:
-    try:
-        # Python reads 1_000 and the digits of every script too; metadata that says so may mean something else.
-        return float(text) if text.isascii() and "_" not in text else math.nan
-    except ValueError:
-        return math.nan
 
 
 def stored_key(one: GradientSet) -> str | None:

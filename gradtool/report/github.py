@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gradtool.errors import shortened
 from gradtool.report import step_summary, text
 from gradtool.report.messages import print_problems, printable
+from gradtool.streams import WorkflowCommands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def show(outcome: Outcome) -> None:
         *_annotations(outcome.command, "error", outcome.problems, outcome.remedy),
         *_annotations(outcome.command, "warning", warnings),
     ]
-    sys.stdout.write("".join(lines))
+    sys.stdout.write(WorkflowCommands("".join(lines)))
     print_problems(refused, level="warning")
 
 

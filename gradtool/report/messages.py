@@ -42,7 +42,7 @@ def printable(text: str) -> str:
     """The text with all control characters, which a terminal might act on, escaped; and the second # of two.
 
     In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. Those that
-    begin a line, such as `::error::x`, are harmless, because no line begins with a name.
+    begin a line, such as `::error::x`, are escaped as they are printed (`gradtool.streams`).
     """
     escaped = text if text.isprintable() else text.translate(_ESCAPES)
     return escaped.replace("##", "#\\x23")

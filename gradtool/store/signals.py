@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,16 @@ if TYPE_CHECKING:
 
     Handlers = dict[int, Callable[[int, FrameType | None], Any]]
 
-# The signals that ask a process to end.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The signals that do not ask a process to end: by default they are ignored, or stop or continue it; nothing can handle
+# them; they report a fault of the program itself; or Python ignores them, and a write fails instead.
+_NOT_ENDING = {
+    "SIGCHLD", "SIGCONT", "SIGINFO", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH", "SIGKILL",
+    "SIGBUS", "SIGEMT", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP", "SIGPIPE", "SIGXFSZ",
+}  # fmt: skip
+if sys.platform != "linux":
+    _NOT_ENDING.add("SIGIO")  # ignored by default
+# All others: Ctrl-C, `kill`, a closed terminal, a limit of processor time, timers, the real-time signals.
+ENDING = sorted(int(one) for one in signal.valid_signals() if getattr(one, "name", "") not in _NOT_ENDING)
 # The original handlers while signals are deferred, and the signals that have arrived since.
 _handlers: Handlers = {}
 pending: list[int] = []
@@ -36,7 +45,7 @@ def deferred() -> Iterator[None]:
     _is_committed = False
     pending.clear()
     try:
-        for number in map(int, ENDING):
+        for number in ENDING:
             handler = signal.getsignal(number)
             if callable(handler):
                 _handlers[number] = handler
@@ -45,11 +54,11 @@ def deferred() -> Iterator[None]:
     finally:
         before = dict(_handlers)
         _handlers.clear()
-        came, pending[:] = pending[:1], []
+        came, pending[:] = pending[:], []
         _restore(dict(before))
         for number in came:
-            # Only the first: a second one would interrupt the clean-up that the first sets off.
-            before[number](number, None)
+            # If a handler raises, the rest is dropped: it would interrupt the clean-up that this one sets off.
+            before[number](number, sys._getframe())  # noqa: SLF001 - handlers of profilers look at it
 
 
 def _restore(handlers: Handlers) -> None:
@@ -66,7 +75,7 @@ def deliver() -> None:
     """Let a deferred signal act now; called where files can be left as they are or put back."""
     if pending and threading.current_thread() is threading.main_thread():
         number = pending.pop(0)
-        _handlers[number](number, None)
+        _handlers[number](number, sys._getframe())  # noqa: SLF001
 
 
 def mark_committed() -> None:

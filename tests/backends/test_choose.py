@@ -29,6 +29,27 @@ def test_without_compiled_kernels_numpy_does_the_work_and_says_so():
     assert done.stdout.startswith("NumpyBackend cpu numpy, because the compiled kernels are missing: ")
 
 
+def test_the_environment_selects_numpy_in_place_of_the_compiled_kernels(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", {"a": np.array([3, 4], np.float32)})
+    why = "numpy, because of GRADTOOL_KERNELS=numpy"
+    data = gradtool_json("norm", path, env={"GRADTOOL_KERNELS": "NumPy"})["data"]
+    assert (data["norm"], data["backend"], data["warnings"]) == (5.0, "cpu", [])
+    assert data["backend_why"] == f"{why}; auto leaves GPUs to --backend cuda"
+    data = gradtool_json("doctor", tmp_path, env={"GRADTOOL_KERNELS": "numpy"})["data"]
+    assert (data["cpu_backend"], data["settings"]) == (why, "GRADTOOL_KERNELS=numpy")
+    assert "slow" not in {warning["code"] for warning in data["warnings"]}
+    done = gradtool("norm", path, env={"GRADTOOL_KERNELS": "c"})
+    assert (done.returncode, done.stderr) == (
+        2,
+        "gradtool: error: GRADTOOL_KERNELS must be numpy, required or empty, not 'c'\n",
+    )
+    kinds = set()
+    for value in ("", "required"):
+        monkeypatch.setenv("GRADTOOL_KERNELS", value)
+        kinds.add(type(choose("cpu").backend))
+    assert len(kinds) == 1
+
+
 def test_an_explicit_backend_that_is_missing_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(BackendUnavailableError, match="gradtool") as caught:

@@ -100,6 +100,12 @@ def test_after_a_warm_up_of_equal_norms_the_limit_is_the_mean():
     limits, state = limits_of(ZScore(2.5, 3), [2.0, 2.0, 2.0, 2.0, 3.0])
     assert limits == [math.inf] * 4 + [2.0]
     assert (state.mean, state.variance) == (2.0, 0.0)
+    assert ZScore(1e200, 3).limit(state, 3.0) == 2.0
+
+
+def test_a_threshold_whose_square_overflows_is_a_threshold():
+    state = State("z", 2.0, 30, 0.0, 2.0**-1000)
+    assert ZScore(2.0**600, 3).limit(state, 2.0**101) == 2.0**99
 
 
 @given(norms=NORMS, percent=st.floats(0, 100), window=st.integers(1, 20))
@@ -248,6 +254,8 @@ HOSTILE = {
     "negative": json.dumps(GOOD | {"variance": -1.0}).encode(),
     "huge mean": json.dumps(GOOD | {"mean": 1e200}).encode(),
     "huge integer": json.dumps(GOOD).encode().replace(b"1.0", b"1" * 4000),
+    "as many digits as Python reads": json.dumps(GOOD).encode().replace(b'"steps": 3', b'"steps": ' + b"9" * 4300),
+    "more digits than Python reads": json.dumps(GOOD).encode().replace(b"0.5", b"9" * 4301),
     "half of the moments": json.dumps(GOOD | {"mean": None}).encode(),
     "more norms than steps": json.dumps(GOOD | {"norms": [1.0] * 4}).encode(),
     "a norm is text": json.dumps(GOOD | {"norms": ["1"]}).encode(),

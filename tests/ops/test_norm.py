@@ -290,7 +290,7 @@ def test_a_selection(tmp_path):
         {"top": 0},
         {"fail_above": math.nan},
         {"threads": 0},
-        {"threads": "2"},
+        {"threads": "2.0"},
         {"top": 1.5},
         {"norm_type": "x"},
     ],

@@ -43,10 +43,11 @@ class Parts(dict[tuple[int, int], "tuple[Floats, ...]"]):
     def totals(self, stretches: int, rows: int) -> list[Floats]:
         """The sums of whole rows; stretches are added in their order."""
         totals = [np.zeros(rows) for _ in self[0, 0]]
-        for number in range(stretches):
-            for row in range(rows):
-                for total, part in zip(totals, self[number, row], strict=True):
-                    total[row] += part[0]
+        with np.errstate(all="ignore"):
+            for number in range(stretches):
+                for row in range(rows):
+                    for total, part in zip(totals, self[number, row], strict=True):
+                        total[row] += part[0]
         return totals
 
 

@@ -24,7 +24,7 @@ class ZScore:
     With the moving mean and variance of the norms before this one, std² = variance and T the threshold:
 
         z = (norm - mean) / std
-        limit = mean + (T² / z) · std                       where z > T; else nothing is clipped
+        limit = mean + T · (T / z) · std                    where z > T; else nothing is clipped
 
     Then, with A = 0.97, and seen the norm or, where it was clipped, the limit:
 
@@ -49,7 +49,7 @@ class ZScore:
         if not distance > self.threshold * std:
             return math.inf
         z = distance / std if std else math.inf
-        return state.mean + self.threshold**2 / z * std
+        return state.mean + self.threshold * (self.threshold / z) * std
 
     def after(self, state: State, norm: float) -> State:
         """The state once that norm has been seen; a norm that is not finite leaves it as it is."""

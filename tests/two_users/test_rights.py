@@ -99,7 +99,7 @@ def test_what_only_its_owner_may_read_stays_so(root):
     assert mode_of(folder / "a.safetensors") == 0o600
     made("clip", secret, "--max-norm", "1", "--output-dir", folder / "b")
     assert mode_of(folder / "b/secret.safetensors") == 0o600
-    made("accumulate", "--create", folder / "c.safetensors", secret, public)
+    made("accumulate", secret, public, "--output", folder / "c.safetensors")
     assert mode_of(folder / "c.safetensors") == 0o600
     made("clip", secret, "--max-norm", "1")
     assert mode_of(secret) == 0o600

@@ -17,7 +17,7 @@ def test_tensors_match_by_name_in_whatever_shard_and_order_they_are(tmp_path):
     write_index(
         tmp_path / "grad", {f"{i}.safetensors": {n: grad[n] for n in list(grad)[i * 11 : i * 11 + 11]} for i in (1, 0)}
     )
-    result = accumulate(tmp_path / "buffer", tmp_path / "grad")
+    result = accumulate(tmp_path / "grad", into=tmp_path / "buffer")
     found = {name: array for file in (tmp_path / "buffer").glob("*.safetensors") for name, array in read(file).items()}
     assert {name: array.tolist() for name, array in found.items()} == {
         name: (array * 11).tolist() for name, array in old.items()
@@ -29,7 +29,7 @@ def test_tensors_match_by_name_in_whatever_shard_and_order_they_are(tmp_path):
 def test_weights_come_from_the_metadata_of_the_gradients(tmp_path):
     metadata = [{"tokens": "3"}, {"tokens": "1e0"}]
     path, grads = lay_out(tmp_path, f32(0), f32(1), f32(5), metadata=metadata)
-    result = accumulate(path, grads, weight_key="tokens", mean=True, per_gradient=True)
+    result = accumulate(grads, into=path, weight_key="tokens", mean=True, per_gradient=True)
     assert read(path)["a"].tolist() == [2]
     assert ([row.weight for row in result.per_gradient], result.weight_sum) == ([3, 1], 4)
 
@@ -52,7 +52,7 @@ def test_a_weight_that_is_no_number_names_the_file(tmp_path, name):
     metadata, message = BAD_WEIGHTS[name]
     path, grads = lay_out(tmp_path, f32(0), f32(1), f32(5), metadata=metadata)
     with pytest.raises(BadInputError, match=message):
-        accumulate(path, grads, weight_key="n")
+        accumulate(grads, into=path, weight_key="n")
     assert refused(BadInputError, tmp_path, path, grads, weight_key="n") == [("weight", None, "g2")]
 
 
@@ -60,11 +60,11 @@ def test_shards_of_one_set_must_have_the_same_weight(tmp_path):
     path, _ = lay_out(tmp_path, {"a": f32(0), "b": f32(0)})
     write(tmp_path / "set" / "1.safetensors", {"a": f32(1)}, {"n": "2"})
     write(tmp_path / "set" / "2.safetensors", {"b": f32(1)}, {"n": "2.0"})
-    accumulate(path, tmp_path / "set", weight_key="n")
+    accumulate(tmp_path / "set", into=path, weight_key="n")
     assert read(path)["b"].tolist() == [2]
     write(tmp_path / "set" / "2.safetensors", {"b": f32(1)}, {"n": "3"})
     with pytest.raises(BadInputError, match="'n' = 3 in its metadata, where 1.safetensors of the same set has 2"):
-        accumulate(path, tmp_path / "set", weight_key="n")
+        accumulate(tmp_path / "set", into=path, weight_key="n")
     assert refused(BadInputError, tmp_path, path, tmp_path / "set", weight_key="n") == [
         ("weight", None, "2.safetensors")
     ]
@@ -77,7 +77,7 @@ def test_every_missing_and_extra_tensor_is_listed(tmp_path):
         ("missing-tensor", "b", "g2"), ("extra-tensor", "d", "g2"),
     ]  # fmt: skip
     assert refused(BadInputError, tmp_path, path, grads, missing="skip") == [("missing-tensor", None, "g2")]
-    accumulate(path, grads[:1], missing="skip")
+    accumulate(grads[:1], into=path, missing="skip")
     assert {name: array.tolist() for name, array in read(path).items()} == {"a": [2], "b": [1]}
 
 
@@ -86,15 +86,15 @@ def test_skip_is_named_as_a_remedy_only_where_it_is_one(tmp_path):
     with pytest.raises(
         BadInputError, match=r'nothing written\. Rename tensors, or use missing="skip" to add only those'
     ):
-        accumulate(path, some)
+        accumulate(some, into=path)
     for grads in (none, [some, none]):
         with pytest.raises(BadInputError, match=r"nothing written\. Rename tensors;"):
-            accumulate(path, grads)
+            accumulate(grads, into=path)
 
 
 def test_include_and_exclude_choose_on_both_sides(tmp_path):
     path, grads = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1), "c": f32(1)})
-    result = accumulate(path, grads, include=["a|b"], exclude=["b"])
+    result = accumulate(grads, into=path, include=["a|b"], exclude=["b"])
     assert {name: array.tolist() for name, array in read(path).items()} == {"a": [2], "b": [1]}
     assert (result.tensors, result.norm_after) == (1, 2.0)
     assert refused(BadInputError, tmp_path, path, grads, include=["zzz"]) == [("no-match", None, None)]
@@ -105,7 +105,7 @@ def test_integers_are_refused_by_name_on_either_side(tmp_path):
     assert refused(BadInputError, tmp_path, path, grads) == [("dtype", "ids", "buffer")]
     path, grads = lay_out(tmp_path, {"a": f32(1), "ids": f32(1)}, {"a": f32(1), "ids": np.ones(1, np.int32)})
     assert refused(BadInputError, tmp_path, path, grads) == [("dtype", "ids", "g1")]
-    accumulate(path, grads, exclude=["ids"])
+    accumulate(grads, into=path, exclude=["ids"])
     assert read(path)["ids"].tolist() == [1]
 
 
@@ -126,14 +126,14 @@ def test_without_a_gradient_there_is_nothing_to_add(tmp_path):
 def test_weights_that_add_up_to_zero_have_no_mean(tmp_path):
     path, grads = lay_out(tmp_path, f32(1), f32(2), f32(3))
     assert refused(BadInputError, tmp_path, path, grads, weight=[1, -1], mean=True) == [("weight", None, None)]
-    accumulate(path, grads, weight=[1, -1])
+    accumulate(grads, into=path, weight=[1, -1])
     assert read(path)["a"].tolist() == [0]
 
 
 def test_gradients_from_a_list_come_after_those_that_are_named(tmp_path):
     path, grads = lay_out(tmp_path, f32(0), f32(1), f32(1), f32(1))
     (tmp_path / "list").write_text(f"{grads[1]}\n{grads[2]}\n")
-    result = accumulate(path, grads[:1], weight=[1, 10, 100], files_from=tmp_path / "list", per_gradient=True)
+    result = accumulate(grads[:1], into=path, weight=[1, 10, 100], files_from=tmp_path / "list", per_gradient=True)
     assert [row.file for row in result.per_gradient] == [str(grad) for grad in grads]
     assert read(path)["a"].tolist() == [111]
 
@@ -147,7 +147,7 @@ def test_weights_that_add_up_to_more_than_float64_are_refused_before_a_byte_is_w
 @pytest.mark.parametrize("weight", [np.array([2.0]), np.float32(2), 2, np.array(2.0), (2,)])
 def test_a_weight_may_be_any_kind_of_number(tmp_path, weight):
     path, grads = lay_out(tmp_path, f32(1), f32(3))
-    accumulate(path, grads, weight=weight)
+    accumulate(grads, into=path, weight=weight)
     assert read(path)["a"].tolist() == [7]
 
 

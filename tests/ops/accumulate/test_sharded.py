@@ -51,11 +51,11 @@ def contents(folder):
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
     options = {"create": True, "mean": True, "weight_key": "n", "dtype": dtype}
-    alone = accumulate(tmp_path / "alone", grads, **options)
+    alone = accumulate(grads, into=tmp_path / "alone", **options)
     expected = load_file(tmp_path / "alone") if dtype == "F32" else None
     for number, how in enumerate(({"shard_like": like}, {"max_shard_size": 60}, {"max_shard_size": "1GB"})):
         folder = tmp_path / f"new{number}"
-        result = accumulate(folder, grads, **options, **how)
+        result = accumulate(grads, into=folder, **options, **how)
         measured = norm(folder)
         assert result.norm_after.hex() == measured.norm.hex() == alone.norm_after.hex()
         assert (result.tensors, result.elements, result.bytes) == (3, 30, 30 * NUMPY_TYPES[dtype].itemsize)
@@ -71,18 +71,18 @@ def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
 
 
 def test_the_index_is_right(tmp_path, grads, like):
-    accumulate(tmp_path / "new", grads, create=True, max_shard_size="0.06KB", threads=1)
+    accumulate(grads, output_dir=tmp_path / "new", max_shard_size="0.06KB", threads=1)
     assert list(contents(tmp_path / "new")) == [*NAMES, INDEX]
     assert json.loads((tmp_path / "new" / INDEX).read_text()) == {
         "metadata": {"total_size": 120}, "weight_map": dict(zip("abc", NAMES, strict=True)),
     }  # fmt: skip
-    accumulate(tmp_path / "same", grads, create=True, shard_like=like / INDEX)
+    accumulate(grads, output_dir=tmp_path / "same", shard_like=like / INDEX)
     assert json.loads((tmp_path / "same" / INDEX).read_text()) == {
         "metadata": {"total_size": 120},
         "weight_map": {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"},
     }
     # A later call adds to it as to any set.
-    result = accumulate(tmp_path / "same", tmp_path / "new")
+    result = accumulate(tmp_path / "new", into=tmp_path / "same")
     assert (result.norm_after, result.files_written) == (2 * result.norm_before, 2)
 
 
@@ -121,7 +121,7 @@ def test_options_that_contradict_each_other_are_usage_errors(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        accumulate(buffer, grads, **options)
+        accumulate(grads, into=buffer, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g1", "g3", like.name]
 
 
@@ -136,14 +136,14 @@ def test_a_set_that_cannot_be_read_or_lacks_a_tensor_is_bad_input(tmp_path, grad
         ("missing-file", None, "missing")
     ]
     # What is not selected needs no place.
-    assert accumulate(new, grads, create=True, shard_like=other, include="b").files_written == 1
+    assert accumulate(grads, output_dir=new, shard_like=other, include="b").files_written == 1
     assert list(contents(new)) == ["other"]
 
 
 def test_a_dry_run_and_a_call_without_an_update_make_nothing(tmp_path, grads, like):
     before = snapshot(tmp_path)
     for options in ({"dry_run": True}, {"update": False}):
-        assert accumulate(tmp_path / "new", grads, create=True, shard_like=like, **options).files_written == 0
+        assert accumulate(grads, output_dir=tmp_path / "new", shard_like=like, **options).files_written == 0
         assert snapshot(tmp_path) == before
         assert not (tmp_path / "new").exists()
 
@@ -159,13 +159,13 @@ def test_an_error_leaves_no_folder(tmp_path, like):
 
 def test_no_file_can_be_read_by_more_than_the_gradients_can(tmp_path, grads, like):
     grads[1].chmod(0o600)
-    accumulate(tmp_path / "new", grads, create=True, shard_like=like)
+    accumulate(grads, output_dir=tmp_path / "new", shard_like=like)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").iterdir()}
     assert modes == {"one.safetensors": 0o600, "two.safetensors": 0o600, INDEX: 0o600}
 
 
 def test_the_sum_is_clipped_over_all_files(tmp_path, grads):
-    result = accumulate(tmp_path / "new", grads, create=True, max_shard_size=1, max_norm=1, threads=2)
+    result = accumulate(grads, output_dir=tmp_path / "new", max_shard_size=1, max_norm=1, threads=2)
     assert result.clipped
     assert norm(tmp_path / "new").norm == result.norm_after == pytest.approx(1, rel=1e-6)
 
@@ -173,7 +173,7 @@ def test_the_sum_is_clipped_over_all_files(tmp_path, grads):
 def test_what_nothing_is_added_to_is_zero_in_files_of_its_own(tmp_path):
     first = {"a": f32(math.nan), "b": encode([1, 2], "F32")}
     _, grads = lay_out(tmp_path, f32(), first, {"b": f32(3, 4)})
-    accumulate(tmp_path / "new", grads, create=True, max_shard_size=1, missing="skip", nonfinite="skip")
+    accumulate(grads, output_dir=tmp_path / "new", max_shard_size=1, missing="skip", nonfinite="skip")
     files = contents(tmp_path / "new")
     assert len(files) == 3
     a, b = (load_file(tmp_path / "new" / name) for name in list(files)[:2])
@@ -184,7 +184,7 @@ def test_two_runs_do_not_create_the_same_folder(tmp_path, grads):
     command = ["accumulate", tmp_path / "new", *grads, "--create", "--max-shard-size", "1GB"]
     answers = []
     accumulate(
-        tmp_path / "new", grads, create=True, max_shard_size=1, progress=lambda *_: answers.append(gradtool(*command))
+        grads, output_dir=tmp_path / "new", max_shard_size=1, progress=lambda *_: answers.append(gradtool(*command))
     )
     assert {one.returncode for one in answers} == {5}
     assert "in use by PID" in answers[0].stderr
@@ -196,6 +196,6 @@ def test_a_file_that_another_program_makes_meanwhile_is_not_overwritten(tmp_path
     theirs = tmp_path / "new" / name
     with pytest.raises(OSError, match="another program created it"):
         accumulate(
-            tmp_path / "new", grads, create=True, max_shard_size=1, progress=lambda *_: theirs.write_text("theirs")
+            grads, output_dir=tmp_path / "new", max_shard_size=1, progress=lambda *_: theirs.write_text("theirs")
         )
     assert contents(tmp_path / "new") == {name: b"theirs"}

@@ -125,8 +125,9 @@ def _argument(declared: Mapping[str, Declared], found: re.Match[str]) -> str:
     if one is None:
         return found[0]
     # What must be True or False, and the stand-in for a value, are said of the argument itself.
-    if rest == one.metavar != "":
-        return one.name
+    tail = rest.removeprefix(one.metavar)
+    if tail != rest and not tail[:1].isalnum():
+        return one.name + tail
     if one.types == (bool,) and rest != "must":
         return f"{one.name}=True{between}{rest}"
     known = "|".join(_choices(name))

@@ -145,7 +145,8 @@ def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) 
       gradtool accumulate micro_*.safetensors --into buffer.safetensors
       gradtool accumulate rank*/ --output mean.safetensors --mean \\
           --weight-key num_tokens --max-norm 1
-      gradtool accumulate micro_*.safetensors --output-dir sums --shard-like model/
+      gradtool accumulate micro_*.safetensors --output-dir sums \\
+          --shard-like model/
     """
     from gradtool.ops.accumulate import accumulate as run
 

@@ -124,7 +124,7 @@ def test_progress_must_be_a_function_or_a_switch(tmp_path):
     ("message", "in_python"),
     [
         ("Use --nonfinite zero or propagate to continue", 'Use nonfinite="zero" or "propagate" to continue'),
-        ("leave out --write inplace, --output and --mean", 'leave out write="inplace", output and mean=True'),
+        ("leave out --write inplace, --output and --bits", 'leave out write="inplace", output and bits=True'),
         ("--x names it; --threads must be at least 1", "x names it; threads must be at least 1"),
         ("use --no-update or --no-clobber", "use update=False or no_clobber=True"),
         ("--include 'a b' matches nothing", "include='a b' matches nothing"),

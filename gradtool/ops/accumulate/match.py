@@ -45,7 +45,7 @@ class Contribution(NamedTuple):
 
 
 _RENAME = "nothing written. Rename tensors"
-_RENAME_OR_SKIP = f"{_RENAME}, or use --missing skip to leave out the gradients that lack a tensor, or --missing zero"
+_RENAME_OR_SKIP = f"{_RENAME}, or use --missing skip to count only what is there, or --missing zero to count zeros"
 # Of the names in a warning.
 _NAMES = 3
 

@@ -50,7 +50,7 @@ class Add(NamedTuple):
     """Adds contributions to tensors of the buffer (`targets`), which their tensors are numbered by.
 
     With `trim`, what is added is the trimmed mean of the contributions and not their sum. With `divisors`, each target
-    has a divisor of its own, and not that of the rule. With `counts_zeros`, contributions are 0 where they lack a target.
+    has a divisor of its own, not that of the rule. With `counts_zeros`, contributions are 0 where they lack a target.
     The buffer `is_new` if it is only being created. With `measures_before`, what it held is measured in the same pass.
     """
 

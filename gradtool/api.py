@@ -24,8 +24,7 @@ _WORDS = {
     "the shell did not expand the ~: leave it out of quotes, or write $HOME": "~ is not expanded: use Path.expanduser",
     "patterns are expanded by the shell, not by gradtool: leave out the quotes": "patterns are not expanded: use glob",
     " is empty; is a shell variable unset?": " is empty",
-    "gradtool accumulate NEW OLD GRAD...": "gradtool.accumulate(NEW, [OLD, GRAD, ...])",
-    "--create writes BUFFER itself": "--create writes buffer itself",
+    "gradtool accumulate OLD GRAD...": "gradtool.accumulate([OLD, GRAD, ...])",
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -92,11 +91,11 @@ def _problem(one: Problem, function: str) -> Problem:
 
 
 def in_python(message: str, function: str | None = None) -> str:
-    """The message of a function: `nonfinite="zero"` for `--nonfinite zero`, `create=True` for `--create`."""
+    """The message of a function: `nonfinite="zero"` for `--nonfinite zero`, `mean=True` for `--mean`."""
     declared = _declared(function)
     for words, instead in _WORDS.items():
         message = message.replace(words, instead)
-    message = re.sub(r"^(A|B|BUFFER|PATH) (?=must |is |- is )", lambda found: found[0].lower(), message)
+    message = re.sub(r"^(A|B|PATH) (?=must |is |- is )", lambda found: found[0].lower(), message)
     message = re.sub(
         r"\bgradtool (norm|check|info|clip|diff|accumulate|zero|layernorm-backward|recover|doctor)\b( --[a-z0-9-]+)?",
         _call,
@@ -126,8 +125,9 @@ def _argument(declared: Mapping[str, Declared], found: re.Match[str]) -> str:
     if one is None:
         return found[0]
     # What must be True or False, and the stand-in for a value, are said of the argument itself.
-    if rest == one.metavar != "":
-        return one.name
+    tail = rest.removeprefix(one.metavar)
+    if tail != rest and not tail[:1].isalnum():
+        return one.name + tail
     if one.types == (bool,) and rest != "must":
         return f"{one.name}=True{between}{rest}"
     known = "|".join(_choices(name))

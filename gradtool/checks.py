@@ -69,11 +69,11 @@ def callback(option: str, value: Any) -> Any:
 
 
 def number(option: str, value: Any) -> float:
-    """A Python float, infinite beyond float64; a numpy scalar would carry its precision into the arithmetic."""
+    """A Python float; a numpy scalar would carry its precision into the arithmetic."""
     try:
         return float(_readable(value))
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    except OverflowError as error:
+        raise UsageError(f"{option} is beyond the range of float64") from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{option} must be a number, not {value!r}") from error
 

@@ -10,7 +10,6 @@ from gradtool.command import UsageProblem, app, command, usage_message
 from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
 from gradtool.options import (
     AccumulateOptions,
-    Buffer,
     CheckOptions,
     ClipOptions,
     DiffOptions,
@@ -134,22 +133,24 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "ClipResult":
     return run(paths, **options)
 
 
-@command("Add gradients to a buffer, in float64.")
-def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> "AccumulateResult":
-    """Add gradients to a buffer in float64, with one rounding at the end, in place.
+@command("Add gradients in float64, to a buffer or as a new set.")
+def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> "AccumulateResult":
+    """Add gradients in float64, rounded once at the end: to a buffer in place (--into), or as a new set (--output).
 
-    Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape.
+    Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape. Gradients are only read.
+    With --into and --output, BUFFER is only read, too, and the sum with it is written.
 
     \b
     Examples:
-      gradtool accumulate buffer.safetensors micro_*.safetensors
-      gradtool accumulate mean.safetensors rank*/ --create --mean \\
+      gradtool accumulate micro_*.safetensors --into buffer.safetensors
+      gradtool accumulate rank*/ --output mean.safetensors --mean \\
           --weight-key num_tokens --max-norm 1
-      gradtool accumulate sums micro_*.safetensors --create --shard-like model/
+      gradtool accumulate micro_*.safetensors --output-dir sums \\
+          --shard-like model/
     """
     from gradtool.ops.accumulate import accumulate as run
 
-    return run(buffer, gradients, **options)
+    return run(gradients, **options)
 
 
 @command("Set every element to +0.")

@@ -47,7 +47,6 @@ Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 Vector = Annotated[Paths, Option("Files, folders or index files; together they form one gradient vector.", "PATH...")]
 Sets = Annotated[Paths, Option("Files, folders or index files.", "PATH...")]
-Buffer = Annotated[StrPath, Option("Gradient set to add to.", "BUFFER")]
 Place = Annotated[StrPath, Option("Folder, or a file in it.", "PATH", unset="the current folder")]
 Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...")]
 
@@ -273,6 +272,9 @@ class ClipOptions(Rewriting, total=False):
 class AccumulateOptions(Rewriting, total=False):
     """The options of `accumulate`."""
 
+    into: Annotated[
+        StrPath | None, Option("Gradient set to add to. It must exist; with --output, it is only read.", "BUFFER")
+    ]
     overwrite: Annotated[bool, Option("Drop the buffer's old content, even NaN.", default=False)]
     update: Annotated[bool, Option("Add the gradients, or only check their headers and write nothing.", default=True)]
     weight: Annotated[
@@ -296,22 +298,32 @@ class AccumulateOptions(Rewriting, total=False):
         Option("Rename tensors of gradients first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", ()),
     ]
     missing: Annotated[
-        Literal["error", "skip"],
-        Option("Tensors missing on either side: write nothing, or add the others.", default="error"),
-    ]
-    create: Annotated[
-        bool, Option("Create the buffer, a file with the names and shapes of the first gradient.", default=False)
+        Literal["error", "skip", "zero"],
+        Option(
+            "Tensors that some sets lack: write nothing, leave out the sets that lack them, or count zeros there.",
+            default="error",
+        ),
     ]
     shard_like: Annotated[
         StrPath | None,
-        Option("Create a folder instead, sharded as the set PATH is: same files, same tensors in each.", "PATH"),
+        Option("Shard a new set in --output-dir as the set PATH is: same files, same tensors in each.", "PATH"),
     ]
     max_shard_size: Annotated[
         int | str | None,
-        Option("Create a folder of files of at most SIZE, such as 5GB or 1GiB, with an index.", "SIZE", check=size),
+        Option(
+            "Shard it into files of at most SIZE, such as 5GB or 1GiB, with an index.",
+            "SIZE",
+            unset="5GB",
+            check=size,
+        ),
     ]
     dtype: Annotated[
-        Dtype | None, Option(f"Storage type of the created buffer: {', '.join(get_args(Dtype))}.", "TYPE", unset="F32")
+        Dtype | None,
+        Option(
+            f"Storage type of a new set: {', '.join(get_args(Dtype))}.",
+            "TYPE",
+            unset="of each tensor, that in the first gradient that has it",
+        ),
     ]
     max_norm: Annotated[
         float | None, Option("Maximum norm of the sum; clip it before rounding.", "C", range=NOT_NEGATIVE)

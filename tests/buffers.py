@@ -26,6 +26,6 @@ def refused(error, folder, path, grads, **options):
     """The problems of a call that must fail and leave every byte alone."""
     before = snapshot(folder)
     with pytest.raises(error) as caught:
-        accumulate(path, grads, **options)
+        accumulate(grads, into=path, **options)
     assert snapshot(folder) == before
     return [(one.code, one.tensor, Path(one.file).name if one.file else None) for one in caught.value.problems]

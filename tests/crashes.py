@@ -96,7 +96,7 @@ class Case(NamedTuple):
 CASES = {
     "clip": Case(shards, lambda path: ["clip", path, "--max-norm", "1"]),
     "agc": Case(shards, lambda path: ["clip", path, "--agc", "0.01", "--params", path.parent / "other"], shards),
-    "accumulate": Case(shards, lambda path: ["accumulate", path, path.parent / "other"], shards),
+    "accumulate": Case(shards, lambda path: ["accumulate", path.parent / "other", "--into", path], shards),
     # The state is one more file, which in place is replaced all the same; and which may not be there yet.
     "state": Case(with_state, lambda path: ["clip", path, "--limit", "z=2.5", "--state", state_of(path)]),
     "first-state": Case(
@@ -107,13 +107,13 @@ CASES = {
     # These change headers: of the same length, and of files with no other change; with zeros; and longer ones.
     "total": Case(
         weighted,
-        lambda path: ["accumulate", path, path.parent / "other", "--weight-key", "n", "--missing", "skip"],
+        lambda path: ["accumulate", path.parent / "other", "--into", path, "--weight-key", "n", "--missing", "zero"],
         micro_batch,
     ),
     "zero-total": Case(weighted, lambda path: ["zero", path]),
     "new-total": Case(
         unweighted,
-        lambda path: ["accumulate", path, path.parent / "other", "--weight-key", "n", "--overwrite"],
+        lambda path: ["accumulate", path.parent / "other", "--into", path, "--weight-key", "n", "--overwrite"],
         weighted,
         grows=True,
     ),

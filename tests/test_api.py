@@ -18,7 +18,6 @@ from gradtool.errors import Problem
 OPERATIONS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor"]
 # What is on the command line of those that take something else than paths, and what their functions get.
 ARGUMENTS = {
-    "accumulate": (["buffer", "path"], ("buffer", ["path"])),
     "diff": (["a", "b"], ("a", "b")),
     "doctor": (["path"], ("path",)),
 }
@@ -125,14 +124,15 @@ def test_progress_must_be_a_function_or_a_switch(tmp_path):
     ("message", "in_python"),
     [
         ("Use --nonfinite zero or propagate to continue", 'Use nonfinite="zero" or "propagate" to continue'),
-        ("leave out --write inplace, --output and --create", 'leave out write="inplace", output and create=True'),
+        ("leave out --write inplace, --output and --bits", 'leave out write="inplace", output and bits=True'),
         ("--x names it; --threads must be at least 1", "x names it; threads must be at least 1"),
         ("use --no-update or --no-clobber", "use update=False or no_clobber=True"),
         ("--include 'a b' matches nothing", "include='a b' matches nothing"),
         ("use gradtool recover --force", "use gradtool.recover(force=True)"),
         ("gradtool recover, or the next run", "gradtool.recover(), or the next run"),
         ("a --name that is no option", "a --name that is no option"),
-        ("BUFFER is empty; is a shell variable unset?", "buffer is empty"),
+        ("PATH is empty; is a shell variable unset?", "path is empty"),
+        ("give --into BUFFER or --output FILE", "give into or output"),
         ("A must be a path", "a must be a path"),
         ("--max-rel-l2 must be 0 or more", "max_rel_l2 must be 0 or more"),
         ("--fsync must be True or False", "fsync must be True or False"),
@@ -150,7 +150,7 @@ def test_an_option_of_one_name_is_what_its_function_has():
 
 def test_a_buffer_that_is_an_array_is_told_so_without_its_values():
     with pytest.raises(gradtool.UsageError, match=r"^paths must be those of safetensors files, not arrays"):
-        gradtool.accumulate({"a": np.ones(2)}, "x")
+        gradtool.accumulate("x", into={"a": np.ones(2)})
 
 
 def test_an_open_file_is_no_path_and_is_not_read(tmp_path):
@@ -225,6 +225,6 @@ def test_what_was_written_is_named_as_the_caller_did(tmp_path, monkeypatch):
     assert gradtool.clip(["a", "b"], max_norm=0.5, dry_run=True).wrote == ()
     assert gradtool.clip(["a", "b"], max_norm=9, output_dir="new").wrote == ("new",)
     assert gradtool.clip("a", max_norm=9, output="c").wrote == ("c",)
-    assert gradtool.accumulate("d", "a", create=True).wrote == ("d",)
-    assert gradtool.accumulate("a", "d", write="inplace").wrote == ("a",)
+    assert gradtool.accumulate("a", output="d").wrote == ("d",)
+    assert gradtool.accumulate("d", into="a", write="inplace").wrote == ("a",)
     assert gradtool.zero(["b", "c"]).wrote == ("b", "c")

@@ -48,8 +48,10 @@ def test_digits_of_other_scripts_and_what_only_python_reads_are_no_numbers(text)
 
 def test_numbers_are_bounded():
     nines = "9" * 5000
-    assert checks.number("--x", nines) == checks.number("--x", 10**5000) == np.inf
-    assert checks.number("--x", -(10**5000)) == -np.inf
+    assert checks.number("--x", nines) == np.inf
+    for value in (10**5000, -(10**5000)):
+        with pytest.raises(UsageError, match="^--x is beyond the range of float64$"):
+            checks.number("--x", value)
     assert checks.whole("--x", str(2**63 - 1)) == 2**63 - 1
     for value in (2**63, -(2**63), 10**5000, nines[:4300]):
         with pytest.raises(UsageError, match=r"^--x must be a whole number below 2\^63$"):

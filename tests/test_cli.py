@@ -326,11 +326,11 @@ def test_output_to_a_stream_is_refused(tmp_path):
     "arguments",
     [
         ("clip", "x.safetensors", "--max-norm", "1", "--output-dir", "-"),
-        ("accumulate", "-", "x.safetensors", "--create"),
+        ("accumulate", "x.safetensors", "--output", "-"),
     ],
-    ids=["--output-dir", "BUFFER"],
+    ids=["--output-dir", "--output"],
 )
-def test_so_are_a_folder_and_a_new_buffer_of_that_name(tmp_path, arguments):
+def test_so_are_a_folder_and_a_new_set_of_that_name(tmp_path, arguments):
     sample(tmp_path)
     done = gradtool(*arguments, cwd=tmp_path)
     assert done.returncode == 2

@@ -146,7 +146,7 @@ def test_json_holds_names_as_they_are_in_plain_ascii(tmp_path):
 def test_metadata_that_is_no_number_is_spelled_out(tmp_path):
     path = lay_out(tmp_path)
     buffer = write(tmp_path / "buffer", {HOSTILE: encode([0, 0], "F32"), "b": encode([0], "F32")})
-    done = gradtool("accumulate", buffer, path, "--weight-key", "n")
+    done = gradtool("accumulate", path, "--into", buffer, "--weight-key", "n")
     assert done.returncode == 3
     refuse_raw(done.stderr)
     assert "owned" in done.stderr

@@ -113,7 +113,7 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
     [
         (["norm", SAMPLES / "sharded", "--top", "2", "--by-file"], ["tensor", "tensor", "file"]),
         (["clip", SAMPLES / "sharded", "--max-norm", "1", "--dry-run"], []),
-        (["accumulate", SAMPLES / "buffer.safetensors", MICRO, "--per-gradient", "--dry-run"], ["gradient"]),
+        (["accumulate", MICRO, "--into", SAMPLES / "buffer.safetensors", "--per-gradient", "--dry-run"], ["gradient"]),
         (["layernorm-backward", SAMPLES / "layernorm.safetensors", "--dry-run"], ["layer"]),
         (["norm", SAMPLES / "nan.safetensors", "--top", "1"], ["tensor"]),
         (["norm", SAMPLES / "buffer.safetensors", "--histogram"], ["histogram"] * 37 + ["dtype"] * 6),
@@ -234,7 +234,7 @@ def test_no_more_annotations_than_github_shows(tmp_path, on_github, count, shown
 def test_a_warning_is_annotated_and_quiet_keeps_it_and_the_text_back(tmp_path, on_github):
     bad = write(tmp_path / "bad", {"a": encode([NAN], "F32")})
     good = write(tmp_path / "good", {"a": encode([1], "F32")})
-    call = ["accumulate", tmp_path / "new", bad, good, "--create", "--nonfinite", "skip", "--dry-run"]
+    call = ["accumulate", bad, good, "--output", tmp_path / "new", "--nonfinite", "skip", "--dry-run"]
     done = gradtool(*call, "--format", "github", env=on_github[0])
     assert commands_in(done.stdout) == [
         (

@@ -17,8 +17,8 @@ CALLS = {
     "clip": "clip sharded --max-norm 1",
     "clip in place": "clip sharded --max-norm 1 --write inplace",
     "clip elsewhere": "clip sharded --max-norm 1 --output-dir new",
-    "accumulate": "accumulate buffer.safetensors micro_0.safetensors micro_1.safetensors",
-    "accumulate, created": "accumulate sum micro_0.safetensors --create --max-shard-size 40kB",
+    "accumulate": "accumulate micro_0.safetensors micro_1.safetensors --into buffer.safetensors",
+    "accumulate, alone": "accumulate micro_0.safetensors --output-dir sum --max-shard-size 40kB",
     "zero": "zero sharded",
     "layernorm-backward": "layernorm-backward layernorm.safetensors",
 }

@@ -71,7 +71,7 @@ CASES = {
     ),
     "accumulate-set": Case(
         lambda root: (shards(root / "set", 0, 1), shards(root / "other", 0, 1)),
-        lambda root, **options: gradtool.accumulate(root / "set", root / "other", **options),
+        lambda root, **options: gradtool.accumulate(root / "other", into=root / "set", **options),
     ),
     "zero-set": Case(
         lambda root: shards(root / "set", 0, 1, 2),
@@ -80,7 +80,7 @@ CASES = {
     "total-set": Case(
         lambda root: (weighted(root / "set", 3, 150), micro_batch(root / "other", 3, 150)),
         lambda root, **options: gradtool.accumulate(
-            root / "set", root / "other", weight_key="n", missing="skip", **options
+            root / "other", into=root / "set", weight_key="n", missing="skip", **options
         ),
     ),
     "zero-total-file": Case(
@@ -104,7 +104,7 @@ CASES = {
     "created-output-folder": Case(
         lambda root: shards(root / "set", 0, 1),
         lambda root, **options: gradtool.accumulate(
-            root / "out", root / "set", create=True, shard_like=root / "set", **options
+            root / "set", output_dir=root / "out", shard_like=root / "set", **options
         ),
         ("out",),
     ),

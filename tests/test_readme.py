@@ -131,7 +131,7 @@ CALLS = {
     "check": ["sample_data/nan.safetensors"],
     "info": ["sample_data/sharded"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
-    "accumulate": ["sample_data/buffer.safetensors", "sample_data/micro_0.safetensors", "--per-gradient"],
+    "accumulate": ["sample_data/micro_0.safetensors", "--into", "sample_data/buffer.safetensors", "--per-gradient"],
     "zero": ["sample_data/sharded"],
     "layernorm-backward": ["sample_data/layernorm.safetensors"],
     "doctor": ["sample_data"],

@@ -95,14 +95,24 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     grad = write(tmp_path / "grad", {"a": encode([1, math.nan], "F32"), "b": encode([0, 0], "F32")})
     good = write(tmp_path / "good", {"a": encode([1, 2], "F32"), "b": encode([0, 0], "F32")})
     answer = gradtool_json(
-        "accumulate", sample(tmp_path), grad, good, "--nonfinite", "skip", "--clip-each", "9", "--per-gradient"
+        "accumulate",
+        grad,
+        good,
+        "--into",
+        sample(tmp_path),
+        "--nonfinite",
+        "skip",
+        "--clip-each",
+        "9",
+        "--per-gradient",
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", "zeros_before", *WRITTEN_KEYS, *CALL_KEYS, "per_gradient",
+        "updated", *FACT_KEYS, "max_norm", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
+        "per_gradient",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [
-        ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "file"]
+        ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "file"]
     ] * 2
     assert [(row["taken"], row["nan"], row["norm"]) for row in answer["data"]["per_gradient"]] == [
         (False, 1, "NaN"), (True, 0, math.sqrt(5)),
@@ -113,7 +123,7 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
 def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
     bad = write(tmp_path / "bad", {"a": encode([1, math.nan], "F32"), "b": encode([0, 0], "F32")})
     good = write(tmp_path / "good", {"a": encode([1, 2], "F32"), "b": encode([0, 0], "F32")})
-    command = ["accumulate", sample(tmp_path), bad, good, "--nonfinite", "skip", "--per-gradient"]
+    command = ["accumulate", bad, good, "--into", sample(tmp_path), "--nonfinite", "skip", "--per-gradient"]
     done = gradtool(*command)
     assert (done.returncode, done.stderr) == (
         0,

@@ -72,8 +72,8 @@ def test_the_samples_are_small():
 
 def test_the_weighted_mean_of_the_micro_batches_is_a_float64_sum_rounded_once(tmp_path):
     micro = [SAMPLES / "micro_0.safetensors", SAMPLES / "micro_1.safetensors"]
-    options = {"create": True, "mean": True, "weight_key": "num_tokens", "per_gradient": True}
-    result = gradtool.accumulate(tmp_path / "mean", micro, **options)
+    options = {"mean": True, "dtype": "F32", "weight_key": "num_tokens", "per_gradient": True}
+    result = gradtool.accumulate(micro, output=tmp_path / "mean", **options)
     assert [row.weight for row in result.per_gradient] == [128.0, 96.0]
     first, second, mean = read(micro[0]), read(micro[1]), read(tmp_path / "mean")
     for name, array in mean.items():

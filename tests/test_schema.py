@@ -21,7 +21,7 @@ CALLS = {
     "info": ["micro_0.safetensors"],
     "doctor": ["."],
     "clip": ["sharded", "--max-norm", "1", "--per-tensor"],
-    "accumulate": ["buffer.safetensors", "micro_0.safetensors", "--per-gradient", "--clip-each", "1"],
+    "accumulate": ["micro_0.safetensors", "--into", "buffer.safetensors", "--per-gradient", "--clip-each", "1"],
     "zero": ["sharded"],
     "layernorm-backward": ["layernorm.safetensors"],
     "recover": ["killed"],

@@ -39,8 +39,8 @@ SIGNALS = [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminate
 WRITERS = [
     ["clip", "x", "--max-norm", "1", "--threads", "1"],
     ["clip", "x", "--max-norm", "1", "--threads", "2"],
-    ["accumulate", "x", "x2"],
-    ["accumulate", "new", "x", "x2", "--create"],
+    ["accumulate", "x2", "--into", "x"],
+    ["accumulate", "x", "x2", "--output", "new"],
     ["zero", "x", "--exclude", "X"],
     ["layernorm-backward", "x"],
     ["layernorm-backward", "x", "--output-dir", "new"],

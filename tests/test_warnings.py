@@ -81,11 +81,11 @@ CALLS = {
     "clip x --max-norm 1 --nonfinite zero --include F64 --per-tensor --unscale 1e-300": 3,
     "clip x --max-norm 1": 1,
     "clip x --max-value 0.5 --nonfinite zero": 0,
-    "accumulate x y --nonfinite propagate --weight 1e300": 0,
-    "accumulate x y y2 --nonfinite propagate --weight 1e300 --weight 1e300 --mean": 0,
-    "accumulate x y --nonfinite propagate --max-norm 1 --clip-each 1e-300": 0,
-    "accumulate x y --nonfinite skip": 1,
-    "accumulate new y --nonfinite propagate --create --dtype F16": 0,
+    "accumulate y --into x --nonfinite propagate --weight 1e300": 0,
+    "accumulate y y2 --into x --nonfinite propagate --weight 1e300 --weight 1e300 --mean": 0,
+    "accumulate y --into x --nonfinite propagate --max-norm 1 --clip-each 1e-300": 0,
+    "accumulate y --into x --nonfinite skip": 1,
+    "accumulate y --output new --nonfinite propagate --dtype F16": 0,
     "zero x": 0,
     "layernorm-backward layers": 1,
     **{
@@ -140,7 +140,7 @@ def in_threads(folder):
     yield gradtool.norm(paths[0], norm_type=3, threads=2)
     yield gradtool.clip(paths[0], max_norm=1, nonfinite="propagate", threads=2, fsync=False)
     yield gradtool.clip(paths[0], max_value=0.5, nonfinite="zero", norm_type=3, threads=2, fsync=False)
-    yield gradtool.accumulate(paths[0], paths[1], weight=[1e300], nonfinite="propagate", threads=2, fsync=False)
+    yield gradtool.accumulate(paths[1], into=paths[0], weight=[1e300], nonfinite="propagate", threads=2, fsync=False)
     # X that is narrower than the gradient overflows.
     tensors = {f"{dtype}.X": array.reshape(256, 1024) for dtype, array in large.items()}
     for dtype in VALUE_TYPES:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from gradtool.store.io.channel import Channel
 
 
+# The type that zeros have which no file holds: it takes least room.
+_ZEROS = "F8_E4M3"
+
+
 class Source(Protocol):
     """A gradient set: its tensors by the number of the target that they belong to, and what they are multiplied by."""
 
@@ -30,13 +34,22 @@ class Source(Protocol):
 
 
 def read(
-    sources: Iterable[Source], targets: Sequence[Selected], block: Block, channel: Channel, nbytes: int
+    sources: Iterable[Source],
+    targets: Sequence[Selected],
+    block: Block,
+    channel: Channel,
+    nbytes: int,
+    *,
+    fills: bool = False,
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """What the sources have for a block, in order, in batches of about `nbytes`."""
+    """What the sources have for a block, in order, in batches of about `nbytes`.
+
+    With `fills`, a source has zeros where it has nothing.
+    """
     batch: list[_Part] = []
     filled = 0
     for one in sources:
-        parts = _parts(one, block)
+        parts = _parts(one, block, fills=fills)
         size = sum(part.nbytes for part in parts)
         if batch and filled + size > nbytes:
             yield _read_batch(batch, filled, targets, channel)
@@ -64,22 +77,24 @@ def read_one(
 
 
 class _Part(NamedTuple):
-    """What one source has for one span, whose first sum is number `at`."""
+    """What one source has for one span, whose first sum is number `at`; zeros if nothing is selected."""
 
     span: Span
     at: int
-    selected: Selected
+    selected: Selected | None
     factor: float
     nbytes: int
 
 
-def _parts(source: Source, block: Block) -> list[_Part]:
+def _parts(source: Source, block: Block, *, fills: bool) -> list[_Part]:
     parts, at = [], 0
     for span in block.spans:
         selected = source.tensors.get(span.tensor)
         if selected is not None:
             nbytes = span.elements * STORAGE[selected.tensor.dtype].itemsize
             parts.append(_Part(span, at, selected, source.factor, nbytes))
+        elif fills:
+            parts.append(_Part(span, at, None, 1.0, span.elements * STORAGE[_ZEROS].itemsize))
         at += span.elements
     return parts
 
@@ -90,13 +105,14 @@ def _read_batch(
     addends, runs, offset = [], _Runs(), 0
     view = channel.memory("gradients", nbytes)
     for part in parts:
-        span, tensor = part.span, part.selected.tensor
-        addends.append(Addend(tensor.dtype, offset, span.elements, part.at, part.factor))
-        target = targets[span.tensor].tensor
-        if tensor.elements == target.elements:
-            runs.add(part.selected, span.start * (part.nbytes // span.elements), part.nbytes, offset)
+        span, one, target = part.span, part.selected, targets[part.span.tensor].tensor
+        addends.append(Addend(one.tensor.dtype if one else _ZEROS, offset, span.elements, part.at, part.factor))
+        if one is None:
+            view[offset : offset + part.nbytes] = bytes(part.nbytes)
+        elif one.tensor.elements == target.elements:
+            runs.add(one, span.start * (part.nbytes // span.elements), part.nbytes, offset)
         else:
-            spread(part.selected, target.shape, span, view[offset:], channel)
+            spread(one, target.shape, span, view[offset:], channel)
         offset += part.nbytes
     for shard, begin, end, to in runs:
         channel.read(shard, begin, view[to : to + end - begin])

@@ -96,7 +96,7 @@ def test_a_run_on_the_cpu_imports_no_cupy(tmp_path):
 def test_a_missing_gpu_ends_every_command_with_4_and_one_line(tmp_path, operation):
     path = write(tmp_path / "x.safetensors", {"a": np.ones(3, np.float32)})
     before = snapshot(tmp_path)
-    options = {"clip": ["--max-norm", "1"], "accumulate": [path]}.get(operation, [])
+    options = {"clip": ["--max-norm", "1"], "accumulate": ["--into", path]}.get(operation, [])
     # Modules that cannot be imported hide a CuPy that is installed.
     (tmp_path / "cupy").mkdir()
     (tmp_path / "cupy" / "__init__.py").write_text("raise ImportError('not for this test')")

@@ -94,7 +94,7 @@ def test_accumulate(bench, tmp_path, dtype):
     for path, values in zip(paths, gradients, strict=True):
         save_file({"g": np.abs(values)}, path)
     exact = sum(np.abs(values.astype(np.longdouble)) for values in gradients)
-    gradtool.accumulate(paths[0], paths[1:], fsync=False)
+    gradtool.accumulate(paths[1:], into=paths[0], fsync=False)
     ours = ulps(load_file(paths[0])["g"], exact, dtype)
     theirs = None
     if torch:

@@ -31,7 +31,7 @@ def test_many_small_files(bench, gradtool_command, command, target):
         "norm": [str(folder)],
         # Halved in each round, so that there is always something to clip.
         "clip": [str(folder), "--max-norm", "0.5", "--total-norm", "1", "--eps", "0", "--no-fsync"],
-        "accumulate": [*map(str, paths), "--no-fsync"],
+        "accumulate": [*map(str, paths[1:]), "--into", str(paths[0]), "--no-fsync"],
     }
     before = read(paths[0])
     ours, plain = bench.in_turn(

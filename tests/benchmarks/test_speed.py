@@ -120,7 +120,7 @@ def test_accumulate_is_faster_than_the_peer(bench, gradtool_command, peer_comman
     work = str(bench.restored(buffer))
     # The buffer is read and written.
     moved = 2 * buffer.stat().st_size + sum(Path(path).stat().st_size for path in gradients)
-    ours = [*gradtool_command, "accumulate", work, *gradients, "--no-fsync"]
+    ours = [*gradtool_command, "accumulate", *gradients, "--into", work, "--no-fsync"]
     compare(
         bench, ours, [*peer_command, "accumulate", work, *gradients],
         what=f"accumulate {count} x {dtype} {nbytes // MIB} MiB into f32", target=target, nbytes=moved, restore=buffer,
@@ -132,7 +132,7 @@ def test_the_median_of_nine_is_faster_than_the_peer_and_nearly_as_fast_as_the_me
 ):
     buffer, gradients = bench.file("f32", 64 * MIB, 48), bench.gradients("f32", 64 * MIB, 9)
     work = str(bench.restored(buffer))
-    command = [*gradtool_command, "accumulate", work, *gradients, "--overwrite", "--no-fsync", "--reduce"]
+    command = [*gradtool_command, "accumulate", *gradients, "--into", work, "--overwrite", "--no-fsync", "--reduce"]
     nbytes = buffer.stat().st_size + sum(Path(path).stat().st_size for path in gradients)
     compare(
         bench, [*command, "median"], [*peer_command, "median", work, *gradients],
@@ -150,7 +150,7 @@ def test_peak_memory_of_the_median_of_hundreds(bench, gradtool_command):
     gradients = bench.gradients("f32", 4 * MIB, 300)
     buffer = bench.file("f32", 4 * MIB, 48)
     work = bench.restored(buffer)
-    command = [*gradtool_command, "accumulate", str(work), *gradients, "--reduce", "median", "--no-fsync"]
+    command = [*gradtool_command, "accumulate", *gradients, "--into", str(work), "--reduce", "median", "--no-fsync"]
     (run,) = bench.in_turn([command], buffer)
     bench.note("peak memory of the median of 300 x f32 4 MiB", f"{run.peak_mib:.0f} MiB", "< 200 MiB")
     assert run.peak_mib < 200
@@ -213,7 +213,7 @@ def test_peak_memory_of_the_others(bench, gradtool_command, command):
     if command == "accumulate":
         buffer = bench.file("f32", GIB, 48)
         work, limit = bench.restored(buffer), 200
-        arguments = [str(work), *bench.gradients("bf16", GIB // 2, 4), "--no-fsync"]
+        arguments = [*bench.gradients("bf16", GIB // 2, 4), "--into", str(work), "--no-fsync"]
         what, restore = "accumulate, 3 GiB", buffer
     else:
         arguments = [

@@ -69,12 +69,12 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
         for command, *rest in (
             ["norm", "--per-tensor", "--histogram"],
             ["clip", "--max-norm", "1e-3", "--per-tensor"],
-            ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2"],
+            ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2", "--into"],
         ):
-            done = cluster.run(command, ours, *rest, "--json")
+            done = cluster.run(command, *rest, ours, "--json")
             assert (done.returncode, done.stderr) == (0, ""), done
             data = checked(done.stdout)["data"]
-            assert facts_of(data) == facts_of(gradtool_json(command, theirs, *rest)["data"])
+            assert facts_of(data) == facts_of(gradtool_json(command, *rest, theirs)["data"])
             assert content_of(ours) == content_of(theirs)
             assert 1 <= data["workers"] <= workers
             assert (data["hosts"], data["retries"], data["engine"]) == (1, 0, cluster.options[1])

@@ -172,13 +172,13 @@ def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):
     random_set(tmp_path / "g", 7, like=sizes)
     before = snapshot(tmp_path)
     with workers(pool) as there:
-        for operation, *arguments, options in (
+        for operation, path, options in (
             (gradtool.clip, ours, {"max_norm": 1e-3}),
-            (gradtool.accumulate, ours, [tmp_path / "g"], {"max_norm": 1e-2}),
-            (gradtool.accumulate, ours / "new", [tmp_path / "g"], {"create": True}),
+            (gradtool.accumulate, tmp_path / "g", {"into": ours, "max_norm": 1e-2}),
+            (gradtool.accumulate, tmp_path / "g", {"output": ours / "new"}),
         ):
-            result = operation(*arguments, **options, **there, dry_run=True)
-            assert facts_of(result) == facts_of(operation(*arguments, **options, dry_run=True))
+            result = operation(path, **options, **there, dry_run=True)
+            assert facts_of(result) == facts_of(operation(path, **options, dry_run=True))
     assert snapshot(tmp_path) == before
 
 
@@ -232,24 +232,32 @@ ACCUMULATIONS = {
     "clip-each": {"clip_each": 1e-2, "per_gradient": True, "nonfinite": "skip"},
     "overwrite": {"overwrite": True},
     "median": {"reduce": "median", "per_gradient": True},
+    "mean of those that have it": {"mean": True, "missing": "skip", "weight": [0.3, -2.5], "per_gradient": True},
+    "median with zeros": {"reduce": "median", "missing": "zero", "per_gradient": True},
     "no-update": {"update": False},
 }
 
 
 @pytest.mark.parametrize("name", ACCUMULATIONS)
-@pytest.mark.parametrize("create", [False, True])
-def test_accumulate_is_the_same_for_any_shards_and_types(tmp_path, pool, name, create):
+@pytest.mark.parametrize("where", ["into", "output", "output_dir"])
+def test_accumulate_is_the_same_for_any_shards_and_types(tmp_path, pool, name, where):
     ours, theirs, sizes = twice(tmp_path, 3)
     for seed in (11, 12):
-        random_set(tmp_path / f"g{seed}", seed, like=sizes)
+        lacks_some = seed == 12 and "missing" in ACCUMULATIONS[name]
+        random_set(tmp_path / f"g{seed}", seed, like=sizes[:4] if lacks_some else sizes)
     gradients = [tmp_path / "g11", tmp_path / "g12"]
-    options = ACCUMULATIONS[name] | ({"create": True, "dtype": "BF16"} if create else {})
-    if create:
-        ours, theirs = ours / "new.safetensors", theirs / "new.safetensors"
+    options = dict(ACCUMULATIONS[name])
+    if where != "into":
+        ours, theirs = ours / "new", theirs / "new"
+        options |= {"dtype": "BF16"} | ({"max_shard_size": 100_000} if where == "output_dir" else {})
+        options.pop("overwrite", None)
     with workers(pool) as there:
-        result = gradtool.accumulate(ours, gradients, **options, **there)
-    assert facts_of(result) == facts_of(gradtool.accumulate(theirs, gradients, **options))
-    assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
+        result = gradtool.accumulate(gradients, **{where: ours}, **options, **there)
+    assert facts_of(result) == facts_of(gradtool.accumulate(gradients, **{where: theirs}, **options))
+    if where == "output_dir" and ours.exists():
+        assert content_of(ours) == content_of(theirs)
+    elif where != "output_dir":
+        assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
 
 
 def test_a_nan_in_a_gradient_is_named_and_nothing_is_written(tmp_path, pool):
@@ -258,7 +266,7 @@ def test_a_nan_in_a_gradient_is_named_and_nothing_is_written(tmp_path, pool):
     bad = write(tmp_path / "bad.safetensors", {"t0": np.full(sizes[0], np.nan, np.float32)})
     before = snapshot(tmp_path)
     with workers(pool) as there, pytest.raises(gradtool.NonFiniteError) as error:
-        gradtool.accumulate(ours, [tmp_path / "g", bad], missing="skip", **there)
+        gradtool.accumulate([tmp_path / "g", bad], into=ours, missing="skip", **there)
     assert [(one.file, one.tensor) for one in error.value.problems] == [(str(bad), "t0")]
     assert snapshot(tmp_path) == before
 

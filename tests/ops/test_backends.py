@@ -92,14 +92,18 @@ CALLS = {
     "norm 3": lambda folder, **options: gradtool.norm(grads(folder / "g"), norm_type=3.0, **options),
     "norm with a histogram": lambda folder, **options: gradtool.norm(grads(folder / "g"), histogram=True, **options),
     "accumulate": lambda folder, **options: gradtool.accumulate(
-        grads(folder / "g"),
         [grads(folder / "h", 100), grads(folder / "i", 200)],
+        into=grads(folder / "g"),
         weight=[0.5, -1.5],
         mean=False,
         **options,
     ),
     "accumulate a clipped mean": lambda folder, **options: gradtool.accumulate(
-        grads(folder / "g"), [grads(folder / "h", 100), grads(folder / "i", 200)], mean=True, max_norm=1.0, **options
+        [grads(folder / "h", 100), grads(folder / "i", 200)],
+        into=grads(folder / "g"),
+        mean=True,
+        max_norm=1.0,
+        **options,
     ),
     "check": lambda folder, **options: gradtool.check(grads(folder / "g"), **options),
     "zero": lambda folder, **options: gradtool.zero(grads(folder / "g"), include=["t1"], **options),

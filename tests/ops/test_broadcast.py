@@ -114,14 +114,14 @@ def test_the_bits_of_a_nan_are_spread_as_they_are(tmp_path):
 )
 def test_a_gradient_broadcasts_to_the_shape_of_the_buffer(tmp_path, grad, expected):
     path, grads = lay_out(tmp_path, encode([[1, 2, 3], [4, 5, 6]], "F32"), grad)
-    accumulate(path, grads)
+    accumulate(grads, into=path)
     assert read(path)["a"].tolist() == expected
 
 
 def test_a_gradient_never_broadcasts_the_other_way(tmp_path):
     path, grads = lay_out(tmp_path, {"a": f32(1, 2), "b": f32(1)}, {"a": encode([[1, 2], [3, 4]], "F32"), "b": f32(1)})
     with pytest.raises(BadInputError, match=r"\[2, 2\] does not broadcast to the buffer's \[2\]") as caught:
-        accumulate(path, grads)
+        accumulate(grads, into=path)
     assert caught.value.exit_code == 3
     assert refused(BadInputError, tmp_path, path, grads) == [("shape", "a", "g1")]
     path, grads = lay_out(tmp_path, encode(1, "F32"), f32(1))

@@ -410,9 +410,9 @@ def test_a_prefix_is_named_with_the_option_that_removes_or_adds_it(tmp_path):
         option = line.split("--map '")[1].split("'")[0]
         assert diff(*paths, map=option, bits=True).problems == ()
         buffer = write(tmp_path / "buffer", read(paths[1]))
-        done = gradtool("accumulate", buffer, paths[0])
+        done = gradtool("accumulate", paths[0], "--into", buffer)
         assert f"--map '{option}'" in done.stderr
-        accumulate(buffer, paths[0], map=option)
+        accumulate(paths[0], into=buffer, map=option)
         assert {name: array.tolist() for name, array in read(buffer).items()} == {
             name: (array * 2).tolist() for name, array in read(paths[1]).items()
         }
@@ -420,7 +420,7 @@ def test_a_prefix_is_named_with_the_option_that_removes_or_adds_it(tmp_path):
 
 def test_a_buffer_is_created_with_the_new_names(tmp_path):
     grad = write(tmp_path / "g", {"module.a": f32(1, 2)})
-    accumulate(tmp_path / "new", [grad], create=True, map=r"^module\.=")
+    accumulate([grad], output=tmp_path / "new", map=r"^module\.=")
     assert read(tmp_path / "new")["a"].tolist() == [1, 2]
 
 

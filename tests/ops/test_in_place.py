@@ -83,7 +83,7 @@ def test_a_norm_that_must_be_measured_again_is_that_of_what_was_written(tmp_path
     assert result.norm_after == norm(folders[1]).norm == pytest.approx(1e190)
     # And where it is the norm before that must be: the old content is gone then.
     other = write(tmp_path / "other", {"t": np.array([1e200, 0.0, 0.0])})
-    result = check_alike(folders, lambda folder, **options: accumulate(folder, other, **options))
+    result = check_alike(folders, lambda folder, **options: accumulate(other, into=folder, **options))
     assert result.norm_before == pytest.approx(1e190)
 
 
@@ -104,7 +104,7 @@ def test_adding_in_place_gives_the_bytes_of_replacing(tmp_path, dtype, options):
         write(tmp_path / f"g{k}", {name: gaussian(size, "BF16", seed=k) for name, size in sizes.items() if name != "b"})
         for k in range(2)
     ]
-    check_alike(folders, lambda folder, **how: accumulate(folder, grads, missing="skip", **options, **how))
+    check_alike(folders, lambda folder, **how: accumulate(grads, into=folder, missing="skip", **options, **how))
 
 
 def test_zeros_are_written_in_place(tmp_path):
@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_put_back_and_named_where_it_was(tmp_path, where):
     paths = {name: write(tmp_path / name / "x", nan if name == where else finite) for name in ("buffer", "gradient")}
     error = check_undone(
         tmp_path / "buffer",
-        lambda: accumulate(*paths.values(), write="inplace"),
+        lambda: accumulate(paths["gradient"], into=paths["buffer"], write="inplace"),
         NonFiniteError,
         "input contains NaN or Inf",
     )
@@ -200,7 +200,10 @@ def test_a_sum_beyond_its_type_is_put_back_and_is_no_fault_of_the_buffer(tmp_pat
     path = write(tmp_path / "x" / "buffer", {"a": encode([6e4, 1.0], "F16")})
     gradient = write(tmp_path / "gradient", {"a": encode([6e4, 1.0], "F16")})
     error = check_undone(
-        path.parent, lambda: accumulate(path, gradient, write="inplace"), NonFiniteError, "sums overflow their type"
+        path.parent,
+        lambda: accumulate(gradient, into=path, write="inplace"),
+        NonFiniteError,
+        "sums overflow their type",
     )
     assert [one.code for one in error.problems] == ["overflow"]
 
@@ -246,7 +249,7 @@ def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, mon
     gradient = write(tmp_path / "gradient", {"a": np.ones(3_000_000, np.float32)})
     check_undone(
         path.parent,
-        lambda: accumulate(path, gradient, write="inplace"),
+        lambda: accumulate(gradient, into=path, write="inplace"),
         SystemRefusedError,
         "for undo logs and filled holes",
     )
@@ -264,7 +267,16 @@ def test_a_limit_on_files_leaves_all_old_or_all_new_and_nothing_else(tmp_path, l
         write(tmp_path / "gradient" / "59.safetensors", {"t59": np.full(900, 6e4, np.float16)})
     old = content_of(tmp_path / "buffer")
     command = f'ulimit {limit}; exec "$@"'
-    arguments = [*COMMAND, "accumulate", tmp_path / "buffer", tmp_path / "gradient", "--write", "inplace", "--quiet"]
+    arguments = [
+        *COMMAND,
+        "accumulate",
+        tmp_path / "gradient",
+        "--into",
+        tmp_path / "buffer",
+        "--write",
+        "inplace",
+        "--quiet",
+    ]
     done = subprocess.run(["bash", "-c", command, "-", *arguments], capture_output=True, text=True, check=False)
     now = content_of(tmp_path / "buffer")
     assert now.keys() == old.keys(), done.stderr
@@ -273,15 +285,12 @@ def test_a_limit_on_files_leaves_all_old_or_all_new_and_nothing_else(tmp_path, l
     assert done.returncode != 5 or "ulimit -f" in done.stderr
 
 
-@pytest.mark.parametrize("option", ["output", "output_dir", "create"])
+@pytest.mark.parametrize("option", ["output", "output_dir"])
 def test_there_must_be_something_to_change(tmp_path, option):
     path = write(tmp_path / "a.safetensors", {"a": np.ones(3, np.float32)})
-    if option == "create":
+    for call in (accumulate, lambda path, **options: clip(path, max_norm=1, **options)):
         with pytest.raises(UsageError, match='write="inplace" changes files that are there'):
-            accumulate(tmp_path / "new", path, create=True, write="inplace")
-    else:
-        with pytest.raises(UsageError, match='write="inplace" changes files that are there'):
-            clip(path, max_norm=1, write="inplace", **{option: tmp_path / "out"})
+            call(path, write="inplace", **{option: tmp_path / "out"})
     with pytest.raises(UsageError, match="write must be one of replace, inplace"):
         clip(path, max_norm=1, write="over")
 

@@ -96,7 +96,7 @@ def test_accumulating_measures_before_and_after_in_one_pass(tmp_path, exponent, 
     old, grad = ({"a": made([(140_000, [exponent])], seed)["t0"], "b": np.ones(5)} for seed in (1, 2))
     path, other = write(tmp_path / "x.safetensors", old), write(tmp_path / "g.safetensors", {"a": grad["a"]})
     before = norm(path).norm
-    result = accumulate(path, other, write=write_mode, missing="skip")
+    result = accumulate(other, into=path, write=write_mode, missing="skip")
     assert (result.norm_before, result.norm_after) == (before, norm(path).norm)
     assert_within_one_ulp(result.norm_before, old.values())
     assert_within_one_ulp(result.norm_after, read(path).values())

@@ -94,7 +94,7 @@ def test_one_name_twice_in_a_folder_stays_an_error_that_says_how_to_concatenate(
 
 def test_what_does_not_make_one_vector_of_its_paths_takes_any_names(tmp_path, ranks):
     assert zero(ranks, output_dir=tmp_path / "zeros").tensors == 4
-    assert accumulate(tmp_path / "sum", ranks, create=True, include="w").norm_after == 7.0
+    assert accumulate(ranks, output=tmp_path / "sum", include="w").norm_after == 7.0
     layer = {"n.Y_grad": f32(1, 2), "n.X": f32(3, 5), "n.scale": ONES}
     layers = [write(tmp_path / name, layer) for name in ("x", "y")]
     assert layernorm_backward(layers, output_dir=tmp_path / "layers").layers == 2

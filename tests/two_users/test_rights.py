@@ -103,7 +103,7 @@ def test_what_only_its_owner_may_read_stays_so(root):
     assert mode_of(folder / "a.safetensors") == 0o600
     made("clip", secret, "--max-norm", "1", "--output-dir", folder / "b")
     assert mode_of(folder / "b/secret.safetensors") == 0o600
-    made("accumulate", "--create", folder / "c.safetensors", secret, public)
+    made("accumulate", secret, public, "--output", folder / "c.safetensors")
     assert mode_of(folder / "c.safetensors") == 0o600
     made("clip", secret, "--max-norm", "1")
     assert mode_of(secret) == 0o600
@@ -239,7 +239,7 @@ MAKERS = {
     "a file": (["clip", "in/x", "--max-norm", "1", "--output", "new/y"], ["y"]),
     "a folder": (["clip", "in", "--max-norm", "1", "--output-dir", "new/d"], ["d/x", "d/x.safetensors.index.json"]),
     "a set": (
-        ["accumulate", "--create", "new/set", "in/x", "--max-shard-size", "1KB"],
+        ["accumulate", "in/x", "--output-dir", "new/set", "--max-shard-size", "1KB"],
         ["set/model-00001-of-00002.safetensors", "set/model.safetensors.index.json"],
     ),
     "a state": (["clip", "in/x", "--limit", "z=2", "--state", "new/state"], ["state"]),
@@ -255,7 +255,7 @@ MAKERS = {
         ["clip", "public", "--limit", "z=2", "--state", "in/state", "--output", "new/y"],
         ["y"],
     ),
-    "a file of two": (["accumulate", "--create", "new/y", "public", "in/x"], ["y"]),
+    "a file of two": (["accumulate", "public", "in/x", "--output", "new/y"], ["y"]),
 }
 
 

@@ -100,7 +100,7 @@ def test_an_output_folder_that_is_a_link_of_another_user_is_refused(root, runner
 # What makes a folder, by way of a folder that is there and a link.
 MAKES_FOLDERS = {
     "clip": ["clip", "x", "--max-norm", "1", "--output-dir", "out"],
-    "new set": ["accumulate", "--create", "out", "x", "--max-shard-size", "1KB"],
+    "new set": ["accumulate", "x", "--output-dir", "out", "--max-shard-size", "1KB"],
 }
 
 

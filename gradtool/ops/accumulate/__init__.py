@@ -1,4 +1,4 @@
-"""Adds gradients to a buffer: any number of sets, weighted, in one pass, with one rounding."""
+"""Adds up gradients: any number of sets, weighted, in one pass, with one rounding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Unpack
 
 from gradtool import checks
 from gradtool.errors import UsageError
-from gradtool.ops.accumulate.buffer import OpenBuffer, checked_buffer, new_set
+from gradtool.ops.accumulate.buffer import OpenBuffer, existing_buffer, new_set
 from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.reduce import refuse_too_few
 from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import Facts, Written, facts, loss_warnings, written
 from gradtool.ops.session import Call, output_options_of
-from gradtool.options import AccumulateOptions, Buffer, Gradients
+from gradtool.options import AccumulateOptions, Gradients
 from gradtool.signatures import complete
 from gradtool.store.format.rename import Renames
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class AccumulateResult(Facts, Written):
-    """What was added and what came of it. The facts are those of the buffer as it is now.
+    """What was added and what came of it. The facts are those of the buffer as it is now, or of the new set.
 
     `norm_before` and `zeros_before` are None where the old content was not read. `sum_norm` is the norm of the float64
-    sums that were clipped, and `coef` what they were multiplied by; None without `max_norm`.
+    sums that were clipped, and `coef` what they were multiplied by; None without `max_norm`. `missing` counts the
+    tensors that gradients lack, and `extra` those of gradients that the buffer lacks.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
@@ -41,13 +42,18 @@ class AccumulateResult(Facts, Written):
     zeros_before: int | None
     taken: int
     skipped: int
+    missing: int
+    extra: int
     weight_sum: float
     updated: bool
     per_gradient: tuple[GradientRow, ...]
 
 
-def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> AccumulateResult:
-    """Add gradients to a buffer, tensor by tensor of the same name: buffer ← round(buffer + Σ w · g), in place.
+def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> AccumulateResult:
+    """Add up gradients, tensor by tensor of the same name: into ← round(into + Σ w · g), in place.
+
+    With `output` or `output_dir` instead of `into`, Σ w · g alone becomes a new file or set, which is made or replaced
+    as a whole; with both, `into` is only read. Gradients are never written.
 
     Sums are float64, in the order given, and rounded once to the type of the buffer. A gradient may have any type that
     carries values, and any shape that broadcasts to the buffer's. This is ONNX Runtime's InPlaceAccumulator (with
@@ -63,33 +69,30 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
     chosen = complete("accumulate", AccumulateOptions, options)
     policy = Policy.of(chosen)
     output_options = output_options_of(chosen)
-    if policy.create and output_options.is_elsewhere:
-        raise UsageError("--create writes BUFFER itself; leave out --output and --output-dir")
-    path = checked_buffer(buffer, policy)
-    created = new_set(path, policy) if policy.create else None
-    owned = 1 if created is None else 0
-    renames = Renames.of(chosen["map"], slice(owned, None))
-    call = Call.of([*([] if policy.create else [path]), *checks.paths(gradients)], chosen, renames=renames)
-    with call.open_to_write(output_options, writes=owned, created=created) as (session, output):
-        offered = session.opened.sets[owned:]
+    into = [] if chosen["into"] is None else [existing_buffer(chosen["into"])]
+    created = new_set(policy, output_options) if policy.is_new else None
+    renames = Renames.of(chosen["map"], slice(len(into), None))
+    call = Call.of([*into, *checks.paths(gradients)], chosen, renames=renames)
+    with call.open_to_write(output_options, writes=len(into), created=created) as (session, output):
+        offered = session.opened.sets[len(into) :]
         if not offered:
-            raise UsageError("no gradient is given; name one after the buffer, or use --files-from")
+            raise UsageError("no gradient is given; name a file, a folder or an index, or use --files-from")
         if policy.trim is not None:
             refuse_too_few(policy.trim, len(offered))
         selected = [session.opened.selected_in(one.shards) for one in offered]
         if created is None:
-            into = OpenBuffer(session.opened.selected_in(output.shards), there=output.sets[0])
+            buffer = OpenBuffer(session.opened.selected_in(output.shards), there=output.sets[0])
         else:
-            into = OpenBuffer.create(created, offered[0], selected[0])
+            buffer = OpenBuffer.create(created, session.opened.selected, offered[0].shards[0].metadata)
         weights = weights_of(offered, policy.weights, policy.weight_key)
-        matched = match(into.targets, list(zip(offered, selected, strict=True)), weights, skip=policy.skips_missing)
-        done = (add if chosen["update"] else leave)(session, policy, into, matched, output)
+        matched, gaps = match(buffer.targets, list(zip(offered, selected, strict=True)), weights, policy)
+        done = (add if chosen["update"] else leave)(session, policy, buffer, matched, output)
     return AccumulateResult(
         **facts(
             session,
             done.targets,
             done.found,
-            warnings=[*done.warnings, *loss_warnings(done.targets, done.found)],
+            warnings=[*gaps, *done.warnings, *loss_warnings(done.targets, done.found)],
         ),
         **written(session, output, done.destination),
         norm_before=done.norm_before,
@@ -101,6 +104,8 @@ def accumulate(buffer: Buffer, gradients: Gradients = (), **options: Unpack[Accu
         zeros_before=done.zeros_before,
         taken=sum(row.taken for row in done.rows),
         skipped=sum(not row.taken for row in done.rows),
+        missing=sum(row.missing for row in done.rows),
+        extra=sum(row.extra for row in done.rows),
         weight_sum=done.weight_sum,
         updated=chosen["update"],
         per_gradient=tuple(done.rows if chosen["per_gradient"] else ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import tuning
@@ -12,6 +13,7 @@ from gradtool.ops.beside import read
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
+from gradtool.store.io.blocks import cut_where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +49,8 @@ class BeforeAndAfter(NamedTuple):
 class Add(NamedTuple):
     """Adds contributions to tensors of the buffer (`targets`), which their tensors are numbered by.
 
-    With `trim`, what is added is the trimmed mean of the contributions and not their sum.
+    With `trim`, what is added is the trimmed mean of the contributions and not their sum. With `divisors`, each target
+    has a divisor of its own, not that of the rule. With `counts_zeros`, contributions are 0 where they lack a target.
     The buffer `is_new` if it is only being created. With `measures_before`, what it held is measured in the same pass.
     """
 
@@ -56,6 +59,8 @@ class Add(NamedTuple):
     rule: Rule
     spec: NormSpec
     trim: Trim | None = None
+    divisors: Sequence[float] = ()
+    counts_zeros: bool = False
     is_new: bool = False
     measures_before: bool = False
 
@@ -80,7 +85,10 @@ class Add(NamedTuple):
         itemsizes = {STORAGE[one.tensor.dtype].itemsize for one in self.targets}
         tiles = tuning.SUM_TILES * _times_larger(backend)
         nbytes = TILE * max([tiles * min(itemsizes), *itemsizes]) if itemsizes else TILE
-        return (OnBlock(self._add, one) for one in destination.blocks(wanted, TILE, nbytes))
+        blocks = destination.blocks(wanted, TILE, nbytes)
+        if self.divisors:
+            blocks = chain.from_iterable(cut_where(one, self.divisors) for one in blocks)
+        return (OnBlock(self._add, one) for one in blocks)
 
     def parts(self, destination: Destination) -> Iterator[Part]:
         """One for each file of the buffer, with what is added to it, whichever files that is in."""
@@ -96,7 +104,8 @@ class Add(NamedTuple):
             reads = dict.fromkeys([*([] if self.is_new else [shard]), *(one.shard for one in gradients)])
             nbytes = shard.size + sum(one.tensor.nbytes for one in gradients)
             targets = [self.targets[number] for number in numbers]
-            work = self._replace(targets=targets, contributions=own)
+            divisors = [self.divisors[number] for number in numbers] if self.divisors else ()
+            work = self._replace(targets=targets, contributions=own, divisors=divisors)
             places = [(number, 0) for number in numbers]
             yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
 
@@ -115,18 +124,22 @@ class Add(NamedTuple):
         if pieces:
             data = backend.to_device(view, copies=reads or not covered, align=pieces[0].offset)
             before = None if found.before is None else backend.tile_sums(data, pieces, self.spec)
-            after = backend.accumulate(data, pieces, self.sources(block, worker), self.rule, self.spec)
+            after = backend.accumulate(data, pieces, self.sources(block, worker), self.rule_of(block), self.spec)
             if found.before is not None and before is not None:
                 found.before.add(block, before)
             found.after.add(block, after)
         worker.store(block, data)
 
+    def rule_of(self, block: Block) -> Rule:
+        """The rule for the targets of a block."""
+        return self.rule._replace(divisor=self.divisors[block.spans[0].tensor]) if self.divisors else self.rule
+
     def sources(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
         """What is added to a block, a batch at a time."""
         if self.trim is not None:
-            return reduced(self.trim, self.contributions, self.targets, block, worker)
+            return reduced(self.trim, self.contributions, self.targets, block, worker, fills=self.counts_zeros)
         batch = tuning.BATCH_BYTES * _times_larger(worker.backend)
-        return read(self.contributions, self.targets, block, worker.channel, batch)
+        return read(self.contributions, self.targets, block, worker.channel, batch, fills=self.counts_zeros)
 
 
 def _times_larger(backend: Backend) -> int:

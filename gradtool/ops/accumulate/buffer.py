@@ -1,69 +1,61 @@
-"""The buffer that gradients are added to: an open gradient set, or one that is being created."""
+"""What gradients are added to: a buffer, which is an open gradient set, or a new set."""
 
 from __future__ import annotations
 
 import os
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool import checks
-from gradtool.errors import NO_SUCH_FILE, BadInputError, UsageError
+from gradtool.errors import NO_SUCH_FILE, BadInputError
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
 from gradtool.store.format.gradset import Selected, open_sets
-from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
-from gradtool.store.format.paths import is_there, refuse_output
+from gradtool.store.format.paths import is_there
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from gradtool.backends import NormSpec
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.session import Session
     from gradtool.ops.totals import Total
+    from gradtool.options import StrPath
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.output import Metadata, Output
+    from gradtool.store.transaction.output_options import OutputOptions
+
+# As huggingface_hub has it.
+_SHARD_BYTES = 5 * 10**9
 
 
-def checked_buffer(buffer: Any, policy: Policy) -> str:
-    """The path of the buffer, which must exist, or must not if it is to be created; or only as an empty folder."""
-    path = checks.path("BUFFER", buffer)
-    there = is_there(path)
-    if policy.create:
-        if path == "-":
-            raise UsageError("BUFFER - is not supported: results are files, not streams. Use ./- for a file named -")
-        refuse_output(path)
-    if policy.is_sharded and path.endswith((".safetensors", INDEX_SUFFIX)):
-        raise UsageError(f"--shard-like and --max-shard-size make a folder, and {path} names a file")
-    if policy.create and there and not (policy.is_sharded and os.path.isdir(path)):  # noqa: PTH112 - may raise
-        raise BadInputError("already exists; leave out --create to add to it", file=path, code="exists")
-    if policy.create and not policy.is_sharded and path.endswith((os.sep, INDEX_SUFFIX)):
-        raise UsageError(f"--create makes a single file, which {path} does not name; --max-shard-size makes a folder")
-    if not policy.create and not there:
-        from gradtool.store.format.missing import no_such_file  # only needed for the error
+def existing_buffer(path: StrPath) -> str:
+    """Return the path of the buffer; raise `BadInputError` if there is none."""
+    path = os.fspath(path)
+    if is_there(path):
+        return path
+    from gradtool.store.format.missing import no_such_file  # only needed for the error
 
-        message = no_such_file(path)
-        # The reason why, or the path that may be meant, comes last.
-        message = message.replace(NO_SUCH_FILE, f"{NO_SUCH_FILE}; --create makes it from the first gradient", 1)
-        raise BadInputError(message, file=path, code="missing-file")
-    return path
+    # The reason why, or the path that may be meant, comes last.
+    message = no_such_file(path).replace(NO_SUCH_FILE, f"{NO_SUCH_FILE}; to write the sum alone, use --output", 1)
+    raise BadInputError(message, file=path, code="missing-file")
 
 
-def new_set(path: str, policy: Policy) -> NewSet:
-    """The buffer that is to be created."""
+def new_set(policy: Policy, options: OutputOptions) -> NewSet:
+    """Return the set that will hold the sum alone: one file or, in a folder, shards."""
     like = None if policy.shard_like is None else open_sets([policy.shard_like])[0]
-    return NewSet(Path(path), policy.dtype or "F32", like, policy.max_shard_size)
+    shard_bytes = None if like is not None or options.folder is None else policy.max_shard_size or _SHARD_BYTES
+    return NewSet(Path(options.file or options.folder or ""), policy.dtype, like, shard_bytes)
 
 
 class OpenBuffer(NamedTuple):
-    """The tensors of a buffer: a set that is `there`, or files that are being created (`layouts`, and `indexes`)."""
+    """The tensors of a buffer: a set that is `there`, or files that are written anew (`layouts`, and `indexes`)."""
 
     targets: Sequence[Selected]
     layouts: Sequence[Layout] = ()
@@ -71,9 +63,8 @@ class OpenBuffer(NamedTuple):
     there: GradientSet | None = None
 
     @classmethod
-    def create(cls, created: NewSet, first: GradientSet, selected: Sequence[Selected]) -> Self:
-        """A new buffer with the names and shapes of the first gradient."""
-        metadata = first.shards[0].metadata
+    def create(cls, created: NewSet, selected: Sequence[Selected], metadata: Mapping[str, str]) -> Self:
+        """A new set of the tensors of gradients; `metadata` are those of the first."""
         # The framework that wrote it, which readers ask for; all else is about that gradient alone.
         kept = {key: metadata[key] for key in ("format",) if key in metadata}
         files = created.files(selected)
@@ -111,7 +102,7 @@ class OpenBuffer(NamedTuple):
     def files(self, output: Output, changed: Sequence[Selected], metadata: Metadata | None = None) -> list[NewFile]:
         """The files to be written: new ones, or those in which tensors or metadata change, and elsewhere all."""
         if self.layouts:
-            return [NewFile(one.shard, one.shard.size, one.header, copies=(), replaces=False) for one in self.layouts]
+            return [NewFile(one.shard, one.shard.size, one.header, copies=()) for one in self.layouts]
         shards = {one.shard for one in changed}
         files = output.files(changed, metadata)
         return [one if one.shard in shards else one._replace(copies=[(0, one.size, 0)]) for one in files]

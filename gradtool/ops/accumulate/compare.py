@@ -82,7 +82,7 @@ class Compare(NamedTuple):
             return
         whole, *others = found.measured
         result = worker.channel.memory("result", 8 * elements)
-        rule = Rule(keeps=False, divisor=self.adding.rule.divisor)
+        rule = Rule(keeps=False, divisor=self.adding.rule_of(block).divisor)
         sources = self.adding.sources(block, worker)
         whole.add(block, backend.accumulate(result, wide, sources, rule, _EUCLIDEAN))
         minus = (result, [Addend("F64", 0, elements, 0, -1.0)])

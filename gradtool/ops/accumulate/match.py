@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, Problem, UsageError, number_of
+from gradtool.errors import BadInputError, Problem, UsageError, number_of, shortened
 from gradtool.ops.broadcast import is_broadcastable
 from gradtool.ops.names import prefix_between
 from gradtool.ops.totals import Total, total_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from gradtool.ops.accumulate.policy import Policy
     from gradtool.store.format.gradset import GradientSet, Selected
 
 
@@ -28,6 +29,9 @@ class Contribution(NamedTuple):
     # What clipping the gradient by itself multiplies it by.
     coef: float = 1.0
     is_sum: bool = False
+    # How many tensors of the buffer or the new set it lacks, and how many of its own the buffer lacks.
+    missing: int = 0
+    extra: int = 0
 
     @property
     def factor(self) -> float:
@@ -41,68 +45,102 @@ class Contribution(NamedTuple):
 
 
 _RENAME = "nothing written. Rename tensors"
-_RENAME_OR_SKIP = f"{_RENAME}, or use --missing skip to add only those whose names match"
+_RENAME_OR_SKIP = f"{_RENAME}, or use --missing skip to count only what is there, or --missing zero to count zeros"
+# Of the names in a warning.
+_NAMES = 3
 
 
 def match(
     targets: Sequence[Selected],
     gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
     weights: Sequence[Total],
-    *,
-    skip: bool,
-) -> list[Contribution]:
-    """The contributions of each gradient set, with its weight, to the buffer's tensors.
+    policy: Policy,
+) -> tuple[list[Contribution], list[Problem]]:
+    """Return what each gradient set contributes to the targets, and a warning for each whose tensors are others.
+
+    The targets are the tensors of the buffer; or of a new set, which has those of all gradients.
 
     Raises:
-        BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless `skip`; or its
-            shape does not broadcast to the buffer's. Every such tensor is named.
+        BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless the policy
+            allows that; or its shape does not broadcast to the buffer's. Every such tensor is named. The first gradient
+            stands for the buffer where there is none.
     """
     numbers = {target.tensor.name: number for number, target in enumerate(targets)}
+    expected = {one.tensor.name: None for one in (gradients[0][1] if policy.is_new else targets)}
     problems: list[Problem] = []
-    has_unmatched = False
-    contributions = []
+    warnings: list[Problem] = []
+    contributions: list[Contribution] = []
     for (gradient, selected), weight in zip(gradients, weights, strict=True):
-        home = {one.tensor.name: one for one in selected}
-        unmatched = [] if skip else _unmatched(gradient, home, numbers)
-        problems += unmatched
-        has_unmatched |= bool(unmatched)
-        matched = {numbers[name]: one for name, one in home.items() if name in numbers}
-        if skip and targets and not matched:
-            message = "has no tensor of the buffer's; --missing skip needs at least one"
-            problems.append(Problem("missing-tensor", message, str(gradient.path)))
+        by_name = {one.tensor.name: one for one in selected}
+        missing = [name for name in expected if name not in by_name]
+        extra = [one for one in selected if one.tensor.name not in expected]
+        if policy.missing == "error" or (expected and len(missing) == len(expected)):
+            problems += _unmatched(gradient, missing, extra, policy)
+        if policy.is_new and policy.missing != "error":
+            missing, extra = [name for name in numbers if name not in by_name], []
+        if missing or extra:
+            warnings.append(_gap(gradient, missing, extra, policy))
+        matched = {numbers[name]: one for name, one in by_name.items() if name in numbers}
         problems += [
-            _misfit(one, targets[number])
+            _misfit(one, targets[number], policy)
             for number, one in matched.items()
             if not is_broadcastable(one.tensor.shape, targets[number].tensor.shape)
         ]
-        contributions.append(Contribution(gradient.path, matched, weight.weight, is_sum=weight.is_sum))
+        counts = len(missing), len(extra)
+        contributions.append(Contribution(gradient.path, matched, weight.weight, 1.0, weight.is_sum, *counts))
     if problems:
-        # A gradient without any such name cannot be added in part either.
-        remedy = _RENAME_OR_SKIP if all(one.tensors for one in contributions) else _RENAME
-        raise BadInputError.of(problems, remedy if has_unmatched else None)
-    return contributions
+        # A gradient that shares no name cannot be added in part either.
+        remedy = _RENAME_OR_SKIP if all(one.missing < len(expected) for one in contributions) else _RENAME
+        raise BadInputError.of(problems, remedy if warnings and policy.missing == "error" else None)
+    return contributions, warnings
 
 
-def _unmatched(gradient: GradientSet, home: Mapping[str, Selected], numbers: Mapping[str, int]) -> list[Problem]:
-    missing = [name for name in numbers if name not in home]
-    extra = [one for name, one in home.items() if name not in numbers]
-    found = prefix_between([one.tensor.name for one in extra], missing)
-    if found is not None:
-        have, lack = ("have", "lack") if found.is_extra else ("lack", "have")
-        message = f"{len(extra)} tensor names {have} the prefix {found.prefix!r}, which those of the buffer {lack}"
-        return [Problem("extra-tensor", f"{message}; {found.remedy}", str(gradient.path))]
+def _unmatched(
+    gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], policy: Policy
+) -> list[Problem]:
+    """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
+    prefix, whole = prefix_between([one.tensor.name for one in extra], missing), _whole(policy)
+    if prefix is not None:
+        have, lack = ("have", "lack") if prefix.is_extra else ("lack", "have")
+        message = f"{len(extra)} tensor names {have} the prefix {prefix.prefix!r}, which those of {whole} {lack}"
+        return [Problem("extra-tensor", f"{message}; {prefix.remedy}", str(gradient.path))]
+    if policy.missing != "error":
+        message = f"has no tensor of the buffer's; --missing {policy.missing} needs at least one"
+        return [] if policy.is_new else [Problem("missing-tensor", message, str(gradient.path))]
     return [
-        *(Problem("missing-tensor", "is only in the buffer", str(gradient.path), name) for name in missing),
-        *(Problem("extra-tensor", "is not in the buffer", str(one.shard.path), one.tensor.name) for one in extra),
+        *(Problem("missing-tensor", f"is only in {whole}", str(gradient.path), name) for name in missing),
+        *(Problem("extra-tensor", f"is not in {whole}", str(one.shard.path), one.tensor.name) for one in extra),
     ]
 
 
-def _misfit(one: Selected, target: Selected) -> Problem:
+def _gap(gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], policy: Policy) -> Problem:
+    """Return the warning about tensors that are on one side only."""
+    parts = []
+    if missing:
+        what = "counted as zeros" if policy.counts_zeros else "not counted there"
+        parts.append(f"lacks {number_of(len(missing), 'tensor')} ({_some(missing)}), {what}")
+    if extra:
+        names = _some([one.tensor.name for one in extra])
+        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), not added")
+    return Problem("unmatched", "; ".join(parts), str(gradient.path))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of the names, in quotes."""
+    return ", ".join([repr(shortened(name)) for name in names[:_NAMES]] + ["…"] * (len(names) > _NAMES))
+
+
+def _misfit(one: Selected, target: Selected, policy: Policy) -> Problem:
     message = (
-        f"shape {list(one.tensor.shape)} does not broadcast to the buffer's {list(target.tensor.shape)}; a gradient is "
-        f"never larger than its buffer"
+        f"shape {list(one.tensor.shape)} does not broadcast to {_whole(policy)}'s {list(target.tensor.shape)}; a "
+        f"gradient is never larger than what it is added to"
     )
     return Problem("shape", message, str(one.shard.path), one.tensor.name)
+
+
+def _whole(policy: Policy) -> str:
+    """Return what the tensors of a gradient are compared with, in words."""
+    return "the first gradient" if policy.is_new else "the buffer"
 
 
 def weights_of(gradients: Sequence[GradientSet], weights: Sequence[float] | None, key: str | None) -> list[Total]:

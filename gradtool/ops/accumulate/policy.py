@@ -25,8 +25,9 @@ UNDERFLOWS = f"is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing
 
 
 class Policy(NamedTuple):
-    """The options that decide what becomes of the buffer."""
+    """The options that decide what is written: to a buffer or, if it `is_new`, to a set that holds the sum alone."""
 
+    is_new: bool
     overwrite: bool
     weights: Sequence[float] | None
     weight_key: str | None
@@ -34,7 +35,6 @@ class Policy(NamedTuple):
     # None for sums and means.
     trim: Trim | None
     missing: str
-    create: bool
     dtype: str | None
     shard_like: str | None
     max_shard_size: int | None
@@ -50,13 +50,13 @@ class Policy(NamedTuple):
         """The policy of complete options; raises `UsageError` where these contradict each other."""
         shard_like, shard_size = chosen["shard_like"], chosen["max_shard_size"]
         policy = cls(
+            is_new=chosen["into"] is None,
             overwrite=chosen["overwrite"],
             weights=chosen["weight"] or None,
             weight_key=checked_key(chosen["weight_key"]),
             mean=chosen["mean"] or chosen["reduce"] == "mean",
             trim=_trim(chosen["reduce"], finite=chosen["nonfinite"] != "propagate"),
             missing=chosen["missing"],
-            create=chosen["create"],
             dtype=chosen["dtype"],
             shard_like=None if shard_like is None else os.fspath(shard_like),
             max_shard_size=None if shard_size is None else int(shard_size),
@@ -75,10 +75,17 @@ class Policy(NamedTuple):
             raise UsageError(
                 "--weight and --weight-key are for sums and means; a median or trimmed mean has no weights"
             )
-        if policy.dtype is not None and not policy.create:
-            raise UsageError("--dtype is the type of a buffer that --create makes")
-        if policy.is_sharded and not policy.create:
-            raise UsageError("--shard-like and --max-shard-size are about a buffer that --create makes")
+        is_sharded = policy.shard_like is not None or policy.max_shard_size is not None
+        if policy.is_new and chosen["output"] is None and chosen["output_dir"] is None:
+            raise UsageError("give --into BUFFER or --output FILE")
+        if policy.is_new and policy.overwrite:
+            raise UsageError(
+                "--overwrite drops what --into BUFFER holds; leave it out, as --output replaces FILE anyway"
+            )
+        if not policy.is_new and (policy.dtype is not None or is_sharded):
+            raise UsageError("--dtype, --shard-like and --max-shard-size are about a new set; leave out --into")
+        if is_sharded and chosen["output_dir"] is None:
+            raise UsageError("--shard-like and --max-shard-size make a folder of files; use --output-dir")
         if policy.shard_like is not None and policy.max_shard_size is not None:
             raise UsageError("--shard-like and --max-shard-size exclude each other")
         clips = policy.max_norm is not None or policy.clip_each is not None
@@ -94,17 +101,12 @@ class Policy(NamedTuple):
     @property
     def keeps(self) -> bool:
         """Whether the old content of the buffer is part of the sum."""
-        return not (self.overwrite or self.create)
+        return not (self.overwrite or self.is_new)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether a buffer that is created is a folder of files."""
-        return self.shard_like is not None or self.max_shard_size is not None
-
-    @property
-    def skips_missing(self) -> bool:
-        """Whether tensors may be missing on either side."""
-        return self.missing == "skip"
+    def counts_zeros(self) -> bool:
+        """Whether a tensor that a gradient lacks counts as zeros."""
+        return self.missing == "zero"
 
     @property
     def screens(self) -> bool:

@@ -24,18 +24,25 @@ _FEWEST = 512
 
 
 def reduced(
-    trim: Trim, contributions: Sequence[Contribution], targets: Sequence[Selected], block: Block, worker: Worker
+    trim: Trim,
+    contributions: Sequence[Contribution],
+    targets: Sequence[Selected],
+    block: Block,
+    worker: Worker,
+    *,
+    fills: bool,
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
     """The trimmed means of what the contributions have for a block, as float64 addends of weight 1.
 
-    The more contributions there are, the fewer elements are in a window, so that memory does not grow.
+    The more contributions there are, the fewer elements are in a window, so that memory does not grow. With `fills`,
+    a contribution is zero where it lacks a target.
     """
     larger = worker.backend.block_bytes // tuning.BLOCK_BYTES
     most = max(_FEWEST, larger * tuning.WINDOW_BYTES // (8 * len(contributions)))
     at = 0
     for window, elements in _windows(block, most):
         # All contributions at once.
-        for source, addends in read(contributions, targets, window, worker.channel, sys.maxsize):
+        for source, addends in read(contributions, targets, window, worker.channel, sys.maxsize, fills=fills):
             means = worker.backend.trimmed_means(source, addends, trim, elements)
             yield means.data.cast("B"), [Addend("F64", 0, elements, at, 1.0)]
         at += elements
@@ -65,12 +72,14 @@ def refuse_too_few(trim: Trim, given: int) -> None:
         raise UsageError(f"{what}, and {given} {'is' if given == 1 else 'are'} given; give more, or use a smaller K")
 
 
-def refuse_nothing_left(trim: Trim, targets: Sequence[Selected], contributions: Sequence[Contribution]) -> None:
+def refuse_nothing_left(
+    trim: Trim, targets: Sequence[Selected], contributions: Sequence[Contribution], *, fills: bool
+) -> None:
     """Raise `BadInputError` for a tensor that too few of the gradients have which are left."""
     if trim.dropped is None:
         return
     for number, one in enumerate(targets):
-        count = sum(number in contribution.tensors for contribution in contributions)
+        count = sum(fills or number in contribution.tensors for contribution in contributions)
         if 0 < count <= 2 * trim.dropped:
             message = f"trimmed={trim.dropped} needs {2 * trim.dropped + 1} gradients with this tensor, and {count} "
             message += f"{'is' if count == 1 else 'are'} left; nothing written. Use a smaller K, or --reduce median"

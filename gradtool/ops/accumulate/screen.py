@@ -25,7 +25,8 @@ class GradientRow:
     """One gradient set: its weight, and whether it was added; what was found in it, if it was looked at before.
 
     `cosine` and `distance` are between it, without its weight, and the sum, mean or median of all, before that is
-    clipped. A tensor that it lacks counts as zeros there.
+    clipped. A tensor that it lacks counts as zeros there. `missing` and `extra` count the tensors that it lacks, and
+    those that the buffer lacks.
     """
 
     weight: float
@@ -36,12 +37,14 @@ class GradientRow:
     inf: int | None
     cosine: float | None
     distance: float | None
+    missing: int
+    extra: int
     file: str
 
     @classmethod
     def unseen(cls, one: Contribution, *, taken: bool) -> GradientRow:
         """A gradient that was not looked at by itself."""
-        return cls(one.weight, taken, None, None, None, None, None, None, str(one.path))
+        return cls(one.weight, taken, None, None, None, None, None, None, one.missing, one.extra, str(one.path))
 
 
 class Screened(NamedTuple):
@@ -96,5 +99,7 @@ def _limited(
         inf=sum(found.inf),
         cosine=None,
         distance=None,
+        missing=one.missing,
+        extra=one.extra,
         file=str(one.path),
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends import Rule
-from gradtool.errors import NonFiniteError
+from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of
 from gradtool.ops.accumulate.compare import compared
+from gradtool.ops.accumulate.policy import added_up
 from gradtool.ops.accumulate.reduce import refuse_nothing_left
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
-from gradtool.ops.accumulate.total import new_total, refuse_nonzero
+from gradtool.ops.accumulate.total import has_one_total, new_total, refuse_nonzero
 from gradtool.ops.passes import NOTHING, Measure
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.ops.totals import Total
@@ -19,7 +20,6 @@ from gradtool.ops.totals import Total
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.errors import Problem
     from gradtool.ops.accumulate.add import BeforeAndAfter
     from gradtool.ops.accumulate.buffer import OpenBuffer
     from gradtool.ops.accumulate.match import Contribution
@@ -52,14 +52,14 @@ def leave(
 ) -> Done:
     """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
     policy.weight_sum([one.weight for one in contributions])
-    targets = () if policy.create else buffer.targets
+    targets = () if policy.is_new else buffer.targets
     found = session.run(Measure(targets, policy.spec))
     norm = found.norms().whole
-    files = [] if policy.create else buffer.files(output, ())
+    files = [] if policy.is_new else buffer.files(output, ())
     with session.writing(output, files) as destination:
         session.run(NOTHING, destination)
     rows = [GradientRow.unseen(one, taken=False) for one in contributions]
-    before, zeros = (None, None) if policy.create else (norm, found.stored_zeros)
+    before, zeros = (None, None) if policy.is_new else (norm, found.stored_zeros)
     return Done(targets, found, destination, before, zeros, norm, 0.0, rows)
 
 
@@ -69,14 +69,16 @@ def add(
     """Add the contributions, and clip the sum where there is a limit."""
     screened = screen(session, policy, contributions)
     if policy.trim is not None:
-        refuse_nothing_left(policy.trim, buffer.targets, screened.taken)
+        refuse_nothing_left(policy.trim, buffer.targets, screened.taken, fills=policy.counts_zeros)
     weight_sum = policy.weight_sum([one.weight for one in screened.taken])
-    if policy.weight_key is not None:
+    if policy.weight_key is not None and has_one_total(buffer, policy, screened.taken):
         buffer = buffer.with_total(policy.weight_key, Total(weight_sum, is_sum=not policy.mean))
     (metadata, told), needs_zeros = new_total(buffer, policy, screened.taken)
     rule = Rule(policy.keeps, weight_sum if policy.mean else None)
-    numbers = numbers_of(screened.taken)
-    adding = _adding(policy, buffer, screened.taken, rule)
+    # Where zeros alone are added, a buffer that is kept stays as it is.
+    fills = policy.counts_zeros and not policy.keeps
+    numbers = list(range(len(buffer.targets))) if fills else numbers_of(screened.taken)
+    adding = _adding(policy, buffer, screened.taken, rule, numbers)
     before = sum_norm = coef = None
     if policy.max_norm is not None:
         sums = session.run(adding._replace(rule=rule._replace(rounds=False)))
@@ -106,17 +108,45 @@ def add(
         rows=rows,
         sum_norm=sum_norm,
         coef=coef,
-        warnings=[*screened.warnings, *told],
+        warnings=[*screened.warnings, *told, *_left_empty(buffer, numbers)],
     )
 
 
-def _adding(policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], rule: Rule) -> Add:
-    """The pass over the targets that something is added to."""
-    numbers = numbers_of(contributions)
+def _adding(
+    policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], rule: Rule, numbers: Sequence[int]
+) -> Add:
+    """The pass over the targets that something is added to, which have these numbers."""
     place = {number: position for position, number in enumerate(numbers)}
     moved = [one._replace(tensors={place[n]: tensor for n, tensor in one.tensors.items()}) for one in contributions]
     targets = [buffer.targets[number] for number in numbers]
-    return Add(targets, moved, rule, policy.spec, policy.trim, is_new=policy.create, measures_before=rule.keeps)
+    divisors = _divisors(targets, moved) if policy.mean and policy.missing == "skip" else ()
+    return Add(targets, moved, rule, policy.spec, policy.trim, divisors, policy.counts_zeros, policy.is_new, rule.keeps)
+
+
+def _divisors(targets: Sequence[Selected], contributions: Sequence[Contribution]) -> list[float]:
+    """What the sum of each target is divided by: the weights of those that have it; none if that is the same for all.
+
+    Raises:
+        BadInputError: such weights add up to 0.
+    """
+    if all(len(one.tensors) == len(targets) for one in contributions):
+        return []
+    divisors = []
+    for number, target in enumerate(targets):
+        divisors.append(added_up([one.weight for one in contributions if number in one.tensors]))
+        if not divisors[-1]:
+            message = "the weights of the gradients that have it add up to 0; there is no mean"
+            raise BadInputError(message, file=target.shard.path, tensor=target.tensor.name, code="weight")
+    return divisors
+
+
+def _left_empty(buffer: OpenBuffer, numbers: Sequence[int]) -> list[Problem]:
+    """A warning of tensors of a new set that only gradients have which were left out."""
+    left = len(buffer.targets) - len(numbers)
+    if not left or not buffer.layouts:
+        return []
+    message = f"{number_of(left, 'tensor')} only in gradients that were skipped; zeros in the new set"
+    return [Problem("skipped", message)]
 
 
 def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: BeforeAndAfter) -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError
-from gradtool.ops.accumulate.buffer import numbers_of
+from gradtool.errors import BadInputError, Problem
 from gradtool.ops.accumulate.policy import added_up
-from gradtool.ops.totals import NewMetadata, Total, changed, has, is_whole, stored_key, total_of, without
+from gradtool.ops.totals import (
+    NewMetadata,
+    Total,
+    changed,
+    has,
+    has_values,
+    is_whole,
+    stored_key,
+    total_of,
+    without,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,16 +39,30 @@ class NewTotal(NamedTuple):
 
 def new_total(buffer: OpenBuffer, policy: Policy, taken: Sequence[Contribution]) -> NewTotal:
     """The total of a buffer once those contributions are added to it; or none, with a warning, where none is true."""
+    if policy.weight_key is not None and not has_one_total(buffer, policy, taken):
+        return NewTotal(_uneven(buffer, policy.weight_key))
     if buffer.there is None:
         return NewTotal()
-    # What a gradient lacks counts as zeros; but a tensor that nothing overwrites keeps what it had.
-    reached = buffer.targets if policy.keeps else [buffer.targets[number] for number in numbers_of(taken)]
     if policy.weight_key is None:
         return NewTotal(_without_weights(buffer.there, policy))
-    weights, whole = [one.weight for one in taken], is_whole(buffer.there, reached)
+    weights, whole = [one.weight for one in taken], is_whole(buffer.there, buffer.targets)
     if policy.keeps:
         return _added(buffer.there, policy, policy.weight_key, weights, whole=whole)
     return NewTotal(_overwritten(buffer.there, policy, policy.weight_key, weights, whole=whole))
+
+
+def has_one_total(buffer: OpenBuffer, policy: Policy, taken: Sequence[Contribution]) -> bool:
+    """Whether every tensor gets something of every gradient, so that the sum of all weights is true of each."""
+    numbers = [number for number, one in enumerate(buffer.targets) if has_values(one.tensor)]
+    return policy.missing != "skip" or all(number in one.tensors for one in taken for number in numbers)
+
+
+def _uneven(buffer: OpenBuffer, key: str) -> NewMetadata:
+    why, remedy = "some gradients lack tensors", "To have one, use --missing zero"
+    metadata = _UNCHANGED if buffer.there is None else without(buffer.there, key, why, remedy)
+    path = None if buffer.there is None else str(buffer.there.path)
+    warning = Problem("weight-dropped", f"{why}, so no weight under {key!r} is true of all. {remedy}", path)
+    return NewMetadata(metadata.entries, metadata.warnings or [warning])
 
 
 def _without_weights(buffer: GradientSet, policy: Policy) -> NewMetadata:
@@ -95,7 +118,7 @@ def _old_total(buffer: GradientSet, key: str) -> Total | None:
 
 
 def _merge(key: str) -> str:
-    return f"To merge them, use gradtool accumulate NEW OLD GRAD... with --create, --mean and --weight-key {key}"
+    return f"To merge them, use gradtool accumulate OLD GRAD... with --output NEW, --mean and --weight-key {key}"
 
 
 def refuse_nonzero(buffer: OpenBuffer, key: str | None, before: Measurement) -> None:

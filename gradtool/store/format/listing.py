@@ -38,7 +38,12 @@ def listing_of(path: str) -> Listing:
 
 def files_in(folder: Path) -> tuple[Path, ...]:
     """The safetensors files in a folder, in name order; hidden ones left out."""
-    return tuple(folder / name for name in _names_in(folder) if name.endswith(".safetensors"))
+    return tuple(path for path in parts_in(folder) if path.name.endswith(".safetensors"))
+
+
+def parts_in(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files and indexes in a folder, in name order; hidden ones left out."""
+    return tuple(folder / name for name in _names_in(folder) if name.endswith((".safetensors", INDEX_SUFFIX)))
 
 
 def _listing_of_folder(folder: Path) -> Listing:

@@ -1,4 +1,4 @@
-"""A gradient set that is to be created: its files, and the tensors in each."""
+"""A gradient set that is written anew, as a whole: its files, and the tensors in each."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ if TYPE_CHECKING:
 
 # What huggingface's save_pretrained calls the files of a model, and what loaders look for in a folder.
 _STEM = "model"
+INDEX_NAME = f"{_STEM}{INDEX_SUFFIX}"
 
 
 class NewSet(NamedTuple):
-    """A set that will have the tensors of another one, all of one type.
+    """A set that will have every tensor of other sets, of one type if `dtype` says so.
 
     It is one file; or a folder, if it is to have the files of the set `like`, or files of at most `shard_bytes`.
     """
 
     path: Path
-    dtype: str
+    dtype: str | None
     like: GradientSet | None = None
     shard_bytes: int | None = None
 
     @property
     def folder(self) -> Path | None:
-        """The folder that is to be created, if it is one."""
+        """The folder that holds it, if it is sharded."""
         return None if self.like is None and self.shard_bytes is None else self.path
 
     def files(self, selected: Sequence[Selected]) -> dict[Path, list[Tensor]]:
-        """The tensors of each file: those selected in another set, without a place yet.
+        """The tensors of each file, without a place yet: one for each name, as the first that is selected has it.
 
         Raises:
             BadInputError: the set `like` has no such tensor; each one is named.
         """
-        tensors = [new_tensor(one.tensor.name, self.dtype, one.tensor.shape) for one in selected]
+        firsts: dict[str, Selected] = {}
+        for one in selected:
+            firsts.setdefault(one.tensor.name, one)
+        tensors = [new_tensor(name, self.dtype or tensor.dtype, tensor.shape) for name, (_, tensor) in firsts.items()]
         if self.like is not None:
-            _refuse_unknown(self.like, selected)
+            _refuse_unknown(self.like, list(firsts.values()))
             return _in_files_of(self.like, tensors, self.path)
         if self.shard_bytes is None:
             return {self.path: tensors}
@@ -64,14 +68,14 @@ class NewSet(NamedTuple):
         like = None if self.like is None else self.like.index
         if like is None and (self.like is not None or len(files) == 1):
             return None
-        path = self.folder / (f"{_STEM}{INDEX_SUFFIX}" if like is None else like.name)
+        path = self.folder / (INDEX_NAME if like is None else like.name)
         weight_map = {one.name: file.name for file, tensors in files.items() for one in tensors}
         total = sum(one.nbytes for tensors in files.values() for one in tensors)
         document = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return path, new_index(path, document)
 
     def targets(self, selected: Sequence[Selected]) -> list[Path]:
-        """Every file that will be created, the index last."""
+        """Every file that will be written, the index last."""
         files = self.files(selected)
         index = self.index_over(files)
         return [*files, *([] if index is None else [index[0]])]
@@ -89,7 +93,7 @@ def _refuse_unknown(like: GradientSet, selected: Sequence[Selected]) -> None:
     if problems:
         raise BadInputError.of(problems)
     if not selected:
-        raise BadInputError("the first gradient has no tensor; --shard-like makes no file for it", code="no-match")
+        raise BadInputError("the gradients have no tensor; --shard-like makes no file for that", code="no-match")
 
 
 def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> dict[Path, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import tuning
@@ -109,6 +110,15 @@ def covered(block: Block) -> list[tuple[int, int]]:
         else:
             ranges.append((span.offset, end))
     return ranges
+
+
+def cut_where(block: Block, values: Sequence[object]) -> Iterator[Block]:
+    """Cut a block wherever a tensor has another value than the tensor before it."""
+    groups = [list(group) for _, group in groupby(block.spans, key=lambda span: values[span.tensor])] or [[]]
+    edges = [0, *(group[0].offset for group in groups[1:]), block.end - block.begin]
+    for group, (begin, end) in zip(groups, pairwise(edges), strict=True):
+        spans = [span._replace(offset=span.offset - begin) for span in group]
+        yield Block(block.shard, block.begin + begin, block.begin + end, spans)
 
 
 def halved(block: Block, unit: int) -> list[Block]:

@@ -43,7 +43,6 @@ class NewFile(NamedTuple):
     copies: Sequence[tuple[int, int, int]] | None = None
     zeros: Sequence[tuple[int, int]] = ()
     changes: int = 0
-    replaces: bool = True
     metadata: Mapping[str, str | None] | None = None
     shift: int = 0
 

@@ -8,12 +8,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, os_errors_about
+from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError
 from gradtool.store import signals
 from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.files import PREFIX
-from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output, explained
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.format.newset import NewSet
+    from gradtool.store.transaction.guard import Scope
     from gradtool.store.transaction.output_options import OutputOptions
     from gradtool.store.transaction.transaction import Transaction
 
@@ -46,17 +45,13 @@ def open_to_write(
     """Open inputs and lock the files that will be written, until the end of the block.
 
     Crashed runs that left one of them unfinished are recovered first. Of the sets, the first `writes` are written, or
-    all, or those that have one of the files of `homes`; or else the set to be `created`.
+    all, or those that have one of the files of `homes`; or else a new set is `created` elsewhere.
 
     Raises:
         UsageError: the options do not fit the inputs.
-        BadInputError: an input is invalid, or the folder to be created has files.
+        BadInputError: an input is invalid.
         SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.
     """
-    if created is not None and created.folder is not None:
-        if not options.only_reads:
-            _recover_creation(created.folder)
-        _refuse_used(created.folder)
     if options.only_reads:
         opened = open_to_read(inputs)
         output = Output.of(options, opened, writes, created, homes)
@@ -75,29 +70,6 @@ def open_to_write(
         read = [*(shard.path for shard in opened.shards), *output.states]
         refuse_unfinished(read, own=transaction.id)
         yield opened, output.held_by(transaction) if is_held else output
-
-
-def _recover_creation(folder: Path) -> None:
-    """Recover a crashed run that was creating a folder, which is then gone, or whole."""
-    if any(name.startswith(PREFIX) for name in _names_in(folder)):
-        for one in (one for place in Scope.of(str(folder)) for one in _recovered_at(place)):
-            if isinstance(one, InUse):
-                raise one.error(folder)
-
-
-def _refuse_used(folder: Path) -> None:
-    """Raise `BadInputError` for a folder that is to be created and has files already, but for hidden ones of runs."""
-    if not all(name.startswith(PREFIX) for name in _names_in(folder)):
-        message = "already exists and is not empty; leave out --create to add to it"
-        raise BadInputError(message, file=folder, code="exists")
-
-
-def _names_in(folder: Path) -> list[str]:
-    """All names in a folder; none if it does not exist."""
-    if not os.path.isdir(folder):  # noqa: PTH112 - Path's own raises without permission
-        return []
-    with os_errors_about(folder):
-        return os.listdir(folder)  # noqa: PTH208 - names, not paths
 
 
 def look(inputs: Inputs, options: OutputOptions) -> OpenSets:

@@ -40,8 +40,8 @@ LAST_ATTEMPT = 10**9 - 1
 class Order(NamedTuple):
     """A new file that another process is to build beside its target, as long as the file `permit` is there.
 
-    With `keeps_attributes`, owner and extended attributes are those of the shard that it replaces. Pickled, it holds no
-    open file.
+    With `keeps_attributes`, owner and extended attributes are those of the shard that it replaces. A target that
+    `is_new` replaces nothing. Pickled, it holds no open file.
     """
 
     new: NewFile
@@ -51,6 +51,7 @@ class Order(NamedTuple):
     permit: str
     keeps_attributes: bool
     fsync: bool
+    is_new: bool = False
 
 
 class Built(NamedTuple):
@@ -73,7 +74,7 @@ class Orders:
         # By folder and name.
         self._missing: dict[tuple[Path, str], Path] = {}
 
-    def add(self, target: Path, new: NewFile, *, keeps_attributes: bool) -> Order:
+    def add(self, target: Path, new: NewFile, *, keeps_attributes: bool, is_new: bool = False) -> Order:
         """Order a file that will become `target`."""
         folder, name = self._transaction.locate(target)
         # Until all attempts are removed, the log must stay.
@@ -85,7 +86,7 @@ class Orders:
                 self._permits[folder] = permit
         self._missing[folder.path, name] = target
         run, fsync = self._transaction.id, self._transaction.fsync
-        return Order(new, run, folder.path, name, self._permits[folder], keeps_attributes, fsync)
+        return Order(new, run, folder.path, name, self._permits[folder], keeps_attributes, fsync, is_new)
 
     def adopted(self, order: Order, built: Built) -> Staged:
         """What was built, if it is what was ordered.
@@ -104,7 +105,7 @@ class Orders:
             raise changed_meanwhile(folder.path / temporary)
         original = order.new.shard.stat if order.keeps_attributes else None
         file = File(folder, temporary, status.st_dev, status.st_ino)
-        return Staged(built.number, file, name, target, original, is_new=not order.new.replaces)
+        return Staged(built.number, file, name, target, original, order.is_new)
 
     def refuse_missing(self) -> None:
         """Raise `AssertionError` unless all files are built."""

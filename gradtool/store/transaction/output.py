@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.store import signals
 from gradtool.store.format.header import read_regular
+from gradtool.store.format.listing import parts_in
 from gradtool.store.format.metadata import rewritten
+from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.fs import File
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
@@ -19,7 +21,7 @@ from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.readers import refuse_unfinished
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import NewIndex, fill, refuse_among
+from gradtool.store.transaction.small import NewIndex, fill, refuse_among, refuse_to_replace
 from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
@@ -42,7 +44,7 @@ _REMEDY = "gradtool recover, or the next run, makes the files all old or all new
 
 
 class Output(NamedTuple):
-    """The options, checked against the sets that are written; or the files that are `created` instead.
+    """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
     exist. `transaction` holds the locks, if they have been taken.
@@ -64,27 +66,28 @@ class Output(NamedTuple):
         created: NewSet | None = None,
         homes: Collection[Path] | None = None,
     ) -> Self:
-        """The output of a call that writes the first of the open sets, or those with a file of `homes`, or a new one.
+        """The output of a call that writes the first of the open sets, or those with a file of `homes`, or a new set.
 
         Raises:
             UsageError: the options do not fit the inputs.
-            BadInputError: the new set cannot be like the first; or an output is a URL, or a path that the shell should
-                have expanded.
+            BadInputError: the new set cannot be sharded as asked, or its folder has other files; or an output is a URL,
+                or a path that the shell should have expanded.
         """
+        options.check()
         sets, shards = opened.sets, opened.shards
         folder = None if options.folder is None else Path(options.folder)
         written = sets[:writes] if homes is None else _sets_with(homes, sets, options)
         indexes = [one.index for one in sets if one.index]
         output = cls(options, written, [(index, None) for index in indexes], folder=folder).made_of(shards)
         if created is not None:
-            first = opened.selected_in(sets[0].shards)
-            output = output._replace(created=created.targets(first), folder=created.folder)
-        options.check(creates=created is not None)
-        if options.file is not None and (len(output.shards) > 1 or output.sets[0].index):
+            output = output._replace(created=created.targets(opened.selected))
+        if created is not None and created.like is not None:
+            refuse_to_replace([created.like], "--shard-like", output.created)
+        if options.file is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
             what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
             raise UsageError(f"--output {what}; use --output-dir for several files")
         if options.is_elsewhere:
-            refuse_collisions(output.targets, shards, indexes)
+            refuse_collisions(output.targets, shards, indexes, output.shards)
         refuse_among(output.targets, output.states)
         output.refuse_existing()
         return output
@@ -130,21 +133,32 @@ class Output(NamedTuple):
 
     def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
         """The paths that were written, as the caller named them, after those files were."""
-        elsewhere = [self.options.file] if self.options.file else [self.folder] if self.folder else self.created
-        if elsewhere:
-            return (str(elsewhere[0]),) if shards else ()
+        if self.is_elsewhere:
+            return (str(self.options.file or self.folder),) if shards else ()
         return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
 
     def refuse_existing(self) -> None:
-        """Raise `BadInputError` where a file would be replaced that is to be kept."""
+        """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
         if self.options.no_clobber:
             there = [Problem("exists", "already exists", str(one)) for one in self.targets if os.path.lexists(one)]
             if there:
                 raise BadInputError.of(there, "nothing written. Leave out --no-clobber to replace files that exist")
+        if self.created and self.folder is not None and os.path.isdir(self.folder):  # noqa: PTH112 - Path's own may raise
+            # With a shard or an index of another set beside it, the new set could not be told from that.
+            expected = {path.name for path in self.created}
+            others = [one.name for one in parts_in(self.folder) if one.name not in expected]
+            if others:
+                more = f" and {len(others) - 1:,} more" if others[1:] else ""
+                message = f"has {others[0]}{more}, which the new set does not have; nothing written"
+                remedy = "Move such files away, or use another --output-dir"
+                raise BadInputError(f"{message}. {remedy}", file=self.folder, code="exists")
 
     def new_transaction(self) -> Transaction:
         """The transaction that will lock the targets; it does nothing yet."""
-        return Transaction(Targets(self.targets, self.folder, self.states), fsync=self.options.fsync)
+        # Of two new sets in one folder, of which neither may see the files of the other, all files differ otherwise.
+        common = [self.folder / INDEX_NAME] if self.created and self.folder else []
+        targets = dict.fromkeys([*self.targets, *common])
+        return Transaction(Targets(targets, self.folder, self.states), fsync=self.options.fsync)
 
     def held_by(self, transaction: Transaction) -> Self:
         """The same, with the locks that a transaction has taken."""
@@ -179,7 +193,7 @@ class Output(NamedTuple):
             BadInputError: in place, the header of a file has no room for new metadata.
         """
         files = [_with_metadata(file, in_place=self.options.in_place) for file in files]
-        if self.options.dry_run or not (files or self.is_elsewhere or state):
+        if self.options.dry_run or not (files or (self.is_elsewhere and not self.created) or state):
             yield DISCARD
             return
         sources = [*self.sources, *([] if state is None or state.stat is None else [(state.path, state.stat)])]
@@ -220,15 +234,14 @@ class Output(NamedTuple):
             return NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
         orders = {}
         for file in files:
-            keeps = file.replaces and not self.is_elsewhere
-            target = self._target(file.shard.path)
-            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps)
+            target, keeps, is_new = self._target(file.shard.path), not self.is_elsewhere, self.options.no_clobber
+            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
         return Ordered(orders, replacement)
 
     def _stage(self, replacement: Replacement, file: NewFile) -> File:
-        original = None if self.is_elsewhere or not file.replaces else file.shard.stat
-        target = self._target(file.shard.path)
-        return replacement.stage(target, file.size, original, file.ranges, is_new=not file.replaces)
+        original = None if self.is_elsewhere else file.shard.stat
+        target, is_new = self._target(file.shard.path), self.options.no_clobber
+        return replacement.stage(target, file.size, original, file.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[NewIndex]:
         if not self.is_elsewhere or self.options.file is not None:
@@ -238,7 +251,7 @@ class Output(NamedTuple):
     def _write_indexes(self, replacement: Replacement, indexes: Sequence[NewIndex]) -> None:
         for path, stat, content in indexes:
             target, original = self._target(path), None if self.is_elsewhere else stat
-            staged = replacement.stage(target, len(content), original, is_new=stat is None)
+            staged = replacement.stage(target, len(content), original, is_new=self.options.no_clobber)
             fill(staged, target, content)
 
     def _write_state(self, replacement: Replacement, state: NewState | None) -> None:

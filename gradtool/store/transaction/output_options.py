@@ -6,6 +6,7 @@ import os
 from typing import NamedTuple
 
 from gradtool.errors import UsageError
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.paths import refuse_output
 
 
@@ -39,8 +40,8 @@ class OutputOptions(NamedTuple):
         """Whether the call reads a state and writes it anew."""
         return self.state is not None and not self.dry_run
 
-    def check(self, *, creates: bool) -> None:
-        """Check whatever does not depend on the inputs; `creates` if a new set is made.
+    def check(self) -> None:
+        """Check whatever does not depend on the inputs.
 
         Raises:
             UsageError: the options contradict each other, or cannot be meant.
@@ -54,14 +55,14 @@ class OutputOptions(NamedTuple):
             )
         for path in filter(None, (self.file, self.folder, self.state)):
             refuse_output(path)
-        if self.in_place and (self.is_elsewhere or creates):
-            raise UsageError("--write inplace changes files that are there; leave out --output, --output-dir, --create")
+        if self.in_place and self.is_elsewhere:
+            raise UsageError("--write inplace changes files that are there; leave out --output and --output-dir")
         if self.file is not None and self.folder is not None:
             raise UsageError("--output and --output-dir exclude each other")
         if self.no_clobber and not self.is_elsewhere:
             raise UsageError("--no-clobber is about the files of --output and --output-dir; give one of these")
-        if self.file is not None and self.file.endswith(os.sep):
-            raise UsageError(f"--output {self.file} names a folder; use --output-dir")
+        if self.file is not None and self.file.endswith((os.sep, INDEX_SUFFIX)):
+            raise UsageError(f"--output {self.file} names a folder or an index, and not a file; use --output-dir")
         # Not Path's questions, which raise where there is no permission.
         there, is_folder = os.path.lexists(self.folder or ""), os.path.isdir(self.folder or "")  # noqa: PTH112
         if there and not is_folder:

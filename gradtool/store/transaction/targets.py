@@ -215,9 +215,14 @@ def refuse_foreign_link(path: str) -> None:
             raise
 
 
-def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = ()) -> None:
-    """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file."""
-    inputs = {shard.identity for shard in shards}
+def refuse_collisions(
+    targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = (), originals: Iterable[Shard] = ()
+) -> None:
+    """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file.
+
+    `originals` are the inputs that would be replaced without an output.
+    """
+    inputs, replaceable = {shard.identity for shard in shards}, {shard.identity for shard in originals}
     for index in indexes:
         with contextlib.suppress(OSError):
             inputs.add((index.stat().st_dev, index.stat().st_ino))
@@ -231,8 +236,10 @@ def refuse_collisions(targets: Sequence[Path], shards: Sequence[Shard], indexes:
             status = target.stat()
         except OSError:
             continue  # It does not exist, or writing will say what is wrong.
-        if (status.st_dev, status.st_ino) in inputs:
-            raise UsageError(f"{target} is an input; leave out the output option to replace it")
+        identity = status.st_dev, status.st_ino
+        if identity in inputs:
+            remedy = "leave out the output option to replace it" if identity in replaceable else "use another output"
+            raise UsageError(f"{target} is an input; {remedy}")
         if stat.S_ISDIR(status.st_mode):
             raise UsageError(f"{target} is a folder; use --output-dir to write into it")
         if not stat.S_ISREG(status.st_mode):

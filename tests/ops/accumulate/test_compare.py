@@ -21,7 +21,7 @@ def test_the_distance_is_that_of_the_gradient_without_its_weight(tmp_path, reduc
         "median": np.median(stack, axis=0),
         "trimmed=1": np.sort(stack, axis=0)[1:-1].mean(axis=0),
     }[reduce]
-    rows = accumulate(path, paths, reduce=reduce, per_gradient=True, max_norm=1).per_gradient
+    rows = accumulate(paths, into=path, reduce=reduce, per_gradient=True, max_norm=1).per_gradient
     for row, grad in zip(rows, grads, strict=True):
         norms = np.linalg.norm(grad) * np.linalg.norm(result)
         assert row.norm == pytest.approx(np.linalg.norm(grad), rel=1e-13)
@@ -31,7 +31,7 @@ def test_the_distance_is_that_of_the_gradient_without_its_weight(tmp_path, reduc
 
 def test_weights_count_in_the_result_only(tmp_path):
     path, paths = lay_out(tmp_path, f32(0, 0), f32(3, 0), f32(0, 4))
-    rows = accumulate(path, paths, weight=[2, -1], per_gradient=True).per_gradient
+    rows = accumulate(paths, into=path, weight=[2, -1], per_gradient=True).per_gradient
     # The sum is (6, -4).
     assert [row.distance for row in rows] == [5.0, 10.0]
     assert [row.cosine for row in rows] == pytest.approx([6 / math.sqrt(52), -4 / math.sqrt(52)], abs=1e-15)
@@ -43,14 +43,14 @@ def test_what_a_gradient_lacks_counts_as_zeros_and_a_skipped_one_has_none(tmp_pa
     two = write(tmp_path / "two", {"a": f32(3)})
     bad = write(tmp_path / "bad", {"a": f32(math.nan), "b": f32(0)})
     options = {"missing": "skip", "nonfinite": "skip", "per_gradient": True, "reduce": "median"}
-    rows = accumulate(path, [one, bad, two], **options).per_gradient
+    rows = accumulate([one, bad, two], into=path, **options).per_gradient
     assert [row.distance for row in rows] == [0.0, None, 4.0]
     assert [row.cosine for row in rows] == [1.0, None, pytest.approx(0.6, abs=1e-15)]
 
 
 def test_zeros_have_no_cosine(tmp_path):
     path, paths = lay_out(tmp_path, f32(0), f32(0), f32(1))
-    rows = accumulate(path, paths, per_gradient=True).per_gradient
+    rows = accumulate(paths, into=path, per_gradient=True).per_gradient
     assert math.isnan(rows[0].cosine)
     assert (rows[0].distance, rows[1].cosine, rows[1].distance) == (1.0, 1.0, 0.0)
 
@@ -58,9 +58,9 @@ def test_zeros_have_no_cosine(tmp_path):
 def test_threads_change_no_bit_and_orthogonal_vectors_have_the_cosine_0(tmp_path):
     path, paths = lay_out(tmp_path, gaussian(200_000, "F32"), *[gaussian(200_000, "BF16", seed=i) for i in range(3)])
     one, many = (
-        accumulate(path, paths, per_gradient=True, dry_run=True, reduce="median", threads=threads).per_gradient
+        accumulate(paths, into=path, per_gradient=True, dry_run=True, reduce="median", threads=threads).per_gradient
         for threads in (1, 4)
     )
     assert one == many
     path, paths = lay_out(tmp_path, f32(0, 0), f32(1, 0), f32(-1, 1))
-    assert accumulate(path, paths, per_gradient=True).per_gradient[0].cosine == pytest.approx(0, abs=1e-15)
+    assert accumulate(paths, into=path, per_gradient=True).per_gradient[0].cosine == pytest.approx(0, abs=1e-15)

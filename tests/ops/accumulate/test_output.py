@@ -14,7 +14,7 @@ def test_what_is_not_added_to_stays_byte_for_byte(tmp_path):
     tensors = {"z": f32(3), "ids": np.arange(5, dtype=np.int32), "a": f32(4), "odd": payload}
     path = write(tmp_path / "x", tensors, {"step": "7", "note": "é"}, padding=5)
     grads = [write(tmp_path / "g", {"a": f32(1), "z": f32(2), "extra": f32(1)})]
-    result = accumulate(path, grads, missing="skip", exclude=["ids"])
+    result = accumulate(grads, into=path, missing="skip", exclude=["ids"])
     assert path.read_bytes() == build(tensors | {"z": f32(5), "a": f32(5)}, {"step": "7", "note": "é"}, padding=5)
     assert math.isnan(result.norm_after)
     assert result.nan == 1
@@ -24,7 +24,7 @@ def test_shards_that_nothing_is_added_to_are_not_touched(tmp_path):
     write_index(tmp_path / "buffer", {"1.safetensors": {"a": f32(1)}, "2.safetensors": {"b": f32(1)}})
     grad = write(tmp_path / "g", {"a": f32(1)})
     kept = snapshot(tmp_path)[tmp_path / "buffer" / "2.safetensors"]
-    result = accumulate(tmp_path / "buffer", grad, missing="skip")
+    result = accumulate(grad, into=tmp_path / "buffer", missing="skip")
     assert (result.files_written, result.norm_after) == (1, math.sqrt(5))
     assert snapshot(tmp_path)[tmp_path / "buffer" / "2.safetensors"] == kept
 
@@ -32,7 +32,7 @@ def test_shards_that_nothing_is_added_to_are_not_touched(tmp_path):
 def test_without_update_nothing_is_written_and_that_is_reported(tmp_path):
     path, grads = lay_out(tmp_path, f32(3, 4), f32(math.nan, 1))
     before = snapshot(tmp_path)
-    result = accumulate(path, grads, update=False, per_gradient=True)
+    result = accumulate(grads, into=path, update=False, per_gradient=True)
     assert snapshot(tmp_path) == before
     assert (result.updated, result.norm_before, result.norm_after) == (False, 5.0, 5.0)
     assert (result.taken, result.files_written, result.bytes_written) == (0, 0, 0)
@@ -44,9 +44,9 @@ def test_without_update_nothing_is_written_and_that_is_reported(tmp_path):
 def test_dry_run_says_the_same_and_writes_nothing(tmp_path):
     path, grads = lay_out(tmp_path, encode([3, 4], "BF16"), f32(0.1, 0.2))
     before = snapshot(tmp_path)
-    dry = accumulate(path, grads, max_norm=1, dry_run=True)
+    dry = accumulate(grads, into=path, max_norm=1, dry_run=True)
     assert snapshot(tmp_path) == before
-    wet = accumulate(path, grads, max_norm=1)
+    wet = accumulate(grads, into=path, max_norm=1)
     assert (dry.norm_before, dry.norm_after, dry.sum_norm, dry.coef, dry.clipped) == (
         wet.norm_before, wet.norm_after, wet.sum_norm, wet.coef, wet.clipped,
     )  # fmt: skip
@@ -56,14 +56,14 @@ def test_dry_run_says_the_same_and_writes_nothing(tmp_path):
 def test_output_leaves_the_buffer_alone(tmp_path):
     path, grads = lay_out(tmp_path, f32(1), f32(2))
     before = snapshot(tmp_path)
-    accumulate(path, grads, output=tmp_path / "out")
+    accumulate(grads, into=path, output=tmp_path / "out")
     assert read(tmp_path / "out")["a"].tolist() == [3]
     (tmp_path / "out").unlink()
     assert snapshot(tmp_path) == before
     for target in (path, grads[0]):
         refused(UsageError, tmp_path, path, grads, output=target)
     with pytest.raises(NonFiniteError):
-        accumulate(path, grads, weight=[1e39], output=tmp_path / "out")
+        accumulate(grads, into=path, weight=[1e39], output=tmp_path / "out")
     assert snapshot(tmp_path) == before
 
 
@@ -72,7 +72,7 @@ def test_output_dir_takes_every_file_of_the_buffer_and_the_index_and_no_gradient
     index = write_index(tmp_path / "in", shards)
     write(tmp_path / "g" / "3.safetensors", {"a": f32(2)})
     before = snapshot(tmp_path)
-    result = accumulate(index, tmp_path / "g", exclude=["ids"], output_dir=tmp_path / "new" / "out")
+    result = accumulate(tmp_path / "g", into=index, exclude=["ids"], output_dir=tmp_path / "new" / "out")
     out = tmp_path / "new" / "out"
     assert sorted(path.name for path in out.iterdir()) == ["1.safetensors", "2.safetensors", index.name]
     assert read(out / "1.safetensors")["a"].tolist() == [3]
@@ -84,10 +84,10 @@ def test_output_dir_takes_every_file_of_the_buffer_and_the_index_and_no_gradient
 
 def test_output_arrives_when_nothing_is_added_too(tmp_path):
     path, grads = lay_out(tmp_path, f32(1), {"a": f32(2)})
-    accumulate(path, grads, update=False, output=tmp_path / "out")
+    accumulate(grads, into=path, update=False, output=tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == path.read_bytes()
     before = snapshot(tmp_path)
-    result = accumulate(path, grads, update=False, per_gradient=True)
+    result = accumulate(grads, into=path, update=False, per_gradient=True)
     assert (result.updated, result.files_written, result.taken, result.norm_after) == (False, 0, 0, 1.0)
     assert snapshot(tmp_path) == before
 
@@ -96,7 +96,7 @@ def test_progress_only_grows_and_ends_with_all_bytes(tmp_path):
     path, grads = lay_out(tmp_path, np.ones((3, 70_000), np.float32), np.ones(70_000), np.ones((3, 1)))
     for options in ({}, {"max_norm": 1, "clip_each": 1}, {"output": tmp_path / "out"}):
         told = []
-        accumulate(path, grads, progress=lambda *one, told=told: told.append(one), **options)
+        accumulate(grads, into=path, progress=lambda *one, told=told: told.append(one), **options)
         for (title, _), of_pass in groupby(told, key=lambda one: (one[0], one[2])):
             done = [(now, whole) for _, now, whole in of_pass]
             assert done == sorted(done), title
@@ -110,14 +110,14 @@ def test_an_index_that_is_read_is_not_written_over(tmp_path):
         write_index(tmp_path / name, {file: {"a": f32(1)}})
     before = snapshot(tmp_path)
     with pytest.raises(UsageError, match="is an input"):
-        accumulate(tmp_path / "buffer", tmp_path / "grad", output_dir=tmp_path / "grad")
+        accumulate(tmp_path / "grad", into=tmp_path / "buffer", output_dir=tmp_path / "grad")
     assert snapshot(tmp_path) == before
 
 
 def test_progress_knows_from_the_first_what_is_copied(tmp_path):
     path, grads = lay_out(tmp_path, {"big": np.ones(3_000_000, np.float32), "s": f32(1)}, {"s": f32(2)})
     seen = []
-    accumulate(path, grads, missing="skip", output=tmp_path / "out", progress=lambda *told: seen.append(told))
+    accumulate(grads, into=path, missing="skip", output=tmp_path / "out", progress=lambda *told: seen.append(told))
     assert all(whole >= path.stat().st_size for title, _, whole in seen if title == "adding")
     assert len(seen) > 3
 

@@ -28,14 +28,14 @@ def trimmed(arrays, dropped):
 def test_the_median_is_that_of_numpy_in_place_of_the_buffer(tmp_path, dtype, count):
     grads = [gaussian(70_001, dtype, seed=seed) for seed in range(count)]
     path, paths = lay_out(tmp_path, gaussian(70_001, "F32", seed=99), *grads)
-    accumulate(path, paths, reduce="median", overwrite=True)
+    accumulate(paths, into=path, reduce="median", overwrite=True)
     assert np.array_equal(read(path)["a"], median(grads).astype(np.float32))
 
 
 def test_it_is_added_to_the_buffer_with_one_rounding(tmp_path):
     old, grads = gaussian(5000, "BF16", seed=9), [gaussian(5000, "F32", seed=seed) for seed in range(4)]
     path, paths = lay_out(tmp_path, old, *grads)
-    result = accumulate(path, paths, reduce="median")
+    result = accumulate(paths, into=path, reduce="median")
     expected = rounded_once(old.astype(np.float64) + median(grads), "BF16")
     assert read(path)["a"].tobytes() == expected.tobytes()
     assert (result.taken, result.skipped, result.weight_sum) == (4, 0, 4.0)
@@ -45,18 +45,18 @@ def test_it_is_added_to_the_buffer_with_one_rounding(tmp_path):
 def test_a_trimmed_mean_drops_both_ends(tmp_path, dropped):
     grads = [gaussian(3000, "F64", seed=seed) for seed in range(9)]
     _, paths = lay_out(tmp_path, f32(0), *grads)
-    accumulate(tmp_path / "new", paths, reduce=f"trimmed={dropped}", create=True, dtype="F64")
+    accumulate(paths, output=tmp_path / "new", reduce=f"trimmed={dropped}", dtype="F64")
     assert read(tmp_path / "new")["a"].tobytes() == trimmed(grads, dropped).tobytes()
 
 
 def test_trimming_all_but_one_is_the_median_and_outliers_do_not_matter(tmp_path):
     grads = [gaussian(100, "F32", seed=seed) for seed in range(5)]
     _, paths = lay_out(tmp_path, f32(0), *grads)
-    accumulate(tmp_path / "one", paths, reduce="median", create=True)
-    accumulate(tmp_path / "two", paths, reduce="trimmed=2", create=True)
+    accumulate(paths, output=tmp_path / "one", reduce="median")
+    accumulate(paths, output=tmp_path / "two", reduce="trimmed=2")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     attacked = [write(tmp_path / "x", {"a": grads[0] * 0 + 1e30}), *paths[1:]]
-    accumulate(tmp_path / "three", attacked, reduce="median", create=True)
+    accumulate(attacked, output=tmp_path / "three", reduce="median")
     assert np.abs(read(tmp_path / "three")["a"]).max() < 1e4
 
 
@@ -67,7 +67,7 @@ def test_the_mean_and_the_sum_are_what_they_were(tmp_path):
         "mean": {"mean": True}, "reduce": {"reduce": "mean"}, "both": {"mean": True, "reduce": "mean"},
         "sum": {}, "other": {"reduce": "SUM"},
     }.items():  # fmt: skip
-        accumulate(tmp_path / name, paths, create=True, weight=[1, 2, 5], **options)
+        accumulate(paths, output=tmp_path / name, weight=[1, 2, 5], **options)
         files[name] = (tmp_path / name).read_bytes()
     assert files["mean"] == files["reduce"] == files["both"] != files["sum"] == files["other"]
 
@@ -86,7 +86,7 @@ def test_the_size_of_a_window_and_the_number_of_threads_change_no_bit(tmp_path, 
     monkeypatch.setattr("gradtool.ops.accumulate.reduce._FEWEST", 1)
     paths = [tmp_path / f"set{i}" for i in range(6)]
     for threads in (1, 3):
-        accumulate(tmp_path / f"new{threads}", paths, create=True, reduce="trimmed=2", threads=threads)
+        accumulate(paths, output=tmp_path / f"new{threads}", reduce="trimmed=2", threads=threads)
     found = read(tmp_path / "new1")
     assert (tmp_path / "new1").read_bytes() == (tmp_path / "new3").read_bytes()
     for name in shapes:
@@ -96,13 +96,13 @@ def test_the_size_of_a_window_and_the_number_of_threads_change_no_bit(tmp_path, 
 def test_gradients_are_broadcast_and_may_be_of_any_type(tmp_path):
     grads = [encode([[1, 5, -2]], "BF16"), encode([[3], [0]], "F64"), encode(2, "F8_E5M2")]
     path, paths = lay_out(tmp_path, np.zeros((2, 3), np.float32), *grads)
-    accumulate(path, paths, reduce="median")
+    accumulate(paths, into=path, reduce="median")
     assert read(path)["a"].tolist() == [[2, 3, 2], [1, 2, 0]]
 
 
 def test_each_gradient_may_be_clipped_and_the_median_too(tmp_path):
     path, paths = lay_out(tmp_path, f32(0, 0), f32(300, 400), f32(3, 4), f32(6, 8))
-    result = accumulate(path, paths, reduce="median", clip_each=5, eps=0, max_norm=2.5)
+    result = accumulate(paths, into=path, reduce="median", clip_each=5, eps=0, max_norm=2.5)
     assert read(path)["a"].tolist() == [1.5, 2.0]
     assert (result.sum_norm, result.coef, result.clipped) == (5.0, 0.5, True)
 
@@ -110,7 +110,7 @@ def test_each_gradient_may_be_clipped_and_the_median_too(tmp_path):
 def test_a_tensor_that_some_lack_has_the_median_of_the_others(tmp_path):
     old = {"a": f32(100), "b": f32(100)}
     path, paths = lay_out(tmp_path, old, {"a": f32(1), "b": f32(9)}, {"a": f32(2)}, {"a": f32(30)})
-    accumulate(path, paths, reduce="median", missing="skip", overwrite=True)
+    accumulate(paths, into=path, reduce="median", missing="skip", overwrite=True)
     assert {name: array.tolist() for name, array in read(path).items()} == {"a": [2], "b": [9]}
     problems = refused(BadInputError, tmp_path, path, paths, reduce="trimmed=1", missing="skip")
     assert problems == [("too-few", "b", "buffer")]
@@ -131,13 +131,13 @@ def test_a_value_that_is_not_finite_is_refused_even_where_it_would_be_dropped(tm
 
 def test_propagate_keeps_nan_and_orders_infinities(tmp_path):
     path, paths = lay_out(tmp_path, f32(0, 0, 0), f32(math.nan, math.inf, 1), f32(2, 2, -math.inf), f32(3, 3, 7))
-    accumulate(path, paths, reduce="median", nonfinite="propagate")
+    accumulate(paths, into=path, reduce="median", nonfinite="propagate")
     assert np.array_equal(read(path)["a"], f32(math.nan, 3, 1), equal_nan=True)
 
 
 def test_skip_leaves_out_gradients_before_the_median(tmp_path):
     path, paths = lay_out(tmp_path, f32(0), f32(math.nan), f32(2), f32(4), f32(9))
-    result = accumulate(path, paths, reduce="median", nonfinite="skip", overwrite=True)
+    result = accumulate(paths, into=path, reduce="median", nonfinite="skip", overwrite=True)
     assert (read(path)["a"].tolist(), result.taken, result.skipped) == ([4], 3, 1)
     few = paths[:3]
     assert refused(BadInputError, tmp_path, path, few, reduce="trimmed=1", nonfinite="skip") == [
@@ -165,8 +165,8 @@ def test_what_makes_no_sense_is_a_usage_error(tmp_path, options):
 def test_no_update_and_dry_run_write_nothing(tmp_path):
     path, paths = lay_out(tmp_path, f32(0), f32(1), f32(2), f32(3))
     before = snapshot(tmp_path)
-    assert accumulate(path, paths, reduce="median", dry_run=True).norm_after == 2.0
-    assert not accumulate(path, paths, reduce="median", update=False).updated
+    assert accumulate(paths, into=path, reduce="median", dry_run=True).norm_after == 2.0
+    assert not accumulate(paths, into=path, reduce="median", update=False).updated
     assert snapshot(tmp_path) == before
 
 
@@ -174,14 +174,14 @@ def test_no_update_and_dry_run_write_nothing(tmp_path):
 def test_both_ways_to_write_give_the_same_bytes(tmp_path, write_mode):
     grads = [gaussian(70_000, "F32", seed=seed) for seed in range(3)]
     path, paths = lay_out(tmp_path, gaussian(70_000, "F32", seed=7), *grads)
-    accumulate(path, paths, reduce="median", write=write_mode)
+    accumulate(paths, into=path, reduce="median", write=write_mode)
     assert np.array_equal(read(path)["a"], (gaussian(70_000, "F32", seed=7) + median(grads)).astype(np.float32))
 
 
 def test_a_total_weight_is_dropped_with_a_warning(tmp_path):
     _, paths = lay_out(tmp_path, f32(0), f32(1), f32(2), metadata=[{"n": "1"}, {"n": "2"}])
-    accumulate(tmp_path / "new", paths, create=True, weight_key="n")
-    result = accumulate(tmp_path / "new", paths, reduce="median", overwrite=True)
+    accumulate(paths, output=tmp_path / "new", weight_key="n")
+    result = accumulate(paths, into=tmp_path / "new", reduce="median", overwrite=True)
     (warning,) = result.warnings
     assert warning.code == "weight-dropped"
     assert "--weight-key" not in warning.message

@@ -1,4 +1,4 @@
-"""Buffers that are created as a folder of files."""
+"""New sets that are a folder of files."""
 
 import json
 import math
@@ -50,12 +50,12 @@ def contents(folder):
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
-    options = {"create": True, "mean": True, "weight_key": "n", "dtype": dtype}
-    alone = accumulate(tmp_path / "alone", grads, **options)
+    options = {"mean": True, "weight_key": "n", "dtype": dtype}
+    alone = accumulate(grads, output=tmp_path / "alone", **options)
     expected = load_file(tmp_path / "alone") if dtype == "F32" else None
-    for number, how in enumerate(({"shard_like": like}, {"max_shard_size": 60}, {"max_shard_size": "1GB"})):
+    for number, how in enumerate(({"shard_like": like}, {"max_shard_size": 60}, {})):
         folder = tmp_path / f"new{number}"
-        result = accumulate(folder, grads, **options, **how)
+        result = accumulate(grads, output_dir=folder, **options, **how)
         measured = norm(folder)
         assert result.norm_after.hex() == measured.norm.hex() == alone.norm_after.hex()
         assert (result.tensors, result.elements, result.bytes) == (3, 30, 30 * NUMPY_TYPES[dtype].itemsize)
@@ -71,79 +71,118 @@ def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
 
 
 def test_the_index_is_right(tmp_path, grads, like):
-    accumulate(tmp_path / "new", grads, create=True, max_shard_size="0.06KB", threads=1)
+    accumulate(grads, output_dir=tmp_path / "new", max_shard_size="0.06KB", threads=1)
     assert list(contents(tmp_path / "new")) == [*NAMES, INDEX]
     assert json.loads((tmp_path / "new" / INDEX).read_text()) == {
         "metadata": {"total_size": 120}, "weight_map": dict(zip("abc", NAMES, strict=True)),
     }  # fmt: skip
-    accumulate(tmp_path / "same", grads, create=True, shard_like=like / INDEX)
+    accumulate(grads, output_dir=tmp_path / "same", shard_like=like / INDEX)
     assert json.loads((tmp_path / "same" / INDEX).read_text()) == {
         "metadata": {"total_size": 120},
         "weight_map": {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"},
     }
     # A later call adds to it as to any set.
-    result = accumulate(tmp_path / "same", tmp_path / "new")
+    result = accumulate(tmp_path / "new", into=tmp_path / "same")
     assert (result.norm_after, result.files_written) == (2 * result.norm_before, 2)
 
 
 def test_a_folder_may_exist_if_it_is_empty_and_those_above_it_are_made(tmp_path, grads):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "x" / "y"):
-        done = gradtool("accumulate", f"{folder}/", *grads, "--create", "--max-shard-size", "1kib")
+        done = gradtool("accumulate", *grads, "--output-dir", f"{folder}/", "--max-shard-size", "1kib")
         assert (done.returncode, done.stderr) == (0, "")
         assert list(contents(folder)) == ["model.safetensors"]
 
 
-def test_one_that_has_files_is_refused(tmp_path, grads, like):
-    for options in ({"shard_like": like}, {"max_shard_size": 1}, {"max_shard_size": 1, "dry_run": True}):
-        assert refused(BadInputError, tmp_path, like, grads, create=True, **options) == [("exists", None, "model")]
-    file = write(tmp_path / "file", {})
-    assert refused(BadInputError, tmp_path, file, grads, create=True, max_shard_size=1) == [("exists", None, "file")]
-    (tmp_path / "empty").mkdir()
-    assert refused(BadInputError, tmp_path, tmp_path / "empty", grads, create=True) == [("exists", None, "empty")]
+@pytest.mark.parametrize("how", ["max_shard_size", "shard_like", None])
+def test_a_set_is_replaced_as_a_whole_and_has_the_same_bytes_each_time(tmp_path, grads, like, how):
+    options = {"output_dir": tmp_path / "new", "mean": True}
+    options |= {how: {"max_shard_size": 60, "shard_like": like}[how]} if how else {}
+    accumulate(grads, **options)
+    first = contents(tmp_path / "new")
+    (tmp_path / "new" / "README.md").write_text("stays")
+    for number, path in enumerate((tmp_path / "new").iterdir()):
+        path.write_bytes(b"other" * (number % 2) if path.suffix != ".md" else b"stays")
+    accumulate(grads, **options)
+    assert contents(tmp_path / "new") == first | {"README.md": b"stays"}
+    before = snapshot(tmp_path)
+    assert {one[0] for one in refused(BadInputError, tmp_path, None, grads, no_clobber=True, **options)} == {"exists"}
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(
-    ("buffer", "options", "message"),
+    ("there", "how"),
     [
-        ("new", {"max_shard_size": 1}, "create=True makes"),
-        ("new", {"shard_like": "model"}, "create=True makes"),
-        ("new", {"create": True, "shard_like": "model", "max_shard_size": 1}, "exclude each other"),
-        ("new.safetensors", {"create": True, "max_shard_size": 1}, "names a file"),
-        (f"new/{INDEX}", {"create": True, "shard_like": "model"}, "names a file"),
-        ("new", {"create": True, "max_shard_size": 1, "write": "inplace"}, "write=.inplace. changes"),
-        ("new", {"create": True, "max_shard_size": 1, "output_dir": "x"}, "create=True writes buffer itself"),
-        ("new/", {"create": True}, "max_shard_size makes a folder"),
+        ("stranger.safetensors", {}),
+        ("model.safetensors", {"max_shard_size": 60}),
+        (NAMES[0], {}),
+        (INDEX, {}),
+        ("other.safetensors.index.json", {"max_shard_size": 60}),
     ],
 )
-def test_options_that_contradict_each_other_are_usage_errors(
-    tmp_path, monkeypatch, grads, like, buffer, options, message
-):
+def test_a_folder_with_parts_of_another_set_is_refused(tmp_path, grads, there, how):
+    path = write(tmp_path / "new" / there, {"a": f32(1)})
+    for options in (how, how | {"dry_run": True}):
+        assert refused(BadInputError, tmp_path, None, grads, output_dir=path.parent, **options) == [
+            ("exists", None, "new")
+        ]
+    with pytest.raises(BadInputError, match=f"has {there}, which the new set does not have; nothing written. Move"):
+        accumulate(grads, output_dir=path.parent, **how)
+
+
+def test_a_smaller_set_does_not_leave_shards_of_a_larger_one(tmp_path, grads):
+    accumulate(grads, output_dir=tmp_path / "new", max_shard_size=60)
+    with pytest.raises(BadInputError, match=f"has {NAMES[0]} and 3 more, which the new set does not have"):
+        accumulate(grads, output_dir=tmp_path / "new")
+    assert list(contents(tmp_path / "new")) == [*NAMES, INDEX]
+
+
+def test_the_set_that_it_is_sharded_as_is_not_replaced(tmp_path, grads, like):
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError, match="is a file of shard_like, which would be replaced; write to another file"):
+        accumulate(grads, output_dir=like, shard_like=like)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"into": "g1", "max_shard_size": 1}, "are about a new set; leave out into"),
+        ({"into": "g1", "output_dir": "new", "shard_like": "model"}, "are about a new set; leave out into"),
+        ({"output": "new", "shard_like": "model"}, "make a folder of files; use output_dir"),
+        ({"output_dir": "new", "shard_like": "model", "max_shard_size": 1}, "exclude each other"),
+        ({"output_dir": "g1"}, "output_dir g1 is no folder"),
+        ({"output": "new/"}, "output new/ names a folder or an index, and not a file; use output_dir"),
+        ({"output": f"new/{INDEX}"}, "names a folder or an index, and not a file; use output_dir"),
+        ({"output_dir": "new", "max_shard_size": 1, "write": "inplace"}, "write=.inplace. changes"),
+    ],
+)
+def test_options_that_contradict_each_other_are_usage_errors(tmp_path, monkeypatch, grads, like, options, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        accumulate(buffer, grads, **options)
+        accumulate(grads[1:], **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g1", "g3", like.name]
 
 
 def test_a_set_that_cannot_be_read_or_lacks_a_tensor_is_bad_input(tmp_path, grads):
     other = write(tmp_path / "other", {"b": f32(1)})
     new = tmp_path / "new"
-    assert refused(BadInputError, tmp_path, new, grads, create=True, shard_like=other) == [
+    assert refused(BadInputError, tmp_path, None, grads, output_dir=new, shard_like=other) == [
         ("extra-tensor", "a", "g1"), ("extra-tensor", "c", "g1"),
     ]  # fmt: skip
     missing = tmp_path / "missing"
-    assert refused(BadInputError, tmp_path, new, grads, create=True, shard_like=missing) == [
+    assert refused(BadInputError, tmp_path, None, grads, output_dir=new, shard_like=missing) == [
         ("missing-file", None, "missing")
     ]
     # What is not selected needs no place.
-    assert accumulate(new, grads, create=True, shard_like=other, include="b").files_written == 1
+    assert accumulate(grads, output_dir=new, shard_like=other, include="b").files_written == 1
     assert list(contents(new)) == ["other"]
 
 
 def test_a_dry_run_and_a_call_without_an_update_make_nothing(tmp_path, grads, like):
     before = snapshot(tmp_path)
     for options in ({"dry_run": True}, {"update": False}):
-        assert accumulate(tmp_path / "new", grads, create=True, shard_like=like, **options).files_written == 0
+        assert accumulate(grads, output_dir=tmp_path / "new", shard_like=like, **options).files_written == 0
         assert snapshot(tmp_path) == before
         assert not (tmp_path / "new").exists()
 
@@ -152,20 +191,20 @@ def test_an_error_leaves_no_folder(tmp_path, like):
     _, bad = lay_out(
         tmp_path, f32(), {"a": np.zeros((2, 5), np.float32), "b": f32(*[math.nan] * 15), "c": f32(*[1] * 5)}
     )
-    answer = gradtool_json("accumulate", tmp_path / "x" / "new", *bad, "--create", "--shard-like", like)
+    answer = gradtool_json("accumulate", *bad, "--output-dir", tmp_path / "x" / "new", "--shard-like", like)
     assert (answer["exit_code"], answer["errors"][0]["code"]) == (1, "nonfinite")
     assert not (tmp_path / "x").exists()
 
 
 def test_no_file_can_be_read_by_more_than_the_gradients_can(tmp_path, grads, like):
     grads[1].chmod(0o600)
-    accumulate(tmp_path / "new", grads, create=True, shard_like=like)
+    accumulate(grads, output_dir=tmp_path / "new", shard_like=like)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").iterdir()}
     assert modes == {"one.safetensors": 0o600, "two.safetensors": 0o600, INDEX: 0o600}
 
 
 def test_the_sum_is_clipped_over_all_files(tmp_path, grads):
-    result = accumulate(tmp_path / "new", grads, create=True, max_shard_size=1, max_norm=1, threads=2)
+    result = accumulate(grads, output_dir=tmp_path / "new", max_shard_size=1, max_norm=1, threads=2)
     assert result.clipped
     assert norm(tmp_path / "new").norm == result.norm_after == pytest.approx(1, rel=1e-6)
 
@@ -173,18 +212,19 @@ def test_the_sum_is_clipped_over_all_files(tmp_path, grads):
 def test_what_nothing_is_added_to_is_zero_in_files_of_its_own(tmp_path):
     first = {"a": f32(math.nan), "b": encode([1, 2], "F32")}
     _, grads = lay_out(tmp_path, f32(), first, {"b": f32(3, 4)})
-    accumulate(tmp_path / "new", grads, create=True, max_shard_size=1, missing="skip", nonfinite="skip")
+    accumulate(grads, output_dir=tmp_path / "new", max_shard_size=1, missing="skip", nonfinite="skip")
     files = contents(tmp_path / "new")
     assert len(files) == 3
     a, b = (load_file(tmp_path / "new" / name) for name in list(files)[:2])
     assert (a["a"].tolist(), b["b"].tolist()) == ([0], [3, 4])
 
 
-def test_two_runs_do_not_create_the_same_folder(tmp_path, grads):
-    command = ["accumulate", tmp_path / "new", *grads, "--create", "--max-shard-size", "1GB"]
+def test_two_runs_do_not_make_the_same_folder(tmp_path, grads):
+    # Without the index, they would have no file in common.
+    command = ["accumulate", *grads, "--output-dir", tmp_path / "new", "--max-shard-size", "1GB"]
     answers = []
     accumulate(
-        tmp_path / "new", grads, create=True, max_shard_size=1, progress=lambda *_: answers.append(gradtool(*command))
+        grads, output_dir=tmp_path / "new", max_shard_size=1, progress=lambda *_: answers.append(gradtool(*command))
     )
     assert {one.returncode for one in answers} == {5}
     assert "in use by PID" in answers[0].stderr
@@ -192,10 +232,9 @@ def test_two_runs_do_not_create_the_same_folder(tmp_path, grads):
 
 
 @pytest.mark.parametrize("name", [NAMES[1], INDEX])
-def test_a_file_that_another_program_makes_meanwhile_is_not_overwritten(tmp_path, grads, name):
+def test_with_no_clobber_a_file_that_another_program_makes_meanwhile_is_not_replaced(tmp_path, grads, name):
     theirs = tmp_path / "new" / name
+    options = {"output_dir": tmp_path / "new", "max_shard_size": 1}
     with pytest.raises(OSError, match="another program created it"):
-        accumulate(
-            tmp_path / "new", grads, create=True, max_shard_size=1, progress=lambda *_: theirs.write_text("theirs")
-        )
+        accumulate(grads, **options, no_clobber=True, progress=lambda *_: theirs.write_text("theirs"))
     assert contents(tmp_path / "new") == {name: b"theirs"}

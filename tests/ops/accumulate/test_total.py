@@ -35,13 +35,13 @@ def grads(tmp_path):
 
 def made(path, grads, **options):
     """A buffer that was created from gradients."""
-    accumulate(path, grads, create=True, weight_key="n", **options)
+    accumulate(grads, output=path, weight_key="n", **options)
     return path
 
 
 def added(path, grads, **options):
     """What adding says: its warnings, the metadata and the values."""
-    result = accumulate(path, grads, **options)
+    result = accumulate(grads, into=path, **options)
     return [one.message for one in result.warnings], metadata_of(path), values_of(path)
 
 
@@ -97,7 +97,7 @@ def test_a_clipped_sum_stands_for_its_weights_all_the_same(tmp_path, grads):
     assert (metadata_of(path), values_of(path)) == ({"n": "8"} | SUM, [1])
 
 
-NEW = "use gradtool.accumulate(NEW, [OLD, GRAD, ...]) with create=True, mean=True and weight_key n"
+NEW = "use gradtool.accumulate([OLD, GRAD, ...]) with output NEW, mean=True and weight_key n"
 DROPPED = {
     "without the key": ({}, {}, "gradients were added without weight_key", "use weight_key n"),
     "overwritten without the key": ({}, {"overwrite": True}, "overwritten without weight_key", "use weight_key n"),
@@ -143,7 +143,7 @@ def test_buffers_without_a_total_get_none(tmp_path, grads, options):
     own = {"n": "3"} if "weight_key" not in options else {"m": "3"}
     path = write(tmp_path / "plain", {"a": f32(1)}, own | {"format": "pt"}, padding=3)
     header = path.read_bytes()[: -values_of(path).__len__() * 4]
-    accumulate(path, grads[0], **options)
+    accumulate(grads[0], into=path, **options)
     assert path.read_bytes().startswith(header)
 
 
@@ -152,7 +152,7 @@ def test_buffers_without_a_total_get_none(tmp_path, grads, options):
 def test_nothing_changes_where_nothing_is_written(tmp_path, grads, options, write_mode):
     path = made(tmp_path / "mean", grads[:2], mean=True)
     before = snapshot(tmp_path)
-    result = accumulate(path, grads[2], weight_key="n", write=write_mode, **options)
+    result = accumulate(grads[2], into=path, weight_key="n", write=write_mode, **options)
     assert snapshot(tmp_path) == before
     assert [one.code for one in result.warnings] == (["weight-dropped"] if "dry_run" in options else [])
 
@@ -169,10 +169,33 @@ def test_a_part_of_a_buffer_cannot_have_another_total_than_the_rest(tmp_path, wr
         (tmp_path / "sum").unlink()
     made(tmp_path / "sum", grad, exclude=["ids"])
     only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "2"})
-    # What a gradient lacks counts as zeros, but is not overwritten by zeros.
-    assert added(tmp_path / "sum", only_a, weight_key="n", missing="skip") == ([], {"n": "5"} | SUM, [13])
-    (warning,), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", overwrite=True)
+    # Zeros count with the weight of their gradient; what is left out does not.
+    _, metadata, values = added(tmp_path / "sum", only_a, weight_key="n", missing="zero")
+    assert (metadata, values) == ({"n": "5"} | SUM, [13])
+    for options in ({}, {"overwrite": True}):
+        made(tmp_path / "sum", grad, exclude=["ids"])
+        (gap, warning), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", **options)
+        assert "lacks 1 tensor ('b')" in gap
+        assert "some gradients lack tensors; left out of the new metadata: 'n' = '3'" in warning
+        assert metadata == {}
+    (gap, warning), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", overwrite=True)
+    assert "no weight under 'n' is true of all. To have one, use missing=\"zero\"" in warning
     assert metadata == {}
+    _, metadata, values = added(tmp_path / "sum", only_a, weight_key="n", missing="zero", overwrite=True)
+    assert (metadata, values) == ({"n": "2"} | SUM, [10])
+    assert read(tmp_path / "sum")["b"].tolist() == [0]
+
+
+def test_a_new_set_to_which_not_all_gradients_add_has_no_total(tmp_path):
+    both = write(tmp_path / "both", {"a": f32(1), "b": f32(4)}, {"n": "3"})
+    only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "1"})
+    result = accumulate([both, only_a], output=tmp_path / "new", weight_key="n", mean=True, missing="skip")
+    assert [one.code for one in result.warnings] == ["unmatched", "weight-dropped"]
+    assert {name: one.tolist() for name, one in read(tmp_path / "new").items()} == {"a": [2], "b": [4]}
+    assert metadata_of(tmp_path / "new") == {}
+    accumulate([both, only_a], output=tmp_path / "new", weight_key="n", mean=True, missing="zero")
+    assert read(tmp_path / "new")["b"].tolist() == [3]
+    assert metadata_of(tmp_path / "new") == {"n": "4"} | MEAN
 
 
 def test_tensors_that_carry_no_values_are_no_part_of_the_buffer(tmp_path):
@@ -188,9 +211,9 @@ def test_every_shard_has_the_same_total_even_if_no_tensor_of_it_changes(tmp_path
     shards = {"1.safetensors": {"a": f32(1)}, "2.safetensors": {"b": f32(2)}, "3.safetensors": {"e": f32()}}
     write_index(tmp_path / "set", shards)
     grad = write(tmp_path / "grad", {"a": f32(5), "b": f32(6), "e": f32()}, {"n": "3"})
-    accumulate(tmp_path / "set", grad, weight_key="n", overwrite=True)
+    accumulate(grad, into=tmp_path / "set", weight_key="n", overwrite=True)
     only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "2"})
-    result = accumulate(tmp_path / "set", only_a, weight_key="n", missing="skip", write=write_mode)
+    result = accumulate(only_a, into=tmp_path / "set", weight_key="n", missing="zero", write=write_mode)
     found = [metadata_of(tmp_path / "set" / name) for name in shards]
     assert (found, result.files_written) == ([{"n": "5"} | SUM] * 3, 3)
     assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [18]
@@ -201,9 +224,9 @@ def test_shards_that_differ_have_no_total(tmp_path):
     for number, metadata in ((1, {"n": "4"} | SUM), (2, {"n": "4"} | MEAN)):
         write(tmp_path / "set" / f"{number}.safetensors", {f"{'ab'[number - 1]}": f32(1)}, metadata)
     with pytest.raises(BadInputError, match=r"2.safetensors: has a mean by its metadata, where 1.safetensors of the"):
-        accumulate(tmp_path / "new", tmp_path / "set", create=True, weight_key="n")
+        accumulate(tmp_path / "set", output=tmp_path / "new", weight_key="n")
     grad = write(tmp_path / "grad", {"a": f32(5), "b": f32(6)}, {"n": "3"})
-    (warning,) = accumulate(tmp_path / "set", grad, weight_key="n").warnings
+    (warning,) = accumulate(grad, into=tmp_path / "set", weight_key="n").warnings
     assert (warning.code, warning.file) == ("weight-dropped", str(tmp_path / "set"))
     assert "its own weight cannot be read" in warning.message
     assert [metadata_of(path) for path in sorted((tmp_path / "set").iterdir())] == [{}, {}]
@@ -212,7 +235,7 @@ def test_shards_that_differ_have_no_total(tmp_path):
 def test_elsewhere_the_copies_get_the_new_total(tmp_path, grads):
     path = made(tmp_path / "sum", grads[:2])
     before = snapshot(tmp_path)
-    accumulate(path, grads[2], weight_key="n", output=tmp_path / "out")
+    accumulate(grads[2], into=path, weight_key="n", output=tmp_path / "out")
     zero(path, output_dir=tmp_path / "zeros")
     assert {one: kept for one, kept in snapshot(tmp_path).items() if one in before} == before
     assert (metadata_of(tmp_path / "out"), values_of(tmp_path / "out")) == ({"n": "8"} | SUM, [31])
@@ -226,7 +249,7 @@ def test_a_total_that_has_no_room_in_place_is_refused_and_the_other_way_to_write
         assert refused(BadInputError, tmp_path, path, grads, write="inplace", **options, **more) == [
             ("header", None, "plain")
         ]
-    accumulate(path, grads, **options)
+    accumulate(grads, into=path, **options)
     huge = write(tmp_path / "huge", {"a": f32(0)}, {"n": "-1.2345678901234567e+300"})
     size = path.stat().st_size
     assert added(path, huge, write="inplace", **options)[1] == {"n": "-1.2345678901234567e+300"} | SUM
@@ -245,12 +268,12 @@ def test_whole_totals_are_written_as_integers(tmp_path, weight, text):
 def test_a_sum_is_added_as_it_is_and_counts_with_its_weight(tmp_path, grads):
     sum_, mean = made(tmp_path / "sum", grads[:2]), made(tmp_path / "mean", grads[:2], mean=True)
     for one in (sum_, mean):
-        options = {"create": True, "mean": True, "weight_key": "n", "per_gradient": True}
-        result = accumulate(tmp_path / f"of_{one.name}", [one, grads[2]], **options)
+        options = {"mean": True, "weight_key": "n", "per_gradient": True}
+        result = accumulate([one, grads[2]], output=tmp_path / f"of_{one.name}", **options)
         assert values_of(tmp_path / f"of_{one.name}") == [31 / 8]
         assert ([row.weight for row in result.per_gradient], result.weight_sum) == ([4, 4], 8)
     # Without the key, and with weights that are given, it is a file like any other.
-    accumulate(tmp_path / "plain", [sum_, mean], create=True, weight=[2, 4])
+    accumulate([sum_, mean], output=tmp_path / "plain", weight=[2, 4])
     assert (values_of(tmp_path / "plain"), metadata_of(tmp_path / "plain")) == ([33], {})
 
 
@@ -258,8 +281,8 @@ def test_a_sum_is_clipped_as_the_gradient_that_it_stands_for(tmp_path, grads):
     sum_, mean = made(tmp_path / "sum", grads[:2]), made(tmp_path / "mean", grads[:2], mean=True)
     rows = []
     for one in (sum_, mean):
-        options = {"create": True, "weight_key": "n", "clip_each": 1, "eps": 0, "per_gradient": True}
-        rows.append(accumulate(tmp_path / f"of_{one.name}", one, **options).per_gradient[0])
+        options = {"weight_key": "n", "clip_each": 1, "eps": 0, "per_gradient": True}
+        rows.append(accumulate(one, output=tmp_path / f"of_{one.name}", **options).per_gradient[0])
         assert values_of(tmp_path / f"of_{one.name}") == [4]
     assert (rows[0].norm, rows[0].coef) == (rows[1].norm, rows[1].coef) == (2.75, 1 / 2.75)
 
@@ -267,8 +290,8 @@ def test_a_sum_is_clipped_as_the_gradient_that_it_stands_for(tmp_path, grads):
 def test_a_zeroed_sum_adds_nothing_and_has_norm_0(tmp_path, grads):
     sum_ = made(tmp_path / "sum", grads[:2])
     zero(sum_)
-    options = {"create": True, "mean": True, "weight_key": "n", "clip_each": 9, "per_gradient": True}
-    result = accumulate(tmp_path / "new", [sum_, grads[2]], **options)
+    options = {"mean": True, "weight_key": "n", "clip_each": 9, "per_gradient": True}
+    result = accumulate([sum_, grads[2]], output=tmp_path / "new", **options)
     assert (values_of(tmp_path / "new"), result.per_gradient[0].norm) == ([5], 0)
 
 
@@ -288,10 +311,10 @@ def test_a_buffer_that_stands_for_no_weight_must_be_zeroed(tmp_path, grads, writ
     path = write(tmp_path / "buffer", {"a": f32(1e-30)}, {"n": "0"} | MEAN, padding=50)
     before = path.read_bytes()
     with pytest.raises(BadInputError, match="'n' = 0 in its metadata, but it is not all zeros; nothing written"):
-        accumulate(path, grads, **options)
+        accumulate(grads, into=path, **options)
     assert path.read_bytes() == before
     write(path, {"a": f32(-0.0)}, {"n": "0"}, padding=99)
-    accumulate(path, grads, **options)
+    accumulate(grads, into=path, **options)
     assert metadata_of(path) == {"n": "8"} | SUM
 
 
@@ -329,33 +352,33 @@ class Tree:
         """Merge files into one, in one of several ways."""
         path = self._new()
         options = {"weight_key": "n", "dtype": "F64"}
-        if how in {"create", "create mean"}:
-            accumulate(path, parts, create=True, mean="mean" in how, **options)
+        if how in {"alone", "the mean alone"}:
+            accumulate(parts, output=path, mean="mean" in how, **options)
             return path
         # Into a buffer that held something else.
-        accumulate(path, self._spare(), create=True, mean="mean" in how, **options)
+        accumulate(self._spare(), output=path, mean="mean" in how, **options)
         del options["dtype"]
         if "overwrite" in how:
-            accumulate(path, parts[:1], overwrite=True, mean="mean" in how, write="inplace", **options)
+            accumulate(parts[:1], into=path, overwrite=True, mean="mean" in how, write="inplace", **options)
             parts = parts[1:]
         else:
             zero(path, write="inplace")
         if how == "zero, then the mean":
-            accumulate(path, parts, mean=True, **options)
+            accumulate(parts, into=path, mean=True, **options)
         else:
             for part in parts:
-                accumulate(path, part, **options)
+                accumulate(part, into=path, **options)
         return path
 
     def _spare(self):
         return write(self._new(), {"a": self._rng.standard_normal(2)}, {"n": "77"})
 
     def mean(self, top):
-        accumulate(self.folder / "root", top, create=True, mean=True, dtype="F64", weight_key="n")
+        accumulate(top, output=self.folder / "root", mean=True, dtype="F64", weight_key="n")
         return self.folder / "root"
 
 
-HOW = ["create", "create mean", "overwrite, then add", "zero, then add", "zero, then the mean"]
+HOW = ["alone", "the mean alone", "overwrite, then add", "zero, then add", "zero, then the mean"]
 TREES = st.recursive(
     st.just("leaf"),
     lambda parts: st.tuples(st.sampled_from(HOW), st.lists(parts, min_size=1, max_size=3)),
@@ -388,7 +411,7 @@ def test_two_levels_give_the_flat_mean(tmp_path, how):
     tree = Tree(tmp_path, np.random.default_rng(5))
     grads = {"1": (128, [1.0, 2]), "2": (96, [3.0, -1]), "3": (50, [0.5, 8]), "4": (10, [-7.0, 4])}
     micro = [write(tmp_path / name, {"a": np.array(g)}, {"n": str(n)}) for name, (n, g) in grads.items()]
-    nodes = [tree.merge(how, micro[:2]), tree.merge("create mean", micro[2:3]), micro[3]]
+    nodes = [tree.merge(how, micro[:2]), tree.merge("the mean alone", micro[2:3]), micro[3]]
     total = tree.mean(nodes)
     assert metadata_of(total)["n"] == "284"
     flat = sum(n * np.array(g) for n, g in grads.values()) / 284

@@ -44,7 +44,7 @@ def test_results_can_be_added_to_a_set_of_weights(tmp_path):
     names = {"scale": "weight", "scale_grad": "weight", "bias_grad": "bias"}
     layernorm_backward([acts, weights], output=grads, **names)
     for _ in range(2):
-        accumulate(total, grads, include=[r"\.(weight|bias)$"])
+        accumulate(grads, into=total, include=[r"\.(weight|bias)$"])
     del tensors["mean"], tensors["inv_std_dev"]
     expected = reference(tensors, **FORMS["layernorm"])
     assert read(total)["n.weight"] == pytest.approx(1 + 2 * expected["scale_grad"], rel=1e-13, abs=1e-13)

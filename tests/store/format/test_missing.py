@@ -135,10 +135,10 @@ def test_a_broken_link_in_a_set_is_named(here):
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("bufer.safetensors", "no such file; create=True makes it from the first gradient"),
+        ("bufer.safetensors", "no such file; to write the sum alone, use output"),
         (
             "data/bufer.safetensors",
-            "no such file; create=True makes it from the first gradient; did you mean data/buffer.safetensors?",
+            "no such file; to write the sum alone, use output; did you mean data/buffer.safetensors?",
         ),
         ("s3://bucket/x", PATHS["s3://bucket/x.safetensors"]),
         ("dangling", PATHS["dangling"]),
@@ -146,14 +146,14 @@ def test_a_broken_link_in_a_set_is_named(here):
 )
 def test_a_buffer_that_is_not_there_says_why(path, line):
     with pytest.raises(BadInputError) as caught:
-        api.accumulate(path, "data/micro_0.safetensors")
+        api.accumulate("data/micro_0.safetensors", into=path)
     assert caught.value.problems[0].message == line
 
 
 def test_a_new_buffer_may_have_any_name_that_is_no_url(here):
     with pytest.raises(BadInputError, match="is a URL, which gradtool cannot write to"):
-        api.accumulate("gs://bucket/x", "data/micro_0.safetensors", create=True)
-    api.accumulate("data/bufer.safetensors", "data/micro_0.safetensors", create=True)
+        api.accumulate("data/micro_0.safetensors", output="gs://bucket/x")
+    api.accumulate("data/micro_0.safetensors", output="data/bufer.safetensors")
     assert (here / "data/bufer.safetensors").exists()
 
 

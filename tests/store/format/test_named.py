@@ -88,7 +88,7 @@ def test_a_list_on_standard_input_is_called_so():
 
 def test_a_buffer_that_is_also_a_gradient_is_named_twice():
     with pytest.raises(BadInputError) as caught:
-        accumulate(X, ["data/other.safetensors", "folder"])
+        accumulate(["data/other.safetensors", "folder"], into=X)
     assert str(caught.value) == f"{X}: is named twice: by the path {X} and by the folder folder; name each file once"
 
 

@@ -96,7 +96,7 @@ def test_a_file_that_would_have_no_tensor_is_left_out(tmp_path):
     files = new.files(selected(tmp_path, b=1))
     assert names_in(files) == {"new/2.safetensors": ["b"]}
     assert json.loads(new.index_over(files)[1])["weight_map"] == {"b": "2.safetensors"}
-    with pytest.raises(BadInputError, match="the first gradient has no tensor"):
+    with pytest.raises(BadInputError, match="the gradients have no tensor"):
         new.files([])
 
 

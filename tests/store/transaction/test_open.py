@@ -166,7 +166,7 @@ def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changi
     assert norm(changing, ignore_journal=True).norm == pytest.approx(3 * 5**0.5)
     buffer = write(tmp_path / "buffer.safetensors", {"x.safetensors": np.zeros(5, np.float32)})
     for read_it in (
-        lambda: accumulate(buffer, changing),
+        lambda: accumulate(changing, into=buffer),
         lambda: clip(changing, max_norm=1, output=tmp_path / "copy"),
         lambda: clip(changing, max_norm=1, dry_run=True),
         lambda: norm([buffer, changing]),
@@ -231,7 +231,7 @@ def test_ten_writers_at_once_are_ten_writers_in_some_order(tmp_path, modes):
         gradient = tmp_path / f"{number}.safetensors"
         write(gradient, {file: np.full(40_000, 2.0**number, np.float32) for file in shards})
         options = ["--write", modes[number % len(modes)], "--lock-timeout", "300", "--quiet"]
-        running.append(subprocess.Popen([*COMMAND, "accumulate", tmp_path / "buffer", gradient, *options]))
+        running.append(subprocess.Popen([*COMMAND, "accumulate", gradient, "--into", tmp_path / "buffer", *options]))
     assert [one.wait() for one in running] == [0] * 10
     assert all((read(tmp_path / "buffer" / file)[file] == 1023).all() for file in shards)
     assert sorted(path.name for path in (tmp_path / "buffer").iterdir()) == [*shards, "model.safetensors.index.json"]
@@ -242,7 +242,7 @@ def test_ten_writers_at_once_that_do_not_wait_are_done_or_told(tmp_path):
     running = []
     for number in range(10):
         gradient = write(tmp_path / f"{number}", {"t": np.full(200_000, 2.0**number, np.float32)})
-        command = [*COMMAND, "accumulate", path, gradient, "--quiet", "--write", "inplace"]
+        command = [*COMMAND, "accumulate", gradient, "--into", path, "--quiet", "--write", "inplace"]
         running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     said = [one.communicate()[1] for one in running]
     codes = [one.returncode for one in running]

@@ -140,10 +140,25 @@ class Dask:
         with warnings.catch_warnings(action="ignore"):  # Of a call that is large, as one about many tensors is.
             # Not pure: the same call is work to be done again.
             future = self._client.submit(pickle.loads, call, pure=False, **place)
-        gathered = self._client.gather(future, asynchronous=True)
-        result = asyncio.run_coroutine_threadsafe(gathered, self._client.loop.asyncio_loop)
+        result: Future[Any] = Future()
+
+        def ended(_: Future[Any]) -> None:
+            self._calls.pop(future.key, None)
+            if result.cancelled() and future.status != "cancelled":
+                future.cancel()
+
+        async def deliver() -> None:
+            # As Dask's executor, whose futures never end where an answer cannot be read.
+            try:
+                result.set_result(await future._result())  # noqa: SLF001
+            except (CancelledError, asyncio.CancelledError):
+                result.cancel()
+            except Exception as error:  # noqa: BLE001
+                result.set_exception(error)
+
         self._calls[future.key] = result, workers
-        result.add_done_callback(lambda _, key=future.key: self._calls.pop(key, None))
+        result.add_done_callback(ended)
+        asyncio.run_coroutine_threadsafe(deliver(), self._client.loop.asyncio_loop)
         return result
 
     def why(self, error: BaseException) -> str:
@@ -303,5 +318,15 @@ def _imported() -> tuple[Any, Callable[[int], float]]:
     if type(_run_inert(protocol.loads, pickle.dumps(ValueError()))) is ValueError:
         raise ImportError(f"distributed {distributed.__version__} is not known to be safe")
     # Events are what anyone sends to have it printed here.
-    client = type("Client", (distributed.Client,), {"_handle_event": lambda *_, **__: None})
-    return client, heartbeat_interval
+    handlers = {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end}
+    return type("Client", (distributed.Client,), handlers), heartbeat_interval
+
+
+def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:
+    """End a call with an error. Dask would wait for ever where the error is none, or its traceback."""
+    try:
+        error: Any = _Reader(io.BytesIO(exception)).load()  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - whatever is not a pickle causes
+        error = None
+    if (state := client.futures.get(key)) is not None:
+        state.set_error(error if isinstance(error, _Inert) else _Inert("it cannot be read"), None)

@@ -25,8 +25,8 @@ from gradtool._version import __version__
 from gradtool.arrays import float64s
 from gradtool.backends import NormSpec
 from gradtool.engines import Member, choose, wire, work
-from gradtool.engines.wire import _tree
 from gradtool.engines.probe import Question, answer, complaint, facts_in
+from gradtool.engines.wire import _tree
 from gradtool.errors import Problem
 from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE

@@ -310,13 +310,14 @@ def _imported() -> tuple[Any, Callable[[int], float]]:
         ImportError: Dask is not installed, or reads pickles in a way that is not known here.
     """
     import distributed
-    from distributed.protocol import pickle as protocol
+    from distributed.protocol import pickle as untyped
     from distributed.scheduler import heartbeat_interval
 
+    protocol: Any = untyped
     if getattr(protocol, "pickle", None) is pickle:
         protocol.pickle = _Pickle()
     if type(_run_inert(protocol.loads, pickle.dumps(ValueError()))) is ValueError:
-        raise ImportError(f"distributed {distributed.__version__} is not known to be safe")
+        raise ImportError("gradtool cannot keep this version from running what it is sent")
     # Events are what anyone sends to have it printed here.
     handlers = {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end}
     return type("Client", (distributed.Client,), handlers), heartbeat_interval

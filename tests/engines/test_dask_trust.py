@@ -14,7 +14,7 @@ from dask_cluster import DaskCluster, is_stopped
 # Makes a file where it is unpickled, unless that is the process that pickled it: Dask tries what it sends.
 EVIL = """
 import os, pickle
-class Evil(BaseException):
+class Evil:
     def __reduce__(self):
         return eval, (f"__import__('os').getpid() == {os.getpid()} or open({MADE!r}, 'w')",)
 """
@@ -33,8 +33,7 @@ from gradtool.engines import work
 class Kind(type): pass
 copyreg.pickle(Kind, lambda _: Evil().__reduce__())
 class Typed(bytes, metaclass=Kind): pass
-perform = work.perform
-work.perform = lambda *arguments: Typed(perform(*arguments))
+work.perform = lambda *_: Typed(b"x")
 """,
 }
 SCHEDULERS = {
@@ -64,7 +63,7 @@ def dask_setup(scheduler):
             evil = pickle.dumps(Evil())
             for topic, message in (("warn", {"message": evil}), ("print", {"args": ("pwned",)})):
                 event = {"op": "event", "topic": topic, "event": (0, message)}
-                scheduler.loop.call_later(0.1, scheduler.client_comms[client].send, event)
+                scheduler.loop.call_later(0.1, lambda event=event: scheduler.client_comms[client].send(event))
     scheduler.add_plugin(Plugin())
 """,
     "a message": """
@@ -74,7 +73,7 @@ def dask_setup(scheduler):
     class Plugin(SchedulerPlugin):
         def add_client(self, scheduler, client):
             message = {"op": "task-erred", "key": "x", "exception": to_serialize(Evil())}
-            scheduler.loop.call_later(0.1, scheduler.client_comms[client].send, message)
+            scheduler.loop.call_later(0.1, lambda: scheduler.client_comms[client].send(message))
     scheduler.add_plugin(Plugin())
 """,
 }

@@ -57,8 +57,8 @@ class Pass(Protocol[Found]):
 class DivisiblePass(Pass[Found], Protocol):
     """A pass that other processes can run parts of.
 
-    What it finds has two methods more: `condensed` makes fewer bytes of it, which are sent (`gradtool.engines.wire` says
-    how), and `put` adds what was found in a part with some `places`; it raises `ValueError` for what does not fit there.
+    What it finds has two methods more: `condensed` makes fewer bytes of it, which are sent as `gradtool.engines.wire`
+    says, and `put` adds what was found in a part with some `places`; it raises `ValueError` for what does not fit there.
     """
 
     def parts(self, destination: Destination) -> Iterator[Part]:

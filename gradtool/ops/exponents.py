@@ -64,6 +64,8 @@ class Histograms:
         numbers = [number for number, _ in places]
         if type(other) is not Histograms or other._bins != [self._bins[number] for number in numbers]:
             raise ValueError("histograms of other tensors")
+        if len(other.counts) != sum(map(len, other._bins)) or len(other.largest) != len(numbers):
+            raise ValueError("histograms of other tensors")
         with self._lock:
             for position, number in enumerate(numbers):
                 self._add(self._first[number], other.counts[other._first[position] : other._first[position + 1]])

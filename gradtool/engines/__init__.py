@@ -58,7 +58,7 @@ class DivisiblePass(Pass[Found], Protocol):
     """A pass that other processes can run parts of.
 
     What it finds has two methods more: `condensed` makes fewer bytes of it, which are sent as `gradtool.engines.wire`
-    says, and `put` adds what was found in a part with some `places`; it raises `ValueError` for what does not fit there.
+    says, and `put` adds what a part with some `places` has found; it raises `ValueError` for what does not fit there.
     """
 
     def parts(self, destination: Destination) -> Iterator[Part]:

@@ -18,7 +18,7 @@ from gradtool.store.format.tensors import BITS
 from gradtool.store.io.blocks import halved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
     from concurrent.futures import Future
 
     from gradtool.backends import Backend, Data, NormSpec
@@ -57,8 +57,8 @@ class Pass(Protocol[Found]):
 class DivisiblePass(Pass[Found], Protocol):
     """A pass that other processes can run parts of.
 
-    What it finds has two methods more: `condensed` makes fewer bytes of it, which are sent, and `put` adds what was
-    found in a part with some `places`; it raises `ValueError` for what does not fit there.
+    What it finds has two methods more: `condensed` makes fewer bytes of it, which are sent as `gradtool.engines.wire`
+    says, and `put` adds what a part with some `places` has found; it raises `ValueError` for what does not fit there.
     """
 
     def parts(self, destination: Destination) -> Iterator[Part]:
@@ -126,10 +126,13 @@ class Cluster(Protocol):
     name: str
 
     def members(self) -> Mapping[str, Member]:
-        """The workers, by address; `SystemRefusedError` if the cluster is lost."""
+        """The workers that are alive, by address; `SystemRefusedError` if the cluster is lost."""
 
     def submit(self, call: bytes, address: str | None = None, *, only: bool = False) -> Future[Any]:
         """Have a worker make a pickled call: any, if possible the one at an address, or that one only."""
+
+    def stranded(self) -> Collection[Future[Any]]:
+        """The calls that wait for workers that are not alive."""
 
     def why(self, error: BaseException) -> str:
         """What happened to a call that the cluster gave up."""

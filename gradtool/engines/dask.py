@@ -1,26 +1,35 @@
-"""A cluster of Dask workers; alone in importing Dask, and only when it is asked for."""
+"""A cluster of Dask workers; alone in importing Dask, and only when it is asked for.
+
+Dask unpickles what the scheduler and the workers send: types, exceptions, and whatever a message says is a pickle. In
+this process, for this cluster, such pickles are read into objects that do nothing.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
+import json
 import logging
 import os
 import pickle
 import re
+import stat
 import threading
 import warnings
 from concurrent.futures import CancelledError, Future, wait
+from contextvars import ContextVar, copy_context
+from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from gradtool.engines import Member
-from gradtool.errors import BackendUnavailableError, SystemRefusedError
+from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from concurrent.futures import Executor
+    from collections.abc import Callable, Collection, Mapping
 
 Answer = TypeVar("Answer")
 
@@ -28,6 +37,12 @@ _POLL_SECONDS = 0.2
 # For an answer of a scheduler that is connected.
 _ANSWER_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
+_FILE_BYTES = 1 << 20
+# A worker's task is given away after as many of its heartbeats, if not later.
+_HEARTBEATS = 10
+# Until a worker that was asked something, and is silent, has been named.
+_GRACE_SECONDS = 2.0
+_MOST_SLOTS = 1024
 _ADDRESS = re.compile(r".*://.*|[^/]+:\d+", re.DOTALL)
 _INSTALL = "install it here and on the workers: pip install 'gradtool[dask]'"
 
@@ -38,63 +53,126 @@ class Dask:
     def __init__(self, address: str, timeout: float) -> None:
         self.name = f"the Dask scheduler at {address}"
         try:
-            from distributed import Client as Untyped
+            client, self._interval = _imported()
         except ImportError as error:
             raise BackendUnavailableError(f"Dask cannot be loaded ({error}); {_INSTALL}", code="engine") from error
-        client: Any = Untyped
-        is_address = _ADDRESS.fullmatch(address)
-        where = {"address": address} if is_address else {"scheduler_file": _awaited(address, timeout)}
+        where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
         # What it would log, we report.
         self._muted = _mute()
         try:
             with warnings.catch_warnings(action="ignore"):
                 self._client = _answer(
-                    lambda: client(**where, timeout=timeout, set_as_default=False, name="gradtool"), timeout + 1
+                    lambda: client(where, timeout=timeout, set_as_default=False, name="gradtool"), timeout + 1
                 )
         except Exception as error:
             # Anything: Dask takes what another kind of server says for sizes of its own messages, and for much else.
             self._unmute()
-            said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else str(error)
+            said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
             what = f"{self.name} does not answer: {said or type(error).__name__}"
             remedy = "start one with `dask scheduler`, or correct --engine"
             raise SystemRefusedError(f"{what}; {remedy}", code="engine") from error
         except BaseException:
             self._unmute()
             raise
-        self._executors: dict[tuple[str | None, bool], Executor] = {}
+        self._timeout = timeout
+        # By key: a call, and the workers that it was meant for.
+        self._calls: dict[str, tuple[Future[Any], Collection[str]]] = {}
+        # The last sign of life of each worker, as the scheduler dates it, and when it was new here.
+        self._signs: dict[str, tuple[Any, float]] = {}
+        self._alive: list[str] = []
+        self._silent: list[str] = []
+        self._stranded: list[Future[Any]] = []
 
     def members(self) -> Mapping[str, Member]:
-        """The workers that the scheduler knows."""
-        if self._client.status != "running":
+        """The workers that the scheduler knows and that have lately given a sign of life."""
+        client = self._client
+        # What listens to the scheduler ends at a message that it cannot read.
+        listens = getattr(client, "_handle_report_task", None)
+        if client.status != "running" or (listens is not None and listens.done()):
             raise self._lost()
         try:
-            slots = _answer(self._client.nthreads, _ANSWER_SECONDS)
+            workers = _answer(lambda: client.sync(client.scheduler.identity), _ANSWER_SECONDS)["workers"]
+            now, patience = monotonic(), max(self._timeout, _HEARTBEATS * self._interval(len(workers)))
+            signs, members = {}, {}
+            for address, one in workers.items():
+                sign, since = self._signs.get(address, (None, now))
+                signs[address] = (sign, since) if sign == one["last_seen"] else (one["last_seen"], now)
+                slots = min(max(int(one["nthreads"]), 1), _MOST_SLOTS)
+                members[address] = Member(urlsplit(address).hostname or address, slots)
         except Exception as error:
             raise self._lost() from error
-        return {address: Member(urlsplit(address).hostname or address, count) for address, count in slots.items()}
+        self._signs = signs
+        self._silent = [one for one, (_, since) in signs.items() if now > since + patience + _GRACE_SECONDS]
+        for address in self._silent:
+            del members[address]
+        self._alive, held = list(members), self._held()
+        calls = list(self._calls.items())
+        self._stranded = [
+            call for key, (call, meant) in calls if key in held or (meant and members.keys().isdisjoint(meant))
+        ]
+        return members
+
+    def stranded(self) -> Collection[Future[Any]]:
+        """The calls that wait for workers that are gone or silent, when `members` last looked."""
+        return self._stranded
+
+    def _held(self) -> set[str]:
+        """The keys of what silent workers have to do, or have done."""
+        held: set[str] = set()
+        with contextlib.suppress(Exception):  # Some are gone by now, which is seen next time.
+            for ask in (self._client.processing, self._client.has_what) if self._silent else ():
+                held.update(*_answer(partial(ask, self._silent), _ANSWER_SECONDS).values())
+        return held
 
     def submit(self, call: bytes, address: str | None = None, *, only: bool = False) -> Future[Any]:
         """Have a worker make a pickled call: any, if possible the one at an address, or that one only."""
-        if (address, only) not in self._executors:
-            place = {} if address is None else {"workers": [address], "allow_other_workers": not only}
-            # Not pure: the same call is work to be done again.
-            self._executors[address, only] = self._client.get_executor(pure=False, **place)
+        workers = [] if address is None else [address]
+        if self._silent and not only:
+            # Without its tasks, one that is silent would be the first to get others.
+            workers, only = self._alive, True
+        try:
+            return _run_inert(self._submit, call, workers, only)
+        except Exception as error:
+            raise self._lost() from error
+
+    def _submit(self, call: bytes, workers: list[str], only: bool) -> Future[Any]:
+        place = {"workers": workers, "allow_other_workers": not only} if workers else {}
         with warnings.catch_warnings(action="ignore"):  # Of a call that is large, as one about many tensors is.
-            return self._executors[address, only].submit(pickle.loads, call)
+            # Not pure: the same call is work to be done again.
+            future = self._client.submit(pickle.loads, call, pure=False, **place)
+        result: Future[Any] = Future()
+
+        def ended(_: Future[Any]) -> None:
+            self._calls.pop(future.key, None)
+            if result.cancelled() and future.status != "cancelled":
+                future.cancel()
+
+        async def deliver() -> None:
+            # As Dask's executor, whose futures never end where an answer cannot be read.
+            try:
+                result.set_result(await future._result())  # noqa: SLF001
+            except (CancelledError, asyncio.CancelledError):
+                result.cancel()
+            except Exception as error:  # noqa: BLE001
+                result.set_exception(error)
+
+        self._calls[future.key] = result, workers
+        result.add_done_callback(ended)
+        asyncio.run_coroutine_threadsafe(deliver(), self._client.loop.asyncio_loop)
+        return result
 
     def why(self, error: BaseException) -> str:
         """What happened to a call that Dask gave up."""
         if type(error).__name__ == "KilledWorker":
-            last = getattr(getattr(error, "last_worker", None), "address", "unknown")
             remedy = "see their logs; --threads and smaller shards need less memory"
-            return f"every worker that was given the task died, the last one at {last}; {remedy}"
+            return f"every worker that was given the task died; {remedy}"
         if isinstance(error, CancelledError):
             try:
                 self.members()
             except SystemRefusedError as lost:
                 return str(lost)
             return f"{self.name} gave a task up; run again"
-        return f"a worker failed: {type(error).__name__}: {error}"
+        return f"a worker failed: {shortened(f'{type(error).__name__}: {error}')}"
 
     def close(self) -> None:
         """Drop all calls, and disconnect."""
@@ -120,7 +198,7 @@ def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
 
     def run() -> None:
         try:
-            answer.set_result(ask())
+            answer.set_result(_run_inert(ask))
         except BaseException as error:  # noqa: BLE001
             answer.set_exception(error)
 
@@ -142,14 +220,114 @@ def _mute() -> list[logging.Logger]:
     return muted
 
 
-def _awaited(path: str, timeout: float) -> str:
-    """The path of a scheduler's file, when it is there."""
+def _address_in(path: str, timeout: float) -> str:
+    """The address in a scheduler's file, when that is there."""
     deadline = monotonic() + timeout
-    while not os.path.exists(path):  # noqa: PTH110 - Path's own raises without permission
+    while (address := _read_address(path)) is None:
         if monotonic() > deadline:
             what = f"no scheduler has written it for {timeout:g} s"
             remedy = "start one with `dask scheduler --scheduler-file`"
             raise SystemRefusedError(f"{what}; {remedy}", file=path, code="engine")
         sleep(_POLL_SECONDS)
         signals.deliver()
-    return path
+    return address
+
+
+def _read_address(path: str) -> str | None:
+    """The address in a scheduler's file; None if it is not there, or still empty."""
+    with os_errors_about(path):
+        try:
+            # Nobody may be writing to a FIFO.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+            text = file.read(_FILE_BYTES) if is_regular else b"?"
+    if not text:
+        return None
+    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+        address = json.loads(text)["address"]
+        if type(address) is str:
+            return address
+    remedy = "start one with `dask scheduler --scheduler-file`, or correct --engine"
+    raise SystemRefusedError(f"is not the file of a Dask scheduler; {remedy}", file=path, code="engine")
+
+
+# Whether pickles are for `Dask`. A process may have other clients, or workers. Dask's own tasks inherit this.
+_reads_inert: ContextVar[bool] = ContextVar("reads_inert", default=False)
+
+
+class _Inert(Exception):  # noqa: N818 - it stands for anything
+    """Whatever a pickle names: it takes any arguments and any state, and does nothing."""
+
+    def __init__(self, *args: object, **_: object) -> None:
+        super().__init__(*args)
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a pickle without importing or calling what it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name. Dask has to know bytes, which are all that is ever asked for."""
+        if (module, name) == ("builtins", "bytes"):
+            return bytes
+        return _exception if name == "unpickle_exception" else type(shortened(name), (_Inert,), {})
+
+
+def _exception(kind: Callable[..., _Inert], args: tuple[object, ...], *_: object) -> _Inert:
+    """An exception, as Dask has it pickled."""
+    return kind(*args)
+
+
+class _Pickle:
+    """In place of Python's module in the one of Dask that reads all of its pickles."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+    def loads(self, data: Any, **options: Any) -> Any:
+        """Read a pickle; where it comes from a cluster of ours, without believing it."""
+        if not _reads_inert.get():
+            return pickle.loads(data, **options)  # noqa: S301 - as without us
+        return _Reader(io.BytesIO(data), **options).load()
+
+
+def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
+    """Call a function; pickles that Dask reads in it, or in tasks that it starts, stay inert."""
+    context = copy_context()
+    context.run(_reads_inert.set, True)
+    return context.run(function, *arguments)
+
+
+def _imported() -> tuple[Any, Callable[[int], float]]:
+    """The client of Dask, and the seconds between signs of life of each of so many workers.
+
+    Raises:
+        ImportError: Dask is not installed, or reads pickles in a way that is not known here.
+    """
+    import distributed
+    from distributed.protocol import pickle as untyped
+    from distributed.scheduler import heartbeat_interval
+
+    protocol: Any = untyped
+    if getattr(protocol, "pickle", None) is pickle:
+        protocol.pickle = _Pickle()
+    if type(_run_inert(protocol.loads, pickle.dumps(ValueError()))) is ValueError:
+        raise ImportError("gradtool cannot keep this version from running what it is sent")
+    # Events are what anyone sends to have it printed here.
+    handlers = {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end}
+    return type("Client", (distributed.Client,), handlers), heartbeat_interval
+
+
+def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:
+    """End a call with an error. Dask would wait for ever where the error is none, or its traceback."""
+    try:
+        error: Any = _Reader(io.BytesIO(exception)).load()  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - whatever is not a pickle causes
+        error = None
+    if (state := client.futures.get(key)) is not None:
+        state.set_error(error if isinstance(error, _Inert) else _Inert("it cannot be read"), None)

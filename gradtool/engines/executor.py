@@ -17,12 +17,12 @@ from gradtool import tuning
 from gradtool._version import __version__
 from gradtool.engines import DivisiblePass, Found, Part, Pass, Staff
 from gradtool.engines.roll_call import Roll
-from gradtool.engines.work import Done, Identity, Job, call, identity_of, packed, perform
+from gradtool.engines.work import Done, Identity, Job, call, identity_of, outcome, packed, perform
 from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, changed_meanwhile
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.destination import DISCARD
-from gradtool.store.transaction.orders import Built, Ordered
+from gradtool.store.transaction.orders import Ordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -100,7 +100,7 @@ class Workers:
                 self._show(one.title, done, whole)
             signals.deliver()
             roll.watch()
-            self._retries += tasks.move(roll.members.keys())
+            self._retries += tasks.move(roll.cluster.stranded())
 
     def close(self) -> None:
         """Leave the cluster, which drops what is in flight."""
@@ -122,15 +122,13 @@ class Workers:
         return next((home for home in homes if home in roll.members), None)
 
     def _take(self, part: Part, done: Done, found: Any, destination: Destination) -> None:
-        """Add a result, after a look at all of it: it comes from another machine."""
-        if not _is_sound(done, found, part):
-            raise _foreign()
+        """Add a result, if it is about the same files and fits into what was found."""
         for shard, seen in zip(part.reads, done.seen, strict=True):
             if self._identity(shard) != seen:
                 raise changed_meanwhile(shard.path)
         try:
             found.put(part.places, done.found)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise _foreign() from error
         if part.writes is not None and isinstance(destination, Ordered) and done.built is not None:
             destination.adopt(part.writes, done.built)
@@ -156,11 +154,11 @@ class Workers:
 
 
 class _Tasks:
-    """The parts that are in flight, each with its call and the worker that it was meant for."""
+    """The parts that are in flight, each with its call."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._pending: dict[Future[Any], tuple[Part, bytes, str | None]] = {}
+        self._pending: dict[Future[Any], tuple[Part, bytes]] = {}
         # Not `wait`, which looks at every future each time.
         self._finished: SimpleQueue[Future[Any]] = SimpleQueue()
 
@@ -170,7 +168,7 @@ class _Tasks:
     def submit(self, part: Part, payload: bytes, home: str | None) -> None:
         """Give a part to some worker, to the one at home if it is free."""
         future = self._cluster.submit(call(perform, __version__, payload), home)
-        self._pending[future] = part, payload, home
+        self._pending[future] = part, payload
         future.add_done_callback(self._finished.put)
 
     def finished(self) -> Iterator[tuple[Part, Future[Any]]]:
@@ -178,49 +176,39 @@ class _Tasks:
         with contextlib.suppress(Empty):
             future = self._finished.get(timeout=_HEARTBEAT_SECONDS)
             if future in self._pending:
-                part, _, _ = self._pending.pop(future)
+                part, _ = self._pending.pop(future)
                 yield part, future
 
-    def move(self, members: Collection[str]) -> int:
-        """Give what was meant for workers that are gone to any other, which Dask does not always do; how much."""
-        lost = [future for future, (_, _, home) in self._pending.items() if home is not None and home not in members]
+    def move(self, stranded: Collection[Future[Any]]) -> int:
+        """Give the parts of calls that are stranded to any worker; how many."""
+        lost = [future for future in stranded if future in self._pending]
         for future in lost:
-            part, payload, _ = self._pending.pop(future)
+            part, payload = self._pending.pop(future)
             future.cancel()
             self.submit(part, payload, None)
         return len(lost)
 
 
-def _result(future: Future[Any], part: Part, roll: Roll) -> Any:
+def _result(future: Future[Any], part: Part, roll: Roll) -> Done:
     """What a worker returned. An error names files as the call did."""
     try:
-        return future.result()
+        answer = future.result()
     except (Exception, SystemExit) as error:
         # One that has joined meanwhile and is not fit explains it better.
         roll.settle(_SETTLE_SECONDS)
-        if isinstance(error, GradtoolError):
-            named = {os.path.abspath(shard.path): str(shard.path) for shard in part.reads}  # noqa: PTH100
-            error.problems = tuple(
-                replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
-            )
-            raise
-        if isinstance(error, MemoryError):
-            what = "out of memory on a worker; use fewer --threads"
-            raise SystemRefusedError(what, code="engine") from error
         file = part.reads[0].path if part.reads and not isinstance(error, CancelledError) else None
         raise SystemRefusedError(roll.cluster.why(error), file=file, code="engine") from error
-
-
-def _is_sound(done: Any, found: Any, part: Part) -> bool:
-    """Whether a result has the types that were asked for."""
-    if type(done) is not Done or type(done.found) is not type(found) or type(done.clock) is not Clock:
-        return False
-    if (part.writes is None) != (done.built is None) or not isinstance(done.built, (Built, type(None))):
-        return False
-    files: Any = done.seen
-    if type(files) is not list or len(files) != len(part.reads) or not all(type(one) is Identity for one in files):
-        return False
-    return type(done.late) is int and done.late >= 0 and all(type(one) is str for one in (done.host, done.process))
+    try:
+        return outcome(answer, part)
+    except GradtoolError as error:
+        roll.settle(_SETTLE_SECONDS)
+        named = {os.path.abspath(shard.path): str(shard.path) for shard in part.reads}  # noqa: PTH100
+        error.problems = tuple(
+            replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
+        )
+        raise
+    except ValueError as error:
+        raise _foreign() from error
 
 
 def _foreign() -> SystemRefusedError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool import backends
 from gradtool._version import __version__
+from gradtool.engines import wire
 from gradtool.engines.work import HOST, process
 from gradtool.errors import GradtoolError
 from gradtool.store.fs import Folder
@@ -18,6 +19,11 @@ from gradtool.store.late import fresh_status, patiently
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# What is known of a worker that has not answered.
+_NOTHING: dict[str, Any] = dict.fromkeys(("version", "host", "process", "error", "backend", "why", "refused"), "")
+_NOTHING |= {"user": 0, "sees": False}
 
 
 class Question(NamedTuple):
@@ -30,11 +36,11 @@ class Question(NamedTuple):
     device: int | None
 
 
-def answer(question: tuple[Any, ...]) -> dict[str, Any]:
-    """In a worker: who it is, and what is wrong with it, if anything is."""
+def answer(question: tuple[Any, ...]) -> bytes:
+    """In a worker: who it is, and what is wrong with it, if anything is; what `facts_in` reads."""
     asked = Question(*question)
-    facts: dict[str, Any] = {"version": __version__, "host": HOST, "process": process()}
-    facts |= {"user": os.geteuid(), "sees": _sees(asked), "error": "", "backend": "", "why": "", "refused": ""}
+    facts = _NOTHING | {"version": __version__, "host": HOST, "process": process()}
+    facts |= {"user": os.geteuid(), "sees": _sees(asked)}
     try:
         choice = backends.choose(asked.backend, asked.device)
         facts |= {"backend": choice.backend.name, "why": choice.why}
@@ -42,7 +48,12 @@ def answer(question: tuple[Any, ...]) -> dict[str, Any]:
         facts["refused"] = str(error)
     if facts["sees"] and asked.probe is not None:
         facts["error"] = _failure_to_write(asked)
-    return facts
+    return wire.packed(facts)
+
+
+def facts_in(data: object) -> dict[str, Any]:
+    """The facts in an answer; raises `ValueError` if it is none."""
+    return wire.unpacked(data, _NOTHING)
 
 
 def _sees(asked: Question) -> bool:

@@ -11,9 +11,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool._version import __version__
-from gradtool.engines.probe import Question, answer, complaint
+from gradtool.engines.probe import Question, answer, complaint, facts_in
 from gradtool.engines.work import call
-from gradtool.errors import BackendUnavailableError, SystemRefusedError
+from gradtool.errors import BackendUnavailableError, SystemRefusedError, shortened
 from gradtool.store import signals
 from gradtool.store.transaction.files import log_of, name_of
 from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT
@@ -147,21 +147,20 @@ class Roll:
         if asked is None:
             return
         try:
-            facts = future.result()
-        except ImportError as error:
-            what = f"the worker on {asked.host} cannot load gradtool: {error}"
-            raise _unfit(f"{what}; install gradtool {__version__} there") from error
+            answered = future.result()
         except Exception as error:
+            if type(error).__name__ in {"ImportError", "ModuleNotFoundError"}:
+                what = f"the worker on {asked.host} cannot load gradtool: {shortened(str(error))}"
+                raise _unfit(f"{what}; install gradtool {__version__} there") from error
             raise SystemRefusedError(f"{asked.host}: {self.cluster.why(error)}", code="engine") from error
         try:
-            problem = complaint(facts, asked.question)
-            process = str(facts["host"]), str(facts["process"])
-            backend = str(facts["backend"]), str(facts["why"])
-        except (TypeError, LookupError, ValueError) as error:
+            facts = facts_in(answered)
+        except ValueError as error:
             what = f"the worker on {asked.host} has another version of gradtool"
             raise _unfit(f"{what}; install {__version__} there") from error
-        if problem is not None:
+        if (problem := complaint(facts, asked.question)) is not None:
             raise _unfit(problem)
+        process, backend = (facts["host"], facts["process"]), (facts["backend"], facts["why"])
         if process not in self.addresses:
             self._backends[backend] += 1
         self.addresses[process] = asked.address

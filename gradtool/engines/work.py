@@ -2,6 +2,7 @@
 
 A call is sent as one pickle that makes the call when it is read, so that whoever passes it on needs no gradtool. Files
 are sent as paths, and looked at where the pickle is read: they must be those that the command has read the headers of.
+What comes back is never a pickle (`gradtool.engines.wire`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool import backends
 from gradtool._version import __version__
+from gradtool.engines import wire
 from gradtool.engines.threads import Threads
-from gradtool.errors import BackendUnavailableError, SystemRefusedError, changed_meanwhile, os_errors_about
+from gradtool.errors import (
+    BackendUnavailableError,
+    GradtoolError,
+    SystemRefusedError,
+    changed_meanwhile,
+    os_errors_about,
+    shortened,
+)
 from gradtool.store.format.header import Shard, is_unchanged
+from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import default_threads
 from gradtool.store.late import fresh_status, patiently
 from gradtool.store.transaction.attempts import Attempt
 from gradtool.store.transaction.destination import NewFiles
+from gradtool.store.transaction.orders import Built
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradtool.engines import Part
-    from gradtool.store.io.channel import Clock
-    from gradtool.store.transaction.orders import Built, Order
+    from gradtool.store.transaction.orders import Order
 
 HOST = os.uname().nodename
 # In containers, processes may share the name of a host and a number.
@@ -55,7 +65,7 @@ class Identity(NamedTuple):
     inode: int
     size: int
     mtime_ns: int
-    digest: bytes
+    digest: str
 
 
 class Done(NamedTuple):
@@ -76,7 +86,7 @@ def identity_of(shard: Shard) -> Identity:
     with os_errors_about(shard.path):
         fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            digest = hashlib.blake2b(os.pread(fd, shard.data_start, 0), digest_size=16).digest()
+            digest = hashlib.blake2b(os.pread(fd, shard.data_start, 0), digest_size=16).hexdigest()
             if not is_unchanged(fd, shard.stat):
                 raise changed_meanwhile(shard.path)
         finally:
@@ -101,17 +111,33 @@ def packed(job: Job) -> bytes:
     return buffer.getvalue()
 
 
-def perform(version: str, payload: bytes) -> Done:
-    """Do a job.
-
-    Raises:
-        SystemRefusedError: an input is not the file that the command has read, or reading or writing failed.
-    """
+def perform(version: str, payload: bytes) -> bytes:
+    """Do a job; what `outcome` reads, errors too."""
     try:
-        return _done(version, payload)
+        return wire.packed(_done(version, payload))
     except SystemRefusedError as error:
         error.problems = [replace(one, message=f"{one.message} (worker on {HOST})") for one in error.problems]
-        raise
+        return wire.packed_error(error)
+    except GradtoolError as error:
+        return wire.packed_error(error)
+    except MemoryError:
+        what = f"out of memory on the worker on {HOST}; use fewer --threads"
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the command is told of any
+        what = f"the worker on {HOST} failed: {type(error).__name__}: {shortened(str(error))}"
+    return wire.packed_error(SystemRefusedError(what, code="engine"))
+
+
+def outcome(data: object, part: Part) -> Done:
+    """What was answered about a part.
+
+    Raises:
+        GradtoolError: the job failed, because an input is not the file that the command has read, or reading failed.
+        ValueError: it is no answer about this part.
+    """
+    built = None if part.writes is None else Built(0, 0, 0)
+    # Times may be negative.
+    seen = [Identity(0, 0, -1, "")] * len(part.reads)
+    return wire.unpacked(data, Done(part.work.empty(), built, seen, Clock(), 0.0, "", "", 0))
 
 
 def _done(version: str, payload: bytes) -> Done:

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, cast
 
 from gradtool.arrays import float64s, int64s
 from gradtool.backends.histogram import RANGES, bins_of
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 
 class Histograms:
-    """A histogram of each tensor, filled block by block from any thread; can be pickled.
+    """A histogram of each tensor, filled block by block from any thread.
 
     `largest` are the largest finite magnitudes.
     """
+
+    SENT: ClassVar = ("counts", "largest")
 
     def __init__(self, selected: Sequence[Selected]) -> None:
         bins = {dtype: bins_of(dtype) for dtype in RANGES}
@@ -38,16 +40,6 @@ class Histograms:
         self._first = [0, *accumulate(map(len, self._bins))]
         self.counts, self.largest = int64s(self._first[-1]), float64s(len(selected))
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Most bins are empty, and are not sent.
-        filled = {at: count for at, count in enumerate(self.counts) if count}
-        return {name: value for name, value in vars(self).items() if name != "_lock"} | {"counts": filled}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, counts=int64s(state["_first"][-1]), _lock=threading.Lock())
-        for at, count in state["counts"].items():
-            self.counts[at] = count
 
     def add(self, block: Block, found: BlockHistogram) -> None:
         """Add what a backend counted in the pieces of a block."""

@@ -7,7 +7,7 @@ import threading
 from array import array
 from copy import copy
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool.arrays import float64s, int32s, int64s
 from gradtool.reduction import TILE, condensed, norm_of, tile_count
@@ -33,7 +33,10 @@ class Norms(NamedTuple):
 
 
 class Measurement:
-    """Sums, exponents and facts of some tensors, filled block by block from any thread; can be pickled."""
+    """Sums, exponents and facts of some tensors, filled block by block from any thread."""
+
+    SENT: ClassVar = (*_TILE_FIELDS, *_FACTS, "_first_tile")
+    CONDENSED: ClassVar = _TILE_FIELDS
 
     def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
         self.spec = spec
@@ -43,12 +46,6 @@ class Measurement:
         self.nan, self.inf, self.zeros, self.new_zeros, self.new_subnormals = (int64s(len(selected)) for _ in range(5))
         self.first_nonfinite = array("q", [-1]) * len(selected)
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
 
     def add(self, block: Block, found: BlockSums) -> None:
         """Add what a backend found in the pieces of a block."""
@@ -79,6 +76,11 @@ class Measurement:
         """
         if type(other) is not Measurement or other.spec != self.spec or len(other.max_abs) != len(places):
             raise ValueError("a measurement of other tensors")
+        bounds = other._first_tile
+        if bounds[0] or bounds != sorted(bounds) or {len(other.sums), len(other.exponents)} != {bounds[-1]}:
+            raise ValueError("a measurement of other tiles")
+        if any(one < 0 for one in other.sums):
+            raise ValueError("a sum of powers that is negative")
         with self._lock:
             for position, (number, start) in enumerate(places):
                 values = other._tiles(position)

@@ -2,14 +2,17 @@
 
 import contextlib
 import logging
+import os
+import resource
 import signal
 import socket
 import subprocess
 import threading
 import warnings
+from functools import partial
 
 import pytest
-from support import gradtool, sample, snapshot
+from support import COMMAND, gradtool, sample, snapshot
 
 import gradtool as functions
 
@@ -54,11 +57,27 @@ def test_a_server_that_is_no_scheduler_is_an_error(tmp_path, server):
     assert snapshot(tmp_path) == before
 
 
-def test_a_file_that_is_no_scheduler_file_is_an_error(tmp_path):
-    (tmp_path / "file.json").write_text("{}")
-    done = gradtool("norm", sample(tmp_path), "--engine", f"dask:{tmp_path}/file.json", env=OWN)
-    assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done
-    assert "does not answer: it is not one; start one with `dask scheduler`" in done.stderr
+@pytest.mark.parametrize("kind", ["object", "list", "brackets", "large", "device", "FIFO", "folder"])
+def test_a_file_that_is_no_scheduler_file_is_an_error(tmp_path, kind):
+    path = tmp_path / "file"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        text = {"object": "{}", "list": '[{"address": 1}]', "brackets": "[" * 100_000, "large": " " * (1 << 24) + "{}"}
+        path.write_text(text[kind])
+    # Enough for Dask, and not for all of a device.
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    done = subprocess.run(
+        [*COMMAND, "norm", sample(tmp_path), "--engine", f"dask:{path}"],
+        capture_output=True, text=True, check=False, timeout=60, preexec_fn=limit,
+    )  # fmt: skip
+    assert (done.returncode, len(done.stderr.splitlines())) == (3 if kind == "folder" else 5, 1), done
+    said = "is a folder, not a file" if kind == "folder" else "is not the file of a Dask scheduler; start one with"
+    assert f"{path}: {said}" in done.stderr
 
 
 def test_ctrl_c_ends_a_command_whose_scheduler_hangs(tmp_path):

@@ -1,10 +1,13 @@
 """The engine of other processes, on a pool of them: the same bits, and nothing that they return is believed blindly."""
 
+import base64
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
 import shutil
+import zlib
 from array import array
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -19,9 +22,12 @@ from support import SAMPLES, encode, sample, snapshot, write
 import gradtool
 from gradtool import tuning
 from gradtool._version import __version__
+from gradtool.arrays import float64s
 from gradtool.backends import NormSpec
-from gradtool.engines import Member, choose, work
-from gradtool.engines.probe import Question, answer, complaint
+from gradtool.engines import Member, choose, wire, work
+from gradtool.engines.probe import Question, answer, complaint, facts_in
+from gradtool.engines.wire import _tree
+from gradtool.errors import Problem
 from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
@@ -54,6 +60,9 @@ class Pool:
 
         self._pool.submit(pickle.loads, call).add_done_callback(take)
         return result
+
+    def stranded(self):
+        return ()
 
     def why(self, error):
         return f"gave up: {type(error).__name__}: {error}"
@@ -278,7 +287,7 @@ def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call
         path = Path("x.safetensors")
 
         def touch(result):
-            if not isinstance(result, dict):  # an answer to the probe
+            if b'"version"' not in result:  # not an answer to the probe
                 os.utime(path)
             return result
 
@@ -303,48 +312,103 @@ def test_an_input_that_is_replaced_while_a_worker_reads_it_is_an_error(tmp_path,
 
     monkeypatch.setattr(work.Threads, "run", replaced_behind_it)
     with pytest.raises(gradtool.SystemRefusedError, match="was changed by another program"):
-        work.perform(__version__, work.packed(work.Job(part, None, None, 1, None)))
+        work.outcome(work.perform(__version__, work.packed(work.Job(part, None, None, 1, None))), part)
 
 
-def with_built(**changes):
-    """A change of what was built, as a hostile or mistaken worker would report it."""
-    return lambda done: done if done.built is None else done._replace(built=done.built._replace(**changes))
+def with_part(place, value):
+    """A change of one value in what a worker reports, as a hostile or mistaken one would make it."""
+
+    def lie(tree):
+        *outer, last = place
+        for at in outer:
+            tree = tree[at]
+        if tree is not None:
+            tree[last] = value(tree[last]) if callable(value) else value
+
+    return lie
 
 
-def distorted(found):
-    vars(found).update(max_abs=None, sums="sums")
-    return found
-
-
+# Where things are in an answer, and in the measurement in it.
+FOUND, BUILT, SEEN, CLOCK, _, HOST, _, LATE = range(8)
+SUMS, EXPONENTS, _, NAN, _, _, FIRST, BOUNDS = range(8)
 LIES = {
-    "another number": with_built(number=FIRST_ATTEMPT),
-    "a number of the run's own": with_built(number=0),
-    "a path": with_built(number="0/../../x"),
-    "a name": with_built(number="1.tmp\n"),
-    "another inode": with_built(inode=1),
-    "another size": with_built(size=1),
-    "no file": lambda done: done._replace(built=None),
-    "no result": lambda _: None,
-    "another host": lambda done: done._replace(host=7),
-    "no files": lambda done: done._replace(seen=[]),
-    "a result of other tensors": lambda done: done._replace(found=gradtool),
-    "a result of other types": lambda done: done._replace(found=distorted(done.found)),
-    "other files": lambda done: done._replace(seen=[one._replace(inode=3) for one in done.seen]),
-    "another header": lambda done: done._replace(seen=[one._replace(digest=b"") for one in done.seen]),
+    "another number": with_part([BUILT, 0], FIRST_ATTEMPT),
+    "a number of the run's own": with_part([BUILT, 0], 0),
+    "a path": with_part([BUILT, 0], "0/../../x"),
+    "a name": with_part([BUILT, 0], "1.tmp\n"),
+    "another inode": with_part([BUILT, 1], 1),
+    "another size": with_part([BUILT, 2], 1),
+    "no file": with_part([BUILT], lambda built: built and None),
+    "another host": with_part([HOST], 7),
+    "a host without end": with_part([HOST], "x" * 100_000),
+    "no files": with_part([SEEN], []),
+    "other files": with_part([SEEN, 0, 0], 3),
+    "another header": with_part([SEEN, 0, 3], ""),
+    "a count of 5,000 digits": with_part([LATE], int("9" * 4000)),
+    "a count below zero": with_part([LATE], -1),
+    "seconds that never end": with_part([CLOCK, 0], float("inf")),
+    "nothing found": with_part([FOUND], None),
+    "sums of another type": with_part([FOUND, SUMS], lambda sums: ["q", sums[1]]),
+    "sums that are text": with_part([FOUND, SUMS, 1], "sums"),
+    "sums that inflate": with_part([FOUND, SUMS], lambda _: _tree(float64s(1 << 20))),
+    "a sum below zero": with_part([FOUND, SUMS], lambda sums: _tree(array("d", [-1.0] * count_in(sums)))),
+    "exponents without end": with_part(
+        [FOUND, EXPONENTS], lambda them: _tree(array("i", [(1 << 31) - 1] * count_in(them)))
+    ),
+    "NaN below zero": with_part([FOUND, NAN], lambda them: _tree(array("q", [-1] * count_in(them)))),
+    "too few places": with_part([FOUND, FIRST], lambda _: _tree(array("q"))),
+    "bounds that go back": with_part([FOUND, BOUNDS], lambda bounds: [0, *bounds[1:-1], 0]),
+    "bounds of other tiles": with_part([FOUND, BOUNDS], lambda bounds: [one + 1 for one in bounds]),
+}
+RAW_LIES = {
+    "a pickle": pickle.dumps(None),
+    "no result": None,
+    "no bytes": {"answer": []},
+    "nothing": b"",
+    "no object": b"7",
+    "another object": b"{}",
+    "digits": b'{"answer": ' + b"9" * 5000 + b"}",
+    "brackets": b'{"answer": ' + b"[" * 100_000,
+    "an error without problems": b'{"error": ["SystemRefusedError", null, []]}',
+    "an error of another kind": b'{"error": ["SystemExit", null, [["a", "b", null, null]]]}',
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+def count_in(packed):
+    """How many values a packed array has."""
+    typecode, text = packed
+    return len(array(typecode, zlib.decompress(base64.b64decode(text))))
+
+
+@pytest.mark.parametrize("lie", [*LIES, *RAW_LIES])
 def test_a_worker_that_lies_is_not_believed(tmp_path, pool, lie):
     random_set(tmp_path, 1)
-    before = snapshot(tmp_path)
-    with (
-        workers(pool, lambda result: result if isinstance(result, dict) else LIES[lie](result)) as there,
-        pytest.raises(gradtool.SystemRefusedError) as error,
-    ):
+    before, told = snapshot(tmp_path), []
+
+    def change(result):
+        if b'"version"' in result:  # an answer to the probe
+            return result
+        told.append(lie)
+        if lie in RAW_LIES:
+            return RAW_LIES[lie]
+        tree = json.loads(result)
+        LIES[lie](tree["answer"])
+        return json.dumps(tree).encode()
+
+    # The first pass measures, the second builds; what is built is lied about in the second.
+    with workers(pool, change) as there, pytest.raises(gradtool.SystemRefusedError) as error:
         gradtool.clip(tmp_path, max_norm=1e-3, **there)
     assert error.value.problems[0].code in {"engine", "changed"}
+    assert told
     assert soon(lambda: snapshot(tmp_path) == before)
+
+
+@pytest.mark.parametrize("error", wire._ERRORS.values())
+def test_an_error_of_a_worker_is_the_same_here(error):
+    sent = error.of([Problem("code", "what \udcff", "file", None), Problem("code", "other", None, "tensor")], "remedy")
+    with pytest.raises(error) as read:
+        wire.unpacked(wire.packed_error(sent), None)
+    assert (type(read.value), list(read.value.problems), str(read.value)) == (error, list(sent.problems), str(sent))
 
 
 def test_a_worker_that_dies_ends_the_call_with_one_error(tmp_path):
@@ -381,10 +445,10 @@ def test_a_worker_that_is_not_fit_is_named_with_the_remedy(facts, said):
 def test_a_probe_leaves_nothing(tmp_path):
     path = sample(tmp_path)
     question = Question(str(path), path.stat().st_ino, ".gradtool-0123456789ab-123456789.tmp", None, None)
-    facts = answer(tuple(question))
+    facts = facts_in(answer(tuple(question)))
     assert complaint(facts, question) is None
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
-    assert not answer(tuple(question._replace(inode=1)))["sees"]
+    assert not facts_in(answer(tuple(question._replace(inode=1))))["sees"]
 
 
 def test_what_is_sent_holds_no_open_file_and_little_else(tmp_path, pool):
@@ -427,5 +491,5 @@ def test_a_task_and_what_it_finds_are_small_to_send(tmp_path):
     assert len(work.packed(work.Job(part._replace(places=()), None, None, None, None))) < 700
     found = one.empty()
     found.sums[:] = array("d", np.random.default_rng(1).random(4096))
-    assert len(pickle.dumps(found)) > 48_000
-    assert len(pickle.dumps(found.condensed())) < 1_100
+    assert len(wire.packed(found)) > 40_000
+    assert len(wire.packed(found.condensed())) < 1_100

@@ -10,6 +10,7 @@ from gradtool._version import __version__
 from gradtool.engines import Member, roll_call
 from gradtool.engines.executor import Workers
 from gradtool.engines.roll_call import Roll
+from gradtool.engines.wire import packed
 from gradtool.ops.passes import Measure
 from gradtool.store.transaction.inputs import Inputs
 
@@ -36,8 +37,11 @@ class Told:
             return future
         self.asked.append((address, future))
         if address in self.answers:
-            future.set_result(self.answers[address])
+            future.set_result(packed(self.answers[address]))
         return future
+
+    def stranded(self):
+        return ()
 
     def why(self, error):
         return str(error)
@@ -65,7 +69,7 @@ def test_a_worker_that_joins_late_is_not_waited_for(cluster, roll):
     roll.settle(0.3)
     roll.watch()
     ((_, answered),) = cluster.asked[1:]
-    answered.set_result(FIT | {"host": "late"})
+    answered.set_result(packed(FIT | {"host": "late"}))
     roll.watch()
     assert roll.addresses == {("node", "1"): "a", ("late", "1"): "b"}
 
@@ -87,7 +91,7 @@ def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, roll):
     cluster.addresses.clear()
     roll.watch()
     cluster.addresses.append("a")
-    cluster.answers["a"] = FIT | {"user": -1, "sees": False}
+    cluster.answers["a"] = FIT | {"user": 1, "sees": False}
     with pytest.raises(gradtool.BackendUnavailableError, match="does not see"):
         roll.settle(5.0)
 
@@ -97,7 +101,7 @@ def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, roll):
     roll.watch()
     cluster.addresses.remove("b")
     roll.watch()
-    cluster.asked[1][1].set_result(FIT | {"version": "0.0.1"})
+    cluster.asked[1][1].set_result(packed(FIT | {"version": "0.0.1"}))
     roll.settle(0.0)
     assert roll.addresses == {("node", "1"): "a"}
 

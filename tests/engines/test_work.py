@@ -21,32 +21,37 @@ from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import Order
 
 
-def job_about(path, reads=None, order=2.0):
+def job_about(path, order=2.0):
     """A job that measures a file, as it is sent."""
     opened = Inputs([str(path)]).open()
     (part,) = Measure(opened.selected, NormSpec(order)).parts(DISCARD)
-    return work.packed(work.Job(part if reads is None else part._replace(reads=reads), None, None, 1, None))
+    return part, work.packed(work.Job(part, None, None, 1, None))
+
+
+def performed(part, payload):
+    """What a worker answers, as the command reads it."""
+    return work.outcome(work.perform(__version__, payload), part)
 
 
 @pytest.mark.parametrize("shown", ["nothing", "the one before"])
 def test_a_file_that_is_shown_late_is_waited_for(tmp_path, monkeypatch, shown):
     path = sample(tmp_path)
-    payload = job_about(path)
+    part, payload = job_about(path)
     new = path.rename(tmp_path / "new")
     if shown == "the one before":
         shutil.copy(new, path)
     monkeypatch.setattr(late.time, "sleep", lambda _: new.replace(path) if new.exists() else None)
-    done = work.perform(__version__, payload)
+    done = performed(part, payload)
     assert (done.late, done.seen[0].inode) == (1, path.stat().st_ino)
 
 
 def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkeypatch):
     path = sample(tmp_path)
-    payload = job_about(path)
+    part, payload = job_about(path)
     path.unlink()
     monkeypatch.setattr(late.time, "sleep", lambda _: None)
     with pytest.raises(gradtool.BackendUnavailableError) as error:
-        work.perform(__version__, payload)
+        performed(part, payload)
     (problem,) = error.value.problems
     assert problem.message.startswith(f"is not seen by the worker on {work.HOST}; mount the same file system")
     assert (problem.file, problem.code) == (str(path), "engine")
@@ -55,14 +60,14 @@ def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkey
 def test_what_the_system_refuses_a_worker_is_said_with_its_host(tmp_path, monkeypatch):
     path = sample(tmp_path)
     # Of an order that has no kernel, which would read by itself.
-    payload = job_about(path, order=3.0)
+    part, payload = job_about(path, order=3.0)
 
     def fail(*_):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(gradtool.SystemRefusedError) as error:
-        work.perform(__version__, payload)
+        performed(part, payload)
     (problem,) = error.value.problems
     assert (problem.message, problem.file) == (f"Input/output error (worker on {work.HOST})", str(path))
 

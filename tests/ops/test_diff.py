@@ -492,6 +492,12 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     assert [values.tolist() for values in whole.maxima] == [values.tolist() for values in expected.maxima]
     assert whole.places.tolist() == expected.places.tolist()
     assert whole.counts.tolist() == expected.counts.tolist()
+    # Not even a lie has figures that fail.
+    for which, value in [(0, -1.0), (2, -1.0), (3, float("inf")), (1, float("nan"))]:
+        lie = part.work.empty()
+        lie.sums[which] = value
+        with pytest.raises(ValueError, match="not finite, or negative"):
+            whole.put(part.places, lie)
     with pytest.raises(ValueError, match="other tensors"):
         whole.put([(0, 0)], expected)
 

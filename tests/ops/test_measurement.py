@@ -1,4 +1,3 @@
-import pickle
 import threading
 
 import numpy as np
@@ -9,6 +8,7 @@ from support import encode, gaussian, write
 
 from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
@@ -66,7 +66,8 @@ def test_measurements_of_some_tensors_each_are_put_together(selected, spec, numb
     for some in (numbers[:at], numbers[at:]):
         part = whole.part([selected[number] for number in some], some)
         # As it comes from another process.
-        sent = pickle.loads(pickle.dumps(part.condensed()))  # noqa: S301 - our own
+        empty = Measurement([selected[number] for number in some], spec)
+        sent = unpacked(packed(part.condensed()), empty)
         together.put([(number, 0) for number in some], sent)
     assert whole.first_nonfinite.tolist() == together.first_nonfinite.tolist() == [-1, 70_000, -1, -1, -1]
     assert repr(together.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
@@ -76,9 +77,9 @@ def test_measurements_of_some_tensors_each_are_put_together(selected, spec, numb
     assert any(whole.exponents) == (1 < spec.order <= 3)
 
 
-def test_a_measurement_that_was_pickled_can_be_filled_on(selected):
+def test_a_measurement_that_was_sent_can_be_filled_on(selected):
     blocks = list(blocks_of(selected))
-    half = pickle.loads(pickle.dumps(measured(selected, NormSpec(), blocks[:3])))  # noqa: S301 - our own
+    half = unpacked(packed(measured(selected, NormSpec(), blocks[:3])), Measurement(selected, NormSpec()))
     for block, data in blocks[3:]:
         half.add(block, NumpyBackend().tile_sums(data, pieces_of(block), NormSpec()))
     assert fields(half) == fields(measured(selected, NormSpec(), blocks))
@@ -141,7 +142,7 @@ def test_what_is_found_in_stretches_is_put_where_it_belongs(selected, order):
         own = [Selected(block.shard, Tensor("", span.dtype, (span.elements,), 0, 0)) for span in block.spans]
         spans = [span._replace(tensor=number, start=0) for number, span in enumerate(block.spans)]
         part = measured(own, spec, [(block._replace(spans=spans), data)])
-        found.put(places, pickle.loads(pickle.dumps(part.condensed())))  # noqa: S301 - our own
+        found.put(places, unpacked(packed(part.condensed()), Measurement(own, spec)))
     assert repr(found.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
     for fact in FIELDS[2:]:
         assert getattr(found, fact).tobytes() == getattr(whole, fact).tobytes()

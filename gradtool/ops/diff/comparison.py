@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gradtool.arrays import float64s, int32s, int64s, uint64s
 from gradtool.ops.diff.figures import Figures
@@ -35,7 +36,9 @@ class Counts(NamedTuple):
 
 
 class Comparison:
-    """The differences of some tensors, filled block by block from any thread; can be pickled."""
+    """The differences of some tensors, filled block by block from any thread."""
+
+    SENT: ClassVar = ("sums", "exponents", "maxima", "places", "counts")
 
     def __init__(self, targets: Sequence[Selected]) -> None:
         self._first_tile = [0, *accumulate(tile_count(one.tensor.elements) for one in targets)]
@@ -45,12 +48,6 @@ class Comparison:
         self.maxima: list[array[Any]] = [float64s(count), float64s(count), uint64s(count)]
         self.places, self.counts = int64s(_MAXIMA * count), int64s(_COUNTS * count)
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
 
     def add(self, block: Block, found: BlockDifferences) -> None:
         """Add what a backend found in the pieces of a block."""
@@ -83,6 +80,9 @@ class Comparison:
         own = [self._first_tile[number + 1] - self._first_tile[number] for number, _ in places]
         if type(other) is not Comparison or own != [end - begin for begin, end in pairwise(other._first_tile)]:
             raise ValueError("a comparison of other tensors")
+        squares = [other.sums[which::_SUMS] for which in range(_SUMS - 1)]
+        if not all(map(math.isfinite, other.sums)) or any(one < 0 for values in squares for one in values):
+            raise ValueError("sums that are not finite, or negative where they are of squares")
         with self._lock:
             for position, (number, _) in enumerate(places):
                 self.sums[self._tiles(number, _SUMS)] = other.sums[other._tiles(position, _SUMS)]

@@ -212,6 +212,18 @@ def test_norms_beyond_float64_have_figures_all_the_same(tmp_path):
     assert tiny.cosine == 1
 
 
+def test_tiny_differences_of_large_vectors_have_figures(tmp_path):
+    for a, b, rel_l2 in [
+        ([1.0, 0.0], [1.0, 5e-324], 5e-324),
+        ([1e10, 1e-300], [1e10, 2e-300], 1e-310),
+        ([1.7e308], [-1.7e308], 2.0),
+        ([1.7e308, 1e-300], [-1.7e308, 0.0], 2.0),
+    ]:
+        result = diff(*two(tmp_path, np.array(a), np.array(b)))
+        assert (result.rel_l2, abs(result.cosine)) == (rel_l2, 1.0)
+    assert gradtool("diff", *two(tmp_path, np.array([1.0, 0.0]), np.array([1.0, 5e-324]))).returncode == 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_figures_are_those_of_exact_arithmetic(seed):
     rng = np.random.default_rng(seed)

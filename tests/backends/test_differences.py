@@ -274,7 +274,7 @@ def test_a_tiny_difference_beside_large_elements_is_divided_and_not_they(backend
 
 
 def extreme(rng):
-    """A tile of float64 values of any magnitude, beside values that are near, equal, opposite or of other magnitudes."""
+    """A tile of float64 values of any magnitude, beside values that are near, equal, opposite or of others."""
     count, (low, high) = int(rng.integers(1, 40)), np.sort(rng.choice([-1074, 1024, *rng.integers(-1074, 1024, 3)], 2))
     a, other = (
         np.ldexp(rng.uniform(-1, 1, count), rng.integers(low, high + 1, count)) * (rng.random(count) < 0.9)

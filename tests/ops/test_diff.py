@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 from array import array
 from dataclasses import asdict
 from fractions import Fraction
@@ -27,10 +28,12 @@ from support import (
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends import choose as choose_backend
+from gradtool.backends.differences import empty_differences
 from gradtool.engines import choose
 from gradtool.ops.diff import compare
-from gradtool.ops.diff.figures import Figures
+from gradtool.ops.diff.comparison import Comparison
 from gradtool.reduction import TILE
+from gradtool.store.io.blocks import Block, Span
 
 CALL_KEYS = {"backend", "backend_why", "threads", "engine", "workers", "hosts", "retries", "seconds", "timings"}
 
@@ -224,13 +227,42 @@ def test_tiny_differences_of_large_vectors_have_figures(tmp_path):
     assert gradtool("diff", *two(tmp_path, np.array([1.0, 0.0]), np.array([1.0, 5e-324]))).returncode == 0
 
 
+def comparison_of(sums, exponents):
+    """That of one tensor, whose tiles have these sums and exponents."""
+    found, tiles = empty_differences(len(sums)), len(sums)
+    found = found._replace(sums=array("d", sums.ravel()), exponents=array("i", exponents.ravel()))
+    whole = Comparison([None])
+    whole.add(Block(None, 0, 0, [Span(0, "F64", 0, tiles * TILE, 0)]), found)
+    return whole
+
+
+def figures_of(sums, exponents):
+    """The figures of tiles, in two parts, one of which comes from another process."""
+    half = len(sums) // 2
+    whole, part = comparison_of(sums[:half], exponents[:half]), comparison_of(sums[half:], exponents[half:])
+    whole.put([(0, 0)], pickle.loads(pickle.dumps(part.condensed())))  # noqa: S301 - our own
+    assert whole.figures() == whole.figures_of(0) == comparison_of(sums, exponents).figures()
+    return whole.figures()
+
+
+def test_what_is_stored_does_not_grow_with_the_tensors():
+    rng, tiles = np.random.default_rng(2), 2500
+    sums, exponents = rng.random((tiles, 4)), rng.choice([0, 0, 300, -300], (tiles, 3)).astype(np.int32)
+    whole = comparison_of(sums, exponents)
+    for _ in range(15):
+        whole.put([(0, 0)], comparison_of(sums, exponents))
+        assert max(len(one.sums) for one in whole.sums) <= 1 << 13
+    # Sixteen times each sum, so that norms are four times as large to the last bit.
+    assert whole.figures()[:2] == comparison_of(sums, exponents).figures()[:2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_figures_are_those_of_exact_arithmetic(seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 2000))
     sums = np.abs(rng.standard_normal((count, 4))) * 10.0 ** rng.integers(-200, 200, (count, 4))
     exponents = rng.choice([0, 0, 300, -300], (count, 3)).astype(np.int32)
-    figures = Figures.of(array("d", sums.ravel()), array("i", exponents.ravel()))
+    figures = figures_of(sums, exponents)
     scales = np.column_stack([2 * exponents, exponents[:, 1] + exponents[:, 2]]).tolist()
     gaps, a, b, products = (
         sum(Fraction(float(value)) * Fraction(2) ** scale[which] for value, scale in zip(column, scales, strict=True))
@@ -245,7 +277,7 @@ def test_figures_are_those_of_exact_arithmetic(seed):
 
 def test_negative_products_are_added_exactly():
     sums = np.array([[0, 1, 1, 2.0**60], [0, 1, 1, -(2.0**60)], [0, 1, 1, -1.5]] * 200)
-    assert Figures.of(array("d", sums.ravel()), array("i", [0] * 1800)).cosine == -300 / 600
+    assert figures_of(sums, np.zeros((600, 3), np.int32)).cosine == -300 / 600
 
 
 def test_many_small_tensors_are_compared_in_blocks(tmp_path):
@@ -505,7 +537,7 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     assert whole.places.tolist() == expected.places.tolist()
     assert whole.counts.tolist() == expected.counts.tolist()
     with pytest.raises(ValueError, match="other tensors"):
-        whole.put([(0, 0)], expected)
+        whole.put([(0, 0)] * (len(pairs.a) + 1), expected)
 
 
 def test_the_samples_differ_as_their_values_do():

@@ -128,11 +128,11 @@ def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: Befo
         problems += nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
     targets = [adding.targets[number] for number in bad]
     if found.before is not None:
-        problems += nonfinite_problems(targets, found.before.part(targets, bad))
+        problems += nonfinite_problems(targets, found.before.part(bad))
     if problems:
         raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
     raise NonFiniteError(
         "sums overflow their type; nothing written. Use --mean, --max-norm or smaller weights, or --nonfinite "
         "propagate to store Inf",
-        overflow_problems(targets, found.after.part(targets, bad)),
+        overflow_problems(targets, found.after.part(bad)),
     )

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 from array import array
 from dataclasses import asdict
 from fractions import Fraction
@@ -25,6 +26,7 @@ from support import (
     write,
     write_index,
 )
+from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends import choose as choose_backend
@@ -312,6 +314,19 @@ def test_nan_on_one_side_only_warns_and_fails_every_gate(tmp_path):
     assert diff(b, a, rtol=1).nonfinite_b == 1
 
 
+def test_what_the_figures_leave_out_is_told_beside_them(tmp_path):
+    a, b = two(tmp_path, f32(1, math.nan, math.inf, 2), f32(1, 5, math.inf, 2))
+    told = {"nonfinite_a": 1, "nonfinite_b": 0, "nonfinite_both": 1}
+    lines = dict(line.split("\t", 1) for line in gradtool("diff", a, b).stdout.splitlines())
+    assert {key: int(lines[key]) for key in told} == told
+    data = gradtool_json("diff", a, b, "--per-tensor")["data"]
+    assert all(row[key] == count for row in (data, data["per_tensor"][0]) for key, count in told.items())
+    shown = on_terminal("diff", a, b, "--per-tensor", columns=80, errors=False)[1]
+    facts = [line.rsplit(None, 1) for line in re.sub("\x1b[^m]*m", "", shown).replace("\r", "").splitlines() if line]
+    assert all([key.replace("_", " "), str(count)] in facts for key, count in told.items())
+    assert "nonfinite a" in shown[shown.index("name") :]
+
+
 def test_top_has_those_with_nan_first(tmp_path):
     a, b = two(
         tmp_path,
@@ -486,10 +501,10 @@ def test_wrong_maps_are_told(tmp_path):
 
 KEYS = [
     "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index", "max_rel_diff",
-    "max_rel_diff_tensor", "max_rel_diff_index", "max_ulp", "max_ulp_tensor", "max_ulp_index", "differing", "not_close",
-    "unmatched", "differing_bits", "nonfinite_a", "nonfinite_b", "nonfinite_both", "norm_a", "norm_b", "warnings",
-    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine", "workers", "hosts",
-    "retries", "seconds", "timings", "per_tensor", "per_unmatched",
+    "max_rel_diff_tensor", "max_rel_diff_index", "max_ulp", "max_ulp_tensor", "max_ulp_index", "differing",
+    "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched", "differing_bits", "norm_a", "norm_b",
+    "warnings", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine", "workers",
+    "hosts", "retries", "seconds", "timings", "per_tensor", "per_unmatched",
 ]  # fmt: skip
 ROW_KEYS = [
     "name", "file", "dtype_a", "dtype_b", "shape", "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_index",

@@ -66,7 +66,7 @@ def add(
     session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
     """Add the contributions, and clip the sum where there is a limit."""
-    screened = screen(session, policy, contributions)
+    screened = screen(session, policy, buffer.targets, contributions)
     if policy.trim is not None:
         refuse_nothing_left(policy.trim, buffer.targets, screened.taken)
     weight_sum = policy.weight_sum([one.weight for one in screened.taken])

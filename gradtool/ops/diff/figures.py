@@ -32,6 +32,11 @@ class Figures(NamedTuple):
         return cls(_quotient(_root(gaps), norm_b), _cosine(a, b, products), _number(norm_a), _number(norm_b))
 
 
+def root(squares: TileSums) -> float:
+    """The square root of the sum of squares."""
+    return _number(_root(scaled_total(squares.sums, squares.exponents)))
+
+
 def _root(square: Scaled) -> Scaled:
     mantissa, exponent = square
     return math.sqrt(mantissa * (1 + exponent % 2)), exponent // 2

@@ -70,7 +70,7 @@ def total(sums: Sequence[float]) -> float:
 
 
 def _parts(values: list[float]) -> list[float]:
-    """A few numbers that have the exact sum of many, and do not depend on their order; NaN or Inf alone."""
+    """Return a few numbers that have the exact sum of many, and do not depend on their order; NaN or Inf alone."""
     parts: list[float] = []
     try:
         while (rest := math.fsum([*values, *(-part for part in parts)])) and math.isfinite(rest):
@@ -83,11 +83,11 @@ def _parts(values: list[float]) -> list[float]:
 
 
 def _grouped(keys: Iterable[Key], sums: Iterable[float]) -> dict[Key, list[float]]:
-    """The sums with each key, but no zeros."""
+    """Group the sums by their keys, without zeros."""
     groups: dict[Key, list[float]] = {}
-    for key, one in zip(keys, sums, strict=True):
-        if one:
-            groups.setdefault(key, []).append(one)
+    for key, value in zip(keys, sums, strict=True):
+        if value:
+            groups.setdefault(key, []).append(value)
     return groups
 
 
@@ -136,22 +136,22 @@ class TileSums:
         return [_norm_of_norms(values, self.order)] if len(self.sums) > self._most else values
 
     def between(self, first: int, end: int) -> TileSums:
-        """Those of consecutive tensors, from number `first` up to `end`, which are numbered from 0 on."""
+        """Return those of consecutive tensors, from number `first` up to `end`, numbered from 0 on."""
         if not self._is_sorted:
             self.condense()
-        part, found = slice(bisect_left(self.numbers, first), bisect_left(self.numbers, end)), TileSums(self.order)
-        found.extend((number - first for number in self.numbers[part]), self.sums[part], self.exponents[part])
-        return found
+        part, sums = slice(bisect_left(self.numbers, first), bisect_left(self.numbers, end)), TileSums(self.order)
+        sums.extend((number - first for number in self.numbers[part]), self.sums[part], self.exponents[part])
+        return sums
 
     def renumbered(self, numbers: Mapping[int, int]) -> TileSums:
-        """Those of the tensors that `numbers` has, with the numbers that it has for them."""
-        found, wanted = TileSums(self.order), [number in numbers for number in self.numbers]
+        """Return those of the tensors that `numbers` has, with the numbers that it has for them."""
+        sums, wanted = TileSums(self.order), [number in numbers for number in self.numbers]
         mapped = (numbers[number] for number in compress(self.numbers, wanted))
-        found.extend(mapped, compress(self.sums, wanted), compress(self.exponents, wanted))
-        return found
+        sums.extend(mapped, compress(self.sums, wanted), compress(self.exponents, wanted))
+        return sums
 
     def norm(self, unscale: float = 1.0) -> float:
-        """The norm of all tensors as one vector, divided by `unscale`."""
+        """Return the norm of all tensors as one vector, divided by `unscale`."""
         return norm_of(self.sums, self.exponents, self.order, unscale)
 
 

@@ -91,7 +91,7 @@ class Measurement:
         """A copy in which the tensors of the given numbers come from another measurement, of just these."""
         copied, replaced = copy(self), dict(enumerate(numbers))
         others = set(range(len(self.max_abs))) - set(numbers)
-        copied.sums, sums = self.sums.renumbered({one: one for one in others}), other.sums.renumbered(replaced)
+        copied.sums, sums = self.sums.renumbered({number: number for number in others}), other.sums.renumbered(replaced)
         copied.sums.extend(sums.numbers, sums.sums, sums.exponents)
         for name in _FACTS:
             facts = getattr(self, name)[:]
@@ -133,8 +133,8 @@ class Measurement:
         every = range(len(self.max_abs))
         return Norms(
             self._norm(every, self.sums, unscale),
-            [self._norm([one], self.sums.between(one, one + 1), unscale) for one in every] if per_tensor else [],
-            [self._norm(group, self.sums.renumbered({one: one for one in group}), unscale) for group in groups],
+            [self._norm([n], self.sums.between(n, n + 1), unscale) for n in every] if per_tensor else [],
+            [self._norm(group, self.sums.renumbered({n: n for n in group}), unscale) for group in groups],
         )
 
     def _norm(self, numbers: Sequence[int], sums: TileSums, unscale: float) -> float:

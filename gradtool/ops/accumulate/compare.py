@@ -78,15 +78,15 @@ class Compare(NamedTuple):
             elements += span.elements
         if not elements:
             return
-        whole, own = (
+        result, gradient = (
             backend.to_device(worker.channel.memory(use, 8 * elements), copies=False) for use in ("result", "gradient")
         )
         rule, alone = Rule(keeps=False, divisor=self.adding.rule.divisor), Rule(keeps=False)
-        backend.accumulate(whole, wide, self.adding.sources(block, worker), rule, _UNMEASURED)
+        backend.accumulate(result, wide, self.adding.sources(block, worker), rule, _UNMEASURED)
         differences = []
         for one in self.adding.contributions:
-            backend.accumulate(own, wide, self._own(one, block, worker), alone, _UNMEASURED)
-            differences.append(backend.differences(own, wide, whole, wide, Tolerance()))
+            backend.accumulate(gradient, wide, self._own(one, block, worker), alone, _UNMEASURED)
+            differences.append(backend.differences(gradient, wide, result, wide, Tolerance()))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
         for comparison, each in zip(found.compared, differences, strict=True):
             comparison.add(block, each)

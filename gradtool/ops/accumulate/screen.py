@@ -91,7 +91,7 @@ def screen(
 def _added(
     session: Session, policy: Policy, targets: Sequence[Selected], one: Contribution, found: Measurement
 ) -> Measurement:
-    """A measurement of what a gradient adds, without its weight: what was found in its files, unless it broadcasts."""
+    """Measure what a gradient adds, without its weight; unless it broadcasts, that is what was found in its files."""
     pairs = [(tensor, targets[number]) for number, tensor in sorted(one.tensors.items())]
     if all(tensor.tensor.elements == target.tensor.elements for tensor, target in pairs):
         return found

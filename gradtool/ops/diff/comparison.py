@@ -86,8 +86,8 @@ class Comparison:
         numbers = {position: number for position, (number, _) in enumerate(places)}
         added = [sums.renumbered(numbers) for sums in other.sums]
         with self._lock:
-            for sums, one in zip(self.sums, added, strict=True):
-                sums.extend(one.numbers, one.sums, one.exponents)
+            for sums, more in zip(self.sums, added, strict=True):
+                sums.extend(more.numbers, more.sums, more.exponents)
             for position, number in numbers.items():
                 self._take(number, 0, other, position)
 

@@ -33,7 +33,7 @@ class Figures(NamedTuple):
 
 
 def root(squares: TileSums) -> float:
-    """The square root of the sum of squares."""
+    """Return the square root of the sum of squares."""
     return _number(_root(scaled_total(squares.sums, squares.exponents)))
 
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import TYPE_CHECKING
-
-from gradtool.arrays import np
+from bisect import bisect_left
+from itertools import compress
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
+
+Key = TypeVar("Key")
 
 LANES = 2048
 TILE = 65_536
@@ -32,10 +35,8 @@ MAX_SUM_ORDER = 512.0
 # Below, a tile's sum may have lost terms to underflow; above, it is infinite, or the sum of many tiles may be.
 _LOWEST, _HIGHEST = 2.0**-900, 2.0**1000
 
-# Values that lie far apart are left to the last step.
-_MAX_CUTS = 6
-# Up to this many are not worth the work.
-_FEW = 8
+# Tile sums that are kept before they are condensed; more of orders above `MAX_SUM_ORDER`, because that rounds.
+_MOST, _MOST_NORMS = 1 << 13, 1 << 20
 
 
 def tile_count(elements: int) -> int:
@@ -68,49 +69,105 @@ def total(sums: Sequence[float]) -> float:
         return math.inf
 
 
-def _condensed(sums: NDArray[np.float64]) -> list[float]:
-    """A few numbers whose exact sum is that of many.
-
-    Again and again the leading bits of all values, as many as can be added without a rounding, are cut off and added
-    (ExtractVector of S. M. Rump, T. Ogita and S. Oishi, "Accurate floating-point summation part I").
-    """
-    values, spare = sums, len(sums).bit_length() + 1
+def _parts(values: list[float]) -> list[float]:
+    """Return a few numbers that have the exact sum of many, and do not depend on their order; NaN or Inf alone."""
     parts: list[float] = []
-    for _ in range(_MAX_CUTS):
-        largest = float(np.abs(values).max())
-        if not 0 < largest < 2.0 ** (1022 - spare):
-            break
-        cutter = math.ldexp(1.0, math.frexp(largest)[1] + spare)
-        leading = (values + cutter) - cutter
-        parts.append(float(leading.sum()))
-        values = values - leading
-    rest: list[float] = values[values != 0].tolist()
-    return parts + rest
+    try:
+        while (rest := math.fsum([*values, *(-part for part in parts)])) and math.isfinite(rest):
+            parts.append(rest)
+    except OverflowError:
+        # 2^24 tiles or more, each of them in range.
+        half = len(values) // 2
+        return [*_parts(values[:half]), *_parts(values[half:])]
+    return [rest] if rest else parts
 
 
-def condensed(sums: array[float], exponents: array[int], order: float) -> tuple[array[float], array[int]]:
-    """As few sums as possible, with their exponents, that stand for the same norm to the last bit; never more.
-
-    Where the norm does not follow from exact sums alone, they stay as they are.
-    """
-    if math.isinf(order):
-        return sums[:0], exponents[:0]
-    is_exact = order in (1, 2) or not any(exponents)
-    if len(sums) <= _FEW or order > MAX_SUM_ORDER or not is_exact or not all(map(math.isfinite, sums)):
-        return sums, exponents
-    parts = [one for one in _by_exponent(np.asarray(sums), np.asarray(exponents)) if one[0]]
-    if len(parts) >= len(sums):
-        return sums, exponents
-    return array("d", [part for part, _ in parts]), array("i", [exponent for _, exponent in parts])
+def _grouped(keys: Iterable[Key], sums: Iterable[float]) -> dict[Key, list[float]]:
+    """Group the sums by their keys, without zeros."""
+    groups: dict[Key, list[float]] = {}
+    for key, value in zip(keys, sums, strict=True):
+        if value:
+            groups.setdefault(key, []).append(value)
+    return groups
 
 
-def _by_exponent(sums: NDArray[np.float64], exponents: NDArray[np.int32]) -> list[tuple[float, int]]:
+def _by_exponent(sums: Sequence[float], exponents: Sequence[int]) -> list[tuple[float, int]]:
     """A few numbers with each of the exponents, whose exact sums are those of all that have it."""
-    return [
-        (part, exponent)
-        for exponent in np.unique(exponents).tolist()
-        for part in _condensed(sums[exponents == exponent])
-    ]
+    groups = _grouped(exponents, sums)
+    return [(part, exponent) for exponent, values in groups.items() for part in _parts(values)]
+
+
+class TileSums:
+    """Tile sums of some tensors, each with the number of its tensor and its exponent; they can be pickled.
+
+    They come in any order. As soon as they are many, a few that have the same exact sums take their place, so that they
+    do not grow with the data. For orders above `MAX_SUM_ORDER`, the norm of many takes their place then.
+    """
+
+    # A few of them are sent in the place of many.
+    SENT: ClassVar = ("numbers", "sums", "exponents")
+    CONDENSED: ClassVar = SENT
+
+    def __init__(self, order: float) -> None:
+        self.order = order
+        self.numbers, self.sums, self.exponents = array("q"), array("d"), array("i")
+        self._is_sorted, self._most = True, _MOST if order <= MAX_SUM_ORDER else _MOST_NORMS
+
+    def extend(self, numbers: Iterable[int], sums: Iterable[float], exponents: Iterable[int]) -> None:
+        """Add sums, unless the norm is not computed from any."""
+        if math.isinf(self.order):
+            return
+        self.numbers.extend(numbers)
+        self.sums.extend(sums)
+        self.exponents.extend(exponents)
+        self._is_sorted = False
+        if len(self.sums) > self._most:
+            self.condense()
+            self._most = max(self._most, 2 * len(self.sums))
+
+    def condense(self) -> None:
+        """Sort the sums by their tensors, and make them as few as possible."""
+        groups = _grouped(zip(self.numbers, self.exponents, strict=True), self.sums)
+        entries = [(*key, part) for key in sorted(groups) for part in self._condensed(groups[key])]
+        self.numbers = array("q", (number for number, _, _ in entries))
+        self.exponents = array("i", (exponent for _, exponent, _ in entries))
+        self.sums = array("d", (part for _, _, part in entries))
+        self._is_sorted = True
+
+    def _condensed(self, values: list[float]) -> list[float]:
+        if self.order <= MAX_SUM_ORDER:
+            return _parts(values)
+        return [_norm_of_norms(values, self.order)] if len(self.sums) > self._most else values
+
+    def between(self, first: int, end: int) -> TileSums:
+        """Return those of consecutive tensors, from number `first` up to `end`, numbered from 0 on."""
+        if not self._is_sorted:
+            self.condense()
+        part, sums = slice(bisect_left(self.numbers, first), bisect_left(self.numbers, end)), TileSums(self.order)
+        sums.extend((number - first for number in self.numbers[part]), self.sums[part], self.exponents[part])
+        return sums
+
+    def renumbered(self, numbers: Mapping[int, int]) -> TileSums:
+        """Return those of the tensors that `numbers` has, with the numbers that it has for them."""
+        sums, wanted = TileSums(self.order), [number in numbers for number in self.numbers]
+        mapped = (numbers[number] for number in compress(self.numbers, wanted))
+        sums.extend(mapped, compress(self.sums, wanted), compress(self.exponents, wanted))
+        return sums
+
+    def require_valid(self, count: int, *, signed: bool = False) -> None:
+        """Raise `ValueError` unless these are sums of `count` tensors; only `signed` ones may be negative."""
+        if not len(self.numbers) == len(self.sums) == len(self.exponents):
+            raise ValueError("sums without a tensor or an exponent")
+        if self.numbers and not 0 <= min(self.numbers) <= max(self.numbers) < count:
+            raise ValueError("sums of other tensors")
+        groups = _grouped(zip(self.numbers, self.exponents, strict=True), self.sums)
+        # Of the few numbers that stand for many, some may be negative.
+        if not signed and any(total(values) < 0 for values in groups.values()):
+            raise ValueError("a negative sum of magnitudes")
+
+    def norm(self, unscale: float = 1.0) -> float:
+        """Return the norm of all tensors as one vector, divided by `unscale`."""
+        return norm_of(self.sums, self.exponents, self.order, unscale)
 
 
 def norm_of(sums: Sequence[float], exponents: Sequence[int], order: float, unscale: float = 1.0) -> float:
@@ -139,7 +196,7 @@ def scaled_total(sums: Sequence[float], exponents: Sequence[int]) -> tuple[float
         except OverflowError:
             # 2^24 tiles or more, each of them in range.
             pass
-    whole, unit = _whole(_by_exponent(np.asarray(sums), np.asarray(exponents)))
+    whole, unit = _whole(_by_exponent(sums, exponents))
     length = abs(whole).bit_length()
     mantissa, carry = math.frexp(whole / (1 << length))
     return mantissa, carry + length + unit if whole else 0
@@ -156,8 +213,7 @@ def _merged(sums: Sequence[float], exponents: Sequence[int], order: float) -> tu
     if math.isinf(whole):
         # 2^24 tiles or more, each of them in range.
         highest += math.ceil(64 / order)
-    found = _by_exponent(np.asarray(sums), np.asarray(exponents))
-    parts = [(part, (exponent - highest) * order) for part, exponent in found]
+    parts = [(part, (exponent - highest) * order) for part, exponent in _by_exponent(sums, exponents)]
     if order in (1, 2):
         return _exact_sum([(part, int(shift)) for part, shift in parts]), highest
     return math.fsum(part * 2.0**shift for part, shift in parts), highest

@@ -62,7 +62,7 @@ def test_what_is_given_is_converted_and_the_rest_has_its_default():
         ({"max_norm": "much"}, "--max-norm must be a number, not 'much'"),
         ({"max_norm": -1}, "--max-norm must be 0 or more, not -1.0"),
         ({"max_norm": math.nan}, "--max-norm must be 0 or more, not nan"),
-        ({"eps": math.inf}, "--eps is beyond the range of float64"),
+        ({"eps": math.inf}, "--eps must be 0 or more and finite, not inf"),
         (
             {"norm_type": 0},
             "--norm-type must be 0.01 or more, not 0.0: below, rounding errors grow beyond 1e-12",

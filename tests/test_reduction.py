@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtool import reduction
-from gradtool.reduction import LANES, condensed, exponent_of, fold, is_in_range, tile_count, total
+from gradtool.reduction import LANES, TileSums, exponent_of, fold, is_in_range, scaled_total, tile_count, total
 
 
 def norm_of(sums, exponents, order, unscale=1.0):
@@ -180,6 +180,12 @@ def test_the_exponent_brings_a_magnitude_between_1_and_2(magnitude):
     assert 1 <= magnitude / math.ldexp(1, exponent_of(magnitude)) < 2
 
 
+def tile_sums(values, exponents, order, number=0):
+    found = TileSums(order)
+    found.extend([number] * len(values), array("d", values), array("i", exponents))
+    return found
+
+
 @given(
     count=st.sampled_from([1, 9, 300, 4096]),
     spread=st.sampled_from([0, 3, 300]),
@@ -192,20 +198,80 @@ def test_condensed_sums_have_the_norm_of_all(count, spread, order, scaled, seed)
     values = np.ldexp(rng.random(count), rng.integers(-spread, spread + 1, count)) * (rng.random(count) < 0.9)
     exponents = (rng.integers(-3, 4, count) * 100 * (values > 0) * scaled).astype(np.int32)
     cuts = slice(0, count // 3), slice(count // 3, None)
-    parts = [condensed(array("d", values[cut]), array("i", exponents[cut]), order) for cut in cuts]
-    sums, powers = (np.concatenate([part[number] for part in parts]) for number in (0, 1))
-    assert len(sums) <= count
-    assert norm_of(sums, powers, order) == norm_of(values, exponents, order)
+    some, others = (tile_sums(values[cut], exponents[cut], order) for cut in cuts)
+    some.condense()
+    others.extend(some.numbers, some.sums, some.exponents)
+    assert others.norm() == norm_of(values, exponents, order)
+    others.condense()
+    assert others.norm() == norm_of(values, exponents, order)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
+def test_sums_are_few_however_many_were_added_and_no_bit_changes(monkeypatch, order):
+    """Of two tensors, in any order, with and without exponents."""
+    monkeypatch.setattr(reduction, "_MOST", 256)
+    rng = np.random.default_rng(3)
+    values = np.ldexp(1 + rng.random(256), rng.integers(-200, 200, 256))
+    exponents = np.zeros(256, np.int32)
+    exponents[:4], values[:4] = [700, 700, -900, 3], 1.5
+    found, again = TileSums(order), TileSums(order)
+    for turn in range(16):
+        found.extend([turn % 2] * 256, values, exponents)
+        again.extend([1 - turn % 2] * 256, reversed(values), reversed(exponents))
+        assert max(len(found.sums), len(again.sums)) <= 256
+    assert found.norm() == again.norm() == norm_of(np.tile(values, 16), np.tile(exponents, 16), order)
+    half = norm_of(np.tile(values, 8), np.tile(exponents, 8), order)
+    for number in range(2):
+        some, same = (one.between(number, number + 1) for one in (found, again))
+        assert some.norm() == half
+        assert (some.sums.tobytes(), some.exponents.tobytes()) == (same.sums.tobytes(), same.exponents.tobytes())
 
 
 def test_thousands_of_ordinary_sums_condense_to_a_few():
-    sums, exponents = condensed(np.random.default_rng(1).random(4096), np.zeros(4096, np.int32), 2.0)
-    assert len(sums) == len(exponents) <= 8
+    found = tile_sums(np.random.default_rng(1).random(4096), [0] * 4096, 2.0)
+    found.condense()
+    assert len(found.sums) == len(found.exponents) == len(found.numbers) <= 4
+
+
+def test_tiles_of_zeros_are_not_stored_for_long():
+    for order in (2.0, 600.0):
+        found = tile_sums([0.0] * 300, [0] * 300, order)
+        found.condense()
+        assert (len(found.sums), found.norm()) == (0, 0.0)
+
+
+def test_no_sum_is_stored_for_a_norm_that_needs_none():
+    assert len(tile_sums([0.0, 0.0], [0, 0], math.inf).sums) == 0
+
+
+def test_norms_of_large_orders_condense_to_norms_once_they_are_many():
+    found, count = TileSums(600.0), (1 << 20) + 1
+    found.extend([0] * count, array("d", [3.0]) * count, array("i", [0]) * count)
+    assert len(found.sums) == 1
+    assert found.norm() == pytest.approx(3 * count ** (1 / 600), rel=1e-14)
+
+
+def test_huge_sums_are_condensed_though_their_total_is_beyond_float64():
+    values = np.append(np.full(4000, 2.0**1015), np.ldexp(1.0, np.arange(-200, -100)))
+    found = tile_sums(values, [0] * len(values), 2.0)
+    found.condense()
+    assert len(found.sums) < 100
+    assert scaled_total(found.sums, found.exponents) == scaled_total(values.tolist(), [0] * len(values))
+    assert found.norm() == norm_of(values, [0] * len(values), 2.0)
+
+
+def test_negative_sums_are_condensed_exactly_too():
+    values = np.array([2.0**60, -1.5, -(2.0**60), 2.0**-70] * 500)
+    found = tile_sums(values, [0] * 2000, 1.0)
+    found.condense()
+    assert found.sums.tolist() == [-750.0, 500 * 2.0**-70]
+    assert sum(map(Fraction, found.sums)) == sum(map(Fraction, values.tolist()))
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_sums_that_are_not_finite_stay_as_they_are(odd):
+def test_of_sums_that_are_not_finite_the_worst_stays(odd):
     values = np.ones(1000)
     values[7] = odd
-    sums, _ = condensed(values, np.zeros(1000, np.int32), 2.0)
-    assert sums.tobytes() == values.tobytes()
+    found = tile_sums(values, [0] * 1000, 2.0)
+    found.condense()
+    assert (len(found.sums), repr(found.norm())) == (1, repr(odd))

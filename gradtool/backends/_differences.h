@@ -181,7 +181,7 @@ static void sum_divided(struct pair pair, double *sums, const int32_t *exponents
     double k = power_of_two(exponents[0]), m = power_of_two(exponents[1]), n = power_of_two(exponents[2]);
     for (int64_t i = 0; i < pair.elements; i++) {
         values_at(pair, i, &x, &y);
-        double gap = exponents[0] ? x / k - y / k : x - y;
+        double gap = isfinite(x - y) ? (x - y) / k : x / k - y / k;
         x /= m, y /= n;
         lanes[GAPS][i % LANES] += gap * gap;
         lanes[SQUARES_A][i % LANES] += x * x;

@@ -3,7 +3,8 @@
 The figures of a tile are over the elements that are finite on both sides; all others count as +0. The four sums are
 canonical tile sums (`gradtool.reduction`) of float64 terms. Where Σa² is out of range, though not all a are 0, a is
 divided by 2^k first, in Σab too, with k the exponent of the largest |a|; the same for b. Where Σ(a-b)² is out of range,
-its terms are (a/2^k - b/2^k)², with k the exponent of the largest |a - b|, or 1023 if that is infinite.
+its terms are ((a-b)/2^k)², with k the exponent of the largest |a - b|. If that is infinite, k is 1023, and where a - b
+overflows, the term is (a/2^k - b/2^k)²: both quotients are exact there.
 
 The relative difference is |a - b| / |b|: 0 for 0/0, and infinite for any other x/0. The distance in ulps is between the
 codes of a and b in the coarser of their two types, the one with the shorter mantissa, each rounded to nearest even.
@@ -110,7 +111,8 @@ def _sums(x: Floats, y: Floats) -> tuple[array[float], array[int]]:
     # These are the sums, unless an exponent is not 0.
     exponents = [_exponent(lane_sum(one * one), one) for one in (gap, x, y)]
     k, m, n = (math.ldexp(1.0, exponent) for exponent in exponents)
-    gap, x, y = gap if k == 1 else x / k - y / k, x / m, y / n
+    gap = np.where(np.isfinite(gap), gap / k, x / k - y / k)
+    x, y = x / m, y / n
     return array("d", map(lane_sum, (gap * gap, x * x, y * y, x * y))), array("i", exponents)
 
 

@@ -32,13 +32,15 @@ _LARGEST = {"i": 1 << 13, "q": 1 << 56}
 _LARGEST_NUMBER = 1 << 64
 _LONGEST_TEXT = 20_000
 _MOST_PROBLEMS = 10_000
+# Items of an array of any length.
+_MOST_CONDENSED = 1 << 22
 
 
 def packed(answer: object) -> bytes:
     """Pack an answer.
 
     It may be made of numbers, strings, None, arrays, lists, tuples, dictionaries, dataclasses, and objects whose
-    attributes `SENT` are all that need be sent; arrays among them that are `CONDENSED` may be shorter than empty ones.
+    attributes `SENT` are all that need be sent; arrays among them that are `CONDENSED` may have any length.
     """
     return json.dumps({"answer": _tree(answer)}).encode()
 
@@ -88,7 +90,7 @@ def _tree(one: Any) -> Any:
 
 
 def _filled(empty: Any, tree: Any, *, exact: bool = True) -> Any:
-    """What a tree says, if it is like what is `empty`; if not `exact`, an array may be shorter."""
+    """What a tree says, if it is like what is `empty`; if not `exact`, an array may have another length."""
     if empty is None or isinstance(empty, (int, float, str)):
         return _plain(tree, empty)
     if isinstance(empty, array):
@@ -117,16 +119,14 @@ def _plain(value: Any, empty: Any) -> Any:
 
 def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool) -> array[Any]:
     """An array of the same type and length, whose numbers are in range."""
-    most, inflate = len(empty) * empty.itemsize, zlib.decompressobj()
+    most, inflate = (len(empty) if exact else _MOST_CONDENSED) * empty.itemsize, zlib.decompressobj()
     data = inflate.decompress(base64.b64decode(text, validate=True), most + 1)
     if typecode != empty.typecode or not inflate.eof or len(data) > most or (exact and len(data) < most):
         raise ValueError("an array of another form")
     values = array(empty.typecode, data)
     largest = _LARGEST.get(empty.typecode)
-    if values and largest is not None:
-        smallest = -largest if empty.typecode == "i" else min(empty)
-        if not smallest <= min(values) <= max(values) <= largest:
-            raise ValueError("a number out of range")
+    if values and largest is not None and not -largest <= min(values) <= max(values) <= largest:
+        raise ValueError("a number out of range")
     return values
 
 

@@ -32,8 +32,8 @@ _BARS, _BAR = "", 8
 # What is left out first where there is no room. The names and norms are not here, and always shown.
 _LEFT_OUT = (
     "differing_bits", "nonfinite_both", "not_close", "norm_a", "norm_b", "max_rel_diff_index", "max_ulp_index",
-    "max_abs_diff_index", "nonfinite_b", "nonfinite_a", "max_rel_diff", "dtype_b", "dtype_a", "max_ulp", "differing",
-    "max_abs_diff", "cosine",
+    "max_abs_diff_index", "max_rel_diff", "dtype_b", "dtype_a", "max_ulp", "differing", "max_abs_diff",
+    "nonfinite_b", "nonfinite_a", "cosine",
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", _BARS, "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip

@@ -1,6 +1,8 @@
 """What every backend finds between two blocks, against Python floats, `math.nextafter` and lists of all codes."""
 
+import functools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -247,7 +249,8 @@ def test_sums_out_of_range_are_those_of_values_that_are_divided(backend, ours, t
         squares = canonical_tile_sums([x * x for x in values.tolist()])[0]
         assert exponent == (0 if 2.0**-900 <= squares <= 2.0**1000 else math.frexp(np.abs(values).max())[1] - 1)
     x, y = (values / 2.0**exponent for values, exponent in ((a, m), (b, n)))
-    apart = a - b if gaps == 0 else a / 2.0**gaps - b / 2.0**gaps
+    with np.errstate(over="ignore"):
+        apart = np.where(np.isfinite(a - b), (a - b) / 2.0**gaps, a / 2.0**gaps - b / 2.0**gaps)
     terms = [one.tolist() for one in (apart * apart, x * x, y * y, x * y)]
     assert found.sums[0].tolist() == [canonical_tile_sums(one)[0] for one in terms]
     assert np.isfinite(found.sums).all()
@@ -258,6 +261,59 @@ def test_a_difference_beyond_float64_is_infinite_and_its_sum_is_not(backend):
     assert found.max_abs.tolist() == [math.inf]
     assert found.exponents[0].tolist() == [1023, 1023, 1023]
     assert found.sums[0, 0] == (3.4 * (1e308 / 2.0**1023)) ** 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "exponent"),
+    [([1.0, 0.0], [1.0, 5e-324], -1074), ([1e10, 1e-300], [1e10, 2e-300], -997), ([1.7e308, 1], [1.7e308, 1], 0)],
+)
+def test_a_tiny_difference_beside_large_elements_is_divided_and_not_they(backend, a, b, exponent):
+    found = compare(backend, np.array(a), np.array(b))
+    assert found.exponents[0, 0] == exponent
+    assert found.sums[0, 0] == ((a[1] - b[1]) / 2.0**exponent) ** 2
+
+
+def extreme(rng):
+    """A tile of float64 values of any magnitude, beside values that are near, equal, opposite or of others."""
+    count, (low, high) = int(rng.integers(1, 40)), np.sort(rng.choice([-1074, 1024, *rng.integers(-1074, 1024, 3)], 2))
+    a, other = (
+        np.ldexp(rng.uniform(-1, 1, count), rng.integers(low, high + 1, count)) * (rng.random(count) < 0.9)
+        for _ in range(2)
+    )
+    beside = [a, a, -a, np.nextafter(a, 0), a * (1 - 2.0**-30), a + 5e-324, other]
+    return a, np.choose(rng.integers(0, rng.integers(2, 8), count), beside)
+
+
+@functools.cache
+def extreme_tiles():
+    """Hundreds of them, with the exact sums of each."""
+    rng, tiles = np.random.default_rng(4), []
+    for _ in range(400):
+        a, b = extreme(rng)
+        x, y = ([Fraction(value) for value in one.tolist()] for one in (a, b))
+        pairs = list(zip(x, y, strict=True))
+        exact = [(p - q) ** 2 for p, q in pairs], [p * p for p in x], [q * q for q in y], [p * q for p, q in pairs]
+        tiles.append((a, b, list(map(sum, exact))))
+    return tiles
+
+
+def test_sums_of_extreme_tiles_are_those_of_exact_arithmetic(backend):
+    tiles = extreme_tiles()
+    found = compare(backend, [a for a, _, _ in tiles], [b for _, b, _ in tiles])
+    expected = compare(NumpyBackend(), [a for a, _, _ in tiles], [b for _, b, _ in tiles])
+    for fact in found._fields:
+        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
+    for (_, _, exact), sums, (k, m, n) in zip(tiles, found.sums.tolist(), found.exponents.tolist(), strict=True):
+        of_gaps, of_a, of_b, products = (
+            Fraction(sum_) * Fraction(2) ** scale
+            for sum_, scale in zip(sums, (2 * k, 2 * m, 2 * n, m + n), strict=True)
+        )
+        for square, truth in zip((of_gaps, of_a, of_b), exact, strict=False):
+            assert abs(square - truth) <= truth / 10**14
+        # By the inequality of Cauchy and Schwarz, what is lost is small beside both norms.
+        assert (products - exact[3]) ** 2 <= exact[1] * exact[2] / 10**28
+    assert {int(np.sign(one)) for one in found.exponents[:, 0]} == {-1, 0, 1}
+    assert 1023 in found.exponents[:, 0]
 
 
 SHAPES = st.lists(

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from array import array
 from dataclasses import asdict
 from fractions import Fraction
@@ -24,13 +25,17 @@ from support import (
     write,
     write_index,
 )
+from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends import choose as choose_backend
+from gradtool.backends.differences import empty_differences
 from gradtool.engines import choose
+from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.diff import compare
-from gradtool.ops.diff.figures import Figures
+from gradtool.ops.diff.comparison import Comparison
 from gradtool.reduction import TILE
+from gradtool.store.io.blocks import Block, Span
 
 CALL_KEYS = {"backend", "backend_why", "threads", "engine", "workers", "hosts", "retries", "seconds", "timings"}
 
@@ -212,13 +217,54 @@ def test_norms_beyond_float64_have_figures_all_the_same(tmp_path):
     assert tiny.cosine == 1
 
 
+def test_tiny_differences_of_large_vectors_have_figures(tmp_path):
+    for a, b, rel_l2 in [
+        ([1.0, 0.0], [1.0, 5e-324], 5e-324),
+        ([1e10, 1e-300], [1e10, 2e-300], 1e-310),
+        ([1.7e308], [-1.7e308], 2.0),
+        ([1.7e308, 1e-300], [-1.7e308, 0.0], 2.0),
+    ]:
+        result = diff(*two(tmp_path, np.array(a), np.array(b)))
+        assert (result.rel_l2, abs(result.cosine)) == (rel_l2, 1.0)
+    assert gradtool("diff", *two(tmp_path, np.array([1.0, 0.0]), np.array([1.0, 5e-324]))).returncode == 0
+
+
+def comparison_of(sums, exponents):
+    """That of one tensor, whose tiles have these sums and exponents."""
+    found, tiles = empty_differences(len(sums)), len(sums)
+    found = found._replace(sums=array("d", sums.ravel()), exponents=array("i", exponents.ravel()))
+    whole = Comparison([None])
+    whole.add(Block(None, 0, 0, [Span(0, "F64", 0, tiles * TILE, 0)]), found)
+    return whole
+
+
+def figures_of(sums, exponents):
+    """The figures of tiles, in two parts, one of which comes from another process."""
+    half = len(sums) // 2
+    whole, part = comparison_of(sums[:half], exponents[:half]), comparison_of(sums[half:], exponents[half:])
+    whole.put([(0, 0)], unpacked(packed(part.condensed()), Comparison([None])))
+    assert whole.figures() == whole.figures_of(0) == comparison_of(sums, exponents).figures()
+    return whole.figures()
+
+
+def test_what_is_stored_does_not_grow_with_the_tensors():
+    rng, tiles = np.random.default_rng(2), 2500
+    sums, exponents = rng.random((tiles, 4)), rng.choice([0, 0, 300, -300], (tiles, 3)).astype(np.int32)
+    whole = comparison_of(sums, exponents)
+    for _ in range(15):
+        whole.put([(0, 0)], comparison_of(sums, exponents))
+        assert max(len(one.sums) for one in whole.sums) <= 1 << 13
+    # Sixteen times each sum, so that norms are four times as large to the last bit.
+    assert whole.figures()[:2] == comparison_of(sums, exponents).figures()[:2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_figures_are_those_of_exact_arithmetic(seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 2000))
     sums = np.abs(rng.standard_normal((count, 4))) * 10.0 ** rng.integers(-200, 200, (count, 4))
     exponents = rng.choice([0, 0, 300, -300], (count, 3)).astype(np.int32)
-    figures = Figures.of(array("d", sums.ravel()), array("i", exponents.ravel()))
+    figures = figures_of(sums, exponents)
     scales = np.column_stack([2 * exponents, exponents[:, 1] + exponents[:, 2]]).tolist()
     gaps, a, b, products = (
         sum(Fraction(float(value)) * Fraction(2) ** scale[which] for value, scale in zip(column, scales, strict=True))
@@ -233,7 +279,7 @@ def test_figures_are_those_of_exact_arithmetic(seed):
 
 def test_negative_products_are_added_exactly():
     sums = np.array([[0, 1, 1, 2.0**60], [0, 1, 1, -(2.0**60)], [0, 1, 1, -1.5]] * 200)
-    assert Figures.of(array("d", sums.ravel()), array("i", [0] * 1800)).cosine == -300 / 600
+    assert figures_of(sums, np.zeros((600, 3), np.int32)).cosine == -300 / 600
 
 
 def test_many_small_tensors_are_compared_in_blocks(tmp_path):
@@ -266,6 +312,19 @@ def test_nan_on_one_side_only_warns_and_fails_every_gate(tmp_path):
         assert ("nonfinite", "a") in [(one.code, one.tensor) for one in result.problems], gate
         assert result.warnings == ()
     assert diff(b, a, rtol=1).nonfinite_b == 1
+
+
+def test_what_the_figures_leave_out_is_told_beside_them(tmp_path):
+    a, b = two(tmp_path, f32(1, math.nan, math.inf, 2), f32(1, 5, math.inf, 2))
+    told = {"nonfinite_a": 1, "nonfinite_b": 0, "nonfinite_both": 1}
+    lines = dict(line.split("\t", 1) for line in gradtool("diff", a, b).stdout.splitlines())
+    assert {key: int(lines[key]) for key in told} == told
+    data = gradtool_json("diff", a, b, "--per-tensor")["data"]
+    assert all(row[key] == count for row in (data, data["per_tensor"][0]) for key, count in told.items())
+    shown = on_terminal("diff", a, b, "--per-tensor", columns=80, errors=False)[1]
+    facts = [line.rsplit(None, 1) for line in re.sub("\x1b[^m]*m", "", shown).replace("\r", "").splitlines() if line]
+    assert all([key.replace("_", " "), str(count)] in facts for key, count in told.items())
+    assert "nonfinite a" in shown[shown.index("name") :]
 
 
 def test_top_has_those_with_nan_first(tmp_path):
@@ -442,10 +501,10 @@ def test_wrong_maps_are_told(tmp_path):
 
 KEYS = [
     "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index", "max_rel_diff",
-    "max_rel_diff_tensor", "max_rel_diff_index", "max_ulp", "max_ulp_tensor", "max_ulp_index", "differing", "not_close",
-    "unmatched", "differing_bits", "nonfinite_a", "nonfinite_b", "nonfinite_both", "norm_a", "norm_b", "warnings",
-    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine", "workers", "hosts",
-    "retries", "seconds", "timings", "per_tensor", "per_unmatched",
+    "max_rel_diff_tensor", "max_rel_diff_index", "max_ulp", "max_ulp_tensor", "max_ulp_index", "differing",
+    "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched", "differing_bits", "norm_a", "norm_b",
+    "warnings", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine", "workers",
+    "hosts", "retries", "seconds", "timings", "per_tensor", "per_unmatched",
 ]  # fmt: skip
 ROW_KEYS = [
     "name", "file", "dtype_a", "dtype_b", "shape", "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_index",
@@ -493,13 +552,17 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     assert whole.places.tolist() == expected.places.tolist()
     assert whole.counts.tolist() == expected.counts.tolist()
     # Not even a lie has figures that fail.
-    for which, value in [(0, -1.0), (2, -1.0), (3, float("inf")), (1, float("nan"))]:
+    lies = [(0, -1.0, "negative"), (2, -1.0, "negative"), (3, math.inf, "not finite"), (1, math.nan, "not finite")]
+    for which, value, message in lies:
         lie = part.work.empty()
-        lie.sums[which] = value
-        with pytest.raises(ValueError, match="not finite, or negative"):
+        lie.sums[which].extend([0], [value], [0])
+        with pytest.raises(ValueError, match=message):
             whole.put(part.places, lie)
+    lie.sums[1].numbers[0] = len(part.places)
+    with pytest.raises(ValueError, match="sums of other tensors"):
+        whole.put(part.places, lie)
     with pytest.raises(ValueError, match="other tensors"):
-        whole.put([(0, 0)], expected)
+        whole.put([(0, 0)] * (len(pairs.a) + 1), expected)
 
 
 def test_the_samples_differ_as_their_values_do():

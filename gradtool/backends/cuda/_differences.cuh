@@ -245,7 +245,7 @@ KERNEL(THREADS, differences_again, DifferencesJob)
             double x, y;
             load_pair(job, tile, row + lane, x, y);
             if (!is_finite(x) || !is_finite(y)) continue;
-            const double gap = k ? x / divisor - y / divisor : x - y;
+            const double gap = is_finite(x - y) ? (x - y) / divisor : x / divisor - y / divisor;
             add_terms(lanes, lane, gap, x / divisor_a, y / divisor_b);
         }
     fold_sums(lanes, sums);

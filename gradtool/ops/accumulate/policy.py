@@ -111,7 +111,7 @@ class Policy(NamedTuple):
     @property
     def screens(self) -> bool:
         """Whether each gradient is measured by itself before it is added."""
-        return self.clip_each is not None or self.nonfinite == "skip"
+        return self.clip_each is not None or self.nonfinite == "skip" or self.per_gradient
 
     def coef(self, limit: float | None, norm: float) -> float:
         """What clips a norm to a limit; 1 where there is nothing to clip. NaN goes through."""

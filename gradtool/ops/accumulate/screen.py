@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from gradtool.backends import Rule
 from gradtool.errors import NonFiniteError, Problem
+from gradtool.ops.accumulate.add import Add
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.ops.accumulate.add import BeforeAndAfter
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
+    from gradtool.store.format.gradset import Selected
 
 NONFINITE_REMEDY = "Use --nonfinite skip to leave out such gradients, or --overwrite to drop such a buffer"
 
@@ -24,9 +28,9 @@ NONFINITE_REMEDY = "Use --nonfinite skip to leave out such gradients, or --overw
 class GradientRow:
     """One gradient set: its weight, and whether it was added; what was found in it, if it was looked at before.
 
-    `cosine` and `distance` are between it, without its weight, and the sum, mean or median of all, before that is
-    clipped. A tensor that it lacks counts as zeros there. `missing` and `extra` count the tensors that it lacks, and
-    those that the buffer lacks.
+    `norm` is that of what it adds, as it is broadcast, without its weight and `coef`. `cosine` and `distance` are
+    between that and the sum, mean or median of all, before that is clipped; a tensor that it lacks counts as zeros.
+    `missing` and `extra` count the tensors that it lacks, and those that the buffer lacks.
     """
 
     weight: float
@@ -55,7 +59,9 @@ class Screened(NamedTuple):
     warnings: Sequence[Problem] = ()
 
 
-def screen(session: Session, policy: Policy, contributions: Sequence[Contribution]) -> Screened:
+def screen(
+    session: Session, policy: Policy, targets: Sequence[Selected], contributions: Sequence[Contribution]
+) -> Screened:
     """Look at each gradient, where the policy asks for that.
 
     Raises:
@@ -69,7 +75,8 @@ def screen(session: Session, policy: Policy, contributions: Sequence[Contributio
         selected = list(one.tensors.values())
         found = session.run(Measure(selected, policy.spec))
         bad = nonfinite_problems(selected, found)
-        limited, row = _limited(policy, one, found, is_taken=not bad or policy.nonfinite != "skip")
+        norm = _added(session, policy, targets, one, found).norms(unscale=one.unscale).whole
+        limited, row = _limited(policy, one, found, norm, is_taken=not bad or policy.nonfinite != "skip")
         rows.append(row)
         problems += bad
         if row.taken:
@@ -84,11 +91,25 @@ def screen(session: Session, policy: Policy, contributions: Sequence[Contributio
     return Screened(taken, rows, warnings)
 
 
+def _added(
+    session: Session, policy: Policy, targets: Sequence[Selected], one: Contribution, found: Measurement
+) -> Measurement:
+    """Measure what a gradient adds, without its weight; unless it broadcasts, that is what was found in its files."""
+    pairs = [(tensor, targets[number]) for number, tensor in sorted(one.tensors.items())]
+    if all(tensor.tensor.elements == target.tensor.elements for tensor, target in pairs):
+        return found
+    alone = one._replace(tensors={number: tensor for number, (tensor, _) in enumerate(pairs)}, weight=1.0)
+    measures = Rule(keeps=False, rounds=False)
+    added: BeforeAndAfter = session.run(
+        Add([target for _, target in pairs], [alone], measures, policy.spec, is_new=True)
+    )
+    return added.after
+
+
 def _limited(
-    policy: Policy, one: Contribution, found: Measurement, *, is_taken: bool
+    policy: Policy, one: Contribution, found: Measurement, norm: float, *, is_taken: bool
 ) -> tuple[Contribution, GradientRow]:
     """A gradient with the coefficient that limits its norm, and its row."""
-    norm = found.norms(unscale=one.unscale).whole
     limited = one._replace(coef=policy.each_coef(one, found, norm))
     return limited, GradientRow(
         weight=one.weight,

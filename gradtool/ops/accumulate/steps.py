@@ -67,7 +67,7 @@ def add(
     session: Session, policy: Policy, buffer: OpenBuffer, contributions: Sequence[Contribution], output: Output
 ) -> Done:
     """Add the contributions, and clip the sum where there is a limit."""
-    screened = screen(session, policy, contributions)
+    screened = screen(session, policy, buffer.targets, contributions)
     if policy.trim is not None:
         refuse_nothing_left(policy.trim, buffer.targets, screened.taken, fills=policy.counts_zeros)
     weight_sum = policy.weight_sum([one.weight for one in screened.taken])
@@ -160,11 +160,11 @@ def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: Befo
         problems += nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
     targets = [adding.targets[number] for number in bad]
     if found.before is not None:
-        problems += nonfinite_problems(targets, found.before.part(targets, bad))
+        problems += nonfinite_problems(targets, found.before.part(bad))
     if problems:
         raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
     raise NonFiniteError(
         "sums overflow their type; nothing written. Use --mean, --max-norm or smaller weights, or --nonfinite "
         "propagate to store Inf",
-        overflow_problems(targets, found.after.part(targets, bad)),
+        overflow_problems(targets, found.after.part(bad)),
     )

@@ -73,6 +73,9 @@ class DiffResult(CallFacts):
         "max_ulp_tensor",
         "max_ulp_index",
         "differing",
+        "nonfinite_a",
+        "nonfinite_b",
+        "nonfinite_both",
         "not_close",
         "unmatched",
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from itertools import accumulate, pairwise
+from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from gradtool.arrays import float64s, int32s, int64s, uint64s
+from gradtool.arrays import float64s, int64s, uint64s
 from gradtool.ops.diff.figures import Figures
-from gradtool.reduction import TILE, tile_count
+from gradtool.reduction import TILE, TileSums
 
 if TYPE_CHECKING:
     from array import array
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # The maxima, and how many there are of what `BlockDifferences` has.
 MAX_ABS, MAX_REL, ULPS = range(3)
 _MAXIMA, _SUMS, _EXPONENTS, _COUNTS = 3, 4, 3, 6
+# The sum of a·b, which may be negative, among the four.
+_PRODUCTS = 3
 
 
 class Counts(NamedTuple):
@@ -38,12 +40,12 @@ class Counts(NamedTuple):
 class Comparison:
     """The differences of some tensors, filled block by block from any thread."""
 
-    SENT: ClassVar = ("sums", "exponents", "maxima", "places", "counts")
+    SENT: ClassVar = ("sums", "maxima", "places", "counts")
 
     def __init__(self, targets: Sequence[Selected]) -> None:
-        self._first_tile = [0, *accumulate(tile_count(one.tensor.elements) for one in targets)]
-        tiles, count = self._first_tile[-1], len(targets)
-        self.sums, self.exponents = float64s(_SUMS * tiles), int32s(_EXPONENTS * tiles)
+        count = len(targets)
+        # Of (a-b)², a², b² and ab, each with the exponent of the sum itself: twice that of a tile, for squares.
+        self.sums = [TileSums(1.0) for _ in range(_SUMS)]
         # As in `BlockDifferences`, but of each tensor, and with the place in it.
         self.maxima: list[array[Any]] = [float64s(count), float64s(count), uint64s(count)]
         self.places, self.counts = int64s(_MAXIMA * count), int64s(_COUNTS * count)
@@ -58,17 +60,18 @@ class Comparison:
             for span in block.spans
             for start in range(span.start, span.start + span.elements, TILE)
         ]
-        # The tiles of a block follow one another, as its spans do.
-        first = self._first_tile[block.spans[0].tensor] + block.spans[0].start // TILE
-        end = first + len(starts)
+        of_gaps, of_a, of_b = (found.exponents[which::_EXPONENTS] for which in range(_EXPONENTS))
+        scales = [map(add, *pair) for pair in ((of_gaps, of_gaps), (of_a, of_a), (of_b, of_b), (of_a, of_b))]
         with self._lock:
-            self.sums[_SUMS * first : _SUMS * end] = found.sums
-            self.exponents[_EXPONENTS * first : _EXPONENTS * end] = found.exponents
+            for which, (sums, exponents) in enumerate(zip(self.sums, scales, strict=True)):
+                sums.extend((number for number, _ in starts), found.sums[which::_SUMS], exponents)
             for tile, (number, start) in enumerate(starts):
                 self._take(number, start, found, tile)
 
     def condensed(self) -> Comparison:
-        """The same: figures of several sums do not follow from fewer of them."""
+        """The same from fewer values, to be sent."""
+        for sums in self.sums:
+            sums.condense()
         return self
 
     def put(self, places: Sequence[tuple[int, int]], other: Comparison) -> None:
@@ -77,16 +80,18 @@ class Comparison:
         Raises:
             ValueError: it is not about these tensors.
         """
-        own = [self._first_tile[number + 1] - self._first_tile[number] for number, _ in places]
-        if type(other) is not Comparison or own != [end - begin for begin, end in pairwise(other._first_tile)]:
+        if type(other) is not Comparison or len(other.maxima[MAX_ABS]) != len(places):
             raise ValueError("a comparison of other tensors")
-        squares = [other.sums[which::_SUMS] for which in range(_SUMS - 1)]
-        if not all(map(math.isfinite, other.sums)) or any(one < 0 for values in squares for one in values):
-            raise ValueError("sums that are not finite, or negative where they are of squares")
+        for which, sums in enumerate(other.sums):
+            sums.require_valid(len(places), signed=which == _PRODUCTS)
+            if not all(map(math.isfinite, sums.sums)):
+                raise ValueError("a sum that is not finite")
+        numbers = {position: number for position, (number, _) in enumerate(places)}
+        added = [sums.renumbered(numbers) for sums in other.sums]
         with self._lock:
-            for position, (number, _) in enumerate(places):
-                self.sums[self._tiles(number, _SUMS)] = other.sums[other._tiles(position, _SUMS)]
-                self.exponents[self._tiles(number, _EXPONENTS)] = other.exponents[other._tiles(position, _EXPONENTS)]
+            for sums, more in zip(self.sums, added, strict=True):
+                sums.extend(more.numbers, more.sums, more.exponents)
+            for position, number in numbers.items():
                 self._take(number, 0, other, position)
 
     def _take(self, number: int, start: int, found: BlockDifferences | Comparison, at: int) -> None:
@@ -101,11 +106,11 @@ class Comparison:
 
     def figures(self) -> Figures:
         """Those of all tensors, as one vector."""
-        return Figures.of(self.sums, self.exponents)
+        return Figures.of(self.sums)
 
     def figures_of(self, number: int) -> Figures:
         """Those of one tensor."""
-        return Figures.of(self.sums[self._tiles(number, _SUMS)], self.exponents[self._tiles(number, _EXPONENTS)])
+        return Figures.of([sums.between(number, number + 1) for sums in self.sums])
 
     def place_of(self, number: int, which: int) -> int:
         """The index of a maximum in its tensor."""
@@ -118,7 +123,3 @@ class Comparison:
     def counts_of(self, number: int) -> Counts:
         """Those of one tensor."""
         return Counts(*self.counts[_COUNTS * number : _COUNTS * (number + 1)])
-
-    def _tiles(self, number: int, each: int) -> slice:
-        """Where the tiles of a tensor are, with so many values each."""
-        return slice(each * self._first_tile[number], each * self._first_tile[number + 1])

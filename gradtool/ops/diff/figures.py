@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from array import array
-from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.reduction import scaled_total
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.reduction import TileSums
+
     # A number m·2^k as m and k, with 0.5 <= |m| < 1, or m = 0.
     Scaled = tuple[float, int]
 
@@ -23,14 +25,16 @@ class Figures(NamedTuple):
     norm_b: float
 
     @classmethod
-    def of(cls, sums: array[float], exponents: array[int]) -> Figures:
-        """The figures of tiles, as `gradtool.backends.BlockDifferences` has their sums and exponents."""
-        of_gaps, of_a, of_b = (exponents[which::3] for which in range(3))
-        pairs = (of_gaps, of_gaps), (of_a, of_a), (of_b, of_b), (of_a, of_b)
-        scales = [array("i", map(add, *pair)) for pair in pairs]
-        gaps, a, b, products = (scaled_total(sums[which::4], scale) for which, scale in enumerate(scales))
+    def of(cls, sums: Sequence[TileSums]) -> Figures:
+        """The figures of the sums of (a-b)², a², b² and ab."""
+        gaps, a, b, products = (scaled_total(one.sums, one.exponents) for one in sums)
         norm_a, norm_b = _root(a), _root(b)
         return cls(_quotient(_root(gaps), norm_b), _cosine(a, b, products), _number(norm_a), _number(norm_b))
+
+
+def root(squares: TileSums) -> float:
+    """Return the square root of the sum of squares."""
+    return _number(_root(scaled_total(squares.sums, squares.exponents)))
 
 
 def _root(square: Scaled) -> Scaled:

@@ -7,7 +7,7 @@ import pytest
 from buffers import f32, lay_out
 from support import gaussian, write
 
-from gradtool import accumulate
+from gradtool import accumulate, diff
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "median", "trimmed=1"])
@@ -48,11 +48,39 @@ def test_what_a_gradient_lacks_counts_as_zeros_and_a_skipped_one_has_none(tmp_pa
     assert [row.cosine for row in rows] == [1.0, None, pytest.approx(0.6, abs=1e-15)]
 
 
-def test_zeros_have_no_cosine(tmp_path):
+def test_zeros_have_the_cosines_of_diff(tmp_path):
     path, paths = lay_out(tmp_path, f32(0), f32(0), f32(1))
     rows = accumulate(paths, into=path, per_gradient=True).per_gradient
-    assert math.isnan(rows[0].cosine)
-    assert (rows[0].distance, rows[1].cosine, rows[1].distance) == (1.0, 1.0, 0.0)
+    assert [(row.cosine, row.distance) for row in rows] == [(0.0, 1.0), (1.0, 0.0)]
+    rows = accumulate(paths[:1], into=path, per_gradient=True).per_gradient
+    assert [(row.cosine, row.distance) for row in rows] == [(1.0, 0.0)]
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e200, 1e-300])
+def test_a_gradient_much_smaller_than_the_result_has_its_cosine(tmp_path, scale):
+    large, small = np.array([scale, 0.0]), np.array([scale / 1e18, scale / 1e18])
+    path, paths = lay_out(tmp_path, large * 0, large, small)
+    rows = accumulate(paths, into=path, per_gradient=True).per_gradient
+    assert [row.cosine for row in rows] == pytest.approx([1, math.sqrt(0.5)], abs=1e-15)
+    # The result is that of float64, (scale, scale / 1e18).
+    assert [row.distance for row in rows] == pytest.approx([scale / 1e18, scale], rel=1e-15)
+
+
+def test_the_cosine_and_the_distance_are_those_of_diff(tmp_path):
+    values = gaussian(70_001, "F32"), gaussian(70_001, "F32", seed=2) / 512
+    path, paths = lay_out(tmp_path, np.zeros(70_001), *values)
+    rows = accumulate(paths, into=path, per_gradient=True, overwrite=True).per_gradient
+    for row, grad in zip(rows, paths, strict=True):
+        assert row.cosine == diff(grad, path).cosine
+        assert row.norm == diff(grad, path).norm_a
+        assert row.distance == pytest.approx(diff(grad, path).rel_l2 * diff(grad, path).norm_b, rel=1e-15)
+
+
+def test_with_nan_and_inf_neither_can_be_told(tmp_path):
+    path, paths = lay_out(tmp_path, f32(0, 0), f32(1, math.nan), f32(1, math.inf))
+    rows = accumulate(paths, into=path, per_gradient=True, nonfinite="propagate").per_gradient
+    assert all(math.isnan(value) for row in rows for value in (row.cosine, row.distance))
+    assert [(row.nan, row.inf) for row in rows] == [(1, 0), (0, 1)]
 
 
 def test_threads_change_no_bit_and_orthogonal_vectors_have_the_cosine_0(tmp_path):

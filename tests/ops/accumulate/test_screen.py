@@ -1,9 +1,27 @@
 import math
+from functools import partialmethod
 
+import numpy as np
+import pytest
 from buffers import f32, lay_out, refused
 from support import read, write_index
 
 from gradtool import NonFiniteError, accumulate, norm
+from gradtool.engines.threads import Threads
+from gradtool.engines.wire import packed, unpacked
+from gradtool.store.transaction.destination import DISCARD
+
+SUM_OF_2 = {"n": "2", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+
+
+def in_parts(threads, run, one, destination=DISCARD):
+    """As other processes run a pass that writes nothing."""
+    if destination is not DISCARD:
+        return run(threads, one, destination)
+    found = one.empty()
+    for part in one.parts(destination):
+        found.put(part.places, unpacked(packed(run(threads, part.work).condensed()), part.work.empty()))
+    return found
 
 
 def test_clip_each_limits_each_gradient_and_weighs_it_then(tmp_path):
@@ -12,6 +30,34 @@ def test_clip_each_limits_each_gradient_and_weighs_it_then(tmp_path):
     assert read(path)["a"].tolist() == [-4, -7]
     assert [(row.norm, row.coef) for row in result.per_gradient] == [(50.0, 0.1), (math.sqrt(0.3125), 1.0)]
     assert (result.sum_norm, result.coef, result.clipped) == (None, None, False)
+
+
+@pytest.mark.parametrize("engine", ["threads", "parts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_each": math.inf}, {"nonfinite": "skip"}, {"reduce": "median"}, {"overwrite": True}, {"weight": [-3]}],
+    ids=str,
+)
+def test_the_norm_of_a_gradient_is_that_of_what_it_adds_whatever_the_options(tmp_path, monkeypatch, options, engine):
+    if engine == "parts":
+        monkeypatch.setattr(Threads, "run", partialmethod(in_parts, Threads.run))
+    old = {"a": f32(0, 0), "b": np.zeros((3, 4), np.float32), "c": np.zeros((2, 1), np.float32)}
+    path, grads = lay_out(tmp_path, old, {"a": f32(1, 2), "b": f32(1, 2, 3, 4), "c": np.array([[5.0]])})
+    norms = {1.0: 3 + 30 + 10, 2.0: math.sqrt(5 + 90 + 50), 3.0: (9 + 300 + 250) ** (1 / 3), math.inf: 5}
+    for order, value in norms.items():
+        rows = accumulate(grads, into=path, norm_type=order, per_gradient=True, dry_run=True, **options).per_gradient
+        assert [row.norm for row in rows] == [pytest.approx(value, rel=1e-15)]
+
+
+def test_what_a_broadcast_gradient_adds_is_within_clip_each(tmp_path):
+    path, grads = lay_out(tmp_path, np.zeros((4, 25)), np.ones(25))
+    result = accumulate(grads, into=path, clip_each=6, eps=0, per_gradient=True)
+    assert [(row.norm, row.coef) for row in result.per_gradient] == [(10.0, 0.6)]
+    assert result.norm_after == pytest.approx(6, rel=1e-15)
+    # The gradient of a sum is what it stands for, divided by its weight.
+    path, grads = lay_out(tmp_path, np.zeros((4, 25)), np.ones(25), metadata=[SUM_OF_2])
+    result = accumulate(grads, into=path, clip_each=3, eps=0, per_gradient=True, weight_key="n")
+    assert [(row.norm, row.coef) for row in result.per_gradient] == [(5.0, 0.6)]
 
 
 def test_the_norm_of_each_gradient_is_that_of_its_set(tmp_path):

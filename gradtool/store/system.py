@@ -139,6 +139,27 @@ def unnamed_file() -> Iterator[tuple[int, str]]:
         yield file.fileno(), f"/dev/fd/{file.fileno()}"
 
 
+def read_link(path: str, within: int | None = None) -> tuple[os.stat_result, str]:
+    """Return the status of a symbolic link and where it leads: both of one link, even if another takes its place.
+
+    Raises:
+        OSError: it is no link, or was replaced meanwhile.
+    """
+    path_only: int = getattr(os, "O_PATH", 0)
+    if path_only:
+        fd = os.open(path, path_only | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+        try:
+            return os.fstat(fd), os.readlink("", dir_fd=fd)
+        finally:
+            os.close(fd)
+    before = os.stat(path, dir_fd=within, follow_symlinks=False)
+    target = os.readlink(path, dir_fd=within)
+    after = os.stat(path, dir_fd=within, follow_symlinks=False)
+    if (before.st_ino, before.st_ctime_ns) != (after.st_ino, after.st_ctime_ns):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return before, target
+
+
 def read_in_order(fd: int) -> None:
     """Tell the system that a file will be read from its beginning to its end; macOS finds out by itself."""
     if hasattr(os, "posix_fadvise"):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.gradset import foreign_index
-from gradtool.store.format.header import read_regular
 from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def new_indexes(files: Files, output: Output) -> list[NewIndex]:
     found = []
     for one in output.sets:
         if one.index is not None:
-            stat, content = read_regular(one.index)
+            stat, content = one.read_index()
             new = reindexed(files, one, content, alone=output.is_elsewhere)
             if output.is_elsewhere or new != content:
                 found.append(NewIndex(one.index, stat, new))

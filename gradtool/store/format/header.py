@@ -25,6 +25,7 @@ from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, s
 from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, memory_to_check, refuse_large_header, refuse_long, refuse_long_names
 from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
+from gradtool.store.links import open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,27 +63,27 @@ class Shard:
         return self.stat.st_dev, self.stat.st_ino
 
 
-def read_shard(path: Path) -> Shard:
-    """Read and check the header of a safetensors file.
+def read_shard(path: Path, *, is_named: bool = True) -> Shard:
+    """Read and check the header of a safetensors file, which the user named, or a folder or an index did.
 
     Raises:
         BadInputError: the file is missing, not a regular file, or refused by the safetensors library.
-        SystemRefusedError: it cannot be read.
+        SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path) as (fd, status):
+    with _judged(path, is_named=is_named) as (fd, status):
         text = _read_header(path, fd, status.st_size)
         read = _remembered if len(text) <= _SHORT_ENOUGH else _checked
         return _shard(path, text, status, *read(path, text, status.st_size))
 
 
-def read_outline(path: Path) -> Shard:
+def read_outline(path: Path, *, is_named: bool = True) -> Shard:
     """Read a header without asking the library, which is slow to import and refuses types that it does not know.
 
     Raises:
         BadInputError: the file is missing, not a regular file, or does not say what its tensors are.
-        SystemRefusedError: it cannot be read.
+        SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path) as (fd, status):
+    with _judged(path, is_named=is_named) as (fd, status):
         text = _read_header(path, fd, status.st_size)
         refuse_unclear(path, text, status.st_size)
         return _shard(path, text, status, *_parsed(path, text))
@@ -94,7 +95,7 @@ def read_text(shard: Shard) -> bytes:
     Raises:
         SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
     """
-    with _opened(shard.path) as (fd, status):
+    with _opened(shard.path, is_named=True) as (fd, status):
         text = _pread(fd, shard.data_start - 8, 8)
         if version_of(status) != version_of(shard.stat) or not is_unchanged(fd, shard.stat):
             raise changed_meanwhile(shard.path)
@@ -114,14 +115,14 @@ def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
         return False
 
 
-def read_regular(path: Path, most: int | None = None) -> tuple[os.stat_result, bytes]:
+def read_regular(path: Path, most: int | None = None, *, is_named: bool = True) -> tuple[os.stat_result, bytes]:
     """The status and the content of a small regular file; anything else is refused, and a FIFO does not block.
 
     Raises:
         BadInputError: the file is missing, too large, or not a regular file.
-        SystemRefusedError: it cannot be read, or changed meanwhile.
+        SystemRefusedError: it cannot be read, or changed meanwhile; or another user's link leads there.
     """
-    with _opened(path) as (fd, status):
+    with _opened(path, is_named=is_named) as (fd, status):
         refuse_long(path, "the file", status.st_size, most)
         content = _pread(fd, status.st_size, 0)
         if len(content) != status.st_size or not is_unchanged(fd, status):
@@ -130,11 +131,10 @@ def read_regular(path: Path, most: int | None = None) -> tuple[os.stat_result, b
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
     """A regular file, opened for reading, and its status; anything else is refused."""
     with os_errors_about(path):
-        # O_NONBLOCK, or a FIFO would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_to_read(path, is_named=is_named)
         try:
             status = os.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
@@ -147,9 +147,9 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 @contextlib.contextmanager
-def _judged(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def _judged(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
     """As `_opened`, for a file that must not change until the end of the block; one that is refused is named."""
-    with _opened(path) as (fd, status):
+    with _opened(path, is_named=is_named) as (fd, status):
         try:
             yield fd, status
         except BadInputError as error:

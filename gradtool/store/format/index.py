@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """The file name of each tensor's shard.
+def read_weight_map(index: Path, *, is_named: bool = True) -> dict[str, str]:
+    """The file name of each tensor's shard, by an index that the user named, or that a folder has.
 
     Raises:
         BadInputError: the index is missing or invalid, or a shard is not in its folder.
-        SystemRefusedError: it cannot be read.
+        SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    _, text = read_regular(index)
+    _, text = read_regular(index, is_named=is_named)
     refuse_large_index(index, text)
     try:
         document = json.loads(text, object_pairs_hook=partial(_without_duplicates, index))
@@ -56,7 +56,7 @@ def index_of(file: Path) -> Path | None:
         return None
     for index in indexes:
         with contextlib.suppress(BadInputError, SystemRefusedError):
-            if file.name in read_weight_map(index).values():
+            if file.name in read_weight_map(index, is_named=False).values():
                 return index
     return None
 

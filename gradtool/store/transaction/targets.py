@@ -7,38 +7,28 @@ looked up twice, and a link that another user made is followed only to files of 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradtool.errors import (
     BadInputError,
     GradtoolError,
-    SystemRefusedError,
     UsageError,
     changed_meanwhile,
     from_os_error,
     os_errors_about,
 )
+from gradtool.store import system
 from gradtool.store.fs import Folder, open_folder, open_to_search
+from gradtool.store.links import MAX_LINKS, Link, foreign_links, loop, refuse_foreign
 from gradtool.store.transaction.files import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.store.format.header import Shard
-
-# As many as the system follows.
-_MAX_LINKS = 40
-
-
-class _Link(NamedTuple):
-    """A link that another user made."""
-
-    path: str
-    owner: int
 
 
 class Targets:
@@ -57,7 +47,7 @@ class Targets:
         # The names and paths of the targets in a folder that is missing.
         self._new: dict[Path, str] = {}
         # By path as text, and by device and inode.
-        self._followed: dict[str, tuple[Folder, list[_Link]]] = {}
+        self._followed: dict[str, tuple[Folder, list[Link]]] = {}
         self._opened: dict[tuple[int, int], Folder] = {}
         self._located: dict[Path, tuple[Folder, str]] = {}
         try:
@@ -127,25 +117,27 @@ class Targets:
             return
         folder, name, links = self._follow(path)
         _refuse_name(path, name)
-        _refuse_foreign(path, links, folder, name)
+        status = folder.status(name)
+        refuse_foreign(path, links, folder.path / name, folder.owner if status is None else status.st_uid)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
 
-    def _follow(self, path: Path) -> tuple[Folder, str, list[_Link]]:
+    def _follow(self, path: Path) -> tuple[Folder, str, list[Link]]:
         """Where a path leads, and the links of other users on the way."""
-        links: list[_Link] = []
-        for _ in range(_MAX_LINKS + 1):
+        links: list[Link] = []
+        for _ in range(MAX_LINKS + 1):
             parent, name = os.path.split(path)
             folder, further = self._followed_folder(parent or ".")
             links += further
             status = folder.status(name)
             if status is None or not stat.S_ISLNK(status.st_mode):
                 return folder, name, links
-            links += _foreign(str(path), status)
-            path = folder.path / os.readlink(name, dir_fd=folder.fd)
-        raise from_os_error(_loop(), path)
+            status, to = system.read_link(name, folder.fd)
+            links += foreign_links(str(path), status)
+            path = folder.path / to
+        raise from_os_error(loop(), path)
 
-    def _followed_folder(self, path: str) -> tuple[Folder, list[_Link]]:
+    def _followed_folder(self, path: str) -> tuple[Folder, list[Link]]:
         if path not in self._followed:
             # Where the current folder is gone, other folders are not.
             absolute = path if path.startswith(os.sep) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118
@@ -158,11 +150,11 @@ class Targets:
                     raise BadInputError(no_such_folder(path), file=path, code="missing-file") from error
         return self._followed[path]
 
-    def _opened_folder(self, path: str) -> tuple[Folder, list[_Link]]:
+    def _opened_folder(self, path: str) -> tuple[Folder, list[Link]]:
         """Open a folder by way of every folder above it, so that each link is seen."""
         left = _parts(path)
         real: list[str] = []
-        foreign: list[_Link] = []
+        foreign: list[Link] = []
         links = 0
         fd = open_to_search("/")
         try:
@@ -171,10 +163,10 @@ class Targets:
                 status = os.stat(part, dir_fd=fd, follow_symlinks=False)
                 if stat.S_ISLNK(status.st_mode):
                     links += 1
-                    if links > _MAX_LINKS:
-                        raise _loop()
-                    to = os.readlink(part, dir_fd=fd)
-                    foreign += _foreign("/" + "/".join([*real, part]), status)
+                    if links > MAX_LINKS:
+                        raise loop()
+                    status, to = system.read_link(part, fd)
+                    foreign += foreign_links("/" + "/".join([*real, part]), status)
                     left += _parts(to)
                     if not to.startswith("/"):
                         continue
@@ -230,29 +222,8 @@ def _parts(path: str) -> list[str]:
     return [part for part in reversed(path.split("/")) if part]
 
 
-def _loop() -> OSError:
-    return OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
 def _refuse_name(path: Path, name: str) -> None:
     """Refuse a target that recovery would take for what a run has left, and remove."""
     if name.startswith(PREFIX):
         what = f"names that begin with {PREFIX} are those of temporary files, which gradtool recover removes"
         raise UsageError(f"{path}: {what}; use another name")
-
-
-def _foreign(path: str, status: os.stat_result) -> list[_Link]:
-    """A link, unless this user or root made it."""
-    return [] if status.st_uid in (0, os.geteuid()) else [_Link(path, status.st_uid)]
-
-
-def _refuse_foreign(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
-    """Refuse links of other users to a file that is not theirs."""
-    status = folder.status(name)
-    owner = folder.owner if status is None else status.st_uid
-    for link in links:
-        if link.owner != owner:
-            whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            what = f"the link {link.path}, which user {link.owner} made, leads to a file of {whose}"
-            remedy = "name that file itself to change it"
-            raise SystemRefusedError(f"{what}, {folder.path / name}; {remedy}", file=path, code="link")

@@ -88,9 +88,10 @@ def copy_attributes(fd: int, to: int) -> None:
     """
     if hasattr(os, "listxattr"):
         names = _attributes(fd)
-        if _ACL not in names and _ACL in _attributes(to):
-            # Inherited from the folder, it would let in users whom the original keeps out.
-            os.removexattr(to, _ACL)
+        for name in set(_attributes(to)).difference(names):
+            # An access control list that was inherited from the folder would let in users whom the original keeps out.
+            if name == _ACL or name.startswith("user."):
+                os.removexattr(to, name)
         for name in names:
             try:
                 os.setxattr(to, name, os.getxattr(fd, name))

@@ -95,22 +95,37 @@ def read_text(shard: Shard) -> bytes:
     Raises:
         SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
     """
-    with _opened(shard.path, is_named=True) as (fd, status):
+    with _opened(shard.path, is_named=True) as (fd, _):
         text = _pread(fd, shard.data_start - 8, 8)
-        if version_of(status) != version_of(shard.stat) or not is_unchanged(fd, shard.stat):
+        if not is_unchanged(fd, shard.stat):
             raise changed_meanwhile(shard.path)
         return text
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
+    """What changes when a file is replaced or written to, unless the date is set back."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _links_and_rights(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_mode, status.st_uid, status.st_gid, status.st_nlink
+
+
+def is_same(now: os.stat_result, before: os.stat_result) -> bool:
+    """Check whether a file was neither replaced nor written to between two statuses.
+
+    Whoever writes can set back the date of the content, but not that of the inode (ctime). That changes with the mode,
+    the owner and the number of links too; where one of these differs, it says nothing about the content.
+    """
+    if version_of(now) != version_of(before):
+        return False
+    return now.st_ctime_ns == before.st_ctime_ns or _links_and_rights(now) != _links_and_rights(before)
 
 
 def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
     """Whether a file was neither replaced nor written to since it had that status."""
     try:
-        return version_of(os.stat(path_or_fd)) == version_of(before)  # noqa: PTH116 - a descriptor has no Path
+        return is_same(os.stat(path_or_fd), before)  # noqa: PTH116 - a descriptor has no Path
     except OSError:
         return False
 

@@ -16,7 +16,7 @@ from gradtool.store.fs import File
 from gradtool.store.late import patiently
 from gradtool.store.transaction.destination import NewFile, read_for
 from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
-from gradtool.store.transaction.staging import Staged, mode_for
+from gradtool.store.transaction.staging import Staged
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -40,8 +40,7 @@ LAST_ATTEMPT = 10**9 - 1
 class Order(NamedTuple):
     """A new file that another process is to build beside its target, as long as the file `permit` is there.
 
-    With `keeps_attributes`, owner and extended attributes are those of the shard that it replaces. Pickled, it holds no
-    open file.
+    With `keeps_attributes`, it will get those of the shard that it replaces. Pickled, it holds no open file.
     """
 
     new: NewFile
@@ -83,7 +82,6 @@ class Orders:
                 _, permit = self._transaction.new_name("tmp")
                 os.close(folder.create(permit))
                 self._permits[folder] = permit
-            mode = mode_for(new.shard.stat if keeps_attributes else None, folder.status(name), mode)
         self._missing[folder.path, name] = target, mode
         run, fsync = self._transaction.id, self._transaction.fsync
         return Order(new, run, folder.path, name, self._permits[folder], keeps_attributes, fsync)

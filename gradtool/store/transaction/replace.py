@@ -16,7 +16,7 @@ from gradtool.store.fs import File
 from gradtool.store.transaction.files import name_of, remove
 from gradtool.store.transaction.log import Move
 from gradtool.store.transaction.orders import Orders
-from gradtool.store.transaction.staging import Staged, keep_attributes, mode_for
+from gradtool.store.transaction.staging import Staged, keep_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,9 +78,9 @@ class Replacement:
     ) -> File:
         """Make a temporary of `size` bytes, with its disk space reserved, that will become `target`.
 
-        With `original`, the status of the replaced file, its mode, owner and extended attributes are kept. Without, the
-        file gets `mode`, or less if it replaces one that had less. With `ranges`, only these are reserved, and the rest
-        is holes. A target that `is_new` replaces nothing.
+        With `original`, the status of the replaced file when it was read, the file gets the mode, owner and extended
+        attributes that this one has at the end. Without, it gets `mode`, or less if it replaces one that has less. With
+        `ranges`, only these are reserved, and the rest is holes. A target that `is_new` replaces nothing.
         """
         signals.deliver()
         folder, name = self._transaction.locate(target)
@@ -88,7 +88,6 @@ class Replacement:
         self._transaction.leaves_files = True
         number, temporary = self._transaction.new_name("tmp")
         with os_errors_about(target):
-            mode = mode_for(original, folder.status(name), mode)
             fd, file = folder.create_file(temporary)
             self._staged.append(Staged(number, file, name, target, original, mode, is_new))
             with fs.closing(fd):
@@ -98,7 +97,9 @@ class Replacement:
                 fs.resize(fd, size)
                 if original is not None:
                     with File(folder, name, original.st_dev, original.st_ino).opened(os.O_RDONLY) as original_fd:
+                        # They are taken again at the rename; what cannot be kept is better known now.
                         keep_attributes(fd, original_fd, original)
+                    fs.change_mode(fd, 0o600)
         return file
 
     def adopt(self, order: Order, built: Built) -> None:
@@ -117,12 +118,12 @@ class Replacement:
             staged.finish(fsync=self._transaction.fsync)
             signals.deliver()
         for staged in self._staged:
-            if not staged.is_unchanged():
-                raise changed_meanwhile(staged.target)
+            staged.finish(fsync=self._transaction.fsync)
         several = len(self._staged) > 1
         if self._staged:
             self._rename_all(several=several)
-        swapped, self._staged = [one for one in self._staged if one.was_swapped()], []
+        swapped = [one for one in self._staged if one.was_swapped()]
+        written, self._staged = self._staged, []
         while self._backups:
             remove(*self._backups.pop())
         if swapped:
@@ -135,9 +136,11 @@ class Replacement:
             # The log must stay while a rename may not be on the disk.
             if several:
                 self._transaction.leave_to_recovery()
-            remedy = "; run gradtool recover to try again" if several else ""
-            reason = f"all files were written, but the folder could not be synced: {error.strerror}{remedy}"
-            raise SystemRefusedError(reason, file=self._transaction.home.path) from error
+            file = written[0].target if written else self._transaction.home.path
+            remedy = "run gradtool recover to try again" if several else "run sync, and not this command again"
+            what = f"its new content{f' and that of {len(written) - 1:,} more' if several else ''} is in place"
+            reason = f"{what}, but whether that survives a power cut is unknown: the folder could not be synced"
+            raise SystemRefusedError(f"{reason}: {error.strerror}; {remedy}", file=file) from error
 
     def _rename_all(self, *, several: bool) -> None:
         """Rename all files or, if one rename fails, none."""
@@ -153,7 +156,7 @@ class Replacement:
         try:
             for move, staged in zip(moves, self._staged, strict=True):
                 begun.append(move)
-                if staged.take_place():
+                if staged.take_place(fsync=self._transaction.fsync):
                     # It stays until the link is synced: recovery needs each file under one of its names.
                     self._linked.append((staged.folder, staged.temporary.name))
         except GradtoolError as error:
@@ -172,6 +175,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 folder.link(staged.name, backup)
                 self._backups.append((folder, backup))
+                staged.note_link()
         self._transaction.add_markers()
         self._transaction.sync()
 

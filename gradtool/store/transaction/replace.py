@@ -138,9 +138,9 @@ class Replacement:
                 self._transaction.leave_to_recovery()
             file = written[0].target if written else self._transaction.home.path
             remedy = "run gradtool recover to try again" if several else "run sync, and not this command again"
-            what = f"its new content{f' and that of {len(written) - 1:,} more' if several else ''} is in place"
-            reason = f"{what}, but whether that survives a power cut is unknown: the folder could not be synced"
-            raise SystemRefusedError(f"{reason}: {error.strerror}; {remedy}", file=file) from error
+            what = "all files were written and are in place, but whether they would survive a power cut is unknown"
+            reason = f"{what}: the folder could not be synced: {error.strerror}; {remedy}"
+            raise SystemRefusedError(reason, file=file) from error
 
     def _rename_all(self, *, several: bool) -> None:
         """Rename all files or, if one rename fails, none."""

@@ -412,7 +412,7 @@ def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(
         real_sync(fd)
 
     monkeypatch.setattr(system, "sync", sync)
-    said = pytest.raises(SystemRefusedError, match=r"0.safetensors: its new content is in place, but whether")
+    said = pytest.raises(SystemRefusedError, match=r"0.safetensors: all files were written and are in place, but")
     with said if number == errno.EIO else contextlib.nullcontext(), replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size))
         replacement.commit()
@@ -432,8 +432,8 @@ def test_eio_at_the_sync_after_the_renames_says_that_the_files_are_new(tmp_path,
             break
         # Without a second name, the files are written all the same.
         assert (answer.returncode, now == before) in ((5, True), (0, False)), answer
-    what = "its new content is in place" if count == 1 else "its new content and that of 1 more is in place"
-    unknown = "whether that survives a power cut is unknown: the folder could not be synced: Input/output error"
+    what = "all files were written and are in place"
+    unknown = "whether they would survive a power cut is unknown: the folder could not be synced: Input/output error"
     remedy = "run sync, and not this command again" if count == 1 else "run gradtool recover to try again"
     assert f"0.safetensors: {what}, but {unknown}; {remedy}\n" in answer.stderr
     if count > 1:

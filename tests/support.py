@@ -276,6 +276,22 @@ def file_at(path):
     return Folder.at(path.parent).file(path.name)
 
 
+def write_back_in_time(path, content):
+    """Write to a file, from its end backwards, and set its date back, as `rsync --inplace --times` does."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-len(content), os.SEEK_END)
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    until_told(path, before)
+
+
+def until_told(path, before):
+    """Wait until the clock of the file system tells a change of a file from what it was before."""
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        os.utime(path, ns=(before.st_atime_ns, path.stat().st_mtime_ns))
+
+
 def snapshot(folder):
     """Everything about the files of a folder that a run which changes nothing must leave alone."""
     return {

@@ -17,7 +17,7 @@ from gradtool import tuning
 from gradtool._version import __version__
 from gradtool.engines import DivisiblePass, Found, Part, Pass, Staff
 from gradtool.engines.roll_call import Roll
-from gradtool.engines.work import Done, Identity, Job, call, identity_of, outcome, packed, perform
+from gradtool.engines.work import Done, Identity, Job, call, identity_of, outcome, packed, perform, refuse_changed
 from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, changed_meanwhile
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
@@ -126,6 +126,8 @@ class Workers:
         for shard, seen in zip(part.reads, done.seen, strict=True):
             if self._identity(shard) != seen:
                 raise changed_meanwhile(shard.path)
+        # A worker has seen only what became of them since it began.
+        refuse_changed(part.reads)
         try:
             found.put(part.places, done.found)
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:

@@ -30,7 +30,7 @@ from gradtool.errors import (
     os_errors_about,
     shortened,
 )
-from gradtool.store.format.header import Shard, is_unchanged
+from gradtool.store.format.header import Shard, is_same, is_unchanged
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.workers import default_threads
 from gradtool.store.late import fresh_status, patiently
@@ -151,21 +151,26 @@ def _done(version: str, payload: bytes) -> Done:
     built = None
     if job.order is None:
         found = threads.run(job.part.work)
-        _refuse_changed(job.part.reads)
+        refuse_changed(job.part.reads)
     else:
         with Attempt(job.order) as attempt:
             threads.progress = lambda *_: attempt.look()
             found = threads.run(job.part.work, NewFiles({job.order.new.shard: (job.order.new, attempt.file)}))
-            _refuse_changed(job.part.reads)
+            refuse_changed(job.part.reads)
             built = attempt.finish()
     threads.close()
     seconds = perf_counter() - began
     return Done(found.condensed(), built, seen, threads.clock, seconds, HOST, process(), _late.count - late)
 
 
-def _refuse_changed(shards: Sequence[Shard]) -> None:
+def refuse_changed(shards: Sequence[Shard]) -> None:
+    """Raise `SystemRefusedError` if a file was replaced or written to since its header was read."""
     for shard in shards:
-        if not is_unchanged(shard.path, shard.stat):
+        try:
+            unchanged = is_same(fresh_status(os.fspath(shard.path)), shard.stat)
+        except OSError:
+            unchanged = False
+        if not unchanged:
             raise changed_meanwhile(shard.path)
 
 

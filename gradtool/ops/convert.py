@@ -13,7 +13,6 @@ from gradtool.engines import OnBlock
 from gradtool.ops.passes import Scaling, TensorPass, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
-from gradtool.store.format.header import read_regular
 from gradtool.store.format.index import reindexed
 from gradtool.store.format.layout import lay_out, new_tensor
 from gradtool.store.format.tensors import BITS
@@ -51,10 +50,11 @@ def converted(
     tensors = {shard: {tensor.name: tensor for tensor in placed} for shard, (_, placed) in files.items()}
     targets = [Selected(one.shard, tensors[one.shard][one.tensor.name]) for one in scaling.selected]
     indexes = []
-    for path, shards in ((one.index, one.shards) for one in output.sets if one.index):
-        stat, content = read_regular(path)
-        new = reindexed(path, {shard.path.name: files[shard][1] for shard in shards}, content)
-        indexes.append(NewIndex(path, stat, new))
+    for owner in output.sets:
+        if owner.index is not None:
+            stat, content = owner.read_index()
+            tensors_of = {shard.path.name: files[shard][1] for shard in owner.shards}
+            indexes.append(NewIndex(owner.index, stat, reindexed(owner.index, tensors_of, content)))
     # The pass measures what is stored, so nothing needs to be summed where it scales.
     quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
     work = Convert(scaling.selected, scaling.spec, quick, targets)

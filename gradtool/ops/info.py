@@ -114,8 +114,10 @@ def _outlined(path: str) -> GradientSet:
     listing = listing_of(path)
     files: Sequence[Path] = listing.files
     if listing.index is not None:
-        files = [listing.index.parent / file for file in dict.fromkeys(read_weight_map(listing.index).values())]
-    return GradientSet(listing.path, tuple(map(read_outline, files)), listing.index)
+        weight_map = read_weight_map(listing.index, is_named=listing.is_named)
+        files = [listing.index.parent / file for file in dict.fromkeys(weight_map.values())]
+    shards = tuple(read_outline(file, is_named=file == listing.path) for file in files)
+    return GradientSet(listing.path, shards, listing.index)
 
 
 def _totals(selected: Iterable[Selected]) -> list[DtypeTotal]:

@@ -77,6 +77,10 @@ def copy_attributes(fd: int, to: int) -> None:
         names = _attributes(fd)
         # One that is inherited from the folder would let in users whom the original keeps out.
         remove_acl(to)
+        for name in set(_attributes(to)).difference(names):
+            # The original may have lost it since it was copied.
+            if name.startswith("user."):
+                os.removexattr(to, name)
         for name in names:
             try:
                 os.setxattr(to, name, os.getxattr(fd, name))
@@ -174,6 +178,27 @@ def unnamed_file() -> Iterator[tuple[int, str]]:
 
     with TemporaryFile(prefix="gradtool-", buffering=0) as file:
         yield file.fileno(), f"/dev/fd/{file.fileno()}"
+
+
+def read_link(path: str, within: int | None = None) -> tuple[os.stat_result, str]:
+    """Return the status of a symbolic link and where it leads: both of one link, even if another takes its place.
+
+    Raises:
+        OSError: it is no link, or was replaced meanwhile.
+    """
+    path_only: int = getattr(os, "O_PATH", 0)
+    if path_only:
+        fd = os.open(path, path_only | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+        try:
+            return os.fstat(fd), os.readlink("", dir_fd=fd)
+        finally:
+            os.close(fd)
+    before = os.stat(path, dir_fd=within, follow_symlinks=False)
+    target = os.readlink(path, dir_fd=within)
+    after = os.stat(path, dir_fd=within, follow_symlinks=False)
+    if (before.st_ino, before.st_ctime_ns) != (after.st_ino, after.st_ctime_ns):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return before, target
 
 
 def read_in_order(fd: int) -> None:

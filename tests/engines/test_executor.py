@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from parts import strike_at
 from same_results import content_of, facts_of, random_set, soon
-from support import SAMPLES, encode, sample, snapshot, write
+from support import SAMPLES, encode, sample, snapshot, write, write_back_in_time
 
 import gradtool
 from gradtool import tuning
@@ -280,19 +280,24 @@ def test_a_nan_in_a_gradient_is_named_and_nothing_is_written(tmp_path, pool):
     assert snapshot(tmp_path) == before
 
 
-def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call_did(tmp_path, pool, monkeypatch):
+@pytest.mark.parametrize("change", [os.utime, lambda path: write_back_in_time(path, b"foreign")])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call_did(
+    tmp_path, pool, monkeypatch, nth, change
+):
     sample(tmp_path)
     monkeypatch.chdir(tmp_path)
     with workers(pool) as there:
-        path = Path("x.safetensors")
+        path, calls = Path("x.safetensors"), iter(range(1, 100))
 
         def touch(result):
-            if b'"version"' not in result:  # not an answer to the probe
-                os.utime(path)
+            # That has the version is an answer to the probe.
+            if b'"version"' not in result and next(calls) == nth:
+                change(path)
             return result
 
         with workers(pool, touch), pytest.raises(gradtool.SystemRefusedError) as error:
-            gradtool.clip(path, max_norm=1.0, **there)
+            gradtool.clip(path, max_norm=1.0, output_dir="out", **there)
     (problem,) = error.value.problems
     assert (problem.code, problem.file) == ("changed", "x.safetensors")
     assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]

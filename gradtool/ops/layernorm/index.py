@@ -6,7 +6,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.header import read_regular
 from gradtool.store.format.index import mapped_in, reindexed
 from gradtool.store.transaction.small import NewIndex
 
@@ -39,7 +38,7 @@ def new_indexes(files: Files, output: Output) -> list[NewIndex]:
     found = []
     for one in output.sets:
         if one.index is not None:
-            stat, content = read_regular(one.index)
+            stat, content = one.read_index()
             news = {shard: files.shards[shard].layout.shard for shard in one.shards if shard in files.shards}
             if not output.is_elsewhere:
                 news = {shard: news.get(shard, shard) for shard in one.shards}

@@ -25,6 +25,7 @@ from gradtool.store.format.tensors import BITS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from gradtool.store.format.listing import Listing
     from gradtool.store.format.tensors import Tensor
 
 # A file that is replaced while its header is read is read again so often.
@@ -57,7 +58,9 @@ class Examined:
         """Note why a file, an index or a folder could not be read; in a set, a missing file is a fault of the set."""
         (one,) = error.problems
         is_missing = one.code == "missing-file"
-        if isinstance(error, SystemRefusedError):
+        if one.code == "link":
+            self.faults.append(one)
+        elif isinstance(error, SystemRefusedError):
             self.refused.append(one)
         elif (is_missing and not in_set) or (not is_missing and _is_stranger(Path(one.file or self.path))):
             self.strangers.append(one)
@@ -74,7 +77,7 @@ def examine(path: str) -> Examined:
         found.note(error)
         return found
     found.index = listing.index
-    weight_map = None if listing.index is None else _read_index(found, listing.index)
+    weight_map = _read_index(found, listing)
     if weight_map is not None and listing.index is not None:
         names = dict.fromkeys(weight_map.values())
         files = [listing.index.parent / name for name in names]
@@ -107,9 +110,9 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED:,} more"
 
 
-def _read_index(found: Examined, index: Path) -> Mapping[str, str] | None:
+def _read_index(found: Examined, listing: Listing) -> Mapping[str, str] | None:
     try:
-        return read_weight_map(index)
+        return None if listing.index is None else read_weight_map(listing.index, is_named=listing.is_named)
     except GradtoolError as error:
         found.note(error)
         return None
@@ -129,7 +132,7 @@ def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_l
                 found.faults.append(Problem("duplicate-file", what, str(file)))
             continue
         try:
-            shard = _read_patiently(file)
+            shard = _read_patiently(file, is_named=file == Path(found.path))
         except GradtoolError as error:
             is_missing = error.problems[0].code == "missing-file"
             if is_missing and is_mapped:
@@ -143,15 +146,15 @@ def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_l
         found.shards.append(shard)
 
 
-def _read_patiently(file: Path) -> Shard:
+def _read_patiently(file: Path, *, is_named: bool) -> Shard:
     for _ in range(_TRIES):
         try:
-            return read_shard(file)
+            return read_shard(file, is_named=is_named)
         except SystemRefusedError as error:
             if error.problems[0].code != "changed":
                 raise
         time.sleep(_PAUSE_SECONDS)
-    return read_shard(file)
+    return read_shard(file, is_named=is_named)
 
 
 def _repeated_in(shard: Shard) -> list[Problem]:

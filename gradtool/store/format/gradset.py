@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, UsageError, shortened
-from gradtool.store.format.header import Shard, read_shard
+from gradtool.store.format.header import Shard, read_regular, read_shard
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
 from gradtool.store.format.paths import PATH_MISSING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from gradtool.store.format.listing import Listing
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
 
@@ -30,6 +31,10 @@ class GradientSet:
     path: Path
     shards: tuple[Shard, ...]
     index: Path | None = None
+
+    def read_index(self) -> tuple[os.stat_result, bytes]:
+        """Read the status and the content of the index."""
+        return read_regular(self.index or self.path, is_named=self.index == self.path)
 
 
 class Selected(NamedTuple):
@@ -122,16 +127,16 @@ def refuse_shared_names(selected: Iterable[Selected]) -> None:
 def _open_named(path: str) -> GradientSet:
     one = listing_of(path)
     if one.index is not None:
-        return _open_index(one.path, one.index)
-    shards = tuple(map(read_shard, one.files))
+        return _open_index(one, one.index)
+    shards = tuple(read_shard(file, is_named=one.is_named) for file in one.files)
     if len(shards) > 1:
         _shards_by_tensor(shards)
     return GradientSet(one.path, shards)
 
 
-def _open_index(path: Path, index: Path) -> GradientSet:
+def _open_index(listing: Listing, index: Path) -> GradientSet:
     """An index and its shards, checked against each other in both directions."""
-    weight_map = read_weight_map(index)
+    weight_map = read_weight_map(index, is_named=listing.is_named)
     shards = tuple(_distinct(index, (_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))))
     home = _shards_by_tensor(shards)
     names = {shard: shard.path.name for shard in shards}
@@ -141,12 +146,12 @@ def _open_index(path: Path, index: Path) -> GradientSet:
     for name, shard in home.items():
         if name not in weight_map:
             raise BadInputError(f"is in {names[shard]}, and the index does not map it", file=index, tensor=name)
-    return GradientSet(path, shards, index)
+    return GradientSet(listing.path, shards, index)
 
 
 def _read_mapped(index: Path, file: str) -> Shard:
     try:
-        return read_shard(index.parent / file)
+        return read_shard(index.parent / file, is_named=False)
     except BadInputError as error:
         if error.problems[0].code != "missing-file":
             raise

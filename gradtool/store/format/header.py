@@ -25,6 +25,7 @@ from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, s
 from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, memory_to_check, refuse_large_header, refuse_long, refuse_long_names
 from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
+from gradtool.store.links import open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,27 +63,27 @@ class Shard:
         return self.stat.st_dev, self.stat.st_ino
 
 
-def read_shard(path: Path) -> Shard:
-    """Read and check the header of a safetensors file.
+def read_shard(path: Path, *, is_named: bool = True) -> Shard:
+    """Read and check the header of a safetensors file, which the user named, or a folder or an index did.
 
     Raises:
         BadInputError: the file is missing, not a regular file, or refused by the safetensors library.
-        SystemRefusedError: it cannot be read.
+        SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path) as (fd, status):
+    with _judged(path, is_named=is_named) as (fd, status):
         text = _read_header(path, fd, status.st_size)
         read = _remembered if len(text) <= _SHORT_ENOUGH else _checked
         return _shard(path, text, status, *read(path, text, status.st_size))
 
 
-def read_outline(path: Path) -> Shard:
+def read_outline(path: Path, *, is_named: bool = True) -> Shard:
     """Read a header without asking the library, which is slow to import and refuses types that it does not know.
 
     Raises:
         BadInputError: the file is missing, not a regular file, or does not say what its tensors are.
-        SystemRefusedError: it cannot be read.
+        SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path) as (fd, status):
+    with _judged(path, is_named=is_named) as (fd, status):
         text = _read_header(path, fd, status.st_size)
         refuse_unclear(path, text, status.st_size)
         return _shard(path, text, status, *_parsed(path, text))
@@ -114,34 +115,49 @@ def read_text(shard: Shard) -> bytes:
     Raises:
         SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
     """
-    with _opened(shard.path) as (fd, status):
+    with _opened(shard.path, is_named=True) as (fd, _):
         text = _pread(fd, shard.data_start - 8, 8)
-        if version_of(status) != version_of(shard.stat) or not is_unchanged(fd, shard.stat):
+        if not is_unchanged(fd, shard.stat):
             raise changed_meanwhile(shard.path)
         return text
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
+    """What changes when a file is replaced or written to, unless the date is set back."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _links_and_rights(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_mode, status.st_uid, status.st_gid, status.st_nlink
+
+
+def is_same(now: os.stat_result, before: os.stat_result) -> bool:
+    """Check whether a file was neither replaced nor written to between two statuses.
+
+    Whoever writes can set back the date of the content, but not that of the inode (ctime). That changes with the mode,
+    the owner and the number of links too; where one of these differs, it says nothing about the content.
+    """
+    if version_of(now) != version_of(before):
+        return False
+    return now.st_ctime_ns == before.st_ctime_ns or _links_and_rights(now) != _links_and_rights(before)
 
 
 def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
     """Whether a file was neither replaced nor written to since it had that status."""
     try:
-        return version_of(os.stat(path_or_fd)) == version_of(before)  # noqa: PTH116 - a descriptor has no Path
+        return is_same(os.stat(path_or_fd), before)  # noqa: PTH116 - a descriptor has no Path
     except OSError:
         return False
 
 
-def read_regular(path: Path, most: int | None = None) -> tuple[os.stat_result, bytes]:
+def read_regular(path: Path, most: int | None = None, *, is_named: bool = True) -> tuple[os.stat_result, bytes]:
     """The status and the content of a small regular file; anything else is refused, and a FIFO does not block.
 
     Raises:
         BadInputError: the file is missing, too large, or not a regular file.
-        SystemRefusedError: it cannot be read, or changed meanwhile.
+        SystemRefusedError: it cannot be read, or changed meanwhile; or another user's link leads there.
     """
-    with _opened(path) as (fd, status):
+    with _opened(path, is_named=is_named) as (fd, status):
         refuse_long(path, "the file", status.st_size, most)
         content = _pread(fd, status.st_size, 0)
         if len(content) != status.st_size or not is_unchanged(fd, status):
@@ -150,11 +166,10 @@ def read_regular(path: Path, most: int | None = None) -> tuple[os.stat_result, b
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
     """A regular file, opened for reading, and its status; anything else is refused."""
     with os_errors_about(path):
-        # O_NONBLOCK, or a FIFO would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_to_read(path, is_named=is_named)
         try:
             status = os.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
@@ -167,9 +182,9 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 @contextlib.contextmanager
-def _judged(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def _judged(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
     """As `_opened`, for a file that must not change until the end of the block; one that is refused is named."""
-    with _opened(path) as (fd, status):
+    with _opened(path, is_named=is_named) as (fd, status):
         try:
             yield fd, status
         except BadInputError as error:

@@ -49,14 +49,14 @@ def reindexed(index: Path, files: Mapping[str, Sequence[Tensor]], content: bytes
     return new_index(index, document) if changed else content
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """The file name of each tensor's shard.
+def read_weight_map(index: Path, *, is_named: bool = True) -> dict[str, str]:
+    """The file name of each tensor's shard, by an index that the user named, or that a folder has.
 
     Raises:
         BadInputError: the index is missing or invalid, or a shard is not in its folder.
-        SystemRefusedError: it cannot be read.
+        SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    return _weight_map_in(index, read_regular(index)[1])
+    return _weight_map_in(index, read_regular(index, is_named=is_named)[1])
 
 
 def new_index(path: Path, document: Mapping[str, Any]) -> bytes:
@@ -115,7 +115,7 @@ def mapped_in(folder: Path) -> dict[str, Path]:
     mapped: dict[str, Path] = {}
     for index, _ in indexes.values():
         with contextlib.suppress(BadInputError, SystemRefusedError):
-            mapped |= dict.fromkeys(read_weight_map(index).values(), index)
+            mapped |= dict.fromkeys(read_weight_map(index, is_named=False).values(), index)
     return mapped
 
 

@@ -19,6 +19,11 @@ class Listing:
     files: tuple[Path, ...]
     index: Path | None = None
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the path is that of the file or the index itself, and not of a folder that has them."""
+        return self.path == (self.index or self.files[0])
+
 
 def listing_of(path: str) -> Listing:
     """What a path names. A file need not exist.

@@ -20,7 +20,6 @@ from gradtool.store.fs import File, Folder
 from gradtool.store.late import patiently
 from gradtool.store.transaction.files import name_of
 from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT, Built
-from gradtool.store.transaction.staging import keep_attributes
 
 if TYPE_CHECKING:
     from gradtool.store.transaction.orders import Order
@@ -105,15 +104,10 @@ class Attempt:
         raise AssertionError
 
     def _prepare(self) -> None:
-        new, keeps_attributes = self._order.new, self._order.keeps_attributes
+        new = self._order.new
         for begin, end in [(0, new.size)] if new.ranges is None else new.ranges:
             fs.reserve(self._fd, begin, end)
         fs.resize(self._fd, new.size)
-        if keeps_attributes:
-            original = new.shard.stat
-            replaced = File(self._folder, self._order.name, original.st_dev, original.st_ino)
-            with replaced.opened(os.O_RDONLY) as original_fd:
-                keep_attributes(self._fd, original_fd, original)
 
     def _close(self) -> None:
         os.close(self._fd)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs, signals
+from gradtool.store.format.header import is_same
 from gradtool.store.system import BLOCK
 from gradtool.store.transaction.files import remove_all
 from gradtool.store.transaction.replace import Replacement
@@ -193,7 +194,7 @@ def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
         now = os.fstat(fd)
         if fsync:
             fs.sync(fd)
-    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+    if not is_same(now, before):
         raise changed_meanwhile(file.path)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit not in (resource.RLIM_INFINITY, -1) and now.st_size > limit:

@@ -40,8 +40,8 @@ LAST_ATTEMPT = 10**9 - 1
 class Order(NamedTuple):
     """A new file that another process is to build beside its target, as long as the file `permit` is there.
 
-    With `keeps_attributes`, owner and extended attributes are those of the shard that it replaces. A target that
-    `is_new` replaces nothing. Pickled, it holds no open file.
+    With `keeps_attributes`, it will get those of the shard that it replaces. A target that `is_new` replaces nothing.
+    Pickled, it holds no open file.
     """
 
     new: NewFile

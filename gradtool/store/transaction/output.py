@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.store import signals
-from gradtool.store.format.header import read_regular
 from gradtool.store.format.listing import parts_in
 from gradtool.store.format.metadata import rewritten
 from gradtool.store.format.newset import INDEX_NAME
@@ -246,7 +245,7 @@ class Output(NamedTuple):
     def _copied_indexes(self) -> list[NewIndex]:
         if not self.is_elsewhere or self.options.file is not None:
             return []
-        return [NewIndex(one.index, *read_regular(one.index)) for one in self.sets if one.index]
+        return [NewIndex(one.index, *one.read_index()) for one in self.sets if one.index]
 
     def _write_indexes(self, replacement: Replacement, indexes: Sequence[NewIndex]) -> None:
         for path, stat, content in indexes:

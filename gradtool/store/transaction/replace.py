@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import Folder
     from gradtool.store.transaction.orders import Built, Order
-    from gradtool.store.transaction.staging import Source
+    from gradtool.store.transaction.staging import Rights, Source
     from gradtool.store.transaction.transaction import Transaction
 
 
@@ -79,9 +79,9 @@ class Replacement:
     ) -> File:
         """Make a temporary of `size` bytes, with its disk space reserved, that will become `target`.
 
-        With `original`, the status of the replaced file, its mode, owner and extended attributes are kept. Without, a
-        file that is replaced is one more of the sources. With `ranges`, only these are reserved, and the rest is holes.
-        A target that `is_new` replaces nothing.
+        With `original`, the status of the replaced file when it was read, the file gets the mode, owner and extended
+        attributes that this one has at the end. Without, a file that is replaced is one more of the sources. With
+        `ranges`, only these are reserved, and the rest is holes. A target that `is_new` replaces nothing.
         """
         signals.deliver()
         folder, name = self._transaction.locate(target)
@@ -98,7 +98,9 @@ class Replacement:
                 fs.resize(fd, size)
                 if original is not None:
                     with File(folder, name, original.st_dev, original.st_ino).opened(os.O_RDONLY) as original_fd:
+                        # They are taken again at the rename; what cannot be kept is better known now.
                         keep_attributes(fd, original_fd, original)
+                    fs.change_mode(fd, 0o600)
         return file
 
     def adopt(self, order: Order, built: Built) -> None:
@@ -119,12 +121,12 @@ class Replacement:
             staged.finish(sources, fsync=self._transaction.fsync)
             signals.deliver()
         for staged in self._staged:
-            if not staged.is_unchanged():
-                raise changed_meanwhile(staged.target)
+            staged.finish(sources, fsync=self._transaction.fsync)
         several = len(self._staged) > 1
         if self._staged:
-            self._rename_all(several=several)
-        swapped, self._staged = [one for one in self._staged if one.was_swapped()], []
+            self._rename_all(sources, several=several)
+        swapped = [one for one in self._staged if one.was_swapped()]
+        written, self._staged = self._staged, []
         while self._backups:
             remove(*self._backups.pop())
         if swapped:
@@ -137,11 +139,13 @@ class Replacement:
             # The log must stay while a rename may not be on the disk.
             if several:
                 self._transaction.leave_to_recovery()
-            remedy = "; run gradtool recover to try again" if several else ""
-            reason = f"all files were written, but the folder could not be synced: {error.strerror}{remedy}"
-            raise SystemRefusedError(reason, file=self._transaction.home.path) from error
+            file = written[0].target if written else self._transaction.home.path
+            remedy = "run gradtool recover to try again" if several else "run sync, and not this command again"
+            what = "all files were written and are in place, but whether they would survive a power cut is unknown"
+            reason = f"{what}: the folder could not be synced: {error.strerror}; {remedy}"
+            raise SystemRefusedError(reason, file=file) from error
 
-    def _rename_all(self, *, several: bool) -> None:
+    def _rename_all(self, sources: Sequence[Rights], *, several: bool) -> None:
         """Rename all files or, if one rename fails, none."""
         moves = [self._move(staged) for staged in self._staged]
         with os_errors_about(self._transaction.home.path):
@@ -155,7 +159,7 @@ class Replacement:
         try:
             for move, staged in zip(moves, self._staged, strict=True):
                 begun.append(move)
-                if staged.take_place():
+                if staged.take_place(sources, fsync=self._transaction.fsync):
                     # It stays until the link is synced: recovery needs each file under one of its names.
                     self._linked.append((staged.folder, staged.temporary.name))
         except GradtoolError as error:
@@ -174,6 +178,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 folder.link(staged.name, backup)
                 self._backups.append((folder, backup))
+                staged.note_link()
         self._transaction.add_markers()
         self._transaction.sync()
 

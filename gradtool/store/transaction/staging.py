@@ -5,21 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import version_of
+from gradtool.store.format.header import is_same
+from gradtool.store.fs import File
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from gradtool.store.fs import File, Folder
+    from gradtool.store.fs import Folder
 
     # A file whose content goes into new ones, and its status when it was read, if that is known.
     Source = tuple[Path, os.stat_result | None]
 
+# A file whose attributes change that often while they are taken is being changed all the time.
+_TRIES = 20
 _OWNER_MAY = stat.S_IRUSR | stat.S_IWUSR
 
 
@@ -30,8 +34,12 @@ class Rights(NamedTuple):
     mode: int = 0
 
 
-class Staged(NamedTuple):
-    """A temporary, the name that it will take in its folder, and the status of the file that it replaces."""
+@dataclass
+class Staged:
+    """A temporary, the name that it will take in its folder, and the status of the file that it replaces.
+
+    That is the status when the file was read and then, if it still has its content, whenever its attributes are taken.
+    """
 
     number: int
     temporary: File
@@ -40,6 +48,8 @@ class Staged(NamedTuple):
     original: os.stat_result | None
     # The target must not exist.
     is_new: bool
+    # When the replaced file was last changed before its attributes were taken; 0 if there was none.
+    _taken: int = -1
 
     @property
     def folder(self) -> Folder:
@@ -47,30 +57,57 @@ class Staged(NamedTuple):
         return self.temporary.folder
 
     def finish(self, sources: Sequence[Rights], *, fsync: bool) -> None:
-        """Set the mode, which may forbid even us to write, and sync the content."""
-        with os_errors_about(self.target), self.temporary.opened(os.O_RDONLY) as fd:
-            if self.original is not None:
-                mode = _kept_mode(self.original)
+        """Take the attributes that the replaced file has now, if that was not done, and sync the content.
+
+        A file that replaces none, or replaces it with other content, gets a mode that follows from its sources.
+
+        Raises:
+            SystemRefusedError: that file was written to or replaced since it was read, or does not keep its attributes.
+        """
+        with os_errors_about(self.target):
+            for _ in range(_TRIES):
+                now = self.folder.status(self.name)
+                if self.original is not None and (now is None or not is_same(now, self.original)):
+                    break
+                changed = 0 if now is None else now.st_ctime_ns
+                if changed == self._taken:
+                    return
+                self._take_attributes(now, sources, fsync=fsync)
+                self._taken = changed
+        raise changed_meanwhile(self.target)
+
+    def _take_attributes(self, now: os.stat_result | None, sources: Sequence[Rights], *, fsync: bool) -> None:
+        with self.temporary.opened(os.O_RDONLY) as fd:
+            if self.original is not None and now is not None:
+                self.original = now
+                with File(self.folder, self.name, now.st_dev, now.st_ino).opened(os.O_RDONLY) as original_fd:
+                    keep_attributes(fd, original_fd, now)
+                mode = _kept_mode(now)
             else:
                 # A worker on another machine may not have seen it.
                 system.remove_acl(fd)
-                if self.folder.status(self.name) is not None:
+                if now is not None:
                     sources = [*sources, rights_of(self.name, within=self.folder.fd)]
                 mode = new_mode(os.fstat(fd).st_gid, sources)
+            # Last, because it may forbid even us to write.
             fs.change_mode(fd, mode)
             if fsync:
                 fs.sync(fd)
 
-    def is_unchanged(self) -> bool:
-        """Whether the file that it replaces is still the one that was read."""
+    def note_link(self) -> None:
+        """Note that the replaced file has a further name: that is no change of its content or attributes."""
         now, before = self.folder.status(self.name), self.original
-        return before is None or (now is not None and version_of(now) == version_of(before))
+        if now is None or before is None or not is_same(now, before):
+            return
+        if (now.st_mode, now.st_uid, now.st_gid) == (before.st_mode, before.st_uid, before.st_gid):
+            self.original, self._taken = now, now.st_ctime_ns
 
-    def take_place(self) -> bool:
+    def take_place(self, sources: Sequence[Rights], *, fsync: bool) -> bool:
         """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file.
 
         Returns whether the temporary is left, as a second name of a target that did not exist.
         """
+        self.finish(sources, fsync=fsync)
         with os_errors_about(self.target):
             if not self.temporary.is_there:
                 raise changed_meanwhile(self.temporary.path)
@@ -114,6 +151,8 @@ class Staged(NamedTuple):
 
 def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:
     """Give a new file the owner and the extended attributes of the file that it replaces."""
+    # Until it has all of them, nobody else may open it.
+    os.fchmod(fd, _OWNER_MAY)
     ours = os.fstat(fd)
     if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
         os.fchown(fd, original.st_uid, original.st_gid)

@@ -7,7 +7,6 @@ looked up twice, and a link that another user made is followed only to files of 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from pathlib import Path
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import (
     BadInputError,
     GradtoolError,
-    SystemRefusedError,
     UsageError,
     changed_meanwhile,
     from_os_error,
     os_errors_about,
 )
+from gradtool.store import system
 from gradtool.store.fs import Folder, open_folder, open_to_search
+from gradtool.store.links import MAX_LINKS, Link, foreign_links, loop, refuse_foreign
 from gradtool.store.transaction.files import PREFIX
 
 if TYPE_CHECKING:
@@ -30,27 +30,23 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.header import Shard
 
-# As many as the system follows.
-_MAX_LINKS = 40
-
-
-class _Link(NamedTuple):
-    """A link that another user made."""
-
-    path: str
-    owner: int
-
 
 class _Way(NamedTuple):
     """Where a path leads: to an open folder, by links of other users."""
 
     opened: Folder
-    links: Sequence[_Link]
+    links: Sequence[Link]
 
     def folder(self, path: Path, name: str) -> Folder:
         """Return the folder, to write to a name in it; `SystemRefusedError` if the links may not lead there."""
-        _refuse_foreign(path, self.links, self.opened, name)
-        return self.opened
+        opened = self.opened
+        if self.links:
+            with os_errors_about(path):
+                status = opened.status(name)
+            kind = "folder" if status is None or stat.S_ISDIR(status.st_mode) else "file"
+            real = opened.path if status is None else opened.path / name
+            refuse_foreign(path, self.links, real, opened.owner if status is None else status.st_uid, kind)
+        return opened
 
 
 class Targets:
@@ -147,17 +143,18 @@ class Targets:
 
     def _follow(self, path: Path) -> tuple[_Way, str]:
         """Where a path leads: the way to its folder, and its name there."""
-        links: list[_Link] = []
-        for _ in range(_MAX_LINKS + 1):
+        links: list[Link] = []
+        for _ in range(MAX_LINKS + 1):
             parent, name = os.path.split(path)
             folder, further = self._followed_folder(parent or os.curdir)
             links += further
             status = folder.status(name)
             if status is None or not stat.S_ISLNK(status.st_mode):
                 return _Way(folder, links), name
-            links += _foreign(str(path), status)
-            path = folder.path / os.readlink(name, dir_fd=folder.fd)
-        raise from_os_error(_loop(), path)
+            status, to = system.read_link(name, folder.fd)
+            links += foreign_links(str(path), status)
+            path = folder.path / to
+        raise from_os_error(loop(), path)
 
     def _followed_folder(self, path: str) -> _Way:
         if path not in self._followed:
@@ -176,7 +173,7 @@ class Targets:
         """Open a folder by way of every folder above it, so that each link is seen."""
         left = _parts(path)
         real: list[str] = []
-        foreign: list[_Link] = []
+        foreign: list[Link] = []
         links = 0
         fd = open_to_search("/")
         try:
@@ -185,10 +182,10 @@ class Targets:
                 status = os.stat(part, dir_fd=fd, follow_symlinks=False)
                 if stat.S_ISLNK(status.st_mode):
                     links += 1
-                    if links > _MAX_LINKS:
-                        raise _loop()
-                    to = os.readlink(part, dir_fd=fd)
-                    foreign += _foreign("/" + "/".join([*real, part]), status)
+                    if links > MAX_LINKS:
+                        raise loop()
+                    status, to = system.read_link(part, fd)
+                    foreign += foreign_links("/" + "/".join([*real, part]), status)
                     left += _parts(to)
                     if not to.startswith("/"):
                         continue
@@ -251,30 +248,8 @@ def _parts(path: str) -> list[str]:
     return [part for part in reversed(path.split("/")) if part]
 
 
-def _loop() -> OSError:
-    return OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
 def _refuse_name(path: Path, name: str) -> None:
     """Refuse a target that recovery would take for what a run has left, and remove."""
     if name.startswith(PREFIX):
         what = f"names that begin with {PREFIX} are those of temporary files, which gradtool recover removes"
         raise UsageError(f"{path}: {what}; use another name")
-
-
-def _foreign(path: str, status: os.stat_result) -> list[_Link]:
-    """A link, unless this user or root made it."""
-    return [] if status.st_uid in (0, os.geteuid()) else [_Link(path, status.st_uid)]
-
-
-def _refuse_foreign(path: Path, links: Iterable[_Link], folder: Folder, name: str) -> None:
-    """Refuse links of other users to a file that is not theirs."""
-    status = folder.status(name)
-    owner = folder.owner if status is None else status.st_uid
-    for link in links:
-        if link.owner != owner:
-            whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            kind = "folder" if status is None or stat.S_ISDIR(status.st_mode) else "file"
-            real = folder.path if status is None else folder.path / name
-            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}, {real}"
-            raise SystemRefusedError(f"{what}; name that {kind} itself", file=path, code="link")

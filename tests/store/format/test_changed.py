@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 from safetensors import safe_open
-from support import read, snapshot, write, write_index
+from support import read, snapshot, until_told, write, write_back_in_time, write_index
 
 from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, norm
 from gradtool.store import system
@@ -44,6 +44,10 @@ def overwrite(path):
     os.utime(path, ns=(0, 0))
 
 
+def overwrite_and_set_the_date_back(path):
+    write_back_in_time(path, b"\1")
+
+
 def replace(path):
     write(path.with_name("new"), ONES).replace(path)
 
@@ -62,7 +66,8 @@ def remove(path):
     path.unlink()
 
 
-CHANGES = [shrink, empty, grow, overwrite, replace, replace_by_a_fifo, replace_by_a_folder, remove]
+WRITES = [shrink, empty, grow, overwrite, overwrite_and_set_the_date_back]
+CHANGES = [*WRITES, replace, replace_by_a_fifo, replace_by_a_folder, remove]
 
 
 def before(monkeypatch, module, name, act):
@@ -104,6 +109,27 @@ def test_a_file_that_changes_between_header_and_data_is_refused(tmp_path, monkey
         norm(path)
 
 
+def restrict(path):
+    path.chmod(0o600)
+
+
+def give_a_second_name(path):
+    os.link(path, path.with_name("second name"))
+
+
+@pytest.mark.parametrize("change", [restrict, give_a_second_name])
+def test_a_file_whose_mode_or_number_of_names_changes_while_it_is_read_is_read(tmp_path, monkeypatch, change):
+    path = write(tmp_path / "x.safetensors", ONES)
+
+    def act():
+        status = path.stat()
+        change(path)
+        until_told(path, status)
+
+    before(monkeypatch, opening, "select", act)
+    assert norm(path).norm == pytest.approx(20_003**0.5)
+
+
 @pytest.mark.parametrize("change", [shrink, empty, grow, replace_by_a_fifo, replace_by_a_folder, remove])
 def test_a_file_that_changes_before_it_is_clipped_is_left_as_it_is_then(tmp_path, monkeypatch, change):
     path = write(tmp_path / "x.safetensors", ONES)
@@ -134,7 +160,7 @@ def test_an_invalid_file_that_changes_meanwhile_is_not_called_invalid(tmp_path, 
         read_shard(path)
 
 
-@pytest.mark.parametrize("change", [shrink, empty, grow, overwrite])
+@pytest.mark.parametrize("change", WRITES)
 def test_an_index_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
     index = write_index(tmp_path, {"1.safetensors": ONES})
     before(monkeypatch, os, "pread", lambda: change(index))

@@ -19,7 +19,9 @@ LAYER = {"X": np.ones((3, 2), np.float32), "Y_grad": np.ones((3, 2), np.float32)
 def counted(monkeypatch, module, name):
     """Count the calls of a function of a module; the list of their first arguments."""
     calls, function = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda first, *rest: calls.append(first) or function(first, *rest))
+    monkeypatch.setattr(
+        module, name, lambda first, *rest, **more: calls.append(first) or function(first, *rest, **more)
+    )
     return calls
 
 

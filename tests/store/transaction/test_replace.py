@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import registered, snapshot, write
+from support import gradtool, registered, snapshot, until_told, write, write_back_in_time
 
 from gradtool import SystemRefusedError, UsageError, norm, recover
 from gradtool.store import fs, signals, system
@@ -18,6 +18,7 @@ from gradtool.store.transaction import replace
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.targets import refuse_collisions
+from gradtool.store.transaction.transaction import Transaction
 
 LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
 
@@ -88,6 +89,7 @@ def test_extended_attributes_are_kept(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     try:
         os.setxattr(shard.path, "user.note", b"from rank 3")
+        object.__setattr__(shard, "stat", shard.path.stat())
     except OSError as error:
         pytest.skip(f"this file system has no extended attributes: {error}")
     with replacing(tmp_path) as replacement:
@@ -465,11 +467,144 @@ def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(
         real_sync(fd)
 
     monkeypatch.setattr(system, "sync", sync)
-    said = pytest.raises(SystemRefusedError, match="all files were written, but")
+    said = pytest.raises(SystemRefusedError, match=r"0.safetensors: all files were written and are in place, but")
     with said if number == errno.EIO else contextlib.nullcontext(), replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size))
         replacement.commit()
     assert shard.path.read_bytes() == b"n" * shard.size
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_eio_at_the_sync_after_the_renames_says_that_the_files_are_new(tmp_path, count):
+    """As the command says it; a remedy that adds a second time would be wrong."""
+    name = "0.safetensors" if count == 1 else ""
+    for step in range(1, 100):
+        shards = shards_of(tmp_path, count)
+        before = [shard.path.read_bytes() for shard in shards]
+        answer = gradtool("clip", tmp_path / name, "--max-norm", "1", env={"GRADTOOL_FAULT": f"EIO@{step}"})
+        now = [shard.path.read_bytes() for shard in shards]
+        if answer.returncode == 5 and all(new != old for new, old in zip(now, before, strict=True)):
+            break
+        # Without a second name, the files are written all the same.
+        assert (answer.returncode, now == before) in ((5, True), (0, False)), answer
+    what = "all files were written and are in place"
+    unknown = "whether they would survive a power cut is unknown: the folder could not be synced: Input/output error"
+    remedy = "run sync, and not this command again" if count == 1 else "run gradtool recover to try again"
+    assert f"0.safetensors: {what}, but {unknown}; {remedy}\n" in answer.stderr
+    if count > 1:
+        recover(tmp_path)
+        assert [shard.path.read_bytes() for shard in shards] == now
+
+
+# The names of several files are synced once each has a second one.
+INSTANTS = {"while they are built": None, "while they are synced": "sync_folders", "before the renames": "append"}
+MOMENTS = pytest.mark.parametrize(
+    ("count", "instant"), [(count, instant) for count in (1, 2) for instant in list(INSTANTS)[:: 3 - count]]
+)
+
+
+@MOMENTS
+def test_a_write_whose_date_is_set_back_is_no_less_a_change(tmp_path, monkeypatch, count, instant):
+    shards = shards_of(tmp_path, count)
+    at_instant(monkeypatch, INSTANTS[instant], lambda: write_back_in_time(shards[0].path, b"foreign"))
+    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
+        if INSTANTS[instant] is None:
+            write_back_in_time(shards[0].path, b"foreign")
+        replacement.commit()
+    assert shards[0].path.read_bytes().endswith(b"foreign")
+    assert all(b"nnnn" not in shard.path.read_bytes() for shard in shards)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shard.path.name for shard in shards)
+
+
+@MOMENTS
+def test_the_mode_is_that_of_the_rename_and_no_temporary_is_readable_before(tmp_path, monkeypatch, count, instant):
+    shards = shards_of(tmp_path, count)
+    target = shards[0].path
+    target.chmod(0o644)
+    object.__setattr__(shards[0], "stat", target.stat())
+
+    def restrict():
+        status = target.stat()
+        target.chmod(0o600)
+        until_told(target, status)
+
+    at_instant(monkeypatch, INSTANTS[instant], restrict)
+    with replacing(tmp_path) as replacement:
+        for shard in shards:
+            temporary = replacement.stage(shard.path, shard.size, shard.stat)
+            assert temporary.path.stat().st_mode & 0o777 == 0o600
+            fill(temporary)
+        if INSTANTS[instant] is None:
+            restrict()
+        replacement.commit()
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert all(b"nnnn" in shard.path.read_bytes() for shard in shards)
+
+
+def at_instant(monkeypatch, name, act):
+    """Have something happen after the first call of a method of the transaction."""
+    if name is None:
+        return
+    method, calls = getattr(Transaction, name), []
+
+    def patched(*arguments, **options):
+        method(*arguments, **options)
+        if not calls:
+            calls.append(1)
+            act()
+
+    monkeypatch.setattr(Transaction, name, patched)
+
+
+@LINUX
+def test_an_access_control_list_lets_nobody_read_a_temporary_and_is_that_of_the_rename(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    shard.path.chmod(0o640)
+    try:
+        os.setxattr(shard.path, ACL, acl(1234))
+    except OSError as error:
+        pytest.skip(f"this file system has no access control lists: {error}")
+    object.__setattr__(shard, "stat", shard.path.stat())
+    with replacing(tmp_path) as replacement:
+        temporary = replacement.stage(shard.path, shard.size, shard.stat)
+        # The rights of the group are then the most that anybody in the list has.
+        assert temporary.path.stat().st_mode & 0o077 == 0
+        fill(temporary)
+        os.setxattr(shard.path, ACL, acl(4321))
+        shard.path.chmod(0o660)
+        replacement.commit()
+    assert shard.path.stat().st_mode & 0o777 == 0o660
+    assert struct.pack("<HHi", 2, 4, 4321) in os.getxattr(shard.path, ACL)
+    assert struct.pack("<HHi", 2, 4, 1234) not in os.getxattr(shard.path, ACL)
+
+
+ACL = "system.posix_acl_access"
+
+
+def acl(user):
+    """A list that lets a user read. Of linux/posix_acl_xattr.h: tag, rights, ID."""
+    entries = [(1, 6, -1), (2, 4, user), (4, 4, -1), (0x10, 4, -1), (0x20, 0, -1)]
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+
+
+@LINUX
+def test_attributes_that_are_removed_meanwhile_are_not_restored(tmp_path):
+    (shard,) = shards_of(tmp_path, 1)
+    try:
+        os.setxattr(shard.path, "user.note", b"from rank 3")
+    except OSError as error:
+        pytest.skip(f"this file system has no extended attributes: {error}")
+    shard.path.chmod(0o644)
+    object.__setattr__(shard, "stat", shard.path.stat())
+    with replacing(tmp_path) as replacement:
+        fill(replacement.stage(shard.path, shard.size, shard.stat))
+        os.removexattr(shard.path, "user.note")
+        shard.path.chmod(0o600)
+        replacement.commit()
+    assert os.listxattr(shard.path) == []
+    assert shard.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.session import Session
     from gradtool.ops.units import FactorFile, UnitSums
-    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.gradset import GradientSet, Selected
 
 
 class AgcPolicy(NamedTuple):
@@ -76,8 +76,10 @@ class AgcPolicy(NamedTuple):
         return UnitLimits(self.ratio, self.eps, self.unscale)
 
 
-def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequence[Path]) -> list[Selected]:
-    """The parameters of gradients that are written to the targets: tensors of the same names and shapes in another set.
+def parameters_of(
+    policy: AgcPolicy, selected: Sequence[Selected], targets: Sequence[Path]
+) -> tuple[list[GradientSet], list[Selected]]:
+    """The parameters of gradients that are written to the targets, and their set: tensors of the same names and shapes.
 
     Raises:
         UsageError: a target is a file of the parameters.
@@ -103,7 +105,7 @@ def parameters_of(policy: AgcPolicy, selected: Sequence[Selected], targets: Sequ
         raise BadInputError.of(problems, "nothing written. Leave tensors out with --exclude")
     params = [home[one.tensor.name] for one in selected]
     refuse_dtypes(params, tuple(STORAGE))
-    return params
+    return opened.sets, params
 
 
 def measure_units(session: Session, policy: AgcPolicy, params: Sequence[Selected], file: FactorFile) -> UnitSums:

@@ -26,8 +26,7 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
     output_options = output_options_of(chosen)
     call = Call.of(paths, chosen, unique_names=not chosen["concat"])
     with call.open_to_write(output_options) as (session, output):
-        params = parameters_of(policy, session.selected, output.targets)
-        made = output.made_of(dict.fromkeys(param.shard for param in params))
+        sets, params = parameters_of(policy, session.selected, output.targets)
         with FactorFile.create(session.selected) as file:
             sums = measure_units(session, policy, params, file)
             before, dtype = sums.measurement, chosen["dtype"]
@@ -35,6 +34,7 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
             selected = [session.selected[number] for number in changed]
             scale = ScaleUnits(selected, policy.spec, changed, file)
             may_overflow = policy.nonfinite == "propagate"
+            made = output.made_of(sets)
             destination, scaled, losses = write_scaled(session, made, scale, dtype, may_overflow=may_overflow)
         after = before.updated(changed, scaled)
     return ClipResult(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import SystemRefusedError, changed_meanwhile
+from gradtool.errors import SystemRefusedError
 from gradtool.store import system
+from gradtool.store.fs import open_to_search
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,11 +33,6 @@ class Link(NamedTuple):
     owner: int
 
 
-def foreign_links(path: str, status: os.stat_result) -> list[Link]:
-    """List a link, unless this user or root made it."""
-    return [] if status.st_uid in (0, os.geteuid()) else [Link(path, status.st_uid)]
-
-
 def refuse_foreign(path: Path, links: Iterable[Link], file: str | Path, owner: int, kind: str = "file") -> None:
     """Raise `SystemRefusedError` for links of other users to a file, or another kind of thing, that is not theirs."""
     for link in links:
@@ -51,35 +47,92 @@ def loop() -> OSError:
     return OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
+class Walk:
+    """A walk from folder to folder, each opened within the one before, so that every link on the way is seen.
+
+    `links` are those that other users made. How a walk gets to its start does not count.
+    """
+
+    def __init__(self, start: str) -> None:
+        self.fd = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | system.TO_SEARCH)
+        # Without links.
+        self.path = os.path.realpath(start)
+        self.links: list[Link] = []
+        self._links_left = MAX_LINKS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def enter(self, path: str) -> None:
+        """Go on to a folder, wherever the links on the way lead."""
+        left = _parts(path)
+        while left:
+            part = left.pop()
+            status = os.stat(part, dir_fd=self.fd, follow_symlinks=False)
+            if stat.S_ISLNK(status.st_mode):
+                left += _parts(self.target_of(part))
+                continue
+            inner = open_to_search(part, self.fd)
+            os.close(self.fd)
+            self.fd, self.path = inner, self.path_of(part)
+
+    def target_of(self, name: str) -> str:
+        """Return where a link in the folder leads, and note the link unless this user or root made it."""
+        if not self._links_left:
+            raise loop()
+        self._links_left -= 1
+        status, target = system.read_link(name, self.fd)
+        self.links += foreign_links(self.path_of(name), status)
+        return target
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a name in the folder."""
+        return os.path.normpath(os.path.join(self.path, name))  # noqa: PTH118 - a Path keeps `..`
+
+
+def foreign_links(path: str, status: os.stat_result) -> list[Link]:
+    """List a link, unless this user or root made it."""
+    return [] if status.st_uid in (0, os.geteuid()) else [Link(path, status.st_uid)]
+
+
 def open_to_read(path: Path, *, is_named: bool) -> int:
     """Open a file that the user named, or that a folder or an index did.
 
     Raises:
         SystemRefusedError: the user did not name it, and another user's link leads to a file that is not theirs.
     """
-    if is_named:
-        return os.open(path, _TO_READ)
-    links: list[Link] = []
-    file = str(path)
-    for _ in range(MAX_LINKS + 1):
-        if links:
+    try:
+        return os.open(path, _TO_READ if is_named else _TO_READ | os.O_NOFOLLOW)
+    except OSError as error:
+        if is_named or error.errno != errno.ELOOP:
+            raise
+    with Walk(os.fspath(path.parent)) as walk:
+        name = path.name
+        while True:
+            folder, name = os.path.split(walk.target_of(name))
+            walk.enter(folder)
+            name = name or os.curdir
             # Opening a device may have effects.
-            refuse_foreign(path, links, os.path.abspath(file), os.lstat(file).st_uid)  # noqa: PTH100
-        try:
-            fd = os.open(file, _TO_READ | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-        else:
+            owner = os.stat(name, dir_fd=walk.fd, follow_symlinks=False).st_uid
+            refuse_foreign(path, walk.links, walk.path_of(name), owner)
             try:
-                refuse_foreign(path, links, os.path.abspath(file), os.fstat(fd).st_uid)  # noqa: PTH100
+                fd = os.open(name, _TO_READ | os.O_NOFOLLOW, dir_fd=walk.fd)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                continue
+            try:
+                refuse_foreign(path, walk.links, walk.path_of(name), os.fstat(fd).st_uid)
             except SystemRefusedError:
                 os.close(fd)
                 raise
             return fd
-        status, target = system.read_link(file)
-        if not stat.S_ISLNK(status.st_mode):
-            raise changed_meanwhile(path)
-        links += foreign_links(file, status)
-        file = os.path.join(os.path.dirname(file), target)  # noqa: PTH118, PTH120
-    raise loop()
+
+
+def _parts(path: str) -> list[str]:
+    """The parts of a path, the last one first."""
+    parts = [part for part in reversed(path.split("/")) if part]
+    return [*parts, "/"] if path.startswith("/") else parts

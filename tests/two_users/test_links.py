@@ -114,6 +114,19 @@ def test_a_link_of_ones_own_that_leads_to_another_users_link_leads_to_no_private
     told_once(run_as(ALICE, "norm", mine), f"the link {root}/", "of yours")
 
 
+@RUNNERS
+@pytest.mark.parametrize("to", ["../shared/blobs/secret.safetensors", "{shared}/blobs/../private/secret.safetensors"])
+def test_a_link_of_ones_own_by_way_of_another_users_folder_link_leads_to_no_private_file(root, runner, to):
+    shared, secret = linked(root, runner)
+    mine = folder_of(runner, root / "mine", 0o755)
+    as_user(MALLORY, lambda: (shared / "blobs").symlink_to(secret.parent))
+    as_user(runner, lambda: (mine / "x.safetensors").symlink_to(to.format(shared=shared)))
+    told_once(
+        run_as(runner, "norm", mine), f"the link {shared}/blobs, which user {MALLORY} made", f"of yours, {secret};"
+    )
+    assert run_as(runner, "norm", mine / "x.safetensors").code == 0
+
+
 def test_a_model_cache_is_read_from_its_snapshots(root):
     cache = folder_of(ALICE, root / "cache", 0o755)
     folder_of(ALICE, cache / "blobs", 0o755)

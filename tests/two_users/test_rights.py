@@ -242,6 +242,7 @@ MAKERS = {
         ["accumulate", "in/x", "--output-dir", "new/set", "--max-shard-size", "1KB"],
         ["set/model-00001-of-00002.safetensors", "set/model.safetensors.index.json"],
     ),
+    "a set like another": (["accumulate", "public", "--output-dir", "new/set", "--shard-like", "in"], ["set/x"]),
     "a state": (["clip", "in/x", "--limit", "z=2", "--state", "new/state"], ["state"]),
     "a state in place": (
         ["clip", "in/x", "--limit", "z=2", "--state", "new/state", "--write", "inplace"],
@@ -249,6 +250,10 @@ MAKERS = {
     ),
     "a file by parameters": (
         ["clip", "public", "--agc", "0.01", "--params", "in/x", "--output", "new/y"],
+        ["y"],
+    ),
+    "a file by parameters of a set": (
+        ["clip", "public", "--agc", "0.01", "--params", "in", "--output", "new/y"],
         ["y"],
     ),
     "a file by a state": (
@@ -336,6 +341,24 @@ def test_a_file_that_is_replaced_by_a_new_one_keeps_out_whom_it_kept_out(root):
     source, there = grads(ALICE, root / "public"), secret_in(new, "y")
     assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", there).code == 0
     assert mode_of(there) == 0o600
+
+
+def test_an_index_that_is_replaced_after_it_was_read_keeps_out_whom_it_kept_out(root):
+    shared, new = folder_of(0, root / "shared", 0o777), folder_of(0, root / "new", 0o777)
+    grads(ALICE, shared / "x")
+    index = shared / "x.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(("t1.0", "t1.1"), "x"), "metadata": {"a": "secret"}}))
+    index.chmod(0o600)
+    os.chown(index, ALICE, ALICE)
+
+    def swap():
+        index.rename(shared / "away")
+        index.write_text("{}")
+
+    at = At(Replacement, "commit", swap)
+    assert run_as(ALICE, "clip", shared, "--max-norm", "1", "--output-dir", new / "d", meanwhile=at).code == 0
+    assert "secret" in (new / "d" / index.name).read_text()
+    assert mode_of(new / "d" / index.name) == 0o600
 
 
 def test_an_input_that_is_closed_to_others_during_the_run_keeps_them_out(root):

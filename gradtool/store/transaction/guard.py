@@ -40,7 +40,7 @@ class Scope(NamedTuple):
         # Path's own methods raise for impossible names and without permission.
         if not (os.path.isdir(real) or path.endswith((os.sep, INDEX_SUFFIX))):  # noqa: PTH112
             return [cls(real.parent, real.name)]
-        folder = Path(os.path.abspath(path)).parent if path.endswith(INDEX_SUFFIX) else real  # noqa: PTH100
+        folder = Path(path).parent if path.endswith(INDEX_SUFFIX) else real
         scopes = [cls(Path(os.path.realpath(folder)), None)]
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             links = sorted(entry.path for entry in entries if entry.is_symlink())

@@ -77,11 +77,12 @@ class Output(NamedTuple):
         folder = None if options.folder is None else Path(options.folder)
         written = sets[:writes] if homes is None else _sets_with(homes, sets, options)
         indexes = [one.index for one in sets if one.index]
-        output = cls(options, written, [(index, None) for index in indexes], folder=folder).made_of(shards)
+        output = cls(options, written, (), folder=folder).made_of(sets)
         if created is not None:
             output = output._replace(created=created.targets(opened.selected))
         if created is not None and created.like is not None:
             refuse_to_replace([created.like], "--shard-like", output.created)
+            output = output.made_of([created.like])
         if options.file is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
             what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
             raise UsageError(f"--output {what}; use --output-dir for several files")
@@ -114,9 +115,11 @@ class Output(NamedTuple):
         """Whether the inputs are left alone."""
         return self.options.is_elsewhere
 
-    def made_of(self, shards: Iterable[Shard]) -> Self:
-        """Return the same output with more files as sources."""
-        return self._replace(sources=[*self.sources, *((shard.path, shard.stat) for shard in shards)])
+    def made_of(self, sets: Sequence[GradientSet]) -> Self:
+        """Return the same output with the files of more sets as sources."""
+        indexes = [(one.index, None) for one in sets if one.index]
+        shards = [(shard.path, shard.stat) for one in sets for shard in one.shards]
+        return self._replace(sources=[*self.sources, *indexes, *shards])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
         """The files to be written when those tensors and entries of metadata change; elsewhere, all of them."""
@@ -195,7 +198,9 @@ class Output(NamedTuple):
         if self.options.dry_run or not (files or (self.is_elsewhere and not self.created) or state):
             yield DISCARD
             return
-        sources = [*self.sources, *([] if state is None or state.stat is None else [(state.path, state.stat)])]
+        indexes = self._copied_indexes() if indexes is None else indexes
+        small = [*indexes, *([] if state is None else [state])]
+        sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
         with self._locked() as transaction:
             # Another run may have written them while this one waited for its locks.
             self.refuse_existing()
@@ -208,7 +213,7 @@ class Output(NamedTuple):
             else:
                 with Replacement(transaction, sources) as replacement:
                     yield self._built(replacement, files)
-                    self._write_indexes(replacement, self._copied_indexes() if indexes is None else indexes)
+                    self._write_indexes(replacement, indexes)
                     self._write_state(replacement, state)
                     replacement.commit()
 

@@ -120,8 +120,6 @@ class Replacement:
         for staged in self._staged:
             staged.finish(sources, fsync=self._transaction.fsync)
             signals.deliver()
-        for staged in self._staged:
-            staged.finish(sources, fsync=self._transaction.fsync)
         several = len(self._staged) > 1
         if self._staged:
             self._rename_all(sources, several=several)
@@ -150,7 +148,7 @@ class Replacement:
         moves = [self._move(staged) for staged in self._staged]
         with os_errors_about(self._transaction.home.path):
             if several:
-                self._back_up()
+                self._back_up(sources)
             self._transaction.append(moves=moves)
         # Only a rename that is refused is rolled back here; any other exception, such as a lack of memory, is left to
         # recovery.
@@ -171,10 +169,12 @@ class Replacement:
         signals.mark_committed()
         self._transaction.needs_recovery = False
 
-    def _back_up(self) -> None:
+    def _back_up(self, sources: Sequence[Rights]) -> None:
         """Give every replaced file a second name, without which its rename could not be undone; sync all names."""
         for staged in self._staged:
             folder, backup = self._backup_of(staged)
+            # Once it has that name, a write whose date is set back cannot be told from the link.
+            staged.finish(sources, fsync=self._transaction.fsync)
             with contextlib.suppress(OSError):
                 folder.link(staged.name, backup)
                 self._backups.append((folder, backup))

@@ -21,8 +21,8 @@ from gradtool.errors import (
     os_errors_about,
 )
 from gradtool.store import system
-from gradtool.store.fs import Folder, open_folder, open_to_search
-from gradtool.store.links import MAX_LINKS, Link, foreign_links, loop, refuse_foreign
+from gradtool.store.fs import Folder, open_folder
+from gradtool.store.links import MAX_LINKS, Link, Walk, foreign_links, loop, refuse_foreign
 from gradtool.store.transaction.files import PREFIX
 
 if TYPE_CHECKING:
@@ -121,12 +121,15 @@ class Targets:
 
     def _find_missing(self, new_folder: Path) -> tuple[str, ...]:
         """The missing folders on the way to a new one; the folder that they will be made in becomes the first."""
-        above, missing = os.path.abspath(new_folder), []  # noqa: PTH100 - missing folders contain no links
+        missing: list[str] = []
+        above = new_folder
         while not os.path.lexists(above):
-            above, name = os.path.split(above)
-            missing.append(name)
+            missing.append(above.name)
+            above = above.parent
+        # Behind a folder that is missing, `..` leads nowhere.
         if missing:
-            self.names[self._followed_folder(above).folder(new_folder, missing[-1])] = set()
+            existing = new_folder if os.pardir in missing else above
+            self.names[self._followed_folder(os.fspath(existing)).folder(new_folder, missing[-1])] = set()
         return tuple(reversed(missing))
 
     def _add(self, path: Path, *, is_new: bool) -> None:
@@ -170,37 +173,14 @@ class Targets:
         return self._followed[path]
 
     def _opened_folder(self, path: str) -> _Way:
-        """Open a folder by way of every folder above it, so that each link is seen."""
-        left = _parts(path)
-        real: list[str] = []
-        foreign: list[Link] = []
-        links = 0
-        fd = open_to_search("/")
-        try:
-            while left:
-                part = left.pop()
-                status = os.stat(part, dir_fd=fd, follow_symlinks=False)
-                if stat.S_ISLNK(status.st_mode):
-                    links += 1
-                    if links > MAX_LINKS:
-                        raise loop()
-                    status, to = system.read_link(part, fd)
-                    foreign += foreign_links("/" + "/".join([*real, part]), status)
-                    left += _parts(to)
-                    if not to.startswith("/"):
-                        continue
-                    part, real = "/", []
-                inner = open_to_search(part, fd)
-                os.close(fd)
-                fd = inner
-                real = real[:-1] if part == ".." else real if part in (".", "/") else [*real, part]
-            folder = Folder(Path("/", *real), open_folder(".", within=fd))
-        finally:
-            os.close(fd)
+        """Open a folder by way of every folder above it."""
+        with Walk(os.sep) as walk:
+            walk.enter(path)
+            folder = Folder(Path(walk.path), open_folder(os.curdir, within=walk.fd))
         known = self._opened.setdefault(folder.identity, folder)
         if known is not folder:
             folder.close()
-        return _Way(known, foreign)
+        return _Way(known, walk.links)
 
 
 def refuse_foreign_link(path: str) -> None:
@@ -241,11 +221,6 @@ def refuse_collisions(
             raise UsageError(f"{target} is a folder; use --output-dir to write into it")
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{target} is not a regular file; use --dry-run to write nothing")
-
-
-def _parts(path: str) -> list[str]:
-    """The parts of a path, the last one first."""
-    return [part for part in reversed(path.split("/")) if part]
 
 
 def _refuse_name(path: Path, name: str) -> None:

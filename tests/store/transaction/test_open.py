@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -313,6 +314,25 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
             with pytest.raises(SystemRefusedError, match="in use by PID"):
                 zero(tmp_path)
             finish(0)
+
+
+def test_a_folder_behind_a_link_and_two_dots_is_made_where_the_system_would_make_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = one_file(tmp_path)
+    Path("real/deep").mkdir(parents=True)
+    Path("link").symlink_to("real/deep")
+    for _ in range(2):
+        clip(path, max_norm=1, output_dir="link/../new")
+        assert [one.name for one in Path("real/new").iterdir()] == [path.name]
+    assert not Path("new").exists()
+
+
+def test_two_dots_behind_a_folder_that_is_missing_lead_nowhere(tmp_path):
+    path, before = one_file(tmp_path), snapshot(tmp_path)
+    with pytest.raises(BadInputError, match=f"no such folder; there is no folder {tmp_path}/missing"):
+        clip(path, max_norm=1, output_dir=tmp_path / "missing/../new")
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_the_one_that_is_named(tmp_path):

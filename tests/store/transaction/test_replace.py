@@ -518,6 +518,25 @@ def test_a_write_whose_date_is_set_back_is_no_less_a_change(tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shard.path.name for shard in shards)
 
 
+def test_a_write_whose_date_is_set_back_is_told_from_the_second_name_that_follows_it(tmp_path, monkeypatch):
+    shards = shards_of(tmp_path)
+    link = Folder.link
+
+    def linked(folder, name, new):
+        link(folder, name, new)
+        if name == shards[0].path.name:
+            # Many files get their names one after another, which takes a while.
+            write_back_in_time(shards[1].path, b"foreign")
+
+    monkeypatch.setattr(Folder, "link", linked)
+    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
+        for shard in shards:
+            fill(replacement.stage(shard.path, shard.size, shard.stat))
+        replacement.commit()
+    assert shards[1].path.read_bytes().endswith(b"foreign")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shard.path.name for shard in shards)
+
+
 @MOMENTS
 def test_the_mode_is_that_of_the_rename_and_no_temporary_is_readable_before(tmp_path, monkeypatch, count, instant):
     shards = shards_of(tmp_path, count)

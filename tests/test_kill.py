@@ -207,7 +207,9 @@ def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_a
             there = {path.name: path.read_bytes() for path in new.iterdir()}
             found.add(states.index(there))
         assert run(*commands[1]).code == 0
-        assert {path.name: path.read_bytes() for path in new.iterdir()} == states[1], step
+        # A run that was killed before it had a log has left its lock, which is for recover.
+        there = {path.name: path.read_bytes() for path in new.iterdir() if path.suffix != ".lock"}
+        assert there == states[1], step
         if done.steps < step:
             break
     assert found == {0, 1}

@@ -7,7 +7,6 @@ asked for. Results are taken and dropped one by one, so memory does not grow wit
 from __future__ import annotations
 
 import contextlib
-import os
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -204,7 +203,7 @@ def _result(future: Future[Any], part: Part, roll: Roll) -> Done:
         return outcome(answer, part)
     except GradtoolError as error:
         roll.settle(_SETTLE_SECONDS)
-        named = {os.path.abspath(shard.path): str(shard.path) for shard in part.reads}  # noqa: PTH100
+        named = {str(shard.path.absolute()): str(shard.path) for shard in part.reads}
         error.problems = tuple(
             replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections import Counter
 from queue import Empty, SimpleQueue
@@ -66,7 +65,7 @@ class Roll:
 
     def call_to_read(self, shard: Shard) -> None:
         """Ask every worker whether it sees a shard."""
-        path = os.path.abspath(shard.path)  # noqa: PTH100 - as it is sent
+        path = str(shard.path.absolute())
         self._call("", lambda: Question(path, shard.stat.st_ino, None, self._backend, self._device))
 
     def call_to_write(self, folder: Path, run: str) -> None:

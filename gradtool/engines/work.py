@@ -204,7 +204,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, one: Any) -> Any:
         if type(one) is not Shard:
             return NotImplemented
-        path, stat = os.path.abspath(one.path), one.stat  # noqa: PTH100 - links are followed where it is opened
+        path, stat = str(one.path.absolute()), one.stat
         return _seen, (path, one.data_start, one.size, stat.st_ino, stat.st_mtime_ns)
 
 

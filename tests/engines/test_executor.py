@@ -303,6 +303,16 @@ def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call
     assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
 
 
+def test_a_path_with_two_dots_behind_a_link_is_the_same_for_workers(tmp_path, pool, monkeypatch):
+    sample(tmp_path)
+    (tmp_path / "deeper/still").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("link").symlink_to("../deeper")
+    with workers(pool) as there:
+        assert gradtool.norm("link/../x.safetensors", **there).norm == gradtool.norm(tmp_path / "x.safetensors").norm
+
+
 def test_an_input_that_is_replaced_while_a_worker_reads_it_is_an_error(tmp_path, monkeypatch):
     path = sample(tmp_path)
     opened = Inputs([str(path)]).open()

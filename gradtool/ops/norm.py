@@ -80,7 +80,7 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
         if chosen["histogram"]:
             from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
 
-            found, exponents = session.run(Profile(measure))
+            found = exponents = session.run(Profile(measure))
         else:
             found = session.run(measure)
         histogram, ranges = _histogram(exponents)
@@ -117,8 +117,8 @@ def _histogram(exponents: Histograms | None) -> tuple[tuple[ExponentCount, ...],
         return (), ()
     from gradtool.ops.histogram import histogram_rows, storage_ranges
 
-    counts = exponents.between(0, len(exponents.largest))
-    return histogram_rows(counts), tuple(storage_ranges(counts, max(exponents.largest, default=0.0)))
+    counts = exponents.exponents(0, len(exponents))
+    return histogram_rows(counts), tuple(storage_ranges(counts, max(exponents.largest_finite, default=0.0)))
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from array import array
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from gradtool.backends import Stored, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines import OnBlock
+from gradtool.engines.tally import Column, Tally
 from gradtool.errors import SystemRefusedError
 from gradtool.ops.beside import read_one
 from gradtool.ops.measurement import Measurement
@@ -104,34 +104,31 @@ class UnitFactors(NamedTuple):
     counts: UnitCounts
 
 
-class UnitSums:
-    """The sums of gradients, and what is known of the factors of their units; filled from any thread.
+# Units above their limit; those with a factor other than 1, and with a norm of parameters that is not finite; and the
+# first one whose factor is beyond the range of its type.
+_COLUMNS = {
+    "clipped": Column("q", "sum"),
+    "changed": Column("q", "sum"),
+    "nonfinite": Column("q", "sum"),
+    "beyond": Column("q", "first"),
+}
 
-    `clipped` counts the units above their limit, and `changed` are the tensors with a factor other than 1. `suspects`
-    are those with a norm of parameters that is not finite. `out_of_range` has for each tensor the first unit whose
-    factor is beyond the range of its type, and that factor.
-    """
 
-    def __init__(self, grads: Sequence[Selected], spec: NormSpec) -> None:
-        self.measurement = Measurement(grads, spec)
-        self.clipped = 0
-        self.changed: set[int] = set()
-        self.suspects: set[int] = set()
-        self.out_of_range: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
+class UnitTally(Tally):
+    """What is counted of the units of gradients, which take the place of elements."""
+
+    clipped: array[int]
+    changed: array[int]
+    nonfinite: array[int]
+    beyond: array[int]
+
+    def __init__(self, grads: Sequence[Selected]) -> None:
+        super().__init__(_COLUMNS, [], [1] * len(grads))
 
     def add(self, units: UnitFactors) -> None:
         """Add consecutive units."""
-        number, first, factors, counts = units
-        with self._lock:
-            self.clipped += counts.clipped
-            if counts.changed:
-                self.changed.add(number)
-            if counts.nonfinite:
-                self.suspects.add(number)
-            if counts.beyond >= 0:
-                place = first + counts.beyond, factors[counts.beyond]
-                self.out_of_range[number] = min(place, self.out_of_range.get(number, place))
+        rows = {name: [count] for name, count in units.counts._asdict().items()}
+        self.merge([(units.tensor, units.first)], rows, [])
 
 
 class ComputeUnitFactors(NamedTuple):
@@ -148,9 +145,9 @@ class ComputeUnitFactors(NamedTuple):
         """As a progress bar shows it."""
         return "comparing"
 
-    def empty(self) -> UnitSums:
-        """Of all units."""
-        return UnitSums(self.grads, self.spec)
+    def empty(self) -> tuple[Measurement, UnitTally]:
+        """Of all gradients, and of all units."""
+        return Measurement(self.grads, self.spec), UnitTally(self.grads)
 
     def nbytes(self, destination: Destination) -> int:
         """Bytes of gradients and parameters."""
@@ -161,7 +158,7 @@ class ComputeUnitFactors(NamedTuple):
         blocks = destination.blocks(by_shard(self.grads), TILE, backend.block_bytes)
         return (OnBlock(self._compute, block) for block in blocks)
 
-    def _compute(self, block: Block, worker: Worker, sums: UnitSums) -> None:
+    def _compute(self, block: Block, worker: Worker, found: tuple[Measurement, UnitTally]) -> None:
         """Compute the factors of the units that begin in a block; the last one may go on behind it."""
         measured = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
         units = list(self._in_block(block, worker))
@@ -171,9 +168,10 @@ class ComputeUnitFactors(NamedTuple):
             if rest and last * size >= span.start:
                 units.append(self._of_unit(span.tensor, last, worker))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
-        sums.measurement.add(block, measured)
+        sums, tally = found
+        sums.add(block, measured)
         for unit in units:
-            sums.add(unit)
+            tally.add(unit)
             self.file.write(unit.tensor, unit.first, unit.factors)
 
     def _size(self, span: Span) -> int:

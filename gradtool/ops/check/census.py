@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradtool.arrays import int64s
 from gradtool.backends import NormSpec
 from gradtool.engines import OnBlock
+from gradtool.engines.tally import Column
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
@@ -28,26 +27,17 @@ if TYPE_CHECKING:
 _SPEC = NormSpec(math.inf, drop_nonfinite=True)
 
 
-class Census:
-    """Counts for each of some tensors, filled block by block from any thread."""
+_COLUMNS = {"subnormal": Column("q", "sum"), "saturated": Column("q", "sum")}
+
+
+class Census(Measurement):
+    """A measurement that also counts values at the ends of what types hold."""
+
+    subnormal: array[int]
+    saturated: array[int]
 
     def __init__(self, selected: Sequence[Selected]) -> None:
-        self.facts = Measurement(selected, _SPEC)
-        self.subnormal, self.saturated = (int64s(len(selected)) for _ in range(2))
-        self._lock = threading.Lock()
-
-    def add(self, block: Block, worker: Worker) -> None:
-        """Count the values of a block."""
-        data, pieces = worker.load(block), pieces_of(block)
-        # Nothing is added before both are known: a device that has no room gets the block in halves.
-        found, ends = worker.backend.tile_sums(data, pieces, _SPEC), worker.backend.extremes(data, pieces)
-        # What is dropped counts as a zero, too.
-        facts = zip(found.zeros, found.nan, found.inf, strict=True)
-        self.facts.add(block, found._replace(zeros=array("q", (zeros - nan - inf for zeros, nan, inf in facts))))
-        with self._lock:
-            for span, subnormal, saturated in zip(block.spans, *ends, strict=True):
-                self.subnormal[span.tensor] += subnormal
-                self.saturated[span.tensor] += saturated
+        super().__init__(selected, _SPEC, _COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -73,4 +63,13 @@ class TakeCensus:
 
     def work(self, block: Block, worker: Worker, found: Census) -> None:
         """Count the values of a block."""
-        found.add(block, worker)
+        data, pieces = worker.load(block), pieces_of(block)
+        # Nothing is added before both are known: a device that has no room gets the block in halves.
+        sums, (subnormal, saturated) = (
+            worker.backend.tile_sums(data, pieces, _SPEC),
+            worker.backend.extremes(data, pieces),
+        )
+        # What is dropped counts as a zero, too.
+        counts = zip(sums.zeros, sums.nan, sums.inf, strict=True)
+        zeros = array("q", (zeros - nan - inf for zeros, nan, inf in counts))
+        found.add(block, sums._replace(zeros=zeros), subnormal=subnormal, saturated=saturated)

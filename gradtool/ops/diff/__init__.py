@@ -153,13 +153,13 @@ def _facts(pairs: Pairs, found: Comparison, gates: Gates) -> dict[str, Any]:
     facts = _counts(found.all_counts(), gates)
     names = [one.tensor.name for one in pairs.a]
     for key, which in _MAXIMA.items():
-        values = found.maxima[which]
+        values = getattr(found, which)
         largest = max(values, default=0)
         equal = [number for number, value in enumerate(values) if value == largest]
         number = min(equal, key=names.__getitem__) if largest else None
         facts[key] = largest
         facts[f"{key}_tensor"] = None if number is None else names[number]
-        facts[f"{key}_index"] = None if number is None else found.place_of(number, which)
+        facts[f"{key}_index"] = None if number is None else found.maximum(which, number)[1]
     return facts
 
 
@@ -172,8 +172,8 @@ def _rows(pairs: Pairs, found: Comparison, gates: Gates) -> list[TensorDiff]:
     for number, (one, other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
         maxima: dict[str, Any] = {}
         for key, which in _MAXIMA.items():
-            maxima[key] = found.maxima[which][number]
-            maxima[f"{key}_index"] = found.place_of(number, which) if maxima[key] else None
+            maxima[key], index = found.maximum(which, number)
+            maxima[f"{key}_index"] = index if maxima[key] else None
         rows.append(
             TensorDiff(
                 name=one.tensor.name,

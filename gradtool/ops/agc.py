@@ -117,7 +117,7 @@ def measure_units(
         BadInputError: a coefficient is out of range for its type.
     """
     grads = session.selected
-    sums, units = session.run(ComputeUnitFactors(grads, params, policy.limits, policy.spec, file))
+    sums, units = session.run(ComputeUnitFactors(grads, policy.spec, params, policy.limits, file))
     if policy.nonfinite == "error":
         refuse_nonfinite(grads, sums, "Use --nonfinite propagate to continue")
         suspects = [param for param, count in zip(params, units.nonfinite, strict=True) if count]

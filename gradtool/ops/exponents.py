@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.backends.histogram import RANGES, bins_of
-from gradtool.engines import OnBlock, block_bytes
 from gradtool.engines.tally import Column
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Measure, pieces_of
+from gradtool.ops.passes import Look, pieces_of
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from gradtool.backends import Backend, NormSpec
-    from gradtool.engines import Part, Worker
+    from gradtool.backends import NormSpec
+    from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
 
 
 _COLUMNS = {"counts": Column("q", "bins"), "largest_finite": Column("d", "max")}
@@ -49,40 +47,18 @@ class Histograms(Measurement):
         return {exponent: total[exponent] for exponent in sorted(total) if total[exponent]}
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, eq=False, repr=False)
+class Profile(Look[Histograms]):
     """Measures tensors, and counts their exponents while a block is still in the cache."""
 
-    measure: Measure
-
-    @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return self.measure.title
-
-    @property
-    def selected(self) -> Sequence[Selected]:
-        """The tensors."""
-        return self.measure.selected
+    title: ClassVar = "measuring"
 
     def empty(self) -> Histograms:
-        """Of all tensors, whatever the files."""
-        return Histograms(self.selected, self.measure.spec)
+        """Begin with nothing."""
+        return Histograms(self.selected, self.spec)
 
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of the tensors."""
-        return self.measure.nbytes(destination)
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block, as large as those of the measurement."""
-        nbytes = block_bytes(backend, destination, self.measure.spec)
-        return (OnBlock(self._work, one) for one in self.measure.blocks(destination, nbytes))
-
-    def parts(self, destination: Destination) -> Iterator[Part]:
-        """Those of the measurement."""
-        return (part._replace(work=type(self)(cast("Measure", part.work))) for part in self.measure.parts(destination))
-
-    def _work(self, block: Block, worker: Worker, found: Histograms) -> None:
-        with worker.look(block, self.measure.spec) as data:
-            sums, counts = worker.backend.profile(data, pieces_of(block), self.measure.spec)
+    def work(self, block: Block, worker: Worker, found: Histograms) -> None:
+        """Sum a block, and count its exponents."""
+        with worker.look(block, self.spec) as data:
+            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
         found.add(block, sums, counts=counts.counts, largest_finite=counts.largest)

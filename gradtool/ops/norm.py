@@ -75,14 +75,14 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
         groups = groups_of(session.selected, chosen["group"])
-        measure = Measure(session.selected, NormSpec(chosen["norm_type"]))
+        spec = NormSpec(chosen["norm_type"])
         exponents = None
         if chosen["histogram"]:
             from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
 
-            found = exponents = session.run(Profile(measure))
+            found = exponents = session.run(Profile(session.selected, spec))
         else:
-            found = session.run(measure)
+            found = session.run(Measure(session.selected, spec))
         histogram, ranges = _histogram(exponents)
         wants_rows = chosen["per_tensor"] or top is not None
         norms = found.norms(per_tensor=wants_rows, groups=[group.numbers for group in groups])

@@ -20,23 +20,20 @@ from gradtool import tuning
 from gradtool.backends import Stored, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
-from gradtool.engines import OnBlock
 from gradtool.engines.tally import Column, Tally
 from gradtool.errors import SystemRefusedError
 from gradtool.ops.beside import read_one
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Scaling, by_shard, pieces_of
-from gradtool.reduction import TILE
+from gradtool.ops.passes import Scaling, TensorPass, pieces_of
 from gradtool.store import fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend, BlockSums, Data, Factors, NormSpec, Piece, UnitCounts, UnitLimits
+    from gradtool.backends import BlockSums, Data, Factors, Piece, UnitCounts, UnitLimits
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block, Span
-    from gradtool.store.transaction.destination import Destination
 
 
 def units_of(selected: Selected) -> tuple[int, int]:
@@ -131,34 +128,26 @@ class UnitTally(Tally):
         self.merge([(units.tensor, units.first)], rows, [])
 
 
-class ComputeUnitFactors(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
-    grads: Sequence[Selected]
+    title = "comparing"
+
     params: Sequence[Selected]
     limits: UnitLimits
-    spec: NormSpec
     file: FactorFile
 
     @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return "comparing"
+    def beside(self) -> Sequence[Selected]:
+        """The parameters."""
+        return self.params
 
     def empty(self) -> tuple[Measurement, UnitTally]:
-        """Of all gradients, and of all units."""
-        return Measurement(self.grads, self.spec), UnitTally(self.grads)
+        """Begin with nothing, of all gradients and of all units."""
+        return Measurement(self.selected, self.spec), UnitTally(self.selected)
 
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of gradients and parameters."""
-        return destination.nbytes([*self.grads, *self.params])
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block."""
-        blocks = destination.blocks(by_shard(self.grads), TILE, backend.block_bytes)
-        return (OnBlock(self._compute, block) for block in blocks)
-
-    def _compute(self, block: Block, worker: Worker, found: tuple[Measurement, UnitTally]) -> None:
+    def work(self, block: Block, worker: Worker, found: tuple[Measurement, UnitTally]) -> None:
         """Compute the factors of the units that begin in a block; the last one may go on behind it."""
         measured = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
         units = list(self._in_block(block, worker))
@@ -176,7 +165,7 @@ class ComputeUnitFactors(NamedTuple):
 
     def _size(self, span: Span) -> int:
         """Return how many elements a unit of the tensor of a span has."""
-        return units_of(self.grads[span.tensor])[1]
+        return units_of(self.selected[span.tensor])[1]
 
     def _in_block(self, block: Block, worker: Worker) -> Iterator[UnitFactors]:
         """Compute the factors of units of which all elements are in a block; valid until the next block."""
@@ -184,7 +173,8 @@ class ComputeUnitFactors(NamedTuple):
         if not whole:
             return
         view = worker.channel.memory("block", block.end - block.begin)
-        beside, addends = read_one({number: self.params[number] for number in whole}, self.grads, block, worker.channel)
+        sides = {number: self.params[number] for number in whole}
+        beside, addends = read_one(sides, self.selected, block, worker.channel)
         room = worker.channel.memory("factors", 8 * sum(map(len, whole.values()))).cast("d")
         for span, addend in zip((span for span in block.spans if span.tensor in whole), addends, strict=True):
             units, size = whole[span.tensor], self._size(span)
@@ -197,7 +187,7 @@ class ComputeUnitFactors(NamedTuple):
 
     def _of_unit(self, tensor: int, unit: int, worker: Worker) -> UnitFactors:
         """Read a unit and compute its factor; a part at a time, if it is longer than a patch."""
-        sides = {"grads": self.grads[tensor], "params": self.params[tensor]}
+        sides = {"grads": self.selected[tensor], "params": self.params[tensor]}
         size, dtype, backend = units_of(sides["grads"])[1], sides["grads"].tensor.dtype, worker.backend
         factors = memoryview(bytearray(8)).cast("d")
         if size <= tuning.PATCH_ELEMENTS:

@@ -28,6 +28,7 @@ from support import (
 from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
+from gradtool.backends import NormSpec, Tolerance
 from gradtool.backends import choose as choose_backend
 from gradtool.backends.differences import empty_differences
 from gradtool.engines import choose
@@ -542,7 +543,7 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     random_set(tmp_path / "b", 6, like=sizes)
     opened = Inputs([str(tmp_path / "a"), str(tmp_path / "b")]).open()
     pairs = pair(*(Side(one.path, opened.selected_in(one.shards)) for one in opened.sets), skip=False)
-    one = Compare(pairs.a, pairs.b)
+    one = Compare(pairs.a, NormSpec(), pairs.b, Tolerance())
     expected = Threads(NumpyBackend()).run(one)
     whole = one.empty()
     for part in one.parts(DISCARD):

@@ -15,7 +15,6 @@ from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.exponents import Histograms, Profile
 from gradtool.ops.histogram import storage_ranges
-from gradtool.ops.passes import Measure
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
@@ -237,7 +236,7 @@ def opened(tmp_path):
 
 
 def test_parts_are_put_where_they_belong(opened):
-    profile = Profile(Measure(opened.selected, NormSpec()))
+    profile = Profile(opened.selected, NormSpec())
     put = profile.empty()
     for part in profile.parts(DISCARD):
         put.put(part.places, unpacked(packed(counted(part.work).condensed()), part.work.empty()))
@@ -254,7 +253,7 @@ def counted(profile):
 
 
 def test_empty_bins_are_not_sent(opened):
-    found = counted(Profile(Measure(opened.selected[:2], NormSpec())))
+    found = counted(Profile(opened.selected[:2], NormSpec()))
     sent = packed(found)
     assert len(sent) < 4000 < 8 * len(found.counts)
     assert unpacked(sent, Histograms(opened.selected[:2], NormSpec())).counts.tobytes() == found.counts.tobytes()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 from gradtool import checks
+from gradtool.backends import NormSpec
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
 from gradtool.ops.diff.gates import Gates, nonfinite_problems
@@ -129,7 +130,7 @@ def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> DiffResult:
     with call.open_to_read() as session:
         sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
         pairs = pair(*sides, skip=chosen["missing"] == "skip")
-        found = session.run(Compare(pairs.a, pairs.b, gates.tolerance))
+        found = session.run(Compare(pairs.a, NormSpec(), pairs.b, gates.tolerance))
         whole = found.figures()
         rows = _rows(pairs, found, gates) if chosen["per_tensor"] or chosen["top"] is not None else []
         shared = call_facts(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))

@@ -11,8 +11,6 @@ import sys
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from gradtool import memory
-
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -21,8 +19,6 @@ else:
 
     class _Numpy:
         def __getattr__(self, name: str) -> Any:
-            if "numpy" not in sys.modules:
-                memory.require(memory.TO_START)
             found = getattr(importlib.import_module("numpy"), name)
             setattr(self, name, found)
             return found

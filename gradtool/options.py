@@ -258,7 +258,7 @@ class ClipOptions(Rewriting, total=False):
     dtype: Annotated[
         Dtype | None,
         Option(
-            f"Storage type of the tensors in --output or --output-dir: {', '.join(get_args(Dtype))}.",
+            f"Storage type of the new files, with --output or --output-dir ({', '.join(get_args(Dtype))}).",
             "TYPE",
             unset="that of each tensor",
         ),

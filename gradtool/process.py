@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gradtool import memory, report
+from gradtool import report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
 from gradtool.formats import asked_format
 from gradtool.report.messages import print_problems
@@ -69,12 +69,10 @@ def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
     # Free the memory of the failed call: printing the error needs it.
     error.__traceback__ = None
     if isinstance(error, ImportError):
-        # A module may be too large to load under a memory limit.
-        is_limited = memory.left() < float("inf")
-        why = f"not enough memory, perhaps: {memory.REMEDY}" if is_limited else "install gradtool again"
+        why = "install gradtool again or, if a limit on memory is in the way, raise it (ulimit -v or -d)"
         return SystemRefusedError(f"cannot load {error.name or 'a module'}; {why}")
     if isinstance(error, MemoryError):
-        return SystemRefusedError(f"out of memory; use fewer --threads, or {memory.REMEDY}")
+        return SystemRefusedError("out of memory; use fewer --threads, or raise the limit (ulimit -v or -d)")
     if isinstance(error, GradtoolError):
         return error
     if error.filename is not None:

@@ -108,8 +108,8 @@ class TileSums:
     SENT: ClassVar = ("numbers", "sums", "exponents")
     CONDENSED: ClassVar = SENT
 
-    def __init__(self, order: float) -> None:
-        self.order = order
+    def __init__(self, order: float, *, signed: bool = False, finite: bool = False) -> None:
+        self.order, self.signed, self.finite = order, signed, finite
         self.numbers, self.sums, self.exponents = array("q"), array("d"), array("i")
         self._is_sorted, self._most = True, _MOST if order <= MAX_SUM_ORDER else _MOST_NORMS
 
@@ -143,26 +143,35 @@ class TileSums:
         """Return those of consecutive tensors, from number `first` up to `end`, numbered from 0 on."""
         if not self._is_sorted:
             self.condense()
-        part, sums = slice(bisect_left(self.numbers, first), bisect_left(self.numbers, end)), TileSums(self.order)
+        part = slice(bisect_left(self.numbers, first), bisect_left(self.numbers, end))
+        sums = self._empty()
         sums.extend((number - first for number in self.numbers[part]), self.sums[part], self.exponents[part])
         return sums
 
     def renumbered(self, numbers: Mapping[int, int]) -> TileSums:
         """Return those of the tensors that `numbers` has, with the numbers that it has for them."""
-        sums, wanted = TileSums(self.order), [number in numbers for number in self.numbers]
+        sums, wanted = self._empty(), [number in numbers for number in self.numbers]
         mapped = (numbers[number] for number in compress(self.numbers, wanted))
         sums.extend(mapped, compress(self.sums, wanted), compress(self.exponents, wanted))
         return sums
 
-    def require_valid(self, count: int, *, signed: bool = False) -> None:
-        """Raise `ValueError` unless these are sums of `count` tensors; only `signed` ones may be negative."""
+    def _empty(self) -> TileSums:
+        return TileSums(self.order, signed=self.signed, finite=self.finite)
+
+    def require_valid(self, count: int) -> None:
+        """Raise `ValueError` unless these are sums of `count` tensors: `finite`, if they must be, and not negative.
+
+        Only `signed` ones may be.
+        """
         if not len(self.numbers) == len(self.sums) == len(self.exponents):
             raise ValueError("sums without a tensor or an exponent")
         if self.numbers and not 0 <= min(self.numbers) <= max(self.numbers) < count:
             raise ValueError("sums of other tensors")
+        if self.finite and not all(map(math.isfinite, self.sums)):
+            raise ValueError("a sum that is not finite")
         groups = _grouped(zip(self.numbers, self.exponents, strict=True), self.sums)
         # Of the few numbers that stand for many, some may be negative.
-        if not signed and any(total(values) < 0 for values in groups.values()):
+        if not self.signed and any(total(values) < 0 for values in groups.values()):
             raise ValueError("a negative sum of magnitudes")
 
     def norm(self, unscale: float = 1.0) -> float:

@@ -89,7 +89,7 @@ def test_without_room_for_the_factors_of_units_nothing_is_changed(disk, tmp_path
     fill(disk)
     # Much less than 8 bytes for each unit; enough for Python to find the folder usable.
     with (disk / "junk").open("r+b") as junk:
-        junk.truncate(junk.seek(0, 2) - (64 << 10))
+        junk.truncate(junk.seek(0, 2) - (1 << 20))
     monkeypatch.setenv("TMPDIR", str(disk))
     done = gradtool("clip", grads, "--agc", "0.1", "--params", write(tmp_path / "p.safetensors", read(grads)))
     message = f"{disk}: cannot store the factors of units: No space left on device; set TMPDIR to another folder"

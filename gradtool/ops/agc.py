@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
-    from gradtool.ops.units import FactorFile, UnitSums
+    from gradtool.ops.units import FactorFile, UnitTally
     from gradtool.store.format.gradset import GradientSet, Selected
 
 
@@ -108,7 +109,9 @@ def parameters_of(
     return opened.sets, params
 
 
-def measure_units(session: Session, policy: AgcPolicy, params: Sequence[Selected], file: FactorFile) -> UnitSums:
+def measure_units(
+    session: Session, policy: AgcPolicy, params: Sequence[Selected], file: FactorFile
+) -> tuple[Measurement, UnitTally]:
     """Measure gradients, and write the factors of their units to a file.
 
     Raises:
@@ -116,16 +119,19 @@ def measure_units(session: Session, policy: AgcPolicy, params: Sequence[Selected
         BadInputError: a coefficient is out of range for its type.
     """
     grads = session.selected
-    sums: UnitSums = session.run(ComputeUnitFactors(grads, params, policy.limits, policy.spec, file))
+    sums, units = session.run(ComputeUnitFactors(grads, policy.spec, params, policy.limits, file))
     if policy.nonfinite == "error":
-        refuse_nonfinite(grads, sums.measurement, "Use --nonfinite propagate to continue")
-        suspects = [params[number] for number in sorted(sums.suspects)]
+        refuse_nonfinite(grads, sums, "Use --nonfinite propagate to continue")
+        suspects = [param for param, count in zip(params, units.nonfinite, strict=True) if count]
         problems = nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec))) if suspects else ()
         if problems:
             raise NonFiniteError("a parameter is NaN or Inf; nothing written. Use --nonfinite propagate", problems)
-    for number in sorted(sums.out_of_range)[:1]:
-        raise _out_of_range(grads[number], sums.out_of_range[number][1])
-    return sums
+    for number, unit in enumerate(units.beyond):
+        if unit >= 0:
+            factor = memoryview(bytearray(8)).cast("d")
+            file.read(number, unit, factor)
+            raise _out_of_range(grads[number], factor[0])
+    return sums, units
 
 
 def _out_of_range(one: Selected, factor: float) -> BadInputError:

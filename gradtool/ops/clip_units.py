@@ -28,9 +28,9 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
     with call.open_to_write(output_options) as (session, output):
         sets, params = parameters_of(policy, session.selected, output.targets)
         with FactorFile.create(session.selected) as file:
-            sums = measure_units(session, policy, params, file)
-            before, dtype = sums.measurement, chosen["dtype"]
-            changed = sorted(sums.changed) if dtype is None else list(range(len(session.selected)))
+            before, units = measure_units(session, policy, params, file)
+            dtype = chosen["dtype"]
+            changed = [number for number, count in enumerate(units.changed) if count or dtype is not None]
             selected = [session.selected[number] for number in changed]
             scale = ScaleUnits(selected, policy.spec, changed, file)
             may_overflow = policy.nonfinite == "propagate"
@@ -48,14 +48,14 @@ def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
         unscale=policy.unscale,
         agc=policy.ratio,
         units=sum(units_of(one)[0] for one in session.selected),
-        units_clipped=sums.clipped,
+        units_clipped=sum(units.clipped),
         limit=None,
         state=None,
         steps=None,
         norm_before=before.norms(unscale=policy.unscale).whole,
         norm_after=after.norms().whole,
         coef=None,
-        clipped=sums.clipped > 0,
+        clipped=any(units.clipped),
         zeros_before=before.stored_zeros,
         problems=(),
     )

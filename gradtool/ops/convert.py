@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from gradtool.backends import Addend, NormSpec, Piece, Rule
 from gradtool.backends.storage import STORAGE
-from gradtool.engines import OnBlock
+from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Scaling, TensorPass, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
@@ -20,11 +20,10 @@ from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.small import NewIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from gradtool.backends import Backend
     from gradtool.engines import Worker
-    from gradtool.ops.measurement import Measurement
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.io.blocks import Block
@@ -75,7 +74,7 @@ def _new_file(shard: Shard, names: Collection[str], dtype: str) -> tuple[NewFile
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Convert(TensorPass):
+class Convert(TensorPass[Measurement]):
     """Widens tensors to float64, scales them, and rounds them once to the type of their `targets` in new files."""
 
     title = "clipping"
@@ -83,9 +82,13 @@ class Convert(TensorPass):
     scaling: Scaling
     targets: Sequence[Selected]
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:  # noqa: ARG002
-        """One for each block."""
-        return (OnBlock(self.work, one) for one in self.blocks(destination, _BLOCK_BYTES))
+    def empty(self) -> Measurement:
+        """Begin with nothing."""
+        return Measurement(self.selected, self.spec)
+
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
+        """Return a size that has room for a tile of F64."""
+        return _BLOCK_BYTES
 
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
         """The same with their targets."""

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-import threading
-from array import array
-from copy import copy
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.arrays import float64s, int64s
+from gradtool.engines.tally import Column, Tally
 from gradtool.reduction import TileSums, tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from array import array
+    from collections.abc import Sequence
 
     from gradtool.backends import BlockSums, NormSpec
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
-# One value for each tensor.
-_FACTS = ("max_abs", "nan", "inf", "zeros", "first_nonfinite", "new_zeros", "new_subnormals")
-_COUNTS = ("nan", "inf", "zeros", "new_zeros")
+COLUMNS = {
+    "max_abs": Column("d", "max"),
+    "nan": Column("q", "sum"),
+    "inf": Column("q", "sum"),
+    "zeros": Column("q", "sum"),
+    "first_nonfinite": Column("q", "first"),
+    "new_zeros": Column("q", "sum"),
+    # More of them than before; a gradient may lose some.
+    "new_subnormals": Column("q", "sum", signed=True),
+}
 
 
 class Norms(NamedTuple):
@@ -32,90 +37,39 @@ class Norms(NamedTuple):
     groups: list[float]
 
 
-class Measurement:
-    """Sums and facts of some tensors, filled block by block from any thread."""
+class Measurement(Tally):
+    """Sums and statistics of some tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
 
-    SENT: ClassVar = ("sums", *_FACTS)
+    max_abs: array[float]
+    nan: array[int]
+    inf: array[int]
+    zeros: array[int]
+    first_nonfinite: array[int]
+    new_zeros: array[int]
+    new_subnormals: array[int]
 
-    def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
+    def __init__(
+        self,
+        selected: Sequence[Selected],
+        spec: NormSpec,
+        more: dict[str, Column] | None = None,
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            COLUMNS | (more or {}), [TileSums(spec.order)], [1] * len(selected) if widths is None else widths
+        )
         self.spec = spec
-        self.sums = TileSums(spec.order)
-        self.max_abs = float64s(len(selected))
-        self.nan, self.inf, self.zeros, self.new_zeros, self.new_subnormals = (int64s(len(selected)) for _ in range(5))
-        self.first_nonfinite = array("q", [-1]) * len(selected)
-        self._lock = threading.Lock()
 
-    def add(self, block: Block, found: BlockSums) -> None:
-        """Add what a backend found in the pieces of a block."""
-        if not block.spans:
-            return
+    @property
+    def sums(self) -> TileSums:
+        """The sums of tiles."""
+        return self.tile_sums[0]
+
+    def add(self, block: Block, found: BlockSums, **more: Any) -> None:
+        """Add what a backend found in the pieces of a block, and a value a piece for each further column."""
         numbers = chain.from_iterable(repeat(span.tensor, tile_count(span.elements)) for span in block.spans)
-        with self._lock:
-            self.sums.extend(numbers, found.sums, found.exponents)
-            self._add_facts([(span.tensor, span.start) for span in block.spans], found)
-
-    def condensed(self) -> Measurement:
-        """The same norms and facts from fewer values, to be sent."""
-        self.sums.condense()
-        return self
-
-    def put(self, places: Sequence[tuple[int, int]], other: Measurement) -> None:
-        """Add what was found in parts of tensors; for each the number of its tensor, and the element it begins at.
-
-        Raises:
-            ValueError: it is not about these parts.
-        """
-        if type(other) is not Measurement or other.spec != self.spec or len(other.max_abs) != len(places):
-            raise ValueError("a measurement of other tensors")
-        if any(count < 0 for name in _COUNTS for count in getattr(other, name)):
-            raise ValueError("a negative count")
-        other.sums.require_valid(len(places))
-        sums = other.sums.renumbered({position: number for position, (number, _) in enumerate(places)})
-        with self._lock:
-            self.sums.extend(sums.numbers, sums.sums, sums.exponents)
-            self._add_facts(places, other)
-
-    def _add_facts(self, places: Iterable[tuple[int, int]], found: BlockSums | Measurement) -> None:
-        """Add the facts of parts of tensors, each with the number of its tensor and the element it begins at."""
-        facts = zip(places, *(getattr(found, name) for name in _FACTS), strict=True)
-        for (number, start), max_abs, nan, inf, zeros, first, new_zeros, new_subnormals in facts:
-            self.max_abs[number] = max(self.max_abs[number], max_abs)
-            self.nan[number] += nan
-            self.inf[number] += inf
-            self.zeros[number] += zeros
-            self.new_zeros[number] += new_zeros
-            self.new_subnormals[number] += new_subnormals
-            known = self.first_nonfinite[number]
-            if first >= 0 and (known < 0 or start + first < known):
-                self.first_nonfinite[number] = start + first
-
-    def updated(self, numbers: Sequence[int], other: Measurement) -> Measurement:
-        """A copy in which the tensors of the given numbers come from another measurement, of just these."""
-        copied, replaced = copy(self), dict(enumerate(numbers))
-        others = set(range(len(self.max_abs))) - set(numbers)
-        copied.sums, sums = self.sums.renumbered({number: number for number in others}), other.sums.renumbered(replaced)
-        copied.sums.extend(sums.numbers, sums.sums, sums.exponents)
-        for name in _FACTS:
-            facts = getattr(self, name)[:]
-            for theirs, ours in replaced.items():
-                facts[ours] = getattr(other, name)[theirs]
-            setattr(copied, name, facts)
-        return copied
-
-    def part(self, numbers: Sequence[int]) -> Measurement:
-        """A measurement of the tensors of the given numbers alone."""
-        copied = copy(self)
-        copied.sums = self.sums.renumbered({theirs: ours for ours, theirs in enumerate(numbers)})
-        for name in _FACTS:
-            setattr(copied, name, array(getattr(self, name).typecode, map(getattr(self, name).__getitem__, numbers)))
-        return copied
-
-    def between(self, first: int, end: int) -> Measurement:
-        """A measurement of consecutive tensors: those with the numbers from `first` up to `end`."""
-        copied = copy(self)
-        vars(copied).update({name: getattr(self, name)[first:end] for name in _FACTS})
-        copied.sums = self.sums.between(first, end)
-        return copied
+        places = [(span.tensor, span.start) for span in block.spans]
+        self.merge(places, found._asdict() | more, [(numbers, found.sums, found.exponents)])
 
     @property
     def is_finite(self) -> bool:

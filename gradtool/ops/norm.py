@@ -75,14 +75,14 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
     call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
     with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
         groups = groups_of(session.selected, chosen["group"])
-        measure = Measure(session.selected, NormSpec(chosen["norm_type"]))
+        spec = NormSpec(chosen["norm_type"])
         exponents = None
         if chosen["histogram"]:
             from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
 
-            found, exponents = session.run(Profile(measure))
+            found = exponents = session.run(Profile(session.selected, spec))
         else:
-            found = session.run(measure)
+            found = session.run(Measure(session.selected, spec))
         histogram, ranges = _histogram(exponents)
         wants_rows = chosen["per_tensor"] or top is not None
         norms = found.norms(per_tensor=wants_rows, groups=[group.numbers for group in groups])
@@ -117,8 +117,8 @@ def _histogram(exponents: Histograms | None) -> tuple[tuple[ExponentCount, ...],
         return (), ()
     from gradtool.ops.histogram import histogram_rows, storage_ranges
 
-    counts = exponents.between(0, len(exponents.largest))
-    return histogram_rows(counts), tuple(storage_ranges(counts, max(exponents.largest, default=0.0)))
+    counts = exponents.exponents(0, len(exponents))
+    return histogram_rows(counts), tuple(storage_ranges(counts, max(exponents.largest_finite, default=0.0)))
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:

@@ -82,7 +82,7 @@ def _row(one: Selected, found: Measurement, exponents: Histograms | None, number
     )
     if exponents is None:
         return row
-    return TensorHistogram(**vars(row), histogram=histogram_rows(exponents.between(number, number + 1)))
+    return TensorHistogram(**vars(row), histogram=histogram_rows(exponents.exponents(number, number + 1)))
 
 
 def file_rows(
@@ -105,6 +105,6 @@ def file_rows(
             zeros=sum(own.zeros),
         )
         if exponents is not None:
-            row = FileHistogram(**vars(row), histogram=histogram_rows(exponents.between(first, end)))
+            row = FileHistogram(**vars(row), histogram=histogram_rows(exponents.exponents(first, end)))
         yield row
         first = end

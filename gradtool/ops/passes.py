@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Generic, Self
 
 from gradtool import tuning
 from gradtool.backends import NormSpec, Piece
-from gradtool.engines import OnBlock, Part, block_bytes
+from gradtool.engines import Found, OnBlock, Part, block_bytes
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import BITS, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from gradtool.backends import Backend, BlockSums, Data
     from gradtool.engines import Worker
@@ -23,43 +23,56 @@ if TYPE_CHECKING:
     from gradtool.store.io.blocks import Block, Span
     from gradtool.store.transaction.destination import Destination, Wanted
 
-    # What is done with a block.
-    Task = Callable[[Worker, Measurement], None]
-
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class TensorPass:
-    """A pass over the blocks of tensors, which it measures with `spec`."""
+class TensorPass(Generic[Found]):
+    """A pass over the blocks of tensors, which it sums as `spec` says; it may read others beside them."""
 
     title: ClassVar = "reading"
 
     selected: Sequence[Selected]
     spec: NormSpec
 
-    def empty(self) -> Measurement:
-        """Of all tensors, whatever the files."""
-        return Measurement(self.selected, self.spec)
+    @property
+    def beside(self) -> Sequence[Selected]:
+        """The tensors that are read beside those selected, each in the place of its partner; or none."""
+        return ()
+
+    def empty(self) -> Found:
+        """Begin with nothing."""
+        raise NotImplementedError
+
+    def work(self, block: Block, worker: Worker, found: Found) -> None:
+        """Work on a block."""
+        raise NotImplementedError
 
     def nbytes(self, destination: Destination) -> int:
-        """Bytes of the tensors, or of whole files that are written anew."""
-        return destination.nbytes(self.selected)
+        """Count the bytes of the tensors, or of whole files that are written anew."""
+        return destination.nbytes([*self.selected, *self.beside])
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Task]:
-        """One for each block."""
-        return (OnBlock(self.work, one) for one in self.blocks(destination, backend.block_bytes))
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - some depend on it
+        """Return the size of blocks."""
+        return backend.block_bytes
 
-    def blocks(self, destination: Destination, nbytes: int) -> Iterator[Block]:
-        """The blocks to visit, of at most so many bytes each."""
-        return destination.blocks(by_shard(self.selected), TILE, nbytes)
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
+        """Yield a task for each block."""
+        blocks = destination.blocks(by_shard(self.selected), TILE, self.block_bytes(backend, destination))
+        return (OnBlock(self.work, block) for block in blocks)
 
     def parts(self, destination: Destination) -> Iterator[Part]:
-        """One for each new file; or, where nothing is written, one for each large stretch of a file, or many small."""
+        """Yield a part for each new file; or, where nothing is written, for a stretch of a file or several small ones.
+
+        What reads tensors beside others has a part for each file.
+        """
         wanted = by_shard(self.selected)
-        for shard in destination.shards:
+        for shard in wanted if self.beside else destination.shards:
             places = [(number, 0) for number, _ in wanted.get(shard, ())]
             own = [Selected(shard, tensor) for _, tensor in wanted.get(shard, ())]
-            yield Part(self.about(own, places), places, [shard], shard, shard.size)
-        blocks = () if destination.count else destination.blocks(wanted, TILE, tuning.PART_BYTES)
+            beside = [self.beside[number] for number, _ in places] if self.beside else []
+            reads = list(dict.fromkeys([shard, *(other.shard for other in beside)]))
+            nbytes = shard.size + sum(other.tensor.nbytes for other in beside)
+            yield Part(self.about(own, places), places, reads, shard if destination.count else None, nbytes)
+        blocks = () if destination.count or self.beside else destination.blocks(wanted, TILE, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]
             own = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]
@@ -67,29 +80,33 @@ class TensorPass:
             yield Part(self.about(own, places), places, list(dict.fromkeys(one.shard for one in batch)), None, nbytes)
 
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:  # noqa: ARG002
-        """The same for parts of tensors, whose places name the whole ones."""
+        """Return the same for parts of tensors, whose places name the whole ones."""
         return replace(self, selected=selected)
-
-    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
-        """What a pass does with a block."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Measure(TensorPass):
+class Look(TensorPass[Found]):
+    """A pass that only looks at blocks, which the backend may read itself."""
+
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:
+        """Return a larger size where the backend reads blocks itself, and nothing is to be written."""
+        return block_bytes(backend, destination, self.spec)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Measure(Look[Measurement]):
     """Sums tensors, and counts what is not finite. With `leaves`, blocks stay on the device for the next pass."""
 
     title: ClassVar = "measuring"
 
     leaves: bool = False
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Task]:
-        """One for each block; larger ones where the backend reads them itself, and nothing is to be written."""
-        nbytes = block_bytes(backend, destination, self.spec)
-        return (OnBlock(self.work, one) for one in self.blocks(destination, nbytes))
+    def empty(self) -> Measurement:
+        """Begin with nothing."""
+        return Measurement(self.selected, self.spec)
 
     def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """The same; the next pass may run anywhere."""
+        """Return the same; the next pass may run anywhere."""
         return replace(super().about(selected, places), leaves=False)
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
@@ -109,10 +126,14 @@ class _Nothing(Measure):
 NOTHING = _Nothing((), NormSpec())
 
 
-class Scaling(TensorPass):
+class Scaling(TensorPass[Measurement]):
     """Multiplies blocks in place, and measures what is written."""
 
     title: ClassVar = "clipping"
+
+    def empty(self) -> Measurement:
+        """Begin with nothing."""
+        return Measurement(self.selected, self.spec)
 
     def work(self, block: Block, worker: Worker, found: Measurement) -> None:
         """Rewrite a block."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from array import array
 from dataclasses import dataclass
 from functools import partial
@@ -21,22 +20,20 @@ from gradtool import tuning
 from gradtool.backends import Stored, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
-from gradtool.engines import OnBlock
+from gradtool.engines.tally import Column, Tally
 from gradtool.errors import SystemRefusedError
 from gradtool.ops.beside import read_one
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Scaling, by_shard, pieces_of
-from gradtool.reduction import TILE
+from gradtool.ops.passes import Scaling, TensorPass, pieces_of
 from gradtool.store import fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend, BlockSums, Data, Factors, NormSpec, Piece, UnitCounts, UnitLimits
+    from gradtool.backends import BlockSums, Data, Factors, Piece, UnitCounts, UnitLimits
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block, Span
-    from gradtool.store.transaction.destination import Destination
 
 
 def units_of(selected: Selected) -> tuple[int, int]:
@@ -104,64 +101,53 @@ class UnitFactors(NamedTuple):
     counts: UnitCounts
 
 
-class UnitSums:
-    """The sums of gradients, and what is known of the factors of their units; filled from any thread.
+# Units above their limit; those with a factor other than 1, and with a norm of parameters that is not finite; and the
+# first one whose factor is beyond the range of its type.
+_COLUMNS = {
+    "clipped": Column("q", "sum"),
+    "changed": Column("q", "sum"),
+    "nonfinite": Column("q", "sum"),
+    "beyond": Column("q", "first"),
+}
 
-    `clipped` counts the units above their limit, and `changed` are the tensors with a factor other than 1. `suspects`
-    are those with a norm of parameters that is not finite. `out_of_range` has for each tensor the first unit whose
-    factor is beyond the range of its type, and that factor.
-    """
 
-    def __init__(self, grads: Sequence[Selected], spec: NormSpec) -> None:
-        self.measurement = Measurement(grads, spec)
-        self.clipped = 0
-        self.changed: set[int] = set()
-        self.suspects: set[int] = set()
-        self.out_of_range: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
+class UnitTally(Tally):
+    """What is counted of the units of gradients, which take the place of elements."""
+
+    clipped: array[int]
+    changed: array[int]
+    nonfinite: array[int]
+    beyond: array[int]
+
+    def __init__(self, grads: Sequence[Selected]) -> None:
+        super().__init__(_COLUMNS, [], [1] * len(grads))
 
     def add(self, units: UnitFactors) -> None:
         """Add consecutive units."""
-        number, first, factors, counts = units
-        with self._lock:
-            self.clipped += counts.clipped
-            if counts.changed:
-                self.changed.add(number)
-            if counts.nonfinite:
-                self.suspects.add(number)
-            if counts.beyond >= 0:
-                place = first + counts.beyond, factors[counts.beyond]
-                self.out_of_range[number] = min(place, self.out_of_range.get(number, place))
+        rows = {name: [count] for name, count in units.counts._asdict().items()}
+        self.merge([(units.tensor, units.first)], rows, [])
 
 
-class ComputeUnitFactors(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
-    grads: Sequence[Selected]
+    title = "comparing"
+
     params: Sequence[Selected]
     limits: UnitLimits
-    spec: NormSpec
     file: FactorFile
 
     @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return "comparing"
+    def beside(self) -> Sequence[Selected]:
+        """The parameters."""
+        return self.params
 
-    def empty(self) -> UnitSums:
-        """Of all units."""
-        return UnitSums(self.grads, self.spec)
+    def empty(self) -> tuple[Measurement, UnitTally]:
+        """Begin with nothing, of all gradients and of all units."""
+        return Measurement(self.selected, self.spec), UnitTally(self.selected)
 
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of gradients and parameters."""
-        return destination.nbytes([*self.grads, *self.params])
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block."""
-        blocks = destination.blocks(by_shard(self.grads), TILE, backend.block_bytes)
-        return (OnBlock(self._compute, block) for block in blocks)
-
-    def _compute(self, block: Block, worker: Worker, sums: UnitSums) -> None:
+    def work(self, block: Block, worker: Worker, found: tuple[Measurement, UnitTally]) -> None:
         """Compute the factors of the units that begin in a block; the last one may go on behind it."""
         measured = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
         units = list(self._in_block(block, worker))
@@ -171,14 +157,15 @@ class ComputeUnitFactors(NamedTuple):
             if rest and last * size >= span.start:
                 units.append(self._of_unit(span.tensor, last, worker))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
-        sums.measurement.add(block, measured)
+        sums, tally = found
+        sums.add(block, measured)
         for unit in units:
-            sums.add(unit)
+            tally.add(unit)
             self.file.write(unit.tensor, unit.first, unit.factors)
 
     def _size(self, span: Span) -> int:
         """Return how many elements a unit of the tensor of a span has."""
-        return units_of(self.grads[span.tensor])[1]
+        return units_of(self.selected[span.tensor])[1]
 
     def _in_block(self, block: Block, worker: Worker) -> Iterator[UnitFactors]:
         """Compute the factors of units of which all elements are in a block; valid until the next block."""
@@ -186,7 +173,8 @@ class ComputeUnitFactors(NamedTuple):
         if not whole:
             return
         view = worker.channel.memory("block", block.end - block.begin)
-        beside, addends = read_one({number: self.params[number] for number in whole}, self.grads, block, worker.channel)
+        sides = {number: self.params[number] for number in whole}
+        beside, addends = read_one(sides, self.selected, block, worker.channel)
         room = worker.channel.memory("factors", 8 * sum(map(len, whole.values()))).cast("d")
         for span, addend in zip((span for span in block.spans if span.tensor in whole), addends, strict=True):
             units, size = whole[span.tensor], self._size(span)
@@ -199,7 +187,7 @@ class ComputeUnitFactors(NamedTuple):
 
     def _of_unit(self, tensor: int, unit: int, worker: Worker) -> UnitFactors:
         """Read a unit and compute its factor; a part at a time, if it is longer than a patch."""
-        sides = {"grads": self.grads[tensor], "params": self.params[tensor]}
+        sides = {"grads": self.selected[tensor], "params": self.params[tensor]}
         size, dtype, backend = units_of(sides["grads"])[1], sides["grads"].tensor.dtype, worker.backend
         factors = memoryview(bytearray(8)).cast("d")
         if size <= tuning.PATCH_ELEMENTS:

@@ -10,6 +10,7 @@ import shutil
 import zlib
 from array import array
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from unittest import mock
 
@@ -58,7 +59,11 @@ class Pool:
                 except BaseException as error:  # noqa: BLE001
                     result.set_exception(error)
 
-        self._pool.submit(pickle.loads, call).add_done_callback(take)
+        try:
+            self._pool.submit(pickle.loads, call).add_done_callback(take)
+        except BrokenProcessPool as error:
+            # Of a worker that has died meanwhile, as a cluster would say later.
+            result.set_exception(error)
         return result
 
     def stranded(self):

@@ -438,7 +438,7 @@ def test_files_that_are_replaced_all_the_time_are_checked(tmp_path):
 def test_a_file_that_changes_whenever_it_is_read_is_refused_in_the_end(tmp_path, monkeypatch):
     path, calls = one_file(tmp_path, **ONES), []
 
-    def add(*_):
+    def add(*_, **__):
         calls.append(1)
         raise changed_meanwhile(path)
 

@@ -15,7 +15,6 @@ from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.exponents import Histograms, Profile
 from gradtool.ops.histogram import storage_ranges
-from gradtool.ops.passes import Measure
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
@@ -237,16 +236,16 @@ def opened(tmp_path):
 
 
 def test_parts_are_put_where_they_belong(opened):
-    profile = Profile(Measure(opened.selected, NormSpec()))
+    profile = Profile(opened.selected, NormSpec())
     put = profile.empty()
     for part in profile.parts(DISCARD):
         put.put(part.places, unpacked(packed(counted(part.work).condensed()), part.work.empty()))
-    counts = [put.histograms.between(number, number + 1) for number in range(3)]
+    counts = [put.exponents(number, number + 1) for number in range(3)]
     assert [sum(one.values()) for one in counts] == [
-        one.tensor.elements - int(put.measurement.zeros[number]) for number, one in enumerate(opened.selected)
+        one.tensor.elements - int(put.zeros[number]) for number, one in enumerate(opened.selected)
     ]
-    assert put.histograms.largest.tolist() == put.measurement.max_abs.tolist()
-    assert put.histograms.counts.tobytes() == counted(profile).histograms.counts.tobytes()
+    assert put.largest_finite.tolist() == put.max_abs.tolist()
+    assert put.counts.tobytes() == counted(profile).counts.tobytes()
 
 
 def counted(profile):
@@ -254,19 +253,19 @@ def counted(profile):
 
 
 def test_empty_bins_are_not_sent(opened):
-    found = counted(Profile(Measure(opened.selected[:2], NormSpec()))).histograms
+    found = counted(Profile(opened.selected[:2], NormSpec()))
     sent = packed(found)
     assert len(sent) < 4000 < 8 * len(found.counts)
-    assert unpacked(sent, Histograms(opened.selected[:2])).counts.tobytes() == found.counts.tobytes()
+    assert unpacked(sent, Histograms(opened.selected[:2], NormSpec())).counts.tobytes() == found.counts.tobytes()
 
 
 def test_histograms_of_something_else_are_not_put_anywhere(opened):
-    found, whole = Histograms(opened.selected), [(0, 0), (1, 0), (2, 0)]
-    wrong = [Histograms(opened.selected) for _ in range(2)]
-    wrong[0].largest, wrong[1].counts = np.ones(1), np.ones(5, np.int64)
+    found, whole = Histograms(opened.selected, NormSpec()), [(0, 0), (1, 0), (2, 0)]
+    wrong = [Histograms(opened.selected, NormSpec()) for _ in range(2)]
+    wrong[0].largest_finite, wrong[1].counts = np.ones(1), np.ones(5, np.int64)
     for other, places in [
-        (Histograms(opened.selected), whole[:2]),
-        (Histograms(opened.selected), [(1, 0), (0, 0), (2, 0)]),
+        (Histograms(opened.selected, NormSpec()), whole[:2]),
+        (Histograms(opened.selected, NormSpec()), [(1, 0), (0, 0), (2, 0)]),
         (wrong[0], whole),
         (wrong[1], whole),
         ("histograms", whole[:1]),
@@ -274,4 +273,4 @@ def test_histograms_of_something_else_are_not_put_anywhere(opened):
         with pytest.raises(ValueError, match="of other tensors"):
             found.put(places, other)
     assert not any(found.counts)
-    assert not any(found.largest)
+    assert not any(found.largest_finite)

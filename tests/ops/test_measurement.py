@@ -159,7 +159,7 @@ def test_a_measurement_of_something_else_is_not_put_anywhere(selected):
         (Measurement(selected[:1], spec), []),
         ("a measurement", [(0, 0)]),
     ]:
-        with pytest.raises(ValueError, match="a measurement of"):
+        with pytest.raises(ValueError, match="a tally of"):
             found.put(places, other)
 
 

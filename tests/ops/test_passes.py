@@ -6,7 +6,7 @@ import numpy as np
 from support import write
 
 from gradtool import tuning
-from gradtool.backends import NormSpec
+from gradtool.backends import NormSpec, Tolerance
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.exponents import Profile
 from gradtool.ops.passes import Measure
@@ -23,7 +23,11 @@ def test_only_a_pass_that_writes_nothing_has_a_backend_read_for_itself(tmp_path)
     backend = mock.Mock(block_bytes=tuning.BLOCK_BYTES)
     in_place = Overwritten({opened.shards[0]: (NewFile(opened.shards[0], 0), None)}, None)
     counts = {}
-    passes = measure, Profile(measure), Compare(opened.selected, opened.selected)
+    passes = (
+        measure,
+        Profile(opened.selected, NormSpec()),
+        Compare(opened.selected, NormSpec(), opened.selected, Tolerance()),
+    )
     for name, reads, destination in (("reads", True, DISCARD), ("writes", True, in_place), ("cannot", False, DISCARD)):
         backend.reads_files.return_value = reads
         counts[name] = [len(list(one.tasks(backend, destination))) for one in passes]

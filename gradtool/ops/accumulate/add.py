@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import tuning
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import OnBlock, Part
+from gradtool.engines.tally import Tallies
 from gradtool.ops.accumulate.reduce import reduced
 from gradtool.ops.beside import read
 from gradtool.ops.measurement import Measurement
@@ -24,26 +25,6 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
-
-
-class BeforeAndAfter(NamedTuple):
-    """What was found in the buffer before gradients were added, and after; `before` only where it was measured."""
-
-    before: Measurement | None
-    after: Measurement
-
-    def condensed(self) -> Self:
-        """The same in fewer bytes."""
-        before = None if self.before is None else self.before.condensed()
-        return self._replace(before=before, after=self.after.condensed())
-
-    def put(self, places: Sequence[tuple[int, int]], other: Self) -> None:
-        """Add what was found in a part of the pass with these places."""
-        if (self.before is None) != (other.before is None):
-            raise ValueError("a measurement of another pass")
-        if self.before is not None and other.before is not None:
-            self.before.put(places, other.before)
-        self.after.put(places, other.after)
 
 
 class Add(NamedTuple):
@@ -69,10 +50,9 @@ class Add(NamedTuple):
         """As a progress bar shows it."""
         return "adding"
 
-    def empty(self) -> BeforeAndAfter:
-        """Of all targets, whatever the files."""
-        before = Measurement(self.targets, self.spec) if self.measures_before else None
-        return BeforeAndAfter(before, Measurement(self.targets, self.spec))
+    def empty(self) -> Tallies[Measurement]:
+        """Of all targets: after the gradients were added and, if that is measured, before."""
+        return Tallies([Measurement(self.targets, self.spec) for _ in range(1 + self.measures_before)])
 
     def nbytes(self, destination: Destination) -> int:
         """Bytes of the gradients, and of the buffer where it is read."""
@@ -109,7 +89,7 @@ class Add(NamedTuple):
             places = [(number, 0) for number in numbers]
             yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
 
-    def _add(self, block: Block, worker: Worker, found: BeforeAndAfter) -> None:
+    def _add(self, block: Block, worker: Worker, found: Tallies[Measurement]) -> None:
         channel, backend = worker.channel, worker.backend
         view = channel.memory("block", block.end - block.begin)
         pieces = pieces_of(block)
@@ -123,11 +103,12 @@ class Add(NamedTuple):
         data = view
         if pieces:
             data = backend.to_device(view, copies=reads or not covered, align=pieces[0].offset)
-            before = None if found.before is None else backend.tile_sums(data, pieces, self.spec)
-            after = backend.accumulate(data, pieces, self.sources(block, worker), self.rule_of(block), self.spec)
-            if found.before is not None and before is not None:
-                found.before.add(block, before)
-            found.after.add(block, after)
+            sums = [backend.tile_sums(data, pieces, self.spec)] if self.measures_before else []
+            sums.insert(
+                0, backend.accumulate(data, pieces, self.sources(block, worker), self.rule_of(block), self.spec)
+            )
+            for measurement, each in zip(found.each, sums, strict=True):
+                measurement.add(block, each)
         worker.store(block, data)
 
     def rule_of(self, block: Block) -> Rule:

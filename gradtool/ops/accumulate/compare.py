@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from gradtool.backends import NormSpec, Piece, Rule, Tolerance
 from gradtool.engines import OnBlock
+from gradtool.engines.tally import Tallies
 from gradtool.ops.beside import read
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.diff.figures import root
@@ -27,23 +28,6 @@ if TYPE_CHECKING:
 _UNMEASURED = NormSpec(math.inf)
 
 
-class Distances(NamedTuple):
-    """A comparison of each gradient with the result."""
-
-    compared: Sequence[Comparison]
-
-    def condensed(self) -> Self:
-        """The same in fewer bytes."""
-        return self._replace(compared=[one.condensed() for one in self.compared])
-
-    def put(self, places: Sequence[tuple[int, int]], other: Self) -> None:
-        """Add what was found in a part of the pass with these places."""
-        if len(self.compared) != len(other.compared):
-            raise ValueError("distances of other gradients")
-        for own, theirs in zip(self.compared, other.compared, strict=True):
-            own.put(places, theirs)
-
-
 class Compare(NamedTuple):
     """Compares the contributions of a pass, without their weights, with their reduction."""
 
@@ -54,9 +38,9 @@ class Compare(NamedTuple):
         """As a progress bar shows it."""
         return "comparing"
 
-    def empty(self) -> Distances:
-        """Of all targets."""
-        return Distances([Comparison(self.adding.targets) for _ in self.adding.contributions])
+    def empty(self) -> Tallies[Comparison]:
+        """Of all targets, one for each gradient."""
+        return Tallies([Comparison(self.adding.targets) for _ in self.adding.contributions])
 
     def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
         """Bytes of the gradients, which are read twice."""
@@ -71,7 +55,7 @@ class Compare(NamedTuple):
         for part in self.adding.parts(destination):
             yield part._replace(work=Compare(cast("Add", part.work)))
 
-    def _compare(self, block: Block, worker: Worker, found: Distances) -> None:
+    def _compare(self, block: Block, worker: Worker, found: Tallies[Comparison]) -> None:
         backend, wide, elements = worker.backend, [], 0
         for span in block.spans:
             wide.append(Piece("F64", 8 * elements, span.elements))
@@ -88,7 +72,7 @@ class Compare(NamedTuple):
             backend.accumulate(gradient, wide, self._own(one, block, worker), alone, _UNMEASURED)
             differences.append(backend.differences(gradient, wide, result, wide, Tolerance()))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
-        for comparison, each in zip(found.compared, differences, strict=True):
+        for comparison, each in zip(found.each, differences, strict=True):
             comparison.add(block, each)
 
     def _own(self, one: Contribution, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
@@ -99,7 +83,7 @@ class Compare(NamedTuple):
 
 def compared(session: Session, adding: Add, rows: Sequence[GradientRow]) -> list[GradientRow]:
     """The rows of gradients, with the cosine and the distance of those that are added; `rows` has the others too."""
-    found = iter(session.run(Compare(adding)).compared)
+    found = iter(session.run(Compare(adding)).each)
     return [_row(row, next(found)) if row.taken else row for row in rows]
 
 
@@ -107,4 +91,4 @@ def _row(row: GradientRow, found: Comparison) -> GradientRow:
     counts = found.all_counts()
     if counts.nonfinite_a or counts.nonfinite_b or counts.nonfinite_both:
         return replace(row, cosine=math.nan, distance=math.nan)
-    return replace(row, cosine=found.figures().cosine, distance=root(found.sums[0]))
+    return replace(row, cosine=found.figures().cosine, distance=root(found.tile_sums[0]))

@@ -14,7 +14,6 @@ from gradtool.ops.results import nonfinite_problems
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.accumulate.add import BeforeAndAfter
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.measurement import Measurement
@@ -100,10 +99,9 @@ def _added(
         return found
     alone = one._replace(tensors={number: tensor for number, (tensor, _) in enumerate(pairs)}, weight=1.0)
     measures = Rule(keeps=False, rounds=False)
-    added: BeforeAndAfter = session.run(
-        Add([target for _, target in pairs], [alone], measures, policy.spec, is_new=True)
-    )
-    return added.after
+    added = Add([target for _, target in pairs], [alone], measures, policy.spec, is_new=True)
+    measured: Measurement = session.run(added).each[0]
+    return measured
 
 
 def _limited(

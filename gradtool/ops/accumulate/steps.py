@@ -20,7 +20,6 @@ from gradtool.ops.totals import Total
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.accumulate.add import BeforeAndAfter
     from gradtool.ops.accumulate.buffer import OpenBuffer
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
@@ -79,24 +78,24 @@ def add(
     fills = policy.counts_zeros and not policy.keeps
     numbers = list(range(len(buffer.targets))) if fills else numbers_of(screened.taken)
     adding = _adding(policy, buffer, screened.taken, rule, numbers)
-    before = sum_norm = coef = None
+    sum_norm = coef = None
+    measured: list[Measurement] = []
     if policy.max_norm is not None:
-        sums = session.run(adding._replace(rule=rule._replace(rounds=False)))
-        _refuse_nonfinite(session, policy, adding, sums)
-        before, sum_norm = sums.before, sums.after.norms().whole
-        coef = policy.sum_coef(sums.after, sum_norm)
+        sums, *measured = session.run(adding._replace(rule=rule._replace(rounds=False))).each
+        _refuse_nonfinite(session, policy, adding, sums, measured)
+        sum_norm = sums.norms().whole
+        coef = policy.sum_coef(sums, sum_norm)
         adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
     rows = compared(session, adding, screened.rows) if policy.per_gradient else screened.rows
     files = buffer.files(output, adding.targets, metadata)
     with session.writing(output, files, buffer.indexes) as destination:
-        found = session.run(adding, destination)
-        _refuse_nonfinite(session, policy, adding, found)
+        added, *first = session.run(adding, destination).each
+        _refuse_nonfinite(session, policy, adding, added, first)
         rest = buffer.measure_without(session, numbers, policy.spec)
-        measured = before or found.before
-        before = None if measured is None else rest.updated(numbers, measured)
+        before = rest.updated(numbers, (measured or first)[0]) if measured or first else None
         if needs_zeros and before is not None:
             refuse_nonzero(buffer, policy.weight_key, before)
-    after = rest.updated(numbers, found.after)
+    after = rest.updated(numbers, added)
     return Done(
         targets=buffer.targets,
         found=after,
@@ -149,9 +148,11 @@ def _left_empty(buffer: OpenBuffer, numbers: Sequence[int]) -> list[Problem]:
     return [Problem("skipped", message)]
 
 
-def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: BeforeAndAfter) -> None:
+def _refuse_nonfinite(
+    session: Session, policy: Policy, adding: Add, sums: Measurement, before: Sequence[Measurement]
+) -> None:
     """Raise `NonFiniteError` for a NaN or Inf in a sum, naming the inputs that it comes from."""
-    bad = [number for number in range(len(adding.targets)) if found.after.nan[number] or found.after.inf[number]]
+    bad = [number for number in range(len(adding.targets)) if sums.nan[number] or sums.inf[number]]
     if policy.nonfinite == "propagate" or not bad:
         return
     problems, numbers = [], set(bad)
@@ -159,12 +160,12 @@ def _refuse_nonfinite(session: Session, policy: Policy, adding: Add, found: Befo
         suspects = [tensor for number, tensor in one.tensors.items() if number in numbers]
         problems += nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
     targets = [adding.targets[number] for number in bad]
-    if found.before is not None:
-        problems += nonfinite_problems(targets, found.before.part(bad))
+    for buffer in before:
+        problems += nonfinite_problems(targets, buffer.part(bad))
     if problems:
         raise NonFiniteError(f"input contains NaN or Inf; nothing written. {NONFINITE_REMEDY}", problems)
     raise NonFiniteError(
         "sums overflow their type; nothing written. Use --mean, --max-norm or smaller weights, or --nonfinite "
         "propagate to store Inf",
-        overflow_problems(targets, found.after.part(bad)),
+        overflow_problems(targets, sums.part(bad)),
     )

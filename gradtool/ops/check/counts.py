@@ -40,9 +40,7 @@ class Counted(NamedTuple):
 
 def counts_of(census: Census, number: int) -> Counted:
     """The counts of the tensor with that number."""
-    facts = census.facts
-    values = (facts.nan, facts.inf, facts.zeros, census.subnormal, census.saturated, facts.first_nonfinite)
-    return Counted(*(int(one[number]) for one in values))
+    return Counted(*(int(getattr(census, name)[number]) for name in Counted._fields))
 
 
 def by_dtype(selected: Sequence[Selected], valued: Sequence[Selected], census: Census | None) -> list[DtypeCounts]:

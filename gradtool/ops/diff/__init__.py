@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 from gradtool import checks
+from gradtool.backends import NormSpec
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
 from gradtool.ops.diff.gates import Gates, nonfinite_problems
@@ -129,7 +130,7 @@ def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> DiffResult:
     with call.open_to_read() as session:
         sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
         pairs = pair(*sides, skip=chosen["missing"] == "skip")
-        found = session.run(Compare(pairs.a, pairs.b, gates.tolerance))
+        found = session.run(Compare(pairs.a, NormSpec(), pairs.b, gates.tolerance))
         whole = found.figures()
         rows = _rows(pairs, found, gates) if chosen["per_tensor"] or chosen["top"] is not None else []
         shared = call_facts(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))
@@ -153,13 +154,13 @@ def _facts(pairs: Pairs, found: Comparison, gates: Gates) -> dict[str, Any]:
     facts = _counts(found.all_counts(), gates)
     names = [one.tensor.name for one in pairs.a]
     for key, which in _MAXIMA.items():
-        values = found.maxima[which]
+        values = getattr(found, which)
         largest = max(values, default=0)
         equal = [number for number, value in enumerate(values) if value == largest]
         number = min(equal, key=names.__getitem__) if largest else None
         facts[key] = largest
         facts[f"{key}_tensor"] = None if number is None else names[number]
-        facts[f"{key}_index"] = None if number is None else found.place_of(number, which)
+        facts[f"{key}_index"] = None if number is None else found.maximum(which, number)[1]
     return facts
 
 
@@ -172,8 +173,8 @@ def _rows(pairs: Pairs, found: Comparison, gates: Gates) -> list[TensorDiff]:
     for number, (one, other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
         maxima: dict[str, Any] = {}
         for key, which in _MAXIMA.items():
-            maxima[key] = found.maxima[which][number]
-            maxima[f"{key}_index"] = found.place_of(number, which) if maxima[key] else None
+            maxima[key], index = found.maximum(which, number)
+            maxima[f"{key}_index"] = index if maxima[key] else None
         rows.append(
             TensorDiff(
                 name=one.tensor.name,

@@ -2,74 +2,63 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from gradtool.backends import NormSpec, Piece, Tolerance
+from gradtool.backends import Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines import OnBlock, Part, block_bytes, reads_files
+from gradtool.engines import reads_files
 from gradtool.ops.beside import read_one
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.passes import by_shard, pieces_of
+from gradtool.ops.passes import Look, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend
+    from gradtool.backends import Backend, Tolerance
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
 
 
-# As sums of squares are read.
-_SPEC = NormSpec()
 # Of a part of a block: each takes Python's own work, so shorter ones are all read first.
 _PART_BYTES = 64 << 10
 
 
-class Compare(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class Compare(Look[Comparison]):
     """Compares each of the selected tensors with the other in its place."""
 
-    selected: Sequence[Selected]
+    title: ClassVar = "comparing"
+
     others: Sequence[Selected]
-    tolerance: Tolerance = Tolerance()
+    tolerance: Tolerance
 
     @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return "comparing"
+    def beside(self) -> Sequence[Selected]:
+        """What the tensors are compared with."""
+        return self.others
 
     def empty(self) -> Comparison:
-        """Of all tensors, whatever the files."""
+        """Begin with nothing."""
         return Comparison(self.selected)
 
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of both sides."""
-        return destination.nbytes([*self.selected, *self.others])
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block, which is about as large as usual, and so is what it is compared with."""
-        wanted = by_shard(self.selected)
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:
+        """Return a size that, with what a block is compared with, is about as large as usual."""
+        nbytes = max(super().block_bytes(backend, destination), 2 * backend.block_bytes)
         ours, theirs = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
-        nbytes = max(block_bytes(backend, destination, _SPEC), 2 * backend.block_bytes)
-        if ours:
-            nbytes = max(TILE * max(ours), nbytes * min(ours) // (min(ours) + max(theirs)))
-        return (OnBlock(self._compare, one) for one in destination.blocks(wanted, TILE, nbytes))
+        return max(TILE * max(ours), nbytes * min(ours) // (min(ours) + max(theirs))) if ours else nbytes
 
-    def parts(self, destination: Destination) -> Iterator[Part]:  # noqa: ARG002 - nothing is written
-        """One for each file, with what it is compared with, whichever files that is in."""
-        for shard, tensors in by_shard(self.selected).items():
-            numbers = [number for number, _ in tensors]
-            ours, theirs = ([side[number] for number in numbers] for side in (self.selected, self.others))
-            reads = list(dict.fromkeys([shard, *(one.shard for one in theirs)]))
-            nbytes = sum(one.tensor.nbytes for one in (*ours, *theirs))
-            work = self._replace(selected=ours, others=theirs)
-            yield Part(work, [(number, 0) for number in numbers], reads, None, nbytes)
+    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
+        """Return the same with what these are compared with."""
+        return replace(super().about(selected, places), others=[self.others[number] for number, _ in places])
 
-    def _compare(self, block: Block, worker: Worker, found: Comparison) -> None:
-        reads = reads_files(worker.backend, worker.destination, _SPEC)
+    def work(self, block: Block, worker: Worker, found: Comparison) -> None:
+        """Compare a block."""
+        reads = reads_files(worker.backend, worker.destination, self.spec)
         parts = list(_side_by_side(block, self.others)) if reads else []
         if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
             self._load(block, worker, found)

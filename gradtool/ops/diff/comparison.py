@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.arrays import float64s, int64s, uint64s
+from gradtool.engines.tally import Column, Tally
 from gradtool.ops.diff.figures import Figures
 from gradtool.reduction import TILE, TileSums
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from gradtool.backends import BlockDifferences
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
-# The maxima, and how many there are of what `BlockDifferences` has.
-MAX_ABS, MAX_REL, ULPS = range(3)
-_MAXIMA, _SUMS, _EXPONENTS, _COUNTS = 3, 4, 3, 6
-# The sum of a·b, which may be negative, among the four.
-_PRODUCTS = 3
+# The maxima of `BlockDifferences`, in order.
+MAXIMA = MAX_ABS, MAX_REL, ULPS = "max_abs", "max_rel", "ulps"
+_SUMS, _EXPONENTS = 4, 3
 
 
 class Counts(NamedTuple):
@@ -37,89 +32,55 @@ class Counts(NamedTuple):
     nonfinite_both: int
 
 
-class Comparison:
-    """The differences of some tensors, filled block by block from any thread."""
+# The index of the first element that has a maximum.
+_PLACE = "place_of_{}"
+_COLUMNS = {name: Column("Q" if name == ULPS else "d", "max", place=_PLACE.format(name)) for name in MAXIMA}
+_COLUMNS |= {_PLACE.format(name): Column("q", "place") for name in MAXIMA}
+_COLUMNS |= {name: Column("q", "sum") for name in Counts._fields}
 
-    SENT: ClassVar = ("sums", "maxima", "places", "counts")
+
+class Comparison(Tally):
+    """The differences of some tensors; the tile sums are those of (a-b)², a², b² and ab.
+
+    They have the exponents of the sums themselves, which for squares are twice those of tiles.
+    """
 
     def __init__(self, targets: Sequence[Selected]) -> None:
-        count = len(targets)
-        # Of (a-b)², a², b² and ab, each with the exponent of the sum itself: twice that of a tile, for squares.
-        self.sums = [TileSums(1.0) for _ in range(_SUMS)]
-        # As in `BlockDifferences`, but of each tensor, and with the place in it.
-        self.maxima: list[array[Any]] = [float64s(count), float64s(count), uint64s(count)]
-        self.places, self.counts = int64s(_MAXIMA * count), int64s(_COUNTS * count)
-        self._lock = threading.Lock()
+        sums = [TileSums(1.0, signed=which == _SUMS - 1, finite=True) for which in range(_SUMS)]
+        super().__init__(_COLUMNS, sums, [1] * len(targets))
 
     def add(self, block: Block, found: BlockDifferences) -> None:
-        """Add what a backend found in the pieces of a block."""
-        if not block.spans:
-            return
-        starts = [
+        """Add what a backend found in the tiles of a block."""
+        places = [
             (span.tensor, start)
             for span in block.spans
             for start in range(span.start, span.start + span.elements, TILE)
         ]
+        rows = dict(zip(MAXIMA, found.maxima, strict=True))
+        rows |= {_PLACE.format(name): found.places[which :: len(MAXIMA)] for which, name in enumerate(MAXIMA)}
+        rows |= {name: found.counts[which :: len(Counts._fields)] for which, name in enumerate(Counts._fields)}
         of_gaps, of_a, of_b = (found.exponents[which::_EXPONENTS] for which in range(_EXPONENTS))
-        scales = [map(add, *pair) for pair in ((of_gaps, of_gaps), (of_a, of_a), (of_b, of_b), (of_a, of_b))]
-        with self._lock:
-            for which, (sums, exponents) in enumerate(zip(self.sums, scales, strict=True)):
-                sums.extend((number for number, _ in starts), found.sums[which::_SUMS], exponents)
-            for tile, (number, start) in enumerate(starts):
-                self._take(number, start, found, tile)
-
-    def condensed(self) -> Comparison:
-        """The same from fewer values, to be sent."""
-        for sums in self.sums:
-            sums.condense()
-        return self
-
-    def put(self, places: Sequence[tuple[int, int]], other: Comparison) -> None:
-        """Add what was found in whole tensors; for each its number, and 0.
-
-        Raises:
-            ValueError: it is not about these tensors.
-        """
-        if type(other) is not Comparison or len(other.maxima[MAX_ABS]) != len(places):
-            raise ValueError("a comparison of other tensors")
-        for which, sums in enumerate(other.sums):
-            sums.require_valid(len(places), signed=which == _PRODUCTS)
-            if not all(map(math.isfinite, sums.sums)):
-                raise ValueError("a sum that is not finite")
-        numbers = {position: number for position, (number, _) in enumerate(places)}
-        added = [sums.renumbered(numbers) for sums in other.sums]
-        with self._lock:
-            for sums, more in zip(self.sums, added, strict=True):
-                sums.extend(more.numbers, more.sums, more.exponents)
-            for position, number in numbers.items():
-                self._take(number, 0, other, position)
-
-    def _take(self, number: int, start: int, found: BlockDifferences | Comparison, at: int) -> None:
-        """Take the maxima, their places and the counts of a part of a tensor that begins at element `start`."""
-        for which, values in enumerate(found.maxima):
-            value, place = values[at], start + found.places[_MAXIMA * at + which]
-            known, there = self.maxima[which][number], _MAXIMA * number + which
-            if value > known or (value == known > 0 and place < self.places[there]):
-                self.maxima[which][number], self.places[there] = value, place
-        for which in range(_COUNTS):
-            self.counts[_COUNTS * number + which] += found.counts[_COUNTS * at + which]
+        pairs = (of_gaps, of_gaps), (of_a, of_a), (of_b, of_b), (of_a, of_b)
+        numbers = [number for number, _ in places]
+        sums = [(numbers, found.sums[which::_SUMS], map(add, *pair)) for which, pair in enumerate(pairs)]
+        self.merge(places, rows, sums)
 
     def figures(self) -> Figures:
         """Those of all tensors, as one vector."""
-        return Figures.of(self.sums)
+        return Figures.of(self.tile_sums)
 
     def figures_of(self, number: int) -> Figures:
         """Those of one tensor."""
-        return Figures.of([sums.between(number, number + 1) for sums in self.sums])
+        return Figures.of([sums.between(number, number + 1) for sums in self.tile_sums])
 
-    def place_of(self, number: int, which: int) -> int:
-        """The index of a maximum in its tensor."""
-        return self.places[_MAXIMA * number + which]
+    def maximum(self, which: str, number: int) -> tuple[Any, int]:
+        """Return a maximum of a tensor, and the index of the first element that has it."""
+        return getattr(self, which)[number], getattr(self, _PLACE.format(which))[number]
 
     def all_counts(self) -> Counts:
         """Those of all tensors."""
-        return Counts(*(sum(self.counts[which::_COUNTS]) for which in range(_COUNTS)))
+        return Counts(*(sum(getattr(self, name)) for name in Counts._fields))
 
     def counts_of(self, number: int) -> Counts:
         """Those of one tensor."""
-        return Counts(*self.counts[_COUNTS * number : _COUNTS * (number + 1)])
+        return Counts(*(getattr(self, name)[number] for name in Counts._fields))

@@ -78,12 +78,12 @@ class Gates(NamedTuple):
 
     def _not_close(self, pairs: Pairs, found: Comparison, number: int, counts: Counts) -> tuple[int, str]:
         elements, most = pairs.a[number].tensor.elements, f"{self.atol or 0.0!r} + {self.rtol or 0.0!r}·|b|"
-        gap, at = found.maxima[MAX_ABS][number], found.place_of(number, MAX_ABS)
+        gap, at = found.maximum(MAX_ABS, number)
         message = f"{counts.not_close:,} of {elements:,} values differ by more than {most}"
         return counts.not_close, f"{message}; max_abs_diff {gap!r} at index {at}"
 
     def _too_many_ulps(self, pairs: Pairs, found: Comparison, number: int, counts: Counts) -> tuple[int, str]:  # noqa: ARG002
-        ulps, at = found.maxima[ULPS][number], found.place_of(number, ULPS)
+        ulps, at = found.maximum(ULPS, number)
         message = f"max_ulp {ulps:,} at index {at} is above the limit {self.max_ulp:,}"
         return ulps if ulps > (self.max_ulp or 0) else 0, message
 

@@ -20,10 +20,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gradtool import memory
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store import system
-from gradtool.store.format.limits import MAX_TEXT, memory_to_check, refuse_large_header, refuse_long, refuse_long_names
+from gradtool.store.format.limits import MAX_TEXT, refuse_large_header, refuse_long, refuse_long_names
 from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
 from gradtool.store.links import open_to_read
 
@@ -99,7 +98,6 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     """
     refuse_long(path, "the header", len(text))
     refuse_large_header(path, text)
-    memory.require(memory_to_check(text))
     size = 8 + len(text) + nbytes
     if (refusal := _refusal(path, text, size)) is not None:
         error = _explain(path, text, size, shortened(str(refusal), 400)).problems[0]
@@ -204,11 +202,8 @@ def _shard(path: Path, text: bytes, status: os.stat_result, metadata: dict[str, 
 
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
     """The metadata and the tensors of a header, if it is valid for a file of that size."""
-    cost = memory_to_check(text)
-    # Without memory, the library ends the process.
-    memory.require(cost)
     if not _is_surely_valid(path, text, size):
-        _ask_library(path, text, size, cost)
+        _ask_library(path, text, size)
     return _parsed(path, text)
 
 
@@ -266,18 +261,18 @@ def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
     return None
 
 
-def _ask_library(path: Path, text: bytes, size: int, cost: int) -> None:
+def _ask_library(path: Path, text: bytes, size: int) -> None:
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
-    has_room = memory.left() >= cost + size
-    judged = text if has_room else emptied(text)
     try:
-        with _copied(path, judged, size if has_room else 8 + len(judged)) as copy, safe_open(copy, framework="numpy"):
-            pass
-        if not has_room:
-            refuse_wrong_offsets(path, text, size)
+        with _copied(path, text, size) as copy, safe_open(copy, framework="numpy"):
+            refusal: Exception | None = None
+    except MemoryError:  # There is a limit on memory, and the file is larger.
+        refusal = _refusal(path, text, size)
     except (SafetensorError, ValueError) as error:
-        raise _explain(path, text, size, shortened(str(error), 400)) from error
+        refusal = error
+    if refusal is not None:
+        raise _explain(path, text, size, shortened(str(refusal), 400)) from refusal
 
 
 @contextlib.contextmanager

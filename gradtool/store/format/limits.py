@@ -54,11 +54,6 @@ def refuse_large_header(path: Path, text: bytes) -> None:
         raise _over(path, f"the header is as large as that of {count:,} tensors", MAX_TENSORS, "; split the file")
 
 
-def memory_to_check(text: bytes) -> int:
-    """Bytes of memory that the library needs at most for a header within the limits; measured, and rounded up."""
-    return 3 * len(text) + 1000 * _count(text, _OF_TENSOR)
-
-
 def refuse_large_index(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for an index that would cost too much to parse."""
     _refuse_odd(path, "the index", text)

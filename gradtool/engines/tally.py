@@ -1,0 +1,195 @@
+"""What a pass collects: columns of statistics, with a row for each tensor, and sums of tiles.
+
+A column says how the values of parts of a tensor become one. Locking, merging, what is sent by other processes, and
+copies of some rows are written once, here: a new statistic is a new column.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from copy import copy
+from itertools import accumulate
+from operator import add
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Self, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gradtool.reduction import TileSums
+
+    # For parts of tensors: the number of its tensor, and the element that it begins at.
+    Places = Sequence[tuple[int, int]]
+
+
+AnyTally = TypeVar("AnyTally", bound="Tally")
+
+
+class Column(NamedTuple):
+    """A statistic of each tensor: its type, and how the values of parts of a tensor are merged.
+
+    A `sum` adds them and, unless it is `signed`, is no smaller than 0. A `max` is the largest; if it has a `place`,
+    that is the column with the index of the first element that has it. A `first` is an index, or -1, and the smallest
+    one is kept; a `place` is merged with its maximum. A `bins` column has several sums for each tensor.
+    """
+
+    typecode: str
+    merge: Literal["sum", "max", "first", "place", "bins"]
+    signed: bool = False
+    place: str = ""
+
+
+class Tally:
+    """Statistics of some tensors, filled block by block from any thread. A column is an attribute: an array."""
+
+    def __init__(self, columns: Mapping[str, Column], sums: Sequence[TileSums], widths: Sequence[int]) -> None:
+        """Begin with nothing: empty sums of tiles and, for each tensor, so many bins."""
+        self.columns, self.tile_sums = columns, sums
+        self._bounds = [0, *accumulate(widths)]
+        for name, (typecode, merge, _, _) in columns.items():
+            count = self._bounds[-1] if merge == "bins" else len(widths)
+            setattr(self, name, array(typecode, [-1 if merge == "first" else 0]) * count)
+        self._lock = threading.Lock()
+
+    @property
+    def SENT(self) -> tuple[str, ...]:  # noqa: N802 - of a class, it is a constant
+        """The attributes that a worker sends."""
+        return ("tile_sums", *self.columns)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._bounds) - 1
+
+    def merge(self, places: Places, rows: Mapping[str, Any], sums: Iterable[tuple[Any, Any, Any]]) -> None:
+        """Merge what was found in parts of tensors: for each column a value a part, and tile sums of the tensors.
+
+        The tile sums are (numbers of their tensors, sums, exponents), for each order.
+        """
+        with self._lock:
+            for known, more in zip(self.tile_sums, sums, strict=True):
+                known.extend(*more)
+            for name, column in self.columns.items():
+                values, found = getattr(self, name), rows[name]
+                if column.merge == "sum":
+                    for (number, _), value in zip(places, found, strict=True):
+                        values[number] += value
+                elif column.merge == "max":
+                    self._merge_largest(places, values, found, column.place, rows)
+                elif column.merge == "first":
+                    for (number, start), index in zip(places, found, strict=True):
+                        if index >= 0 and (values[number] < 0 or start + index < values[number]):
+                            values[number] = start + index
+                elif column.merge == "bins":
+                    self._merge_bins(places, values, found)
+
+    def _merge_largest(
+        self, places: Places, values: array[Any], found: Sequence[Any], place: str, rows: Mapping[str, Any]
+    ) -> None:
+        if not place:
+            for (number, _), value in zip(places, found, strict=True):
+                values[number] = max(values[number], value)
+            return
+        indices = getattr(self, place)
+        for (number, start), value, index in zip(places, found, rows[place], strict=True):
+            at = start + index
+            if value > values[number] or (value == values[number] > 0 and at < indices[number]):
+                values[number], indices[number] = value, at
+
+    def _merge_bins(self, places: Places, values: array[Any], found: array[Any]) -> None:
+        at = 0
+        for number, _ in places:
+            bins = slice(self._bounds[number], self._bounds[number + 1])
+            known, more = values[bins], found[at : at + bins.stop - bins.start]
+            values[bins] = array(values.typecode, map(add, known, more)) if any(known) else more
+            at += len(known)
+
+    def condensed(self) -> Self:
+        """Return the same with as few tile sums as possible, to be sent."""
+        for sums in self.tile_sums:
+            sums.condense()
+        return self
+
+    def put(self, places: Places, other: Self) -> None:
+        """Merge what another process found in parts of tensors.
+
+        Raises:
+            ValueError: it is not about these parts, or no statistic of any.
+        """
+        if type(other) is not type(self) or self._bounds_of([number for number, _ in places]) != other._bounds:
+            raise ValueError("a tally of other tensors")
+        if [sums.order for sums in self.tile_sums] != [sums.order for sums in other.tile_sums]:
+            raise ValueError("a tally of another norm")
+        for name, (_, merge, signed, _) in self.columns.items():
+            values = getattr(other, name)
+            if len(values) != (other._bounds[-1] if merge == "bins" else len(places)):
+                raise ValueError("a tally of other tensors")
+            if merge in {"sum", "bins"} and not signed and any(value < 0 for value in values):
+                raise ValueError("a negative count")
+        for sums in other.tile_sums:
+            sums.require_valid(len(places))
+        numbers = {position: number for position, (number, _) in enumerate(places)}
+        renumbered = [sums.renumbered(numbers) for sums in other.tile_sums]
+        self.merge(places, vars(other), [(sums.numbers, sums.sums, sums.exponents) for sums in renumbered])
+
+    def part(self, numbers: Sequence[int]) -> Self:
+        """Return a tally of the tensors with the given numbers alone."""
+        part = copy(self)
+        vars(part).update(_bounds=self._bounds_of(numbers))
+        renumbered = {old: new for new, old in enumerate(numbers)}
+        part.tile_sums = [sums.renumbered(renumbered) for sums in self.tile_sums]
+        for name in self.columns:
+            values = getattr(self, name)
+            items = (at for number in numbers for at in self._items(name, number))
+            setattr(part, name, array(values.typecode, map(values.__getitem__, items)))
+        return part
+
+    def between(self, first: int, end: int) -> Self:
+        """Return a tally of consecutive tensors, those with the numbers from `first` up to `end`."""
+        part = copy(self)
+        vars(part).update(_bounds=self._bounds_of(range(first, end)))
+        part.tile_sums = [sums.between(first, end) for sums in self.tile_sums]
+        for name, column in self.columns.items():
+            begin, stop = (self._bounds[first], self._bounds[end]) if column.merge == "bins" else (first, end)
+            setattr(part, name, getattr(self, name)[begin:stop])
+        return part
+
+    def updated(self, numbers: Sequence[int], other: Self) -> Self:
+        """Return a copy in which the tensors with the given numbers come from another tally, of just these."""
+        copied, replaced = copy(self), dict(enumerate(numbers))
+        others = set(range(len(self))) - set(numbers)
+        copied.tile_sums = [sums.renumbered({number: number for number in others}) for sums in self.tile_sums]
+        for sums, theirs in zip(copied.tile_sums, other.tile_sums, strict=True):
+            more = theirs.renumbered(replaced)
+            sums.extend(more.numbers, more.sums, more.exponents)
+        for name in self.columns:
+            values, new = getattr(self, name)[:], getattr(other, name)
+            for position, number in replaced.items():
+                for to, at in zip(self._items(name, number), other._items(name, position), strict=True):
+                    values[to] = new[at]
+            setattr(copied, name, values)
+        return copied
+
+    def _bounds_of(self, numbers: Iterable[int]) -> list[int]:
+        """Return where the bins of tensors would begin and end in a tally of these."""
+        return list(accumulate((self._bounds[number + 1] - self._bounds[number] for number in numbers), initial=0))
+
+    def _items(self, name: str, number: int) -> range:
+        """Return where the values of a tensor are in a column."""
+        if self.columns[name].merge == "bins":
+            return range(self._bounds[number], self._bounds[number + 1])
+        return range(number, number + 1)
+
+
+class Tallies(NamedTuple, Generic[AnyTally]):
+    """Several tallies that one pass fills."""
+
+    each: Sequence[AnyTally]
+
+    def condensed(self) -> Self:
+        """Return the same with as few tile sums as possible, to be sent."""
+        return self._replace(each=[tally.condensed() for tally in self.each])
+
+    def put(self, places: Places, other: Self) -> None:
+        """Merge what another process found in parts of tensors; `ValueError` if it is not about these."""
+        for tally, more in zip(self.each, other.each, strict=True):
+            tally.put(places, more)

@@ -83,15 +83,17 @@ def test_what_needs_no_room_is_done_on_a_full_disk(disk):
     assert gradtool("recover", disk / "set").returncode == 0
 
 
-def test_without_room_for_the_factors_of_units_nothing_is_changed(disk, tmp_path, monkeypatch):
+def test_without_room_for_the_factors_of_units_nothing_is_changed(disk, tmp_path):
     grads = write(tmp_path / "g.safetensors", {"a": np.full((400_000, 2), 2.0, np.float32)})
     before = grads.read_bytes()
     fill(disk)
     # Much less than 8 bytes for each unit; enough for Python to find the folder usable.
     with (disk / "junk").open("r+b") as junk:
         junk.truncate(junk.seek(0, 2) - (1 << 20))
-    monkeypatch.setenv("TMPDIR", str(disk))
-    done = gradtool("clip", grads, "--agc", "0.1", "--params", write(tmp_path / "p.safetensors", read(grads)))
+    # In a process of its own: Python looks for the folder once.
+    environment = {"TMPDIR": str(disk), "PYTHONUNBUFFERED": "1"}
+    params = write(tmp_path / "p.safetensors", read(grads))
+    done = gradtool("clip", grads, "--agc", "0.1", "--params", params, env=environment)
     message = f"{disk}: cannot store the factors of units: No space left on device; set TMPDIR to another folder"
     assert (done.returncode, done.stderr) == (5, f"gradtool: error: {message}\n")
     assert grads.read_bytes() == before

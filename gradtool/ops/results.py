@@ -175,8 +175,15 @@ def facts(
     )
 
 
-def loss_warnings(selected: Sequence[Selected], written: Measurement) -> list[Problem]:
-    """Warn if more than 0.1 % of the values other than 0 became 0 or subnormal in the tensors that were written."""
+def loss_warnings(
+    selected: Sequence[Selected],
+    written: Measurement,
+    remedy: str = "Use --dtype {} with --output or --output-dir to keep them",
+) -> list[Problem]:
+    """Warn if more than 0.1 % of the values other than 0 became 0 or subnormal in the tensors that were written.
+
+    The remedy has a place for a type that holds them.
+    """
     zeros, subnormals = sum(written.new_zeros), max(0, sum(written.new_subnormals))
     nonzero = sum(one.tensor.elements for one in selected) - sum(written.zeros) + zeros
     if (zeros + subnormals) * _LOSSES <= nonzero:
@@ -188,7 +195,7 @@ def loss_warnings(selected: Sequence[Selected], written: Measurement) -> list[Pr
     if dtypes != ["F64"]:
         # F32 has no smaller exponents than BF16.
         wider = "F64" if {"F32", "BF16", "F64"} & set(dtypes) else "F32"
-        message += f". Use --dtype {wider} with --output or --output-dir to keep them"
+        message += f". {remedy.format(wider)}"
     return [Problem("underflow", message)]
 
 

@@ -87,13 +87,11 @@ def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) 
         weights = weights_of(offered, policy.weights, policy.weight_key)
         matched, gaps = match(buffer.targets, list(zip(offered, selected, strict=True)), weights, policy)
         done = (add if chosen["update"] else leave)(session, policy, buffer, matched, output)
+    # The type of a buffer is its own.
+    remedies = () if policy.is_new else ("Use a buffer of {} to keep them",)
+    losses = loss_warnings(done.targets, done.found, *remedies)
     return AccumulateResult(
-        **facts(
-            session,
-            done.targets,
-            done.found,
-            warnings=[*gaps, *done.warnings, *loss_warnings(done.targets, done.found)],
-        ),
+        **facts(session, done.targets, done.found, warnings=[*gaps, *done.warnings, *losses]),
         **written(session, output, done.destination),
         norm_before=done.norm_before,
         norm_after=done.norm_after,

@@ -65,19 +65,20 @@ class Compare(NamedTuple):
         result, gradient = (
             backend.to_device(worker.channel.memory(use, 8 * elements), copies=False) for use in ("result", "gradient")
         )
-        rule, alone = Rule(keeps=False, divisor=self.adding.rule_of(block).divisor), Rule(keeps=False)
+        rule = Rule(keeps=False, divisor=self.adding.rule_of(block).divisor)
         backend.accumulate(result, wide, self.adding.sources(block, worker), rule, _UNMEASURED)
         differences = []
         for one in self.adding.contributions:
-            backend.accumulate(gradient, wide, self._own(one, block, worker), alone, _UNMEASURED)
+            own = Rule(keeps=False, divisor=one.unscale)
+            backend.accumulate(gradient, wide, self._own(one, block, worker), own, _UNMEASURED)
             differences.append(backend.differences(gradient, wide, result, wide, Tolerance()))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
         for comparison, each in zip(found.each, differences, strict=True):
             comparison.add(block, each)
 
     def _own(self, one: Contribution, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
-        """What a contribution has for a block, without its weight."""
-        alone = one._replace(weight=1 / one.unscale, coef=1.0, is_sum=False)
+        """What a contribution has for a block, as it is stored."""
+        alone = one._replace(weight=1.0, coef=1.0)
         return read([alone], self.adding.targets, block, worker.channel, 1 << 62)
 
 

@@ -41,7 +41,7 @@ class Contribution(NamedTuple):
     @property
     def unscale(self) -> float:
         """What its values are divided by to get the gradient; a sum of weight 0 stays as it is."""
-        return abs(self.weight) or 1.0 if self.is_sum else 1.0
+        return self.weight or 1.0 if self.is_sum else 1.0
 
 
 _RENAME = "nothing written. Rename tensors"

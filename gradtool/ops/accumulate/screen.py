@@ -74,7 +74,7 @@ def screen(
         selected = list(one.tensors.values())
         found = session.run(Measure(selected, policy.spec))
         bad = nonfinite_problems(selected, found)
-        norm = _added(session, policy, targets, one, found).norms(unscale=one.unscale).whole
+        norm = _added(session, policy, targets, one, found).norms(unscale=abs(one.unscale)).whole
         limited, row = _limited(policy, one, found, norm, is_taken=not bad or policy.nonfinite != "skip")
         rows.append(row)
         problems += bad

@@ -37,6 +37,15 @@ def test_weights_count_in_the_result_only(tmp_path):
     assert [row.cosine for row in rows] == pytest.approx([6 / math.sqrt(52), -4 / math.sqrt(52)], abs=1e-15)
 
 
+@pytest.mark.parametrize("total", [-3.0, 49.0, 7e-311])
+def test_a_sum_is_compared_as_the_mean_that_it_stands_for(tmp_path, total):
+    marks = {"n": repr(total), "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
+    path = write(tmp_path / "sum", {"w": f32(1e-5, 2e-5, 7e-5)}, marks)
+    options = {"weight_key": "n", "mean": True, "dtype": "F64", "per_gradient": True}
+    row = accumulate(path, output=tmp_path / "mean", **options).per_gradient[0]
+    assert (row.cosine, row.distance) == (1.0, 0.0)
+
+
 def test_what_a_gradient_lacks_counts_as_zeros_and_a_skipped_one_has_none(tmp_path):
     path, _ = lay_out(tmp_path, {"a": f32(0), "b": f32(0)})
     one = write(tmp_path / "one", {"a": f32(3), "b": f32(4)})

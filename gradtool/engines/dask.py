@@ -21,6 +21,7 @@ from concurrent.futures import CancelledError, Future, wait
 from contextvars import ContextVar, copy_context
 from functools import partial
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -38,8 +39,9 @@ _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
 _FILE_BYTES = 1 << 20
-# A worker's task is given away after as many of its heartbeats, if not later.
-_HEARTBEATS = 10
+# A worker's task is not given away before, however short the timeout. Heartbeats are 0.5 to 2 s apart, and up to 5 ms
+# more for each worker.
+_LEAST_PATIENCE, _PATIENCE_FOR_EACH = 5.0, 0.05
 # Until a worker that was asked something, and is silent, has been named.
 _GRACE_SECONDS = 2.0
 _MOST_SLOTS = 1024
@@ -53,7 +55,7 @@ class Dask:
     def __init__(self, address: str, timeout: float) -> None:
         self.name = f"the Dask scheduler at {address}"
         try:
-            client, self._interval = _imported()
+            client = _imported()
         except ImportError as error:
             raise BackendUnavailableError(f"Dask cannot be loaded ({error}); {_INSTALL}", code="engine") from error
         where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
@@ -92,7 +94,7 @@ class Dask:
             raise self._lost()
         try:
             workers = _answer(lambda: client.sync(client.scheduler.identity), _ANSWER_SECONDS)["workers"]
-            now, patience = monotonic(), max(self._timeout, _HEARTBEATS * self._interval(len(workers)))
+            now, patience = monotonic(), max(self._timeout, _LEAST_PATIENCE + _PATIENCE_FOR_EACH * len(workers))
             signs, members = {}, {}
             for address, one in workers.items():
                 sign, since = self._signs.get(address, (None, now))
@@ -150,7 +152,7 @@ class Dask:
         async def deliver() -> None:
             # As Dask's executor, whose futures never end where an answer cannot be read.
             try:
-                result.set_result(await future._result())  # noqa: SLF001
+                result.set_result(await future)
             except (CancelledError, asyncio.CancelledError):
                 result.cancel()
             except Exception as error:  # noqa: BLE001
@@ -259,10 +261,10 @@ _reads_inert: ContextVar[bool] = ContextVar("reads_inert", default=False)
 
 
 class _Inert(Exception):  # noqa: N818 - it stands for anything
-    """Whatever a pickle names: it takes any arguments and any state, and does nothing."""
+    """Whatever a pickle names: it takes any arguments and any state, and keeps nothing but texts."""
 
     def __init__(self, *args: object, **_: object) -> None:
-        super().__init__(*args)
+        super().__init__(*(text for text in args if type(text) is str))
 
     def __setstate__(self, _: object) -> None:
         pass
@@ -272,28 +274,22 @@ class _Reader(pickle.Unpickler):
     """Reads a pickle without importing or calling what it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name. Dask has to know bytes, which are all that is ever asked for."""
+        """Stand in for a name. Dask has to know bytes, which are all that is ever asked for."""
         if (module, name) == ("builtins", "bytes"):
             return bytes
-        return _exception if name == "unpickle_exception" else type(shortened(name), (_Inert,), {})
+        return _exception if name.startswith("unpickle_exception") else type(shortened(name), (_Inert,), {})
 
 
-def _exception(kind: Callable[..., _Inert], args: tuple[object, ...], *_: object) -> _Inert:
-    """An exception, as Dask has it pickled."""
-    return kind(*args)
+def _exception(kind: Callable[..., _Inert], args: Any, *_: object) -> _Inert:
+    """Make an exception, as Dask has it pickled: with its arguments, or with attributes that they are one of."""
+    return kind(*(args["args"] if isinstance(args, dict) else args))
 
 
-class _Pickle:
-    """In place of Python's module in the one of Dask that reads all of its pickles."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pickle, name)
-
-    def loads(self, data: Any, **options: Any) -> Any:
-        """Read a pickle; where it comes from a cluster of ours, without believing it."""
-        if not _reads_inert.get():
-            return pickle.loads(data, **options)  # noqa: S301 - as without us
-        return _Reader(io.BytesIO(data), **options).load()
+def _loads(data: Any, **options: Any) -> Any:
+    """Read a pickle of Dask's; where it comes from a cluster of ours, without believing it."""
+    if not _reads_inert.get():
+        return pickle.loads(data, **options)  # noqa: S301 - as without us
+    return _Reader(io.BytesIO(data), **options).load()
 
 
 def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
@@ -303,24 +299,22 @@ def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
     return context.run(function, *arguments)
 
 
-def _imported() -> tuple[Any, Callable[[int], float]]:
-    """The client of Dask, and the seconds between signs of life of each of so many workers.
+def _imported() -> Any:
+    """Import Dask's client, so that it reads pickles as `_loads` does.
 
     Raises:
         ImportError: Dask is not installed, or reads pickles in a way that is not known here.
     """
     import distributed
     from distributed.protocol import pickle as untyped
-    from distributed.scheduler import heartbeat_interval
 
     protocol: Any = untyped
     if getattr(protocol, "pickle", None) is pickle:
-        protocol.pickle = _Pickle()
+        protocol.pickle = SimpleNamespace(**vars(pickle) | {"loads": _loads})
     if type(_run_inert(protocol.loads, pickle.dumps(ValueError()))) is ValueError:
         raise ImportError("gradtool cannot keep this version from running what it is sent")
     # Events are what anyone sends to have it printed here.
-    handlers = {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end}
-    return type("Client", (distributed.Client,), handlers), heartbeat_interval
+    return type("Client", (distributed.Client,), {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end})
 
 
 def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:

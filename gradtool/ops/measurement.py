@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # One value for each tensor.
 _FACTS = ("max_abs", "nan", "inf", "zeros", "first_nonfinite", "new_zeros", "new_subnormals")
-_COUNTS = ("nan", "inf", "zeros", "new_zeros")
 
 
 class Norms(NamedTuple):
@@ -36,6 +35,7 @@ class Measurement:
     """Sums and facts of some tensors, filled block by block from any thread."""
 
     SENT: ClassVar = ("sums", *_FACTS)
+    SIGNED: ClassVar = ("first_nonfinite", "new_subnormals")
 
     def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
         self.spec = spec
@@ -67,8 +67,6 @@ class Measurement:
         """
         if type(other) is not Measurement or other.spec != self.spec or len(other.max_abs) != len(places):
             raise ValueError("a measurement of other tensors")
-        if any(count < 0 for name in _COUNTS for count in getattr(other, name)):
-            raise ValueError("a negative count")
         other.sums.require_valid(len(places))
         sums = other.sums.renumbered({position: number for position, (number, _) in enumerate(places)})
         with self._lock:

@@ -1,5 +1,6 @@
 """Workers and schedulers that are hostile or freeze, on real Dask: the command runs nothing of theirs, and ends."""
 
+import io
 import subprocess
 
 import numpy as np
@@ -10,6 +11,9 @@ from support import sample, snapshot, write_index
 pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
 
 from dask_cluster import DaskCluster, is_stopped
+from distributed.core import error_message
+
+from gradtool.engines import dask
 
 # Makes a file where it is unpickled, unless that is the process that pickled it: Dask tries what it sends.
 EVIL = """
@@ -25,6 +29,12 @@ WORKERS = {
 from gradtool.engines import work
 def fail(*_):
     raise RuntimeError(Evil())
+work.perform = fail
+""",
+    "an error without end": """
+from gradtool.engines import work
+def fail(*_):
+    raise RuntimeError(10**6000)
 work.perform = fail
 """,
     "the type of a result": """
@@ -77,6 +87,26 @@ def dask_setup(scheduler):
     scheduler.add_plugin(Plugin())
 """,
 }
+
+
+def nested(depth):
+    """A pickle of an error whose argument is so many tuples in one another."""
+    return b"\x80\x04cbuiltins\nValueError\n(" + b"(" * depth + b"t" * depth + b"tR."
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (RuntimeError("no room"), "RuntimeError: no room"),
+        (OSError(28, "no room"), "OSError: no room"),
+        (ImportError("no module"), "ImportError: no module"),
+        (nested(200_000), "ValueError: "),
+    ],
+    ids=range(4),
+)
+def test_an_error_of_a_worker_is_told_by_its_kind_and_its_words(sent, said):
+    error = dask._Reader(io.BytesIO(sent if type(sent) is bytes else error_message(sent)["exception"].data)).load()
+    assert dask.Dask.why(None, error) == f"a worker failed: {said}"
 
 
 @pytest.mark.parametrize("lie", WORKERS)

@@ -11,15 +11,14 @@ import contextlib
 import io
 import json
 import logging
-import os
 import pickle
 import re
-import stat
 import threading
 import warnings
 from concurrent.futures import CancelledError, Future, wait
 from contextvars import ContextVar, copy_context
 from functools import partial
+from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +27,7 @@ from urllib.parse import urlsplit
 from gradtool.engines import Member
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
+from gradtool.store.format.header import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -42,8 +42,6 @@ _FILE_BYTES = 1 << 20
 # A worker's task is not given away before, however short the timeout. Heartbeats are 0.5 to 2 s apart, and up to 5 ms
 # more for each worker.
 _LEAST_PATIENCE, _PATIENCE_FOR_EACH = 5.0, 0.05
-# Until a worker that was asked something, and is silent, has been named.
-_GRACE_SECONDS = 2.0
 _MOST_SLOTS = 1024
 _ADDRESS = re.compile(r".*://.*|[^/]+:\d+", re.DOTALL)
 _INSTALL = "install it here and on the workers: pip install 'gradtool[dask]'"
@@ -104,7 +102,7 @@ class Dask:
         except Exception as error:
             raise self._lost() from error
         self._signs = signs
-        self._silent = [one for one, (_, since) in signs.items() if now > since + patience + _GRACE_SECONDS]
+        self._silent = [one for one, (_, since) in signs.items() if now > since + patience]
         for address in self._silent:
             del members[address]
         self._alive, held = list(members), self._held()
@@ -223,37 +221,28 @@ def _mute() -> list[logging.Logger]:
 
 
 def _address_in(path: str, timeout: float) -> str:
-    """The address in a scheduler's file, when that is there."""
+    """Read the address from a scheduler's file, as soon as that has been written."""
     deadline = monotonic() + timeout
-    while (address := _read_address(path)) is None:
+    while not _size_of(path):
         if monotonic() > deadline:
             what = f"no scheduler has written it for {timeout:g} s"
             remedy = "start one with `dask scheduler --scheduler-file`"
             raise SystemRefusedError(f"{what}; {remedy}", file=path, code="engine")
         sleep(_POLL_SECONDS)
         signals.deliver()
-    return address
-
-
-def _read_address(path: str) -> str | None:
-    """The address in a scheduler's file; None if it is not there, or still empty."""
-    with os_errors_about(path):
-        try:
-            # Nobody may be writing to a FIFO.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return None
-        with os.fdopen(fd, "rb") as file:
-            is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
-            text = file.read(_FILE_BYTES) if is_regular else b"?"
-    if not text:
-        return None
+    _, text = read_regular(Path(path), _FILE_BYTES)
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
-        address = json.loads(text)["address"]
-        if type(address) is str:
+        if type(address := json.loads(text)["address"]) is str:
             return address
     remedy = "start one with `dask scheduler --scheduler-file`, or correct --engine"
     raise SystemRefusedError(f"is not the file of a Dask scheduler; {remedy}", file=path, code="engine")
+
+
+def _size_of(path: str) -> int:
+    """Measure a file; one that is not there is empty, and so is a device."""
+    with os_errors_about(path), contextlib.suppress(FileNotFoundError):
+        return Path(path).stat().st_size
+    return 0
 
 
 # Whether pickles are for `Dask`. A process may have other clients, or workers. Dask's own tasks inherit this.

@@ -1,6 +1,7 @@
 """Workers and schedulers that are hostile or freeze, on real Dask: the command runs nothing of theirs, and ends."""
 
 import io
+import signal
 import subprocess
 
 import numpy as np
@@ -154,6 +155,18 @@ def test_the_task_of_a_worker_that_freezes_moves_to_another_one(tmp_path):
         assert is_stopped(frozen)
     assert '"retries": 0,' not in out
     assert snapshot(folder) != before
+
+
+def test_a_worker_that_is_frozen_from_the_start_gives_way(tmp_path):
+    path = sample(tmp_path)
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        frozen = cluster.worker()
+        cluster.worker()
+        frozen.send_signal(signal.SIGSTOP)
+        assert soon(lambda: is_stopped(frozen))
+        done = cluster.run("norm", path, "--worker-timeout", "6")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert is_stopped(frozen)
 
 
 def test_a_frozen_worker_that_is_the_only_one_ends_the_run(tmp_path):

@@ -11,22 +11,23 @@ import contextlib
 import io
 import json
 import logging
-import os
 import pickle
 import re
-import stat
 import threading
 import warnings
 from concurrent.futures import CancelledError, Future, wait
 from contextvars import ContextVar, copy_context
 from functools import partial
+from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from gradtool.engines import Member
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
+from gradtool.store.format.header import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -38,10 +39,9 @@ _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
 _FILE_BYTES = 1 << 20
-# A worker's task is given away after as many of its heartbeats, if not later.
-_HEARTBEATS = 10
-# Until a worker that was asked something, and is silent, has been named.
-_GRACE_SECONDS = 2.0
+# A worker's task is not given away before, however short the timeout. Heartbeats are 0.5 to 2 s apart, and up to 5 ms
+# more for each worker.
+_LEAST_PATIENCE, _PATIENCE_FOR_EACH = 5.0, 0.05
 _MOST_SLOTS = 1024
 _ADDRESS = re.compile(r".*://.*|[^/]+:\d+", re.DOTALL)
 _INSTALL = "install it here and on the workers: pip install 'gradtool[dask]'"
@@ -53,7 +53,7 @@ class Dask:
     def __init__(self, address: str, timeout: float) -> None:
         self.name = f"the Dask scheduler at {address}"
         try:
-            client, self._interval = _imported()
+            client = _imported()
         except ImportError as error:
             raise BackendUnavailableError(f"Dask cannot be loaded ({error}); {_INSTALL}", code="engine") from error
         where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
@@ -92,7 +92,7 @@ class Dask:
             raise self._lost()
         try:
             workers = _answer(lambda: client.sync(client.scheduler.identity), _ANSWER_SECONDS)["workers"]
-            now, patience = monotonic(), max(self._timeout, _HEARTBEATS * self._interval(len(workers)))
+            now, patience = monotonic(), max(self._timeout, _LEAST_PATIENCE + _PATIENCE_FOR_EACH * len(workers))
             signs, members = {}, {}
             for address, one in workers.items():
                 sign, since = self._signs.get(address, (None, now))
@@ -102,7 +102,7 @@ class Dask:
         except Exception as error:
             raise self._lost() from error
         self._signs = signs
-        self._silent = [one for one, (_, since) in signs.items() if now > since + patience + _GRACE_SECONDS]
+        self._silent = [one for one, (_, since) in signs.items() if now > since + patience]
         for address in self._silent:
             del members[address]
         self._alive, held = list(members), self._held()
@@ -150,7 +150,7 @@ class Dask:
         async def deliver() -> None:
             # As Dask's executor, whose futures never end where an answer cannot be read.
             try:
-                result.set_result(await future._result())  # noqa: SLF001
+                result.set_result(await future)
             except (CancelledError, asyncio.CancelledError):
                 result.cancel()
             except Exception as error:  # noqa: BLE001
@@ -221,37 +221,28 @@ def _mute() -> list[logging.Logger]:
 
 
 def _address_in(path: str, timeout: float) -> str:
-    """The address in a scheduler's file, when that is there."""
+    """Read the address from a scheduler's file, as soon as that has been written."""
     deadline = monotonic() + timeout
-    while (address := _read_address(path)) is None:
+    while not _size_of(path):
         if monotonic() > deadline:
             what = f"no scheduler has written it for {timeout:g} s"
             remedy = "start one with `dask scheduler --scheduler-file`"
             raise SystemRefusedError(f"{what}; {remedy}", file=path, code="engine")
         sleep(_POLL_SECONDS)
         signals.deliver()
-    return address
-
-
-def _read_address(path: str) -> str | None:
-    """The address in a scheduler's file; None if it is not there, or still empty."""
-    with os_errors_about(path):
-        try:
-            # Nobody may be writing to a FIFO.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return None
-        with os.fdopen(fd, "rb") as file:
-            is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
-            text = file.read(_FILE_BYTES) if is_regular else b"?"
-    if not text:
-        return None
+    _, text = read_regular(Path(path), _FILE_BYTES)
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
-        address = json.loads(text)["address"]
-        if type(address) is str:
+        if type(address := json.loads(text)["address"]) is str:
             return address
     remedy = "start one with `dask scheduler --scheduler-file`, or correct --engine"
     raise SystemRefusedError(f"is not the file of a Dask scheduler; {remedy}", file=path, code="engine")
+
+
+def _size_of(path: str) -> int:
+    """Measure a file; one that is not there is empty, and so is a device."""
+    with os_errors_about(path), contextlib.suppress(FileNotFoundError):
+        return Path(path).stat().st_size
+    return 0
 
 
 # Whether pickles are for `Dask`. A process may have other clients, or workers. Dask's own tasks inherit this.
@@ -259,10 +250,10 @@ _reads_inert: ContextVar[bool] = ContextVar("reads_inert", default=False)
 
 
 class _Inert(Exception):  # noqa: N818 - it stands for anything
-    """Whatever a pickle names: it takes any arguments and any state, and does nothing."""
+    """Whatever a pickle names: it takes any arguments and any state, and keeps nothing but texts."""
 
     def __init__(self, *args: object, **_: object) -> None:
-        super().__init__(*args)
+        super().__init__(*(text for text in args if type(text) is str))
 
     def __setstate__(self, _: object) -> None:
         pass
@@ -272,28 +263,22 @@ class _Reader(pickle.Unpickler):
     """Reads a pickle without importing or calling what it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name. Dask has to know bytes, which are all that is ever asked for."""
+        """Stand in for a name. Dask has to know bytes, which are all that is ever asked for."""
         if (module, name) == ("builtins", "bytes"):
             return bytes
-        return _exception if name == "unpickle_exception" else type(shortened(name), (_Inert,), {})
+        return _exception if name.startswith("unpickle_exception") else type(shortened(name), (_Inert,), {})
 
 
-def _exception(kind: Callable[..., _Inert], args: tuple[object, ...], *_: object) -> _Inert:
-    """An exception, as Dask has it pickled."""
-    return kind(*args)
+def _exception(kind: Callable[..., _Inert], args: Any, *_: object) -> _Inert:
+    """Make an exception, as Dask has it pickled: with its arguments, or with attributes that they are one of."""
+    return kind(*(args["args"] if isinstance(args, dict) else args))
 
 
-class _Pickle:
-    """In place of Python's module in the one of Dask that reads all of its pickles."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pickle, name)
-
-    def loads(self, data: Any, **options: Any) -> Any:
-        """Read a pickle; where it comes from a cluster of ours, without believing it."""
-        if not _reads_inert.get():
-            return pickle.loads(data, **options)  # noqa: S301 - as without us
-        return _Reader(io.BytesIO(data), **options).load()
+def _loads(data: Any, **options: Any) -> Any:
+    """Read a pickle of Dask's; where it comes from a cluster of ours, without believing it."""
+    if not _reads_inert.get():
+        return pickle.loads(data, **options)  # noqa: S301 - as without us
+    return _Reader(io.BytesIO(data), **options).load()
 
 
 def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
@@ -303,24 +288,22 @@ def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
     return context.run(function, *arguments)
 
 
-def _imported() -> tuple[Any, Callable[[int], float]]:
-    """The client of Dask, and the seconds between signs of life of each of so many workers.
+def _imported() -> Any:
+    """Import Dask's client, so that it reads pickles as `_loads` does.
 
     Raises:
         ImportError: Dask is not installed, or reads pickles in a way that is not known here.
     """
     import distributed
     from distributed.protocol import pickle as untyped
-    from distributed.scheduler import heartbeat_interval
 
     protocol: Any = untyped
     if getattr(protocol, "pickle", None) is pickle:
-        protocol.pickle = _Pickle()
+        protocol.pickle = SimpleNamespace(**vars(pickle) | {"loads": _loads})
     if type(_run_inert(protocol.loads, pickle.dumps(ValueError()))) is ValueError:
         raise ImportError("gradtool cannot keep this version from running what it is sent")
     # Events are what anyone sends to have it printed here.
-    handlers = {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end}
-    return type("Client", (distributed.Client,), handlers), heartbeat_interval
+    return type("Client", (distributed.Client,), {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end})
 
 
 def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:

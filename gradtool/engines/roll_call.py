@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
+# Until a worker that has not answered is known to be busy, and not silent.
+_GRACE_SECONDS = 2.0
 
 
 class _Asked(NamedTuple):
@@ -137,7 +139,7 @@ class Roll:
         question, host = self._questions[topic](), self.members[address].host
         future = self.cluster.submit(call(answer, tuple(question)), address, only=True)
         self._asked[topic].add(address)
-        self._pending[future] = _Asked(topic, address, host, question, monotonic() + self._timeout)
+        self._pending[future] = _Asked(topic, address, host, question, monotonic() + self._timeout + _GRACE_SECONDS)
         future.add_done_callback(self._answers.put)
 
     def _hear(self, future: Future[Any]) -> None:

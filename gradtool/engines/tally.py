@@ -56,6 +56,11 @@ class Tally:
         """The attributes that a worker sends."""
         return ("tile_sums", *self.columns)
 
+    @property
+    def SIGNED(self) -> tuple[str, ...]:  # noqa: N802 - as above
+        """Those that may be negative."""
+        return tuple(name for name, column in self.columns.items() if column.signed or column.merge == "first")
+
     def __len__(self) -> int:
         """Count the tensors."""
         return len(self._bounds) - 1
@@ -119,12 +124,9 @@ class Tally:
             raise ValueError("a tally of other tensors")
         if [sums.order for sums in self.tile_sums] != [sums.order for sums in other.tile_sums]:
             raise ValueError("a tally of another norm")
-        for name, (_, merge, signed, _) in self.columns.items():
-            values = getattr(other, name)
-            if len(values) != (other._bounds[-1] if merge == "bins" else len(places)):
+        for name, column in self.columns.items():
+            if len(getattr(other, name)) != (other._bounds[-1] if column.merge == "bins" else len(places)):
                 raise ValueError("a tally of other tensors")
-            if merge in {"sum", "bins"} and not signed and any(value < 0 for value in values):
-                raise ValueError("a negative count")
         for sums in other.tile_sums:
             sums.require_valid(len(places))
         numbers = {position: number for position, (number, _) in enumerate(places)}

@@ -2,7 +2,8 @@
 
 A pickle can run code where it is read. So an answer holds numbers, strings, lists and arrays only. It is read into an
 empty answer of the kind that is expected, which says what types may come, and how much. A number may be negative only
-where the empty answer has a negative one; binary exponents may be, and sums, which are left to whoever adds them up.
+where the empty answer has a negative one, and a count in an array only where that is `SIGNED`; binary exponents may be,
+and sums, which are left to whoever adds them up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ERRORS: dict[str, type[GradtoolError]] = {
     one.__name__: one
     for one in (errors.BackendUnavailableError, errors.BadInputError, errors.DeviceMemoryError, errors.NonFiniteError)
 } | {one.__name__: one for one in (errors.SystemRefusedError, errors.UsageError)}
-# Largest values of signed arrays: a binary exponent, and a count of elements, of which many can be added up.
+# Largest values of arrays of a binary exponent, and of a count of elements, of which many can be added up.
 _LARGEST = {"i": 1 << 13, "q": 1 << 56}
 _LARGEST_NUMBER = 1 << 64
 _LONGEST_TEXT = 20_000
@@ -40,7 +41,8 @@ def packed(answer: object) -> bytes:
     """Pack an answer.
 
     It may be made of numbers, strings, None, arrays, lists, tuples, dictionaries, dataclasses, and objects whose
-    attributes `SENT` are all that need be sent; arrays among them that are `CONDENSED` may have any length.
+    attributes `SENT` are all that need be sent; arrays among them that are `CONDENSED` may have any length, and those
+    that are `SIGNED` counts below zero.
     """
     return json.dumps({"answer": _tree(answer)}).encode()
 
@@ -89,12 +91,12 @@ def _tree(one: Any) -> Any:
     return [_tree(value) for value in values]
 
 
-def _filled(empty: Any, tree: Any, *, exact: bool = True) -> Any:
+def _filled(empty: Any, tree: Any, *, exact: bool = True, signed: bool = False) -> Any:
     """What a tree says, if it is like what is `empty`; if not `exact`, an array may have another length."""
     if empty is None or isinstance(empty, (int, float, str)):
         return _plain(tree, empty)
     if isinstance(empty, array):
-        return _array(empty, *tree, exact=exact)
+        return _array(empty, *tree, exact=exact, signed=signed)
     if isinstance(empty, dict):
         return {name: _filled(value, tree[name]) for name, value in empty.items()}
     if type(tree) is not list:
@@ -103,8 +105,8 @@ def _filled(empty: Any, tree: Any, *, exact: bool = True) -> Any:
         values = [_filled(value, one) for value, one in zip(empty, tree, strict=True)]
         return type(empty)(*values) if hasattr(empty, "_fields") else type(empty)(values)
     for name, one in zip(_names(empty), tree, strict=True):
-        exact = name not in getattr(empty, "CONDENSED", ())
-        setattr(empty, name, _filled(getattr(empty, name), one, exact=exact))
+        exact, signed = name not in getattr(empty, "CONDENSED", ()), name in getattr(empty, "SIGNED", ())
+        setattr(empty, name, _filled(getattr(empty, name), one, exact=exact, signed=signed))
     return empty
 
 
@@ -117,15 +119,16 @@ def _plain(value: Any, empty: Any) -> Any:
     return value
 
 
-def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool) -> array[Any]:
+def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool, signed: bool) -> array[Any]:
     """An array of the same type and length, whose numbers are in range."""
     most, inflate = (len(empty) if exact else _MOST_CONDENSED) * empty.itemsize, zlib.decompressobj()
     data = inflate.decompress(base64.b64decode(text, validate=True), most + 1)
     if typecode != empty.typecode or not inflate.eof or len(data) > most or (exact and len(data) < most):
         raise ValueError("an array of another form")
     values = array(empty.typecode, data)
-    largest = _LARGEST.get(empty.typecode)
-    if values and largest is not None and not -largest <= min(values) <= max(values) <= largest:
+    largest = _LARGEST.get(empty.typecode, 0)
+    least = -largest if signed or typecode == "i" else 0
+    if values and largest and not least <= min(values) <= max(values) <= largest:
         raise ValueError("a number out of range")
     return values
 

@@ -72,9 +72,11 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
             ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2", "--into"],
         ):
             done = cluster.run(command, *rest, ours, "--json")
-            assert (done.returncode, done.stderr) == (0, ""), done
+            here = gradtool(command, *rest, theirs, "--json")
+            # A warning of underflow, which is the same.
+            assert (done.returncode, done.stderr) == (0, here.stderr), done
             data = checked(done.stdout)["data"]
-            assert facts_of(data) == facts_of(gradtool_json(command, *rest, theirs)["data"])
+            assert facts_of(data) == facts_of(checked(here.stdout)["data"])
             assert content_of(ours) == content_of(theirs)
             assert 1 <= data["workers"] <= workers
             assert (data["hosts"], data["retries"], data["engine"]) == (1, 0, cluster.options[1])

@@ -57,7 +57,18 @@ def test_a_server_that_is_no_scheduler_is_an_error(tmp_path, server):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["object", "list", "brackets", "large", "device", "FIFO", "folder"])
+NO_FILE = {
+    "object": (5, "is not the file of a Dask scheduler; start one with"),
+    "list": (5, "is not the file of a Dask scheduler; start one with"),
+    "brackets": (5, "is not the file of a Dask scheduler; start one with"),
+    "large": (3, "the file has 16,777,218 bytes, where 1,048,576 are allowed"),
+    "device": (5, "no scheduler has written it for 0.1 s"),
+    "FIFO": (5, "no scheduler has written it for 0.1 s"),
+    "folder": (3, "is a folder, not a file"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILE)
 def test_a_file_that_is_no_scheduler_file_is_an_error(tmp_path, kind):
     path = tmp_path / "file"
     if kind == "FIFO":
@@ -72,11 +83,11 @@ def test_a_file_that_is_no_scheduler_file_is_an_error(tmp_path, kind):
     # Enough for Dask, and not for all of a device.
     limit = partial(resource.setrlimit, resource.RLIMIT_AS, (4 << 30, 4 << 30))
     done = subprocess.run(
-        [*COMMAND, "norm", sample(tmp_path), "--engine", f"dask:{path}"],
+        [*COMMAND, "norm", sample(tmp_path), "--engine", f"dask:{path}", "--worker-timeout", "0.1"],
         capture_output=True, text=True, check=False, timeout=60, preexec_fn=limit,
     )  # fmt: skip
-    assert (done.returncode, len(done.stderr.splitlines())) == (3 if kind == "folder" else 5, 1), done
-    said = "is a folder, not a file" if kind == "folder" else "is not the file of a Dask scheduler; start one with"
+    code, said = NO_FILE[kind]
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done
     assert f"{path}: {said}" in done.stderr
 
 

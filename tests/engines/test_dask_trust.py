@@ -1,5 +1,7 @@
 """Workers and schedulers that are hostile or freeze, on real Dask: the command runs nothing of theirs, and ends."""
 
+import io
+import signal
 import subprocess
 
 import numpy as np
@@ -10,6 +12,9 @@ from support import sample, snapshot, write_index
 pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
 
 from dask_cluster import DaskCluster, is_stopped
+from distributed.core import error_message
+
+from gradtool.engines import dask
 
 # Makes a file where it is unpickled, unless that is the process that pickled it: Dask tries what it sends.
 EVIL = """
@@ -25,6 +30,12 @@ WORKERS = {
 from gradtool.engines import work
 def fail(*_):
     raise RuntimeError(Evil())
+work.perform = fail
+""",
+    "an error without end": """
+from gradtool.engines import work
+def fail(*_):
+    raise RuntimeError(10**6000)
 work.perform = fail
 """,
     "the type of a result": """
@@ -79,6 +90,26 @@ def dask_setup(scheduler):
 }
 
 
+def nested(depth):
+    """A pickle of an error whose argument is so many tuples in one another."""
+    return b"\x80\x04cbuiltins\nValueError\n(" + b"(" * depth + b"t" * depth + b"tR."
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (RuntimeError("no room"), "RuntimeError: no room"),
+        (OSError(28, "no room"), "OSError: no room"),
+        (ImportError("no module"), "ImportError: no module"),
+        (nested(200_000), "ValueError: "),
+    ],
+    ids=range(4),
+)
+def test_an_error_of_a_worker_is_told_by_its_kind_and_its_words(sent, said):
+    error = dask._Reader(io.BytesIO(sent if type(sent) is bytes else error_message(sent)["exception"].data)).load()
+    assert dask.Dask.why(None, error) == f"a worker failed: {said}"
+
+
 @pytest.mark.parametrize("lie", WORKERS)
 def test_a_pickle_of_a_worker_is_not_unpickled(tmp_path, lie):
     path, made = sample(tmp_path), tmp_path / "made"
@@ -124,6 +155,18 @@ def test_the_task_of_a_worker_that_freezes_moves_to_another_one(tmp_path):
         assert is_stopped(frozen)
     assert '"retries": 0,' not in out
     assert snapshot(folder) != before
+
+
+def test_a_worker_that_is_frozen_from_the_start_gives_way(tmp_path):
+    path = sample(tmp_path)
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        frozen = cluster.worker()
+        cluster.worker()
+        frozen.send_signal(signal.SIGSTOP)
+        assert soon(lambda: is_stopped(frozen))
+        done = cluster.run("norm", path, "--worker-timeout", "6")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert is_stopped(frozen)
 
 
 def test_a_frozen_worker_that_is_the_only_one_ends_the_run(tmp_path):

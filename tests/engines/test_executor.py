@@ -29,6 +29,7 @@ from gradtool.engines import Member, choose, wire, work
 from gradtool.engines.probe import Question, answer, complaint, facts_in
 from gradtool.engines.wire import _tree
 from gradtool.errors import Problem
+from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
@@ -350,7 +351,8 @@ def with_part(place, value):
 
 # Where things are in an answer, and in the measurement in it.
 FOUND, BUILT, SEEN, CLOCK, _, HOST, _, LATE = range(8)
-SUMS, EXPONENTS, _, NAN, _, _, FIRST, BOUNDS = range(8)
+SUMS, _, NAN, _, _, FIRST, _, _ = range(8)
+NUMBERS, VALUES, EXPONENTS = range(3)
 LIES = {
     "another number": with_part([BUILT, 0], FIRST_ATTEMPT),
     "a number of the run's own": with_part([BUILT, 0], 0),
@@ -368,17 +370,20 @@ LIES = {
     "a count below zero": with_part([LATE], -1),
     "seconds that never end": with_part([CLOCK, 0], float("inf")),
     "nothing found": with_part([FOUND], None),
-    "sums of another type": with_part([FOUND, SUMS], lambda sums: ["q", sums[1]]),
-    "sums that are text": with_part([FOUND, SUMS, 1], "sums"),
-    "sums that inflate": with_part([FOUND, SUMS], lambda _: _tree(float64s(1 << 20))),
-    "a sum below zero": with_part([FOUND, SUMS], lambda sums: _tree(array("d", [-1.0] * count_in(sums)))),
+    "sums of another type": with_part([FOUND, SUMS, 0, VALUES], lambda sums: ["q", sums[1]]),
+    "sums that are text": with_part([FOUND, SUMS, 0, VALUES, 1], "sums"),
+    "sums that inflate": with_part([FOUND, SUMS, 0, VALUES], lambda _: _tree(float64s((1 << 22) + 1))),
+    "a sum below zero": with_part([FOUND, SUMS, 0, VALUES], lambda sums: _tree(array("d", [-1.0] * count_in(sums)))),
+    "sums without tensors": with_part([FOUND, SUMS, 0, NUMBERS], lambda _: _tree(array("q"))),
+    "sums of another tensor": with_part(
+        [FOUND, SUMS, 0, NUMBERS], lambda numbers: _tree(array("q", [99] * count_in(numbers)))
+    ),
     "exponents without end": with_part(
-        [FOUND, EXPONENTS], lambda them: _tree(array("i", [(1 << 31) - 1] * count_in(them)))
+        [FOUND, SUMS, 0, EXPONENTS], lambda them: _tree(array("i", [(1 << 31) - 1] * count_in(them)))
     ),
     "NaN below zero": with_part([FOUND, NAN], lambda them: _tree(array("q", [-1] * count_in(them)))),
+    "places below zero": with_part([FOUND, SUMS, 0, NUMBERS], lambda them: _tree(array("q", [-1] * count_in(them)))),
     "too few places": with_part([FOUND, FIRST], lambda _: _tree(array("q"))),
-    "bounds that go back": with_part([FOUND, BOUNDS], lambda bounds: [0, *bounds[1:-1], 0]),
-    "bounds of other tiles": with_part([FOUND, BOUNDS], lambda bounds: [one + 1 for one in bounds]),
 }
 RAW_LIES = {
     "a pickle": pickle.dumps(None),
@@ -408,12 +413,11 @@ def test_a_worker_that_lies_is_not_believed(tmp_path, pool, lie):
     def change(result):
         if b'"version"' in result:  # an answer to the probe
             return result
-        told.append(lie)
-        if lie in RAW_LIES:
-            return RAW_LIES[lie]
         tree = json.loads(result)
-        LIES[lie](tree["answer"])
-        return json.dumps(tree).encode()
+        if lie in LIES:
+            LIES[lie](tree["answer"])
+        told.append(lie)
+        return RAW_LIES[lie] if lie in RAW_LIES else json.dumps(tree).encode()
 
     # The first pass measures, the second builds; what is built is lied about in the second.
     with workers(pool, change) as there, pytest.raises(gradtool.SystemRefusedError) as error:
@@ -421,6 +425,16 @@ def test_a_worker_that_lies_is_not_believed(tmp_path, pool, lie):
     assert error.value.problems[0].code in {"engine", "changed"}
     assert told
     assert soon(lambda: snapshot(tmp_path) == before)
+
+
+@pytest.mark.parametrize("place", ["differing", "place_of_max_abs"])
+def test_a_difference_has_no_count_below_zero(place):
+    compared = Comparison([None])
+    answer = wire.packed(compared)
+    assert getattr(wire.unpacked(answer, Comparison([None])), place) == getattr(compared, place)
+    getattr(compared, place)[0] = -1
+    with pytest.raises(ValueError, match="a number out of range"):
+        wire.unpacked(wire.packed(compared), Comparison([None]))
 
 
 @pytest.mark.parametrize("error", wire._ERRORS.values())

@@ -135,6 +135,8 @@ class TileSums:
         self._is_sorted = True
 
     def _condensed(self, values: list[float]) -> list[float]:
+        if len(values) == 1:
+            return values
         if self.order <= MAX_SUM_ORDER:
             return _parts(values)
         return [_norm_of_norms(values, self.order)] if len(self.sums) > self._most else values

@@ -139,9 +139,10 @@ class Tally:
         vars(part).update(_bounds=self._bounds_of(numbers))
         renumbered = {old: new for new, old in enumerate(numbers)}
         part.tile_sums = [sums.renumbered(renumbered) for sums in self.tile_sums]
-        for name in self.columns:
-            values = getattr(self, name)
-            items = (at for number in numbers for at in self._items(name, number))
+        for name, column in self.columns.items():
+            values, items = getattr(self, name), iter(numbers)
+            if column.merge == "bins":
+                items = (at for number in numbers for at in range(self._bounds[number], self._bounds[number + 1]))
             setattr(part, name, array(values.typecode, map(values.__getitem__, items)))
         return part
 
@@ -157,29 +158,28 @@ class Tally:
 
     def updated(self, numbers: Sequence[int], other: Self) -> Self:
         """Return a copy in which the tensors with the given numbers come from another tally, of just these."""
+        if list(numbers) == list(range(len(self))):
+            return other
         copied, replaced = copy(self), dict(enumerate(numbers))
         others = set(range(len(self))) - set(numbers)
         copied.tile_sums = [sums.renumbered({number: number for number in others}) for sums in self.tile_sums]
         for sums, theirs in zip(copied.tile_sums, other.tile_sums, strict=True):
             more = theirs.renumbered(replaced)
             sums.extend(more.numbers, more.sums, more.exponents)
-        for name in self.columns:
+        for name, column in self.columns.items():
             values, new = getattr(self, name)[:], getattr(other, name)
             for position, number in replaced.items():
-                for to, at in zip(self._items(name, number), other._items(name, position), strict=True):
-                    values[to] = new[at]
+                if column.merge == "bins":
+                    begin, end = other._bounds[position : position + 2]
+                    values[self._bounds[number] : self._bounds[number + 1]] = new[begin:end]
+                else:
+                    values[number] = new[position]
             setattr(copied, name, values)
         return copied
 
     def _bounds_of(self, numbers: Iterable[int]) -> list[int]:
         """Return where the bins of tensors would begin and end in a tally of these."""
         return list(accumulate((self._bounds[number + 1] - self._bounds[number] for number in numbers), initial=0))
-
-    def _items(self, name: str, number: int) -> range:
-        """Return where the values of a tensor are in a column."""
-        if self.columns[name].merge == "bins":
-            return range(self._bounds[number], self._bounds[number + 1])
-        return range(number, number + 1)
 
 
 class Tallies(NamedTuple, Generic[AnyTally]):

@@ -61,7 +61,7 @@ class GroupClip:
     clipped: bool
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class ClipResult(Facts, Written):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
@@ -74,24 +74,24 @@ class ClipResult(Facts, Written):
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
 
-    per_tensor: tuple[TensorClip, ...]
-    per_group: tuple[GroupClip, ...]
-    max_norm: float | None
-    max_value: float | None
-    total_norm: float | None
+    per_tensor: tuple[TensorClip, ...] = ()
+    per_group: tuple[GroupClip, ...] = ()
+    max_norm: float | None = None
+    max_value: float | None = None
+    total_norm: float | None = None
     unscale: float
-    agc: float | None
-    units: int | None
-    units_clipped: int | None
-    limit: float | None
-    state: str | None
-    steps: int | None
+    agc: float | None = None
+    units: int | None = None
+    units_clipped: int | None = None
+    limit: float | None = None
+    state: str | None = None
+    steps: int | None = None
     norm_before: float
     norm_after: float
-    coef: float | None
+    coef: float | None = None
     clipped: bool
     zeros_before: int
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem, ...] = ()
 
 
 def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
@@ -160,9 +160,6 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         max_value=policy.max_value,
         total_norm=policy.total_norm,
         unscale=policy.unscale,
-        agc=None,
-        units=None,
-        units_clipped=None,
         limit=None if learned is None else learned.limit,
         state=None if state is None else str(state),
         steps=learned.steps if learned else kept.state.steps if kept else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.errors import NonFiniteError, Problem, number_of
 
@@ -79,47 +79,9 @@ class Written:
     bytes_written: int
 
 
-class WrittenFields(TypedDict):
-    """The fields of `Written`."""
-
-    wrote: tuple[str, ...]
-    dry_run: bool
-    files_written: int
-    bytes_written: int
-
-
-class CallFields(TypedDict):
-    """The fields of `CallFacts`."""
-
-    files: int
-    tensors: int
-    elements: int
-    bytes: int
-    backend: str
-    backend_why: str
-    threads: int
-    engine: str
-    workers: int
-    hosts: int
-    retries: int
-    seconds: float
-    timings: Timings
-    warnings: tuple[Problem, ...]
-
-
-class FactFields(CallFields):
-    """The fields of `Facts`."""
-
-    norm_type: float
-    max_abs: float
-    nan: int
-    inf: int
-    zeros: int
-
-
 def call_facts(
     session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
-) -> CallFields:
+) -> dict[str, Any]:
     """The facts of a call that is done; `selected` are the tensors that it was about."""
     staff, timings = session.engine.staff, session.timings
     nbytes = sum(one.tensor.nbytes for one in selected)
@@ -127,32 +89,32 @@ def call_facts(
     if why is None and nbytes > _SLOW_BYTES and remedy is not None:
         message = f"computed by numpy, several times slower than the compiled kernels; {remedy}"
         warnings = [Problem("slow", message), *warnings]
-    return CallFields(
-        files=len(session.opened.shards),
-        tensors=len(selected),
-        elements=sum(one.tensor.elements for one in selected),
-        bytes=nbytes,
-        backend=staff.backend,
-        backend_why=why or staff.why,
-        threads=max(1, session.engine.clock.workers),
-        engine=session.engine.name,
-        workers=staff.workers,
-        hosts=staff.hosts,
-        retries=staff.retries,
-        seconds=timings.total_seconds,
-        timings=timings,
-        warnings=(*session.warnings, *warnings),
-    )
+    return {
+        "files": len(session.opened.shards),
+        "tensors": len(selected),
+        "elements": sum(one.tensor.elements for one in selected),
+        "bytes": nbytes,
+        "backend": staff.backend,
+        "backend_why": why or staff.why,
+        "threads": max(1, session.engine.clock.workers),
+        "engine": session.engine.name,
+        "workers": staff.workers,
+        "hosts": staff.hosts,
+        "retries": staff.retries,
+        "seconds": timings.total_seconds,
+        "timings": timings,
+        "warnings": (*session.warnings, *warnings),
+    }
 
 
-def written(session: Session, output: Output, destination: Destination) -> WrittenFields:
+def written(session: Session, output: Output, destination: Destination) -> dict[str, Any]:
     """What was written, after the destination is closed."""
-    return WrittenFields(
-        wrote=output.wrote(destination.shards),
-        dry_run=output.options.dry_run,
-        files_written=destination.count,
-        bytes_written=session.engine.clock.written_bytes,
-    )
+    return {
+        "wrote": output.wrote(destination.shards),
+        "dry_run": output.options.dry_run,
+        "files_written": destination.count,
+        "bytes_written": session.engine.clock.written_bytes,
+    }
 
 
 def facts(
@@ -163,16 +125,16 @@ def facts(
     unscale: float = 1.0,
     after: Measurement | None = None,
     warnings: Sequence[Problem] = (),
-) -> FactFields:
+) -> dict[str, Any]:
     """The facts of a call, and of what was found in the tensors that it was about; `after` is what was written."""
-    return FactFields(
+    return {
         **call_facts(session, selected, warnings=warnings),
-        norm_type=found.spec.order,
-        max_abs=found.largest / unscale,
-        nan=sum(found.nan),
-        inf=sum(found.inf),
-        zeros=sum((after or found).zeros),
-    )
+        "norm_type": found.spec.order,
+        "max_abs": found.largest / unscale,
+        "nan": sum(found.nan),
+        "inf": sum(found.inf),
+        "zeros": sum((after or found).zeros),
+    }
 
 
 def loss_warnings(

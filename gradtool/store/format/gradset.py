@@ -139,21 +139,18 @@ def _open_named(path: str) -> GradientSet:
 def _open_index(listing: Listing, index: Path) -> GradientSet:
     """An index and its shards, checked against each other in both directions."""
     weight_map = read_weight_map(index, is_named=listing.is_named)
-    shards = tuple(
-        _distinct(index, (read_mapped(index, file, read_shard) for file in dict.fromkeys(weight_map.values())))
-    )
+    files = dict.fromkeys(weight_map.values())
+    shards = tuple(_distinct(index, (read_mapped(index, file, read_shard) for file in files)))
     home = _shards_by_tensor(shards)
     names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
         if name not in home or names[home[name]] != file:
-            raise BadInputError(
-                f"the index maps it to {file}, which does not hold it{_REMEDY}", file=index, tensor=name
-            )
+            what = f"the index maps it to {file}, which does not hold it{_REMEDY}"
+            raise BadInputError(what, file=index, tensor=name)
     for name, shard in home.items():
         if name not in weight_map:
-            raise BadInputError(
-                f"is in {names[shard]}, and the index does not map it{_REMEDY}", file=index, tensor=name
-            )
+            what = f"is in {names[shard]}, and the index does not map it{_REMEDY}"
+            raise BadInputError(what, file=index, tensor=name)
     return GradientSet(listing.path, shards, index)
 
 
@@ -165,10 +162,8 @@ def read_mapped(index: Path, file: str, read: Callable[..., Shard]) -> Shard:
         if error.problems[0].code != "missing-file":
             raise
         link = ", a symbolic link to a file" if os.path.islink(index.parent / file) else ""  # noqa: PTH114
-        message = (
-            f"the index names the shard {shortened(file)}{link}, which does not exist; copy it, or correct the index"
-        )
-        raise BadInputError(message, file=index, code="missing-file") from error
+        what = f"the index names the shard {shortened(file)}{link}, which does not exist"
+        raise BadInputError(f"{what}; copy it, or correct the index", file=index, code="missing-file") from error
 
 
 def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 
-# What a runner of CI jobs takes for a command at the beginning of a line, `::` or `##[`; blanks, borders and escape
-# sequences may come before it. The second group is what is escaped.
-_COMMAND = re.compile(r"((?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?(?::(?=:)|#(?=#\[)))([:#])")
+# What a runner of CI jobs takes for a command: `::` at the beginning of a line, after no more than blanks, borders and
+# escape sequences; `##[` and `##vso[` anywhere. The last character of a match is escaped.
+_COMMAND = re.compile(r"(?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?::|##(?=\w*\[)")
 
 
 class WorkflowCommands(str):
@@ -54,8 +54,8 @@ class _Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if not isinstance(text, WorkflowCommands) and ("::" in text or "##[" in text):
-            printed = _COMMAND.sub(lambda match: f"{match[1]}\\x{ord(match[2]):x}", text)
+        if not isinstance(text, WorkflowCommands) and ("::" in text or "##" in text):
+            printed = _COMMAND.sub(lambda match: f"{match[0][:-1]}\\x{ord(match[0][-1]):x}", text)
         else:
             printed = text
         rest = memoryview(printed.encode(self.encoding, self.errors))

@@ -230,7 +230,8 @@ def rows_in(document):
         ("::error::x\n", ":\\x3aerror::x\n"),
         ("a::b\n \t::c::d\r::e", "a::b\n \t:\\x3ac::d\r:\\x3ae"),
         ("\x1b[1m\x1b[0m│ ::x", "\x1b[1m\x1b[0m│ :\\x3ax"),
-        ("##[group]\n\n####\n x ##[", "#\\x23[group]\n\n####\n x ##["),
+        ("##[group]\n\n####\n x ##[", "#\\x23[group]\n\n####\n x #\\x23["),
+        ("a ###[b] ##vso[c] ## [d]", "a ##\\x23[b] #\\x23vso[c] ## [d]"),
         (streams.WorkflowCommands("::error::x\n"), "::error::x\n"),
     ],
 )

@@ -12,15 +12,14 @@ from gradtool import checks
 from gradtool.errors import UsageError
 from gradtool.options import InfoOptions, Sets
 from gradtool.signatures import complete
-from gradtool.store.format.gradset import GradientSet, select
+from gradtool.store.format.gradset import GradientSet, read_mapped, select
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
 from gradtool.store.format.paths import PATH_MISSING, read_path_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable
 
     from gradtool.store.format.gradset import Selected
 
@@ -112,11 +111,11 @@ def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> InfoResult:
 def _outlined(path: str) -> GradientSet:
     """A set as its headers describe it."""
     listing = listing_of(path)
-    files: Sequence[Path] = listing.files
-    if listing.index is not None:
-        weight_map = read_weight_map(listing.index, is_named=listing.is_named)
-        files = [listing.index.parent / file for file in dict.fromkeys(weight_map.values())]
-    shards = tuple(read_outline(file, is_named=file == listing.path) for file in files)
+    if listing.index is None:
+        shards = tuple(read_outline(file, is_named=listing.is_named) for file in listing.files)
+    else:
+        files = dict.fromkeys(read_weight_map(listing.index, is_named=listing.is_named).values())
+        shards = tuple(read_mapped(listing.index, file, read_outline) for file in files)
     return GradientSet(listing.path, shards, listing.index)
 
 

@@ -114,7 +114,7 @@ def test_a_missing_path_or_shard_is_bad_input_and_no_path_is_a_usage_error(tmp_p
     with pytest.raises(BadInputError, match="no such file"):
         info(tmp_path / "nothing")
     index = write_index(tmp_path, {"1.safetensors": {"a": np.ones(2)}}, {"a": "2.safetensors"})
-    with pytest.raises(BadInputError, match="no such file"):
+    with pytest.raises(BadInputError, match="names the shard 2.safetensors, which does not exist; copy it, or correct"):
         info(index)
     with pytest.raises(UsageError, match="no path is given"):
         info([])

@@ -12,18 +12,20 @@ import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import GradtoolError, Problem, SystemRefusedError, shortened
 from gradtool.store.format import sniff
+from gradtool.store.format.gradset import read_mapped
 from gradtool.store.format.header import Shard, read_shard, read_text
 from gradtool.store.format.index import INDEX_SUFFIX, read_weight_map
 from gradtool.store.format.listing import files_in, listing_of
 from gradtool.store.format.tensors import BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gradtool.store.format.listing import Listing
     from gradtool.store.format.tensors import Tensor
@@ -131,30 +133,27 @@ def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_l
                 what = f"is the same file as {same.name}, and the index names both; correct the index"
                 found.faults.append(Problem("duplicate-file", what, str(file)))
             continue
+        read = partial(read_shard, file, is_named=file == Path(found.path))
+        if is_mapped and found.index is not None:
+            read = partial(read_mapped, found.index, file.name, read_shard)
         try:
-            shard = _read_patiently(file, is_named=file == Path(found.path))
+            found.shards.append(_read_patiently(read))
         except GradtoolError as error:
             is_missing = error.problems[0].code == "missing-file"
-            if is_missing and is_mapped:
-                what = f"the index names the shard {shortened(file.name)}, which does not exist"
-                what += "; copy it, or correct the index"
-                found.faults.append(Problem("missing-file", what, str(found.index)))
-            elif not (is_missing and is_listed and not os.path.lexists(file)):
-                # What was listed and is gone was removed meanwhile.
-                found.note(error, in_set=is_listed)
-            continue
-        found.shards.append(shard)
+            # What was listed and is gone was removed meanwhile.
+            if is_mapped or not (is_missing and is_listed and not os.path.lexists(file)):
+                found.note(error, in_set=is_mapped or is_listed)
 
 
-def _read_patiently(file: Path, *, is_named: bool) -> Shard:
+def _read_patiently(read: Callable[[], Shard]) -> Shard:
     for _ in range(_TRIES):
         try:
-            return read_shard(file, is_named=is_named)
+            return read()
         except SystemRefusedError as error:
             if error.problems[0].code != "changed":
                 raise
         time.sleep(_PAUSE_SECONDS)
-    return read_shard(file, is_named=is_named)
+    return read()
 
 
 def _repeated_in(shard: Shard) -> list[Problem]:

@@ -16,12 +16,14 @@ from gradtool.store.format.paths import PATH_MISSING
 from gradtool.store.format.patterns import compiled, matching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from gradtool.store.format.listing import Listing
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
+
+_REMEDY = "; correct the index, or copy the set again"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -137,27 +139,31 @@ def _open_named(path: str) -> GradientSet:
 def _open_index(listing: Listing, index: Path) -> GradientSet:
     """An index and its shards, checked against each other in both directions."""
     weight_map = read_weight_map(index, is_named=listing.is_named)
-    shards = tuple(_distinct(index, (_read_mapped(index, file) for file in dict.fromkeys(weight_map.values()))))
+    files = dict.fromkeys(weight_map.values())
+    shards = tuple(_distinct(index, (read_mapped(index, file, read_shard) for file in files)))
     home = _shards_by_tensor(shards)
     names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
         if name not in home or names[home[name]] != file:
-            raise BadInputError(f"the index maps it to {file}, which does not hold it", file=index, tensor=name)
+            what = f"the index maps it to {file}, which does not hold it{_REMEDY}"
+            raise BadInputError(what, file=index, tensor=name)
     for name, shard in home.items():
         if name not in weight_map:
-            raise BadInputError(f"is in {names[shard]}, and the index does not map it", file=index, tensor=name)
+            what = f"is in {names[shard]}, and the index does not map it{_REMEDY}"
+            raise BadInputError(what, file=index, tensor=name)
     return GradientSet(listing.path, shards, index)
 
 
-def _read_mapped(index: Path, file: str) -> Shard:
+def read_mapped(index: Path, file: str, read: Callable[..., Shard]) -> Shard:
+    """Read a shard that an index names; raises `BadInputError` about the index if there is no such file."""
     try:
-        return read_shard(index.parent / file, is_named=False)
+        return read(index.parent / file, is_named=False)
     except BadInputError as error:
         if error.problems[0].code != "missing-file":
             raise
         link = ", a symbolic link to a file" if os.path.islink(index.parent / file) else ""  # noqa: PTH114
-        message = f"the index names the shard {shortened(file)}{link}, which does not exist"
-        raise BadInputError(message, file=index, code="missing-file") from error
+        what = f"the index names the shard {shortened(file)}{link}, which does not exist"
+        raise BadInputError(f"{what}; copy it, or correct the index", file=index, code="missing-file") from error
 
 
 def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:

@@ -96,13 +96,16 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     Raises:
         BadInputError: it would be beyond the limits, or refused by the safetensors library.
     """
-    refuse_long(path, "the header", len(text))
-    refuse_large_header(path, text)
     size = 8 + len(text) + nbytes
-    if (refusal := _refusal(path, text, size)) is not None:
-        error = _explain(path, text, size, shortened(str(refusal), 400)).problems[0]
-        message = f"nothing written, because the new header would be refused: {error.message}"
-        raise BadInputError(message, file=path, tensor=error.tensor, code=error.code)
+    try:
+        refuse_long(path, "the header", len(text))
+        refuse_large_header(path, text)
+        if (refusal := _refusal(path, text, size)) is not None:
+            raise _explain(path, text, size, shortened(str(refusal), 400))
+    except BadInputError as error:
+        (one,) = error.problems
+        message = f"nothing written, because the new header would be refused: {one.message}"
+        raise BadInputError(message, file=path, tensor=one.tensor, code=one.code) from error
     shard = _shard(path, text, os.stat_result([0] * 10), *_parsed(path, text))
     return len(text).to_bytes(8, "little") + text, replace(shard, size=size)
 

@@ -318,4 +318,5 @@ def test_the_first_of_many_missing_files_is_the_only_one_that_is_looked_at(tmp_p
     monkeypatch.setattr(os.path, "realpath", lambda path, find=os.path.realpath: looked.append(path) or find(path))
     with pytest.raises(BadInputError, match="0: no such file"):
         norm([tmp_path / str(number) for number in range(1000)])
-    assert set(looked) == {str(tmp_path / "0")}
+    # From the root folder, where each way begins.
+    assert set(looked) - {os.sep} == {str(tmp_path / "0")}

@@ -122,11 +122,11 @@ class Call(NamedTuple):
         finally:
             self.engine.close()
 
-    def look(self, options: OutputOptions) -> OpenSets:
-        """What the call names as `open_to_write` will open it, with nothing locked."""
-        from gradtool.store.transaction.open import look
+    def open_unlocked(self, options: OutputOptions) -> OpenSets:
+        """Open what the call names for `open_to_write`, with nothing locked."""
+        from gradtool.store.transaction.open import open_unlocked
 
-        return look(self.inputs, options)
+        return open_unlocked(self.inputs, options)
 
     @contextlib.contextmanager
     def open_to_write(
@@ -135,20 +135,22 @@ class Call(NamedTuple):
         *,
         writes: int | None = None,
         created: NewSet | None = None,
-        homes: Collection[Path] | None = None,
+        opened: OpenSets | None = None,
+        output_files: Collection[Path] | None = None,
     ) -> Iterator[tuple[Session, Output]]:
-        """Open what the call names, locked where it is written.
+        """Open what the call names, unless it was `opened` without a lock, and lock it where it is written.
 
-        That is the first `writes` sets, or all, or those that have one of the files of `homes`; or the set to be
-        `created`.
+        That is the first `writes` sets, or all, or those that have one of `output_files`; or the set to be `created`.
         """
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
-        written = open_to_write(self.inputs, options, writes=writes, created=created, homes=homes)
-        with quiet(), written as (opened, output):
+        locked = open_to_write(
+            self.inputs, options, writes=writes, created=created, opened=opened, output_files=output_files
+        )
+        with quiet(), locked as (sets, output):
             try:
-                self.engine.prepare(output, opened.shards)
-                yield self._session(opened), output
+                self.engine.prepare(output, sets.shards)
+                yield self._session(sets), output
             finally:
                 self.engine.close()
 

@@ -9,7 +9,7 @@ from gradtool.errors import UsageError, changed_meanwhile
 from gradtool.ops.layernorm.backward import Backward, LayerPlan
 from gradtool.ops.layernorm.forms import Form, refuse_equal_names
 from gradtool.ops.layernorm.index import new_indexes, refuse_foreign_index
-from gradtool.ops.layernorm.layers import find_layers, homes_of, refuse_overwritten_inputs
+from gradtool.ops.layernorm.layers import files_with_layers, find_layers, refuse_overwritten_inputs
 from gradtool.ops.layernorm.patches import Options, Patches
 from gradtool.ops.layernorm.placement import apart, beside
 from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
     from gradtool.ops.session import Session
-    from gradtool.store.transaction.output_options import OutputOptions
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,10 +74,14 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
         raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
     refuse_equal_names(form, is_elsewhere=output_options.is_elsewhere)
     call = Call.of(paths, chosen, dtypes=None)
-    homes = _homes(call, output_options, form, chosen["prefix"])
-    with call.open_to_write(output_options, homes=homes) as (session, output):
+    opened = output_files = None
+    if len(call.inputs.paths) > 1 or output_options.file is not None:
+        # Only the files with a Y_grad get results, and are locked.
+        opened = call.open_unlocked(output_options)
+        output_files = files_with_layers(opened, form, chosen["prefix"]) or None
+    with call.open_to_write(output_options, opened=opened, output_files=output_files) as (session, output):
         layers = find_layers(session.opened, form, chosen["prefix"])
-        _refuse_other_homes(layers, homes)
+        _check_output_files(layers, output_files)
         files = apart(layers) if output.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
         if not output.is_elsewhere:
             refuse_overwritten_inputs(layers)
@@ -102,17 +105,10 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
     )
 
 
-def _homes(call: Call, options: OutputOptions, form: Form, prefixes: Sequence[str]) -> set[Path] | None:
-    """The files that get results, where not all do; None for one path that is written to, or if there are no layers."""
-    if len(call.inputs.paths) == 1 and options.file is None:
-        return None
-    return homes_of(call.look(options), form, prefixes) or None
-
-
-def _refuse_other_homes(layers: Sequence[Layer], homes: set[Path] | None) -> None:
+def _check_output_files(layers: Sequence[Layer], files: set[Path] | None) -> None:
     """Raise `SystemRefusedError` for a layer in a file that had none when the files to be locked were chosen."""
     for layer in layers:
-        if homes is not None and layer.y_grad.shard.path not in homes:
+        if files is not None and layer.y_grad.shard.path not in files:
             raise changed_meanwhile(layer.y_grad.shard.path)
 
 

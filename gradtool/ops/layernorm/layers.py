@@ -50,8 +50,8 @@ class Layer(NamedTuple):
         return [one for one in parts if one is not None]
 
 
-def homes_of(opened: OpenSets, form: Form, prefixes: Sequence[str]) -> set[Path]:
-    """The files that have a layer's gradient of the output, which are those that get results."""
+def files_with_layers(opened: OpenSets, form: Form, prefixes: Sequence[str]) -> set[Path]:
+    """Find the files that have a layer's gradient of the output, which are those that get results."""
     return {one.y_grad.shard.path for one in Lookup(opened.sets, form).gradients(opened.selected, prefixes)}
 
 

@@ -40,12 +40,14 @@ def open_to_write(
     *,
     writes: int | None = None,
     created: NewSet | None = None,
-    homes: Collection[Path] | None = None,
+    opened: OpenSets | None = None,
+    output_files: Collection[Path] | None = None,
 ) -> Iterator[tuple[OpenSets, Output]]:
-    """Open inputs and lock the files that will be written, until the end of the block.
+    """Open inputs, unless they were `opened` without a lock, and lock the files that will be written.
 
-    Crashed runs that left one of them unfinished are recovered first. Of the sets, the first `writes` are written, or
-    all, or those that have one of the files of `homes`; or else a new set is `created` elsewhere.
+    They are locked until the end of the block. Crashed runs that left one of them unfinished are recovered first. Of
+    the sets, the first `writes` are written, or all, or those that have one of `output_files`; or else a new set is
+    `created` elsewhere.
 
     Raises:
         UsageError: the options do not fit the inputs.
@@ -53,18 +55,18 @@ def open_to_write(
         SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.
     """
     if options.only_reads:
-        opened = open_to_read(inputs)
-        output = Output.of(options, opened, writes, created, homes)
+        opened = opened or open_to_read(inputs)
+        output = Output.of(options, opened, writes, created, output_files)
         with output.locked_for_state() as locked:
             yield opened, locked
         return
-    opened = _open_to_write(inputs, time.monotonic() + options.lock_timeout)
-    output = Output.of(options, opened, writes, created, homes)
+    opened = opened or _open_to_write(inputs, time.monotonic() + options.lock_timeout)
+    output = Output.of(options, opened, writes, created, output_files)
     with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
         is_held = _try_to_acquire(transaction, options.lock_timeout)
         if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
-            output = Output.of(options, opened, writes, created, homes)
+            output = Output.of(options, opened, writes, created, output_files)
         for target in (*output.targets, *output.states):
             transaction.locate(target)
         read = [*(shard.path for shard in opened.shards), *output.states]
@@ -72,8 +74,8 @@ def open_to_write(
         yield opened, output.held_by(transaction) if is_held else output
 
 
-def look(inputs: Inputs, options: OutputOptions) -> OpenSets:
-    """Open inputs as `open_to_write` will, but lock nothing: what they hold decides which of them are written.
+def open_unlocked(inputs: Inputs, options: OutputOptions) -> OpenSets:
+    """Open inputs for `open_to_write`, but lock nothing: what they hold decides which of them are written.
 
     Raises:
         SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.

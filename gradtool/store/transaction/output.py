@@ -63,9 +63,9 @@ class Output(NamedTuple):
         opened: OpenSets,
         writes: int | None = None,
         created: NewSet | None = None,
-        homes: Collection[Path] | None = None,
+        output_files: Collection[Path] | None = None,
     ) -> Self:
-        """The output of a call that writes the first of the open sets, or those with a file of `homes`, or a new set.
+        """Return the output of a call: to the first open sets, to those with one of `output_files`, or to a new set.
 
         Raises:
             UsageError: the options do not fit the inputs.
@@ -75,7 +75,7 @@ class Output(NamedTuple):
         options.check()
         sets, shards = opened.sets, opened.shards
         folder = None if options.folder is None else Path(options.folder)
-        written = sets[:writes] if homes is None else _sets_with(homes, sets, options)
+        written = sets[:writes] if output_files is None else _sets_with(output_files, sets, options)
         indexes = [one.index for one in sets if one.index]
         output = cls(options, written, (), folder=folder).made_of(sets)
         if created is not None:
@@ -84,7 +84,8 @@ class Output(NamedTuple):
             refuse_to_replace([created.like], "--shard-like", output.created)
             output = output.made_of([created.like])
         if options.file is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
-            what = "takes a single input file" if homes is None else f"is one file, but {len(homes)} files get results"
+            count = None if output_files is None else len(output_files)
+            what = "takes a single input file" if count is None else f"is one file, but {count} files get results"
             raise UsageError(f"--output {what}; use --output-dir for several files")
         if options.is_elsewhere:
             refuse_collisions(output.targets, shards, indexes, output.shards)
@@ -292,12 +293,12 @@ def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
     return new
 
 
-def _sets_with(homes: Collection[Path], sets: Sequence[GradientSet], options: OutputOptions) -> list[GradientSet]:
+def _sets_with(files: Collection[Path], sets: Sequence[GradientSet], options: OutputOptions) -> list[GradientSet]:
     """The sets that have one of the files; where the output is elsewhere, only those files of them."""
-    found = [one for one in sets if any(shard.path in homes for shard in one.shards)]
+    found = [one for one in sets if any(shard.path in files for shard in one.shards)]
     if not options.is_elsewhere:
         return found
-    own = [tuple(shard for shard in one.shards if shard.path in homes) for one in found]
+    own = [tuple(shard for shard in one.shards if shard.path in files) for one in found]
     # A single file needs no index.
     indexes = [one.index if options.file is None else None for one in found]
     return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]

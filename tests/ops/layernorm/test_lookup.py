@@ -145,14 +145,14 @@ def test_a_path_whose_layers_are_not_selected_is_not_locked_either(tmp_path):
 @pytest.mark.parametrize("option", [None, "output", "output_dir", "dry_run"])
 def test_a_file_that_gets_a_layer_before_it_is_locked_is_not_written(tmp_path, monkeypatch, option):
     acts, weights, _ = split(tmp_path, "scale")
-    found = layernorm.homes_of
+    found = layernorm.files_with_layers
 
-    def homes_of(*arguments):
+    def files_with_layers(*arguments):
         homes = found(*arguments)
         write(weights, layer(SHAPE, prefix="m.") | read(weights))
         return homes
 
-    monkeypatch.setattr(layernorm, "homes_of", homes_of)
+    monkeypatch.setattr(layernorm, "files_with_layers", files_with_layers)
     before = acts.read_bytes()
     options = {} if option is None else {option: True if option == "dry_run" else tmp_path / "out"}
     with pytest.raises(SystemRefusedError, match="was changed by another program") as caught:

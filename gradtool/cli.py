@@ -47,7 +47,7 @@ EXIT_BUG = 70
 def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "NormResult":
     """Measure the norm of all tensors of all paths, as one vector; change nothing.
 
-    NaN and Inf values are reported and make the exit code 1.
+    NaN and Inf values are reported, and the exit code is then 1.
 
     \b
     Examples:
@@ -60,12 +60,12 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "NormResult":
     return run(paths, **options)
 
 
-@command("Tell how far apart two gradient sets are.")
+@command("Compare two gradient sets.")
 def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> "DiffResult":
-    """Tell how far the tensors of A are from those of B, as one vector and tensor by tensor; change nothing.
+    """Compare the tensors of A with those of B, as one vector and tensor by tensor; change nothing.
 
     Tensors match by name, whichever shard they are in and whatever their types. With a limit (--rtol and --atol,
-    --max-ulp, --max-rel-l2, --min-cosine, --bits), what is beyond it makes the exit code 1.
+    --max-ulp, --max-rel-l2, --min-cosine, --bits), exits with code 1 if a difference is beyond it.
 
     \b
     Examples:
@@ -78,12 +78,13 @@ def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> "DiffResult":
     return run(a, b, **options)
 
 
-@command("Find out whether files are sound, and what helps.")
+@command("Check files for damage and suggest fixes.")
 def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> "CheckResult":
-    """Look at everything that can be wrong with files and sets; change nothing.
+    """Check everything that can be wrong with files and sets; change nothing.
 
-    Faults (a damaged header, an index that does not fit, NaN, files left half changed) make the exit code 1. Notes
-    (subnormal values, tensors of zeros, leftovers) do not, unless --strict is given: healthy files have some.
+    Exits with code 1 if any fault is found (a damaged header, an index that does not fit, NaN, files left half
+    changed). Notes (subnormal values, tensors of zeros, leftovers) do not count, unless --strict is given: healthy
+    files have some.
 
     \b
     Examples:
@@ -174,7 +175,8 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
     """Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
     The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
-    missing. What the path of a Y_grad does not have is taken from the other paths, which are only read.
+    missing. Tensors missing from the Y_grad file are looked up in the other paths, which are never
+    modified.
 
     --include and --exclude select layers by the name of their Y_grad. With --output or --output-dir, only the gradients
     are written, and only there.

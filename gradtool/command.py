@@ -78,7 +78,7 @@ def _root(
     *,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Clip, accumulate, zero and measure gradients in safetensors files, in place, to the last bit."""
+    """Clip, accumulate, zero and measure gradients in safetensors files, in place, with reproducible bits."""
     if version:
         typer.echo(f"gradtool {gradtool.__version__}")
     elif context.invoked_subcommand is None:

@@ -60,7 +60,7 @@ class Names(TypedDict, total=False):
     """Which tensors are read."""
 
     include: Annotated[Sequence[str], Option("Only tensors whose name matches REGEX; repeatable.", "REGEX", ())]
-    exclude: Annotated[Sequence[str], Option("No tensors whose name matches REGEX; repeatable.", "REGEX", ())]
+    exclude: Annotated[Sequence[str], Option("Skip tensors whose name matches REGEX. Can be repeated.", "REGEX", ())]
 
 
 class Selection(Names, total=False):
@@ -124,13 +124,13 @@ class Display(TypedDict, total=False):
     format: Annotated[
         Format | None,
         Option(
-            "Print text, one JSON object, JSON lines (one for each row), or text with GitHub's annotations.",
+            "Output format: text, JSON, JSON Lines, or text with GitHub annotations.",
             unset="$GRADTOOL_FORMAT, or text",
         ),
     ]
     json: Annotated[bool, Option("Same as --format json.", default=False)]
     quiet: Annotated[bool, Option("Print errors only.", default=False, short="-q")]
-    verbose: Annotated[bool, Option("Print all facts, with the time of each phase.", default=False, short="-v")]
+    verbose: Annotated[bool, Option("Print all fields, with the timings of each phase.", default=False, short="-v")]
 
 
 class Callback(TypedDict, total=False):
@@ -211,21 +211,24 @@ class ClipOptions(Rewriting, total=False):
     norm_type: _NormType
     eps: Annotated[
         float,
-        Option("Added to the norm: torch has 1e-6, Lucid 1e-7, Optax and Keras 0.", "E", 1e-6, NOT_NEGATIVE_FINITE),
+        Option(
+            "Added to the norm before dividing (torch: 1e-6, Lucid: 1e-7, Optax and Keras: 0).",
+            "E",
+            1e-6,
+            NOT_NEGATIVE_FINITE,
+        ),
     ]
     per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.", default=False)]
     agc: Annotated[
         float | None,
         Option(
-            "Clip each unit, such as a row of a weight, to a norm of R times that of its parameters.",
+            "Adaptive gradient clipping: limit each unit (such as a weight row) to R times the norm of its parameters.",
             "R",
             range=POSITIVE_FINITE,
         ),
     ]
     params: Annotated[StrPath | None, Option("Gradient set with the parameters, for --agc; only read.", "PATH")]
-    agc_eps: Annotated[
-        float, Option("Smallest norm that --agc takes parameters to have.", "E", 1e-3, NOT_NEGATIVE_FINITE)
-    ]
+    agc_eps: Annotated[float, Option("Lower bound on parameter norms for --agc.", "E", 1e-3, NOT_NEGATIVE_FINITE)]
     group: Annotated[
         Sequence[str],
         Option(
@@ -234,10 +237,10 @@ class ClipOptions(Rewriting, total=False):
     ]
     limit: Annotated[
         str | None,
-        Option("Maximum norm that follows from the norms so far: z=T (ZClip) or percentile=P (AutoClip).", "RULE"),
+        Option("Adaptive maximum norm, computed from earlier norms: z=T (ZClip) or percentile=P (AutoClip).", "RULE"),
     ]
     state: Annotated[
-        StrPath | None, Option("What --limit knows of the norms so far; created if it is missing.", "FILE")
+        StrPath | None, Option("File that stores the norm history for --limit; created if missing.", "FILE")
     ]
     warmup: Annotated[
         int | None,
@@ -245,7 +248,7 @@ class ClipOptions(Rewriting, total=False):
     ]
     window: Annotated[
         int | None,
-        Option("Number of norms of which --limit percentile=P is taken.", "N", range=AT_LEAST_ONE, unset="10000"),
+        Option("Number of recent norms used by --limit percentile=P.", "N", range=AT_LEAST_ONE, unset="10000"),
     ]
     skip_above: Annotated[
         float | None, Option("Write nothing if the norm is above X, with exit code 1.", "X", range=NOT_NAN)
@@ -386,7 +389,7 @@ class CheckOptions(Selection, Local, Callback, total=False):
     """The options of `check`."""
 
     fast: Annotated[bool, Option("Read headers only, and no values.", default=False)]
-    strict: Annotated[bool, Option("Let notes make the exit code 1, too.", default=False)]
+    strict: Annotated[bool, Option("Treat notes as faults (exit code 1).", default=False)]
 
 
 class InfoOptions(Selection, total=False):

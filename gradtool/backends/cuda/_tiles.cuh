@@ -67,7 +67,8 @@ DEVICE void add_losses(Losses *losses, int zeros, int subnormals)
 template <class Work> struct Seen {
     typename Special<Work>::Bits largest;
     unsigned zeros;
-    int new_zeros, new_subnormals;
+    // New zeros in the lower half, of which a thread sees fewer than 2^16, and new subnormals in the upper.
+    int losses;
     double lanes[WIDTH];
 };
 
@@ -86,7 +87,11 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
         Work value = S::widen(codes[i]);
         if (WRITES) {
             if (job.drops && magnitude_bits(value) >= infinite) value = 0;
-            const Work limit = (Work)job.limit, factor = (Work)piece.factor, before = factor == 0 ? 0 : value;
+            const Work limit = (Work)job.limit, factor = (Work)piece.factor;
+            // In bits, for which fewer registers are needed. Less 1, 0 is the largest number of all.
+            const Bits normal = magnitude_bits((Work)normal_of((enum dtype)DTYPE)) - 1;
+            const Bits was = factor == 0 ? 0 : magnitude_bits(value);
+            const bool was_subnormal = (Bits)(was - 1) < normal, was_nonzero = was != 0;
             value = S::product(value, factor);
             // Comparisons keep NaN and the sign of zeros.
             if (job.limit <= LARGEST) {
@@ -95,9 +100,8 @@ DEVICE void visit(const TilesJob &job, const Piece &piece, typename Storage<DTYP
             }
             codes[i] = S::narrow(value);
             value = S::widen(codes[i]);
-            const double normal = normal_of((enum dtype)DTYPE);
-            seen.new_zeros += before != 0 && value == 0;
-            seen.new_subnormals += is_subnormal(value, normal) - is_subnormal(before, normal);
+            const Bits is = magnitude_bits(value);
+            seen.losses += (was_nonzero && is == 0) + (((int)((Bits)(is - 1) < normal) - was_subnormal) << 16);
         }
         Bits magnitude = magnitude_bits(value);
         seen.largest = magnitude > seen.largest ? magnitude : seen.largest;
@@ -171,7 +175,8 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
         if (WRITES) store(data + row * (long long)sizeof(Code), count, codes);
     }
 
-    if (WRITES) add_losses(&job.facts[piece.number].losses, seen.new_zeros, seen.new_subnormals);
+    const int new_zeros = seen.losses & 0xffff;
+    if (WRITES) add_losses(&job.facts[piece.number].losses, new_zeros, (seen.losses - new_zeros) / 65536);
     __shared__ double sums[WARPS];
     __shared__ Bits largest[WARPS];
     __shared__ unsigned zeros[WARPS];

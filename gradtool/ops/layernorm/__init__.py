@@ -52,8 +52,8 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
     and InvertibleLayerNormalizationGrad.
 
     The tensors of a layer share a prefix, such as `blocks.0.norm.`: `Y_grad`, `X`, `scale`, and `mean` and
-    `inv_std_dev` unless they are to be computed. What the path of a Y_grad does not have is taken from the other paths,
-    which are only read. `include` and `exclude` select layers by the name of their Y_grad. With `output` or
+    `inv_std_dev` unless they are to be computed. Tensors missing from the Y_grad file are looked up in the other paths,
+    which are never modified. `include` and `exclude` select layers by the name of their Y_grad. With `output` or
     `output_dir`, only the gradients are written, and the inputs stay unchanged. Without `affine`, a layer has no scale,
     which counts as 1, and no bias; X_grad is the only result.
 

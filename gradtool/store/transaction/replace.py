@@ -116,7 +116,8 @@ class Replacement:
         """
         self.orders.refuse_missing()
         makes_new = any(staged.original is None for staged in self._staged)
-        sources = [rights_of(path, before) for path, before in self._sources] if makes_new else []
+        # Of thousands of files, only a few differ.
+        sources = list({rights_of(path, before) for path, before in self._sources}) if makes_new else []
         for staged in self._staged:
             staged.finish(sources, fsync=self._transaction.fsync)
             signals.deliver()

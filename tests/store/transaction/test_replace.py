@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from support import gradtool, registered, snapshot, until_told, write, write_back_in_time
 
-from gradtool import SystemRefusedError, UsageError, norm, recover
+from gradtool import SystemRefusedError, UsageError, clip, norm, recover
 from gradtool.store import fs, signals, system
 from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
-from gradtool.store.transaction import replace
+from gradtool.store.transaction import replace, staging
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.targets import refuse_collisions
@@ -661,3 +661,13 @@ def test_only_regular_files_are_written_over(tmp_path):
     for target in (tmp_path / "fifo", Path("/dev/null"), tmp_path):
         with pytest.raises(UsageError, match="not a regular file|is a folder"):
             refuse_collisions([target], [])
+
+
+def test_the_rights_of_many_files_are_compared_as_few(tmp_path, monkeypatch):
+    for number in range(20):
+        write(tmp_path / "set" / f"{number:02}.safetensors", {f"t{number}": np.ones(5, np.float32)})
+    seen, judge = [], staging.new_mode
+    monkeypatch.setattr(staging, "new_mode", lambda group, sources: seen.append(len(sources)) or judge(group, sources))
+    clip(tmp_path / "set", max_norm=1, output_dir=tmp_path / "new")
+    # With the file itself where one is replaced; here none is.
+    assert seen == [1] * 20

@@ -1,5 +1,6 @@
 """Where the command starts and ends: `gradtool` and `python -m gradtool`."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -26,7 +27,8 @@ def _run() -> int:
     except SystemExit as done:
         return int(done.code or 0)
     except MemoryError:  # There was not even enough to import the command, or to print the error.
-        os.write(2, b"gradtool: error: out of memory; raise the limit (ulimit -v or -d)\n")
+        with contextlib.suppress(OSError):  # The exit code remains.
+            os.write(2, b"gradtool: error: out of memory; raise the limit (ulimit -v or -d)\n")
         return 5
 
 

@@ -105,8 +105,8 @@ class TileSums:
     """
 
     # A few of them are sent in the place of many.
-    SENT: ClassVar = ("numbers", "sums", "exponents")
-    CONDENSED: ClassVar = SENT
+    sent_names: ClassVar = ("numbers", "sums", "exponents")
+    condensed_names: ClassVar = sent_names
 
     def __init__(self, order: float, *, signed: bool = False, finite: bool = False) -> None:
         self.order, self.signed, self.finite = order, signed, finite

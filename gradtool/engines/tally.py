@@ -52,13 +52,13 @@ class Tally:
         self._lock = threading.Lock()
 
     @property
-    def SENT(self) -> tuple[str, ...]:  # noqa: N802 - of a class, it is a constant
-        """The attributes that a worker sends."""
+    def sent_names(self) -> tuple[str, ...]:
+        """The names of the attributes that a worker sends."""
         return ("tile_sums", *self.columns)
 
     @property
-    def SIGNED(self) -> tuple[str, ...]:  # noqa: N802 - as above
-        """Those that may be negative."""
+    def signed_names(self) -> tuple[str, ...]:
+        """The names of those that may be negative."""
         return tuple(name for name, column in self.columns.items() if column.signed or column.merge == "first")
 
     def __len__(self) -> int:

@@ -2,8 +2,8 @@
 
 A pickle can run code where it is read. So an answer holds numbers, strings, lists and arrays only. It is read into an
 empty answer of the kind that is expected, which says what types may come, and how much. A number may be negative only
-where the empty answer has a negative one, and a count in an array only where that is `SIGNED`; binary exponents may be,
-and sums, which are left to whoever adds them up.
+where the empty answer has a negative one, and a count only in an array that is one of `signed_names`. Binary exponents
+may be negative, and so may sums, which are left to whoever adds them up.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def packed(answer: object) -> bytes:
     """Pack an answer.
 
     It may be made of numbers, strings, None, arrays, lists, tuples, dictionaries, dataclasses, and objects whose
-    attributes `SENT` are all that need be sent; arrays among them that are `CONDENSED` may have any length, and those
-    that are `SIGNED` counts below zero.
+    `sent_names` name all attributes that need be sent. Arrays named in `condensed_names` may have any length, and
+    those named in `signed_names` counts below zero.
     """
     return json.dumps({"answer": _tree(answer)}).encode()
 
@@ -76,7 +76,7 @@ def unpacked(data: object, empty: Answer) -> Answer:
 
 def _names(one: Any) -> Sequence[str]:
     """The attributes of an object that are sent."""
-    return getattr(one, "SENT", None) or [field.name for field in dataclasses.fields(one)]
+    return getattr(one, "sent_names", None) or [field.name for field in dataclasses.fields(one)]
 
 
 def _tree(one: Any) -> Any:
@@ -105,7 +105,7 @@ def _filled(empty: Any, tree: Any, *, exact: bool = True, signed: bool = False) 
         values = [_filled(value, one) for value, one in zip(empty, tree, strict=True)]
         return type(empty)(*values) if hasattr(empty, "_fields") else type(empty)(values)
     for name, one in zip(_names(empty), tree, strict=True):
-        exact, signed = name not in getattr(empty, "CONDENSED", ()), name in getattr(empty, "SIGNED", ())
+        exact, signed = name not in getattr(empty, "condensed_names", ()), name in getattr(empty, "signed_names", ())
         setattr(empty, name, _filled(getattr(empty, name), one, exact=exact, signed=signed))
     return empty
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gradtool.backends.histogram import RANGES, bins_of
 from gradtool.engines.tally import Column
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Look, pieces_of
+from gradtool.ops.passes import ReadingPass, pieces_of
 
 if TYPE_CHECKING:
     from array import array
@@ -48,7 +48,7 @@ class Histograms(Measurement):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Profile(Look[Histograms]):
+class Profile(ReadingPass[Histograms]):
     """Measures tensors, and counts their exponents while a block is still in the cache."""
 
     title: ClassVar = "measuring"

@@ -85,7 +85,7 @@ class TensorPass(Generic[Found]):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Look(TensorPass[Found]):
+class ReadingPass(TensorPass[Found]):
     """A pass that only looks at blocks, which the backend may read itself."""
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:
@@ -94,7 +94,7 @@ class Look(TensorPass[Found]):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Measure(Look[Measurement]):
+class Measure(ReadingPass[Measurement]):
     """Sums tensors, and counts what is not finite. With `leaves`, blocks stay on the device for the next pass."""
 
     title: ClassVar = "measuring"

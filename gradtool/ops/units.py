@@ -9,6 +9,7 @@ memory: the first pass writes them to an unnamed temporary file, from which the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from array import array
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class FactorFile:
         with _storing_in(self._folder):
             while view:
                 count = os.preadv(self._fd, [view], begin)
+                if not count:
+                    raise OSError(errno.EIO, "the temporary file is shorter than what was written")
                 view, begin = view[count:], begin + count
 
 

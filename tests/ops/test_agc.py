@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from support import VALUE_TYPES, encode, gaussian, gradtool, read, rounded_once, snapshot, write, write_index
 
-from gradtool import BadInputError, NonFiniteError, UsageError, clip, norm, tuning
+from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
 from gradtool.ops import clip_units
 from gradtool.ops.agc import measure_units
+from gradtool.ops.units import FactorFile
 from gradtool.reduction import TILE
 
 
@@ -280,3 +281,10 @@ def test_a_factor_is_computed_once_though_parameters_change_between_the_passes(t
     clip(path, agc=0.1, params=other)
     coefs = agc(grads, grads * 2, 0.1)
     assert close(read(path)["a"], grads, coefs, "F32")
+
+
+def test_a_temporary_file_that_lost_its_end_is_an_error():
+    with FactorFile.create([]) as file:
+        file.write(0, 0, memoryview(bytearray(24)).cast("d"))
+        with pytest.raises(SystemRefusedError, match="shorter than what was written"):
+            file.read(0, 1, memoryview(bytearray(24)).cast("d"))

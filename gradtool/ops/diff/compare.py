@@ -10,7 +10,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.engines import reads_files
 from gradtool.ops.beside import read_one
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.passes import Look, pieces_of
+from gradtool.ops.passes import ReadingPass, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
@@ -29,7 +29,7 @@ _PART_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Compare(Look[Comparison]):
+class Compare(ReadingPass[Comparison]):
     """Compares each of the selected tensors with the other in its place."""
 
     title: ClassVar = "comparing"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.output import Output
-    from gradtool.store.transaction.small import NewIndex, NewState
+    from gradtool.store.transaction.small import SmallFile
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def write_scaled(
     dtype: str | None,
     *,
     may_overflow: bool,
-    state: NewState | None = None,
+    state: SmallFile | None = None,
 ) -> tuple[Destination, Measurement, list[Problem]]:
     """Run a pass and write what it makes of its tensors. Returns the destination, the measurement, and warnings.
 
@@ -219,7 +219,7 @@ def write_scaled(
     work: Pass[Measurement] = scaling
     targets: Sequence[Selected] = scaling.selected
     files: Sequence[NewFile] = output.files(targets)
-    indexes: Sequence[NewIndex] | None = None
+    indexes: Sequence[SmallFile] | None = None
     if dtype is not None:
         from gradtool.ops.convert import converted  # only needed for this
 

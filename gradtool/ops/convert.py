@@ -17,7 +17,7 @@ from gradtool.store.format.index import reindexed
 from gradtool.store.format.layout import lay_out, new_tensor
 from gradtool.store.format.tensors import BITS
 from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import NewIndex
+from gradtool.store.transaction.small import SmallFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ _BLOCK_BYTES = 8 * TILE
 
 def converted(
     output: Output, scaling: Scaling, dtype: str
-) -> tuple[Convert, Sequence[Selected], Sequence[NewFile], Sequence[NewIndex]]:
+) -> tuple[Convert, Sequence[Selected], Sequence[NewFile], Sequence[SmallFile]]:
     """Return a pass that stores what another one scales in a type, the tensors there, the new files and the indexes.
 
     Raises:
@@ -53,7 +53,7 @@ def converted(
         if owner.index is not None:
             stat, content = owner.read_index()
             tensors_of = {shard.path.name: files[shard][1] for shard in owner.shards}
-            indexes.append(NewIndex(owner.index, stat, reindexed(owner.index, tensors_of, content)))
+            indexes.append(SmallFile(owner.index, stat, reindexed(owner.index, tensors_of, content)))
     # The pass measures what is stored, so nothing needs to be summed where it scales.
     quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
     work = Convert(scaling.selected, scaling.spec, quick, targets)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
     from gradtool.store.transaction.output_options import OutputOptions
-    from gradtool.store.transaction.small import NewIndex, NewState
+    from gradtool.store.transaction.small import SmallFile
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class Session:
         self,
         output: Output,
         files: Sequence[NewFile],
-        indexes: Sequence[NewIndex] | None = None,
-        state: NewState | None = None,
+        indexes: Sequence[SmallFile] | None = None,
+        state: SmallFile | None = None,
     ) -> Iterator[Destination]:
         """As `Output.writing`; the time that it takes to commit counts."""
         with output.writing(files, indexes, state) as destination:

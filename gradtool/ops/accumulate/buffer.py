@@ -16,7 +16,7 @@ from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
 from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import NewIndex
+from gradtool.store.transaction.small import SmallFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +59,7 @@ class OpenBuffer(NamedTuple):
 
     targets: Sequence[Selected]
     layouts: Sequence[Layout] = ()
-    indexes: Sequence[NewIndex] | None = None
+    indexes: Sequence[SmallFile] | None = None
     there: GradientSet | None = None
 
     @classmethod
@@ -69,11 +69,11 @@ class OpenBuffer(NamedTuple):
         kept = {key: metadata[key] for key in ("format",) if key in metadata}
         files = created.files(selected)
         index = created.index_over(files)
-        indexes = [] if index is None else [NewIndex(index[0], None, index[1])]
+        indexes = [] if index is None else [SmallFile(index[0], None, index[1])]
         return cls.of_layouts([lay_out(path, tensors, kept) for path, tensors in files.items()], indexes)
 
     @classmethod
-    def of_layouts(cls, layouts: Sequence[Layout], indexes: Sequence[NewIndex] | None) -> Self:
+    def of_layouts(cls, layouts: Sequence[Layout], indexes: Sequence[SmallFile] | None) -> Self:
         """New files of these layouts."""
         targets = [Selected(one.shard, tensor) for one in layouts for tensor in one.shard.tensors]
         return cls(targets, layouts, indexes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.index import mapped_in, reindexed
-from gradtool.store.transaction.small import NewIndex
+from gradtool.store.transaction.small import SmallFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def refuse_foreign_index(files: Files, layers: Sequence[Layer]) -> None:
             )
 
 
-def new_indexes(files: Files, output: Output) -> list[NewIndex]:
+def new_indexes(files: Files, output: Output) -> list[SmallFile]:
     """The indexes that must be written: those that change, or all where the output is elsewhere."""
     if output.options.file is not None:
         return []
@@ -44,5 +44,5 @@ def new_indexes(files: Files, output: Output) -> list[NewIndex]:
                 news = {shard: news.get(shard, shard) for shard in one.shards}
             new = reindexed(one.index, {shard.path.name: new.tensors for shard, new in news.items()}, content)
             if output.is_elsewhere or new != content:
-                found.append(NewIndex(one.index, stat, new))
+                found.append(SmallFile(one.index, stat, new))
     return found

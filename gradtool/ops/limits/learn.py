@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradtool.ops.limits import Rule
     from gradtool.ops.limits.state import Kept
     from gradtool.options import ClipOptions
-    from gradtool.store.transaction.small import NewState
+    from gradtool.store.transaction.small import SmallFile
 
 _OF_SETS = (".safetensors", INDEX_SUFFIX)
 
@@ -24,7 +24,7 @@ class Learned(NamedTuple):
 
     limit: float | None
     steps: int
-    state: NewState
+    state: SmallFile
 
     @classmethod
     def of(cls, rule: Rule, kept: Kept, norm: float) -> Self:

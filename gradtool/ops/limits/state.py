@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from gradtool import checks
 from gradtool.errors import BadInputError, shortened
 from gradtool.store.format.header import read_regular
-from gradtool.store.transaction.small import NewState
+from gradtool.store.transaction.small import SmallFile
 
 if TYPE_CHECKING:
     import os
@@ -78,14 +78,14 @@ class Kept(NamedTuple):
             raise _bad(path, f"has norms of order {state.norm_type!r}, not {norm_type!r}; give another --state")
         return cls(path, stat, state)
 
-    def new(self, state: State) -> NewState:
+    def new(self, state: State) -> SmallFile:
         """The file with a later state."""
         document = {"gradtool_state": VERSION} | vars(state)
         if math.isinf(state.norm_type):
             document["norm_type"] = _INFINITY  # JSON has no such number.
         # A line for each key: with an indent, json takes several times as long for many norms.
         lines = ",\n".join(f' "{key}": {json.dumps(value, allow_nan=False)}' for key, value in document.items())
-        return NewState(self.path, self.stat, f"{{\n{lines}\n}}\n".encode())
+        return SmallFile(self.path, self.stat, f"{{\n{lines}\n}}\n".encode())
 
 
 def _parsed(path: Path, content: bytes) -> State:

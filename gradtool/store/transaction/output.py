@@ -20,7 +20,7 @@ from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.readers import refuse_unfinished
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import NewIndex, fill, refuse_among, refuse_to_replace
+from gradtool.store.transaction.small import SmallFile, refuse_among, refuse_to_replace, write_small
 from gradtool.store.transaction.targets import Targets, refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output_options import OutputOptions
-    from gradtool.store.transaction.small import NewState
     from gradtool.store.transaction.staging import Source
 
     # For each file whose metadata change, the entries that get a new text, or none.
@@ -184,8 +183,8 @@ class Output(NamedTuple):
     def writing(
         self,
         files: Sequence[NewFile],
-        indexes: Sequence[NewIndex] | None = None,
-        state: NewState | None = None,
+        indexes: Sequence[SmallFile] | None = None,
+        state: SmallFile | None = None,
     ) -> Iterator[Destination]:
         """A destination for the files, which are all put in their places at the end of the block.
 
@@ -209,13 +208,15 @@ class Output(NamedTuple):
                 targets = [_target_of(transaction, file) for file in files]
                 with InPlace(transaction, targets, sources) as in_place:
                     yield Overwritten(_by_shard(files, [target.file for target in targets]), in_place)
-                    self._write_state(in_place.last, state)
+                    if state is not None:
+                        write_small(in_place.last, state, is_new=state.stat is None)
                     in_place.commit()
             else:
                 with Replacement(transaction, sources) as replacement:
                     yield self._built(replacement, files)
                     self._write_indexes(replacement, indexes)
-                    self._write_state(replacement, state)
+                    if state is not None:
+                        write_small(replacement, state, is_new=state.stat is None)
                     replacement.commit()
 
     @contextlib.contextmanager
@@ -248,22 +249,15 @@ class Output(NamedTuple):
         target, is_new = self._target(file.shard.path), self.options.no_clobber
         return replacement.stage(target, file.size, original, file.ranges, is_new=is_new)
 
-    def _copied_indexes(self) -> list[NewIndex]:
+    def _copied_indexes(self) -> list[SmallFile]:
         if not self.is_elsewhere or self.options.file is not None:
             return []
-        return [NewIndex(one.index, *one.read_index()) for one in self.sets if one.index]
+        return [SmallFile(one.index, *one.read_index()) for one in self.sets if one.index]
 
-    def _write_indexes(self, replacement: Replacement, indexes: Sequence[NewIndex]) -> None:
+    def _write_indexes(self, replacement: Replacement, indexes: Sequence[SmallFile]) -> None:
         for path, stat, content in indexes:
-            target, original = self._target(path), None if self.is_elsewhere else stat
-            staged = replacement.stage(target, len(content), original, is_new=self.options.no_clobber)
-            fill(staged, target, content)
-
-    def _write_state(self, replacement: Replacement, state: NewState | None) -> None:
-        if state is not None:
-            size, is_new = len(state.content), state.stat is None
-            staged = replacement.stage(state.path, size, state.stat, is_new=is_new)
-            fill(staged, state.path, state.content)
+            index = SmallFile(self._target(path), None if self.is_elsewhere else stat, content)
+            write_small(replacement, index, is_new=self.options.no_clobber)
 
 
 @contextlib.contextmanager

@@ -13,22 +13,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.fs import File
+    from gradtool.store.transaction.replace import Replacement
 
 
-class NewIndex(NamedTuple):
-    """An index to be written: the one that it comes from, as it was when it was read, and the new content.
-
-    Without `stat` it is created.
-    """
-
-    path: Path
-    stat: os.stat_result | None
-    content: bytes
-
-
-class NewState(NamedTuple):
-    """A state to be written: its path, its status when it was read, and the new content.
+class SmallFile(NamedTuple):
+    """An index or a state to be written: its path, its status when it was read, and the new content.
 
     Without `stat` it is created.
     """
@@ -38,13 +27,14 @@ class NewState(NamedTuple):
     content: bytes
 
 
-def fill(staged: File, target: Path, content: bytes) -> None:
-    """Write the content of a file that was staged for a target."""
+def write_small(replacement: Replacement, file: SmallFile, *, is_new: bool) -> None:
+    """Stage a small file and write its content; if `is_new`, it may not exist when it is put in its place."""
+    staged = replacement.stage(file.path, len(file.content), file.stat, is_new=is_new)
     try:
         with staged.opened(os.O_WRONLY) as fd:
-            fs.write_all(fd, [content], 0)
+            fs.write_all(fd, [file.content], 0)
     except OSError as error:
-        raise from_os_error(error, target) from error
+        raise from_os_error(error, file.path) from error
 
 
 def refuse_to_replace(sets: Sequence[GradientSet], what: str, targets: Sequence[Path]) -> None:

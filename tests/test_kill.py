@@ -238,8 +238,11 @@ def check_story(scene, done, where):
     answer = json.loads(done.out)
     assert answer["exit_code"] == done.code, (where, done)
     if done.code == 0:
-        errors = [line for line in done.err.splitlines() if not line.startswith("gradtool: warning: ")]
-        assert (scene.state(), errors, answer["status"]) == ("new", [], "ok"), (where, done)
+        warnings = answer["data"].get("warnings", ())
+        where_and_what = [[one[key] for key in ("file", "message") if key in one] for one in warnings]
+        lines = [": ".join(["gradtool: warning", *parts]) for parts in where_and_what]
+        assert (scene.state(), done.err.splitlines(), answer["status"]) == ("new", lines, "ok"), (where, done)
+        assert {warning["code"] for warning in warnings} <= {"underflow", "unmatched"}, (where, done)
         return
     assert done.code in (129, 130, 143), (where, done)
     assert (scene.state(), answer["errors"][0]["code"]) == ("old", "interrupted"), (where, done, scene.state())

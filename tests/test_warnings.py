@@ -130,8 +130,10 @@ def test_a_command_ends_as_it_should_where_warnings_are_errors(tmp_path, inputs,
     )
     assert done.returncode == CALLS[call], done.stderr
     assert all(line.startswith("gradtool: ") for line in done.stderr.splitlines())
-    # A warning of gradtool's own is no error.
-    assert any(line.startswith("gradtool: error: ") for line in done.stderr.splitlines()) == bool(done.returncode)
+    # One of gradtool's own, of what became 0 or subnormal, is no error.
+    others = [line for line in done.stderr.splitlines() if "too small for" not in line]
+    assert bool(others) == bool(done.returncode)
+    assert not any(line.startswith("gradtool: warning: ") for line in others)
 
 
 def in_threads(folder):

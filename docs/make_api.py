@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 import gradtool
-from gradtool.signatures import GROUPS, PYTHON
+from gradtool import options
+from gradtool.declare import PYTHON, declared_of
 
 PAGE = """\
 # Python
@@ -61,7 +62,7 @@ PAGES = {
 }
 _WIDTH = 100
 # The options that several functions have, and the group that each is in.
-SHARED = {name: title for title, group in GROUPS.items() for name in group.__annotations__}
+SHARED = {name: title for title, group in options.SHARED.items() for name in declared_of(group)}
 
 
 def page() -> str:

@@ -1,11 +1,12 @@
 """Prints docs/cli.md, made from the commands and the options they declare: python docs/make_cli.py > docs/cli.md."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import gradtool.cli  # noqa: F401 - its functions are the commands
-from gradtool.command import COMMANDS, declared_of
-from gradtool.signatures import ARGUMENTS, GROUPS, OPTIONS, PYTHON, Declared, options_of, usage_of
+from gradtool import options as declarations
+from gradtool.cli import COMMANDS
+from gradtool.command import Command
+from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of, usage_of
 
 PAGE = """\
 # Commands and options
@@ -45,23 +46,23 @@ And those under {shared}. Examples:
 ```
 {examples}
 ```"""
-SHARED = {title: group for title, group in GROUPS.items() if title != PYTHON}
+SHARED = {title: group for title, group in declarations.SHARED.items() if title != PYTHON}
 
 
 def page() -> str:
     """The whole page."""
-    rows = [(f"[{name}](#gradtool-{name})", summary) for name, (_, summary) in COMMANDS.items()]
+    rows = [(f"[{name}](#gradtool-{name})", summary) for name, (_, summary, _) in COMMANDS.items()]
     return PAGE.format(
         commands=table(("command", "what it does"), rows),
-        sections="\n\n".join(section(name, function) for name, (function, _) in COMMANDS.items()),
-        shared="\n\n".join(f"## {title}\n\n{options(options_of(group).values())}" for title, group in SHARED.items()),
+        sections="\n\n".join(map(section, COMMANDS.values())),
+        shared="\n\n".join(f"## {title}\n\n{options(declared_of(group).values())}" for title, group in SHARED.items()),
     )
 
 
-def section(name: str, function: Callable[..., object]) -> str:
+def section(command: Command) -> str:
     """What there is to say of one command."""
-    text, examples = (inspect.getdoc(function) or "").split("\n\n\b\nExamples:\n")
-    declared = declared_of(name)
+    text, examples = command.text.rstrip().split("\n\n\b\nExamples:\n")
+    name, declared = command.name, command.declared
     return COMMAND.format(
         name=name,
         text=text,
@@ -77,14 +78,14 @@ def shared_of(declared: Sequence[Declared]) -> str:
     said = []
     for title, group in SHARED.items():
         own = [f"`{one.flag}`" for one in declared if one.group == title]
-        some = "" if len(own) == len(options_of(group)) else f" ({', '.join(own)})"
+        some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
         said += [f"[{title}](#{title.lower()}){some}"] if own else []
     return ", ".join(said)
 
 
 def options(declared: Iterable[Declared]) -> str:
     """A table of arguments and options."""
-    return table(("option", "meaning", "default"), [(f"`{one.spelled}`", one.text, one.default) for one in declared])
+    return table(("option", "meaning", "default"), [(f"`{one.usage}`", one.text, one.default_text) for one in declared])
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -5,9 +5,10 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-import gradtool.cli  # its functions are the commands
-from gradtool.command import COMMANDS, declared_of
-from gradtool.signatures import ARGUMENTS, GROUPS, OPTIONS, PYTHON, Declared, options_of, usage_of
+import gradtool
+from gradtool.cli import COMMANDS
+from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of, usage_of
+from gradtool.options import SHARED
 
 PAGE = r"""
 .\" Made by python docs/make_man.py > docs/gradtool.1. Change gradtool/cli.py
@@ -67,13 +68,13 @@ CODES = {
 
 def page() -> str:
     """The whole page."""
-    groups = {title: group for title, group in GROUPS.items() if title != PYTHON}
+    groups = {title: group for title, group in SHARED.items() if title != PYTHON}
     filled = PAGE.format(
         version=escaped(gradtool.__version__),
         synopsis="\n.br\n".join(synopsis(name) for name in COMMANDS),
         commands="\n".join(command(name) for name in COMMANDS),
         shared="\n".join(
-            f".SH {title.upper()} OPTIONS\n{entries(options_of(one).values())}" for title, one in groups.items()
+            f".SH {title.upper()} OPTIONS\n{entries(declared_of(one).values())}" for title, one in groups.items()
         ),
         codes="\n".join(f".TP\n.B {code}\n{escaped(text)}" for code, text in CODES.items()),
     )
@@ -82,13 +83,13 @@ def page() -> str:
 
 def synopsis(name: str) -> str:
     """How a command is called."""
-    return rf"\fBgradtool {escaped(name)}\fR {escaped(' '.join(usage_of(declared_of(name))))}"
+    return rf"\fBgradtool {escaped(name)}\fR {escaped(' '.join(usage_of(COMMANDS[name].declared)))}"
 
 
 def command(name: str) -> str:
     """What there is to say of a command."""
-    text, examples = (inspect.getdoc(COMMANDS[name][0]) or "").split("\n\n\b\nExamples:\n")
-    declared = declared_of(name)
+    text, examples = COMMANDS[name].text.rstrip().split("\n\n\b\nExamples:\n")
+    declared = COMMANDS[name].declared
     own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
     paragraphs = "\n.PP\n".join(paragraph(one) for one in text.split("\n\n"))
     return "\n".join(
@@ -106,7 +107,7 @@ def entries(declared: Iterable[Declared]) -> str:
     """Arguments and options, each with what it means and its default."""
     rows = []
     for one in declared:
-        default = f" Default: {one.default}." if one.default else ""
+        default = f" Default: {one.default_text}." if one.default_text else ""
         rows.append(f".TP\n{spelled(one)}\n{paragraph(one.text + default)}")
     return "\n".join(rows)
 
@@ -115,18 +116,16 @@ def spelled(one: Declared) -> str:
     """An option as it is written: its names in bold, its value in italics."""
     if one.group == ARGUMENTS:
         return rf"\fI{escaped(one.metavar)}\fR"
-    flags = re.sub(
-        r"[^ ,/]+", lambda found: rf"\fB{escaped(found[0])}\fR", one.spelled.removesuffix(one.metavar).strip()
-    )
+    flags = re.sub(r"[^ ,/]+", lambda found: rf"\fB{escaped(found[0])}\fR", one.usage.removesuffix(one.metavar).strip())
     return rf"{flags} \fI{escaped(one.metavar)}\fR" if one.metavar else flags
 
 
 def shared_of(declared: Sequence[Declared]) -> str:
     """The groups of options that a command shares with others; with their names, if it does not have all of them."""
     said = []
-    for title, group in GROUPS.items():
+    for title, group in SHARED.items():
         own = [one.flag for one in declared if one.group == title and title != PYTHON]
-        some = "" if len(own) == len(options_of(group)) else f" ({', '.join(own)})"
+        some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
         said += [f"{title.upper()} OPTIONS{some}"] if own else []
     return ", ".join(said)
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import gradtool
-import gradtool.cli  # its functions are the commands
 from gradtool import errors
-from gradtool.command import COMMANDS
+from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
 from gradtool.report.facts import NONFINITE, is_rows, kind_of
 from gradtool.report.json_object import SCHEMA
@@ -64,7 +63,9 @@ class Schema:
 
     def whole(self) -> dict:
         """The schema of what is printed, with that of a line among its definitions."""
-        results = {command: self.result(function) for command, (function, _) in COMMANDS.items()}
+        results = {
+            name: self.result(getattr(gradtool, command.options.operation)) for name, command in COMMANDS.items()
+        }
         rows = {command: [one.name for one in fields(cls) if is_rows(one.name)] for command, cls in results.items()}
         self.definitions["call"] = call(results)
         of_object = [of_command(name, cls, {"required": rows[name]}) for name, cls in results.items()]
@@ -184,7 +185,7 @@ def float_schema() -> dict:
 def problem(section: str) -> dict:
     """An error or a warning, whose codes are in a section of docs/output.md."""
     page = (DOCS / "output.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
-    texts = {"message": "What is wrong, and often what to do.", "file": "Where.", "tensor": "Its name."}
+    texts = {"message": "What is wrong.", "hint": "What to do.", "file": "Where.", "tensor": "Its name."}
     known = re.findall(r"^\| `([a-z-]+)`", page, re.MULTILINE)
     codes = {"description": "Does not change between versions.", "enum": known}
     strings = {key: {"description": text, "type": "string"} for key, text in texts.items()}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gradtool.ops.zero import ZeroResult as ZeroResult
     from gradtool.ops.zero import zero as zero
 
-_HOMES = {
+MODULES = {
     "AccumulateResult": "gradtool.ops.accumulate",
     "BackendUnavailableError": "gradtool.errors",
     "BadInputError": "gradtool.errors",
@@ -68,19 +68,19 @@ _HOMES = {
     "zero": "gradtool.ops.zero",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings, all of them
+__all__ = ["__version__", *MODULES]  # noqa: PLE0604 - names of strings, all of them
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in MODULES:
         raise AttributeError(f"module 'gradtool' has no attribute {name!r}")
     from importlib import import_module  # kept off the start-up path
 
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(MODULES[name]), name)
     if name.islower():
-        from gradtool.api import public
+        from gradtool.declare import document
 
-        value = public(value)
+        value = document(value)
     globals()[name] = value
     return value
 

@@ -1,228 +1,183 @@
-"""The command line: one short function a command, which calls the function of the same name; imports nothing heavy."""
+"""The command line: what each command says of itself, and the way out of all of them; imports nothing heavy."""
 
-# No `from __future__ import annotations`: commands are made from these annotations.
+from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NoReturn, Unpack
+from typing import NoReturn
 
 from gradtool import process, streams
-from gradtool.command import UsageProblem, app, command, usage_message
+from gradtool.command import Command, UsageProblem, app, usage_message
 from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
 from gradtool.options import (
     AccumulateOptions,
     CheckOptions,
     ClipOptions,
     DiffOptions,
-    First,
-    Gradients,
+    DoctorOptions,
     InfoOptions,
     LayerNormOptions,
     NormOptions,
-    Place,
     RecoverOptions,
-    Second,
-    Sets,
-    Vector,
     ZeroOptions,
 )
 
-if TYPE_CHECKING:
-    from gradtool import (
-        AccumulateResult,
-        CheckResult,
-        ClipResult,
-        DiffResult,
-        DoctorResult,
-        InfoResult,
-        LayerNormResult,
-        NormResult,
-        RecoverResult,
-        ZeroResult,
-    )
-
 EXIT_BUG = 70
 
+_COMMANDS = [
+    Command(
+        NormOptions,
+        "Measure the norm of all tensors, as one vector.",
+        """Measure the norm of all tensors of all paths, as one vector; change nothing.
 
-@command("Measure the norm of all tensors, as one vector.")
-def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> "NormResult":
-    """Measure the norm of all tensors of all paths, as one vector; change nothing.
+NaN and Inf values are reported, and the exit code is then 1.
 
-    NaN and Inf values are reported, and the exit code is then 1.
+\b
+Examples:
+  gradtool norm grads/ --top 5
+  gradtool norm rank*.safetensors --concat --json | jq .data.norm
+  gradtool norm micro_*.safetensors --by-file --fail-above 5
+""",
+    ),
+    Command(
+        DiffOptions,
+        "Compare two gradient sets.",
+        """Compare the tensors of A with those of B, as one vector and tensor by tensor; change nothing.
 
-    \b
-    Examples:
-      gradtool norm grads/ --top 5
-      gradtool norm rank*.safetensors --concat --json | jq .data.norm
-      gradtool norm micro_*.safetensors --by-file --fail-above 5
-    """
-    from gradtool.ops.norm import norm as run
+Tensors match by name, whichever shard they are in and whatever their types. With a limit (--rtol and --atol,
+--max-ulp, --max-rel-l2, --min-cosine, --bits), exits with code 1 if a difference is beyond it.
 
-    return run(paths, **options)
+\b
+Examples:
+  gradtool diff new.safetensors old.safetensors --top 5
+  gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
+  gradtool diff upgraded/ golden/ --bits --quiet
+""",
+    ),
+    Command(
+        CheckOptions,
+        "Check files for damage and suggest fixes.",
+        """Check everything that can be wrong with files and sets; change nothing.
 
+Exits with code 1 if any fault is found (a damaged header, an index that does not fit, NaN, files left half
+changed). Notes (subnormal values, tensors of zeros, leftovers) do not count, unless --strict is given: healthy
+files have some.
 
-@command("Compare two gradient sets.")
-def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> "DiffResult":
-    """Compare the tensors of A with those of B, as one vector and tensor by tensor; change nothing.
+\b
+Examples:
+  gradtool check grads/
+  gradtool check --fast step_*/ --json | jq '.data.per_finding[]'
+  gradtool check sums.safetensors --strict && echo healthy
+""",
+    ),
+    Command(
+        InfoOptions,
+        "List tensors, types, sizes and metadata.",
+        """List the tensors of all paths with type, shape and bytes, the totals of each type, and the metadata.
 
-    Tensors match by name, whichever shard they are in and whatever their types. With a limit (--rtol and --atol,
-    --max-ulp, --max-rel-l2, --min-cosine, --bits), exits with code 1 if a difference is beyond it.
+Only headers are read, of tensors of any type.
 
-    \b
-    Examples:
-      gradtool diff new.safetensors old.safetensors --top 5
-      gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
-      gradtool diff upgraded/ golden/ --bits --quiet
-    """
-    from gradtool.ops.diff import diff as run
+\b
+Examples:
+  gradtool info model.safetensors
+  gradtool info grads/ --include '^lm_head'
+  gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
+""",
+    ),
+    Command(
+        ClipOptions,
+        "Clip by global norm, by tensor, or by value.",
+        """Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
 
-    return run(a, b, **options)
+Files are replaced only when all of them are ready. If there is nothing to clip, none is touched.
 
+\b
+Examples:
+  gradtool clip grads/ --max-norm 1.0
+  gradtool clip grads/ --group '^lm_head:0.5' --max-norm 1.0
+  gradtool clip grads/ --limit z=2.5 --state clip.json
+  gradtool clip rank*.safetensors --concat --max-norm 1.0
+  gradtool clip scaled.safetensors --output clipped.safetensors \\
+      --unscale 1024 --max-norm 1.0 --dtype F32
+""",
+    ),
+    Command(
+        AccumulateOptions,
+        "Add gradients in float64, to a buffer or as a new set.",
+        """Add gradients in float64, rounded once at the end: to a buffer in place (--into), or as a new set (--output).
 
-@command("Check files for damage and suggest fixes.")
-def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> "CheckResult":
-    """Check everything that can be wrong with files and sets; change nothing.
+Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape. Gradients are only read.
+With --into and --output, BUFFER is only read, too, and the sum with it is written.
 
-    Exits with code 1 if any fault is found (a damaged header, an index that does not fit, NaN, files left half
-    changed). Notes (subnormal values, tensors of zeros, leftovers) do not count, unless --strict is given: healthy
-    files have some.
+\b
+Examples:
+  gradtool accumulate micro_*.safetensors --into buffer.safetensors
+  gradtool accumulate rank*/ --output mean.safetensors --mean \\
+      --weight-key num_tokens --max-norm 1
+  gradtool accumulate micro_*.safetensors --output-dir sums \\
+      --shard-like model/
+""",
+    ),
+    Command(
+        ZeroOptions,
+        "Set every element to +0.",
+        """Set every element of all tensors of all paths to +0, whatever its type, in place.
 
-    \b
-    Examples:
-      gradtool check grads/
-      gradtool check --fast step_*/ --json | jq '.data.per_finding[]'
-      gradtool check sums.safetensors --strict && echo healthy
-    """
-    from gradtool.ops.check import check as run
+If the file system has holes, no zeros are written, so gigabytes take no longer than kilobytes.
 
-    return run(paths, **options)
+\b
+Examples:
+  gradtool zero buffer.safetensors
+  gradtool zero grads/ --include '^lm_head'
+""",
+    ),
+    Command(
+        LayerNormOptions,
+        "Compute the gradients of layer norms.",
+        """Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
+The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
+missing. Tensors missing from the Y_grad file are looked up in the other paths, which are never
+modified.
 
-@command("List tensors, types, sizes and metadata.")
-def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> "InfoResult":
-    """List the tensors of all paths with type, shape and bytes, the totals of each type, and the metadata.
+--include and --exclude select layers by the name of their Y_grad. With --output or --output-dir, only the gradients
+are written, and only there.
 
-    Only headers are read, of tensors of any type.
+\b
+Examples:
+  gradtool layernorm-backward step_100/ --output-dir grads/
+  gradtool layernorm-backward acts.safetensors weights.safetensors
+  gradtool layernorm-backward acts.safetensors \\
+      --kind rmsnorm --scale-offset 1 --prefix model.norm
+""",
+    ),
+    Command(
+        RecoverOptions,
+        "Roll crashed runs forward or back.",
+        """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
-    \b
-    Examples:
-      gradtool info model.safetensors
-      gradtool info grads/ --include '^lm_head'
-      gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
-    """
-    from gradtool.ops.info import info as run
+Afterwards, the files of each such run are all new or all old. A run that is alive is not touched.
 
-    return run(paths, **options)
+\b
+Examples:
+  gradtool recover grads/
+  gradtool recover buffer.safetensors
+""",
+    ),
+    Command(
+        DoctorOptions,
+        "Print diagnostics about this machine and a folder, for bug reports.",
+        """Print diagnostics about this machine and a folder, for bug reports.
 
+Nothing is written, and no data is read.
 
-@command("Clip by global norm, by tensor, or by value.")
-def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> "ClipResult":
-    """Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
-
-    Files are replaced only when all of them are ready. If there is nothing to clip, none is touched.
-
-    \b
-    Examples:
-      gradtool clip grads/ --max-norm 1.0
-      gradtool clip grads/ --group '^lm_head:0.5' --max-norm 1.0
-      gradtool clip grads/ --limit z=2.5 --state clip.json
-      gradtool clip rank*.safetensors --concat --max-norm 1.0
-      gradtool clip scaled.safetensors --output clipped.safetensors \\
-          --unscale 1024 --max-norm 1.0 --dtype F32
-    """
-    from gradtool.ops.clip import clip as run
-
-    return run(paths, **options)
-
-
-@command("Add gradients in float64, to a buffer or as a new set.")
-def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> "AccumulateResult":
-    """Add gradients in float64, rounded once at the end: to a buffer in place (--into), or as a new set (--output).
-
-    Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape. Gradients are only read.
-    With --into and --output, BUFFER is only read, too, and the sum with it is written.
-
-    \b
-    Examples:
-      gradtool accumulate micro_*.safetensors --into buffer.safetensors
-      gradtool accumulate rank*/ --output mean.safetensors --mean \\
-          --weight-key num_tokens --max-norm 1
-      gradtool accumulate micro_*.safetensors --output-dir sums \\
-          --shard-like model/
-    """
-    from gradtool.ops.accumulate import accumulate as run
-
-    return run(gradients, **options)
-
-
-@command("Set every element to +0.")
-def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> "ZeroResult":
-    """Set every element of all tensors of all paths to +0, whatever its type, in place.
-
-    If the file system has holes, no zeros are written, so gigabytes take no longer than kilobytes.
-
-    \b
-    Examples:
-      gradtool zero buffer.safetensors
-      gradtool zero grads/ --include '^lm_head'
-    """
-    from gradtool.ops.zero import zero as run
-
-    return run(paths, **options)
-
-
-@command("Compute the gradients of layer norms.")
-def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) -> "LayerNormResult":
-    """Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
-
-    The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
-    missing. Tensors missing from the Y_grad file are looked up in the other paths, which are never
-    modified.
-
-    --include and --exclude select layers by the name of their Y_grad. With --output or --output-dir, only the gradients
-    are written, and only there.
-
-    \b
-    Examples:
-      gradtool layernorm-backward step_100/ --output-dir grads/
-      gradtool layernorm-backward acts.safetensors weights.safetensors
-      gradtool layernorm-backward acts.safetensors \\
-          --kind rmsnorm --scale-offset 1 --prefix model.norm
-    """
-    from gradtool.ops.layernorm import layernorm_backward as run
-
-    return run(paths, **options)
-
-
-@command("Roll crashed runs forward or back.")
-def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> "RecoverResult":
-    """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
-
-    Afterwards, the files of each such run are all new or all old. A run that is alive is not touched.
-
-    \b
-    Examples:
-      gradtool recover grads/
-      gradtool recover buffer.safetensors
-    """
-    from gradtool.ops.recover import recover as run
-
-    return run(paths, **options)
-
-
-@command("Print diagnostics about this machine and a folder, for bug reports.")
-def doctor(path: Place = ".") -> "DoctorResult":
-    """Print diagnostics about this machine and a folder, for bug reports.
-
-    Nothing is written, and no data is read.
-
-    \b
-    Examples:
-      gradtool doctor
-      gradtool doctor /mnt/gradients --json | jq .data.file_system
-    """
-    from gradtool.ops.doctor import doctor as run
-
-    return run(path)
+\b
+Examples:
+  gradtool doctor
+  gradtool doctor /mnt/gradients --json | jq .data.file_system
+""",
+    ),
+]
+COMMANDS = {command.name: command for command in _COMMANDS}
 
 
 def main() -> NoReturn:
@@ -240,17 +195,19 @@ def main() -> NoReturn:
 
 def _guarded() -> int:
     try:
-        return app(sys.argv[1:])
+        return app(COMMANDS, sys.argv[1:])
     except GradtoolError as error:
         process.show_traceback()
         return process.fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
     except UsageProblem as error:
-        return process.fail(Problem("usage", usage_message(error, sys.argv[1:])), exit_code=EXIT_USAGE)
+        command = next((COMMANDS[word] for word in sys.argv[1:] if word in COMMANDS), None)
+        message, hint = usage_message(error, command)
+        return process.fail(Problem("usage", message, hint=hint), exit_code=EXIT_USAGE)
     except (OSError, MemoryError, ImportError) as error:
         process.show_traceback()
         refused = process.refused(error)
         return process.fail(*refused.problems, exit_code=refused.exit_code)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
         process.show_traceback()
-        message = f"a bug in gradtool: {type(error).__name__}: {error}; GRADTOOL_DEBUG=1 shows where"
-        return process.fail(Problem("bug", message), exit_code=EXIT_BUG)
+        message = f"a bug in gradtool: {type(error).__name__}: {error}"
+        return process.fail(Problem("bug", message, hint="set GRADTOOL_DEBUG=1 to see where"), exit_code=EXIT_BUG)

@@ -30,7 +30,7 @@ _WIDTH = 60
 TAKES_NAME = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 
 
-def is_asked() -> bool:
+def is_requested() -> bool:
     """Whether a shell asks for completions."""
     return _ASKED in os.environ
 
@@ -67,4 +67,4 @@ def values(choices: Sequence[str]) -> Callable[[str], list[str]] | None:
     def complete(incomplete: str) -> list[str]:
         return [one if one.startswith(incomplete) else one.lower() for one in choices]
 
-    return complete if choices and is_asked() else None
+    return complete if choices and is_requested() else None

@@ -1,7 +1,8 @@
 """Everything that can go wrong, each with an exit code and a machine-readable code.
 
-A message says what is wrong and what to do about it; `file` and `tensor` say where, and are printed in front of it.
-Each class also inherits the standard exception that callers of the Python API would expect.
+An error is data: what is wrong, where (file and tensor), and a hint, which says what to do. A message that names
+options or commands is a `gradtool.wording.Text`, because the command and Python spell them differently. Each class also
+inherits the standard exception that callers of the Python API would expect.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import errno
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
+
+from gradtool.wording import as_command, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,12 +28,13 @@ EXIT_SYSTEM = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: a line on stderr and an entry of `errors` in JSON."""
+    """One thing that is wrong: a line on stderr, perhaps with a hint below it, and an entry of `errors` in JSON."""
 
     code: str
     message: str
     file: str | None = None
     tensor: str | None = None
+    hint: str | None = None
 
     @property
     def line(self) -> str:
@@ -38,36 +42,43 @@ class Problem:
         tensor = None if self.tensor is None else f"tensor {self.tensor!r}"
         return ": ".join(part for part in (self.file, tensor, self.message) if part)
 
+    def as_command(self) -> Problem:
+        """Return the same in the wording of the command."""
+        return replace(self, message=as_command(self.message), hint=as_command(self.hint))
+
 
 class GradtoolError(Exception):
     """The base of every error that gradtool raises on purpose."""
 
     exit_code: ClassVar[int]
     code: ClassVar[str]
-    # Printed once, after all problems.
+    # What several problems have in common; printed once, after all of them.
     summary: str | None = None
 
     def __init__(
-        self, message: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None, code: str = ""
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        code: str = "",
+        hint: str | None = None,
     ) -> None:
-        problem = Problem(code or self.code, message, None if file is None else str(file), tensor)
+        problem = Problem(code or self.code, message, None if file is None else str(file), tensor, hint)
         super().__init__(message)
         self.problems: Sequence[Problem] = (problem,)
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], summary: str | None = None) -> Self:
-        """One error for one or more problems; the summary has the remedy that they share."""
-        if len(problems) == 1 and summary is not None:
-            problems, summary = [replace(problems[0], message=f"{problems[0].message}; {summary}")], None
+    def from_problems(cls, problems: Sequence[Problem], hint: str | None = None) -> Self:
+        """Make an error of one or more problems; the hint is for all of them."""
         error = cls(problems[0].message)
-        error.problems = tuple(problems)
-        error.summary = summary
+        error.problems = tuple(replace(problem, hint=hint or problem.hint) for problem in problems)
         return error
 
     def __str__(self) -> str:
+        first = self.problems[0]
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        line = f"{self.problems[0].line}{more}"
-        return f"{self.summary}; {line}" if self.summary else line
+        return "; ".join(part for part in (self.summary, f"{first.line}{more}", first.hint) if part)
 
 
 class NonFiniteError(GradtoolError, ArithmeticError):
@@ -76,11 +87,11 @@ class NonFiniteError(GradtoolError, ArithmeticError):
     exit_code = EXIT_FOUND
     code = "nonfinite"
 
-    def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
+    def __init__(self, message: str, problems: Sequence[Problem] = (), hint: str | None = None) -> None:
         # Unpickling passes the message alone.
         super().__init__(message)
         self.summary = message
-        self.problems = tuple(problems)
+        self.problems = tuple(replace(problem, hint=hint or problem.hint) for problem in problems)
 
 
 class UsageError(GradtoolError, ValueError):
@@ -140,12 +151,12 @@ _BAD_INPUT = {
     errno.ENXIO: ("is not a regular file", ""),
     errno.ENODEV: ("is not a regular file", ""),
 }
-_REMEDIES = {
+_HINTS: dict[int, str] = {
     errno.EACCES: "check the permissions of the file and its folder",
     errno.EPERM: "check the owner of the file and its folder",
-    errno.EROFS: "use --output-dir to write somewhere else",
-    errno.ENOSPC: "free some space, or use --output-dir on another disk",
-    errno.EDQUOT: "use --output-dir on another disk",
+    errno.EROFS: say("use {} to write somewhere else", option("output_dir")),
+    errno.ENOSPC: say("free some space, or use {} on another disk", option("output_dir")),
+    errno.EDQUOT: say("use {} on another disk", option("output_dir")),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOMEM: "raise the limit on memory (ulimit -v or -d)",
@@ -175,12 +186,10 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
 
         if (denied := permissions.missing(os.fspath(file))) is not None:
             file, what = denied
-            refused = SystemRefusedError(f"{error.strerror}: {what}; check its permissions", file=file)
+            refused = SystemRefusedError(f"{error.strerror}: {what}", file=file, hint="check its permissions")
             refused.errno = error.errno
             return refused
-    reason = error.strerror or str(error)
-    remedy = _REMEDIES.get(error.errno or 0)
-    refused = SystemRefusedError(f"{reason}; {remedy}" if remedy else reason, file=file)
+    refused = SystemRefusedError(error.strerror or str(error), file=file, hint=_HINTS.get(error.errno or 0))
     refused.errno = error.errno
     return refused
 
@@ -192,4 +201,6 @@ def unfinished(message: str, file: str | os.PathLike[str] | None) -> SystemRefus
 
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
     """The error for a file that is no longer the one whose header was read."""
-    return SystemRefusedError("was changed by another program in the meantime; run again", file=file, code="changed")
+    return SystemRefusedError(
+        "was changed by another program in the meantime", file=file, code="changed", hint="run the command again"
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, get_args
 
-from gradtool.checks import one_of
 from gradtool.errors import UsageError
 from gradtool.options import Format
+from gradtool.validators import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

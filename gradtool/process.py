@@ -69,10 +69,11 @@ def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
     # Free the memory of the failed call: printing the error needs it.
     error.__traceback__ = None
     if isinstance(error, ImportError):
-        why = "install gradtool again or, if a limit on memory is in the way, raise it (ulimit -v or -d)"
-        return SystemRefusedError(f"cannot load {error.name or 'a module'}; {why}")
+        hint = "install gradtool again or, if memory is limited, raise the limit (ulimit -v or -d)"
+        return SystemRefusedError(f"cannot load {error.name or 'a module'}", hint=hint)
     if isinstance(error, MemoryError):
-        return SystemRefusedError("out of memory; use fewer --threads, or raise the limit (ulimit -v or -d)")
+        hint = "use fewer --threads, or raise the limit (ulimit -v or -d)"
+        return SystemRefusedError("out of memory", hint=hint)
     if isinstance(error, GradtoolError):
         return error
     if error.filename is not None:
@@ -80,7 +81,7 @@ def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
     try:
         os.getcwd()  # noqa: PTH109 - pathlib is slow to import
     except OSError:
-        return SystemRefusedError("the current folder is gone; change to another one")
+        return SystemRefusedError("the current folder is gone", hint="change to another one")
     return SystemRefusedError(f"the system refused: {error.strerror or error}")
 
 

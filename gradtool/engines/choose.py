@@ -37,25 +37,25 @@ def asked_for(given: str | None) -> Asked:
     return Asked(name, address or None)
 
 
-def choose(chosen: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
-    """The engine of complete options; and the backend, if it is chosen here and not by the workers."""
-    (name, address), threads = asked_for(chosen["engine"]), chosen["threads"]
+def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
+    """The engine of complete options; and the backend, if it is options here and not by the workers."""
+    (name, address), threads = asked_for(options.engine), options.threads
     if address is None:
-        return local(chosen, progress)
+        return local(options, progress)
     from gradtool.engines.executor import Workers  # not needed by threads
 
-    timeout = chosen["worker_timeout"]
+    timeout = options.worker_timeout
     most = None if threads is None else min(threads, MOST_THREADS)
     join = partial(_join, address, timeout)
     # What the environment says here counts for the workers too.
-    backend = backends.asked_for(chosen["backend"])
-    return Workers(name, join, backend, chosen["device"], most, timeout, progress), None
+    backend = backends.asked_for(options.backend)
+    return Workers(name, join, backend, options.device, most, timeout, progress), None
 
 
-def local(chosen: Local, progress: Progress | None) -> tuple[Threads, Choice]:
+def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:
     """The threads of this process, and their backend."""
-    choice = backends.choose(chosen["backend"], chosen["device"])
-    count = min(chosen["threads"] or default_threads(), MOST_THREADS)
+    choice = backends.choose(options.backend, options.device)
+    count = min(options.threads or default_threads(), MOST_THREADS)
     return Threads(choice.backend, count, progress, choice.why), choice
 
 

@@ -61,7 +61,7 @@ class Roll:
 
     @property
     def backend(self) -> tuple[str, str]:
-        """The backends of all workers that answered, and why the usual one was chosen."""
+        """The backends of all workers that answered, and why the usual one was options."""
         names = sorted({name for name, _ in self._backends})
         return ", ".join(names), next(iter(self._backends.most_common(1)), (("", ""), 0))[0][1]
 

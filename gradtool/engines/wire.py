@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradtool import errors
 from gradtool.errors import GradtoolError, Problem
+from gradtool.wording import Text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,9 +50,9 @@ def packed(answer: object) -> bytes:
 
 def packed_error(error: GradtoolError) -> bytes:
     """Pack an error."""
-    problems = [dataclasses.astuple(problem) for problem in error.problems]
+    problems = [[_worded(text) for text in dataclasses.astuple(problem)] for problem in error.problems]
     name = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
-    return json.dumps({"error": [name, error.summary, problems]}).encode()
+    return json.dumps({"error": [name, _worded(error.summary), problems]}).encode()
 
 
 def unpacked(data: object, empty: Answer) -> Answer:
@@ -136,8 +137,20 @@ def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool, signe
 def _error(name: Any, summary: Any, problems: Any) -> GradtoolError:
     if not 0 < len(problems) <= _MOST_PROBLEMS:
         raise ValueError("no problem, or too many")
-    found = []
-    for code, message, file, tensor in problems:
-        required = [_plain(one, "") for one in (code, message)]
-        found.append(Problem(*required, *(None if one is None else _plain(one, "") for one in (file, tensor))))
-    return _ERRORS[name].of(found, None if summary is None else _plain(summary, ""))
+    error = _ERRORS[name].from_problems([Problem(*map(_text, problem)) for problem in problems])
+    if any(None in (problem.code, problem.message) for problem in error.problems):
+        raise ValueError("a problem without a message")
+    error.summary = _text(summary)
+    return error
+
+
+def _worded(text: str | None) -> str | list[str] | None:
+    """Return a text, or both wordings of one that has two."""
+    return [str(text), text.command] if isinstance(text, Text) else text
+
+
+def _text(tree: Any) -> Any:
+    """Return the text that was packed, if there was any."""
+    if isinstance(tree, list):
+        return Text(*(_plain(wording, "") for wording in tree))
+    return None if tree is None else _plain(tree, "")

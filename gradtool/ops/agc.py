@@ -12,8 +12,6 @@ from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems, refuse_nonfinite
 from gradtool.ops.units import ComputeUnitFactors
-from gradtool.options import ClipOptions
-from gradtool.signatures import is_default
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.small import refuse_to_replace
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
     from gradtool.ops.units import FactorFile, UnitTally
+    from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import GradientSet, Selected
 
 
@@ -37,34 +36,34 @@ class AgcPolicy(NamedTuple):
     nonfinite: str
 
     @classmethod
-    def of(cls, chosen: ClipOptions) -> Self:
+    def of(cls, options: ClipOptions) -> Self:
         """The policy of complete options; `UsageError` where they contradict each other."""
-        ratio, params = chosen["agc"], chosen["params"]
+        ratio, params = options.agc, options.params
         if ratio is None:
             raise UsageError("--params and --agc-eps are for --agc; give --agc, too")
         if params is None:
             raise UsageError("--agc needs the parameters of the gradients; give them with --params")
         others = {
-            "--max-norm": chosen["max_norm"] is not None,
-            "--max-value": chosen["max_value"] is not None,
-            "--eps": not is_default(ClipOptions, chosen, "eps"),
-            "--per-tensor": chosen["per_tensor"],
-            "--total-norm": chosen["total_norm"] is not None,
-            "--group": bool(chosen["group"]),
-            "--limit": chosen["limit"] is not None,
-            "--state": chosen["state"] is not None,
-            "--warmup": chosen["warmup"] is not None,
-            "--window": chosen["window"] is not None,
-            "--skip-above": chosen["skip_above"] is not None,
+            "--max-norm": options.max_norm is not None,
+            "--max-value": options.max_value is not None,
+            "--eps": not options.is_default("eps"),
+            "--per-tensor": options.per_tensor,
+            "--total-norm": options.total_norm is not None,
+            "--group": bool(options.group),
+            "--limit": options.limit is not None,
+            "--state": options.state is not None,
+            "--warmup": options.warmup is not None,
+            "--window": options.window is not None,
+            "--skip-above": options.skip_above is not None,
         }
         for option, is_given in others.items():
             if is_given:
                 raise UsageError(f"--agc has a limit for each unit and does not take {option}")
-        if chosen["norm_type"] != 2:  # noqa: PLR2004
+        if options.norm_type != 2:  # noqa: PLR2004
             raise UsageError("--agc is about norms of order 2; leave out --norm-type")
-        if chosen["nonfinite"] == "zero":
+        if options.nonfinite == "zero":
             raise UsageError("--agc does not take --nonfinite zero; use error or propagate")
-        return cls(ratio, os.fspath(params), chosen["agc_eps"], chosen["unscale"], chosen["nonfinite"])
+        return cls(ratio, os.fspath(params), options.agc_eps, options.unscale, options.nonfinite)
 
     @property
     def spec(self) -> NormSpec:
@@ -103,7 +102,7 @@ def parameters_of(
             message = f"shape {list(own.tensor.shape)} is not that of the gradient, {list(one.tensor.shape)}"
             problems.append(Problem("shape", message, str(own.shard.path), one.tensor.name))
     if problems:
-        raise BadInputError.of(problems, "nothing written. Leave tensors out with --exclude")
+        raise BadInputError.from_problems(problems, "nothing written. Leave tensors out with --exclude")
     params = [home[one.tensor.name] for one in selected]
     refuse_dtypes(params, tuple(STORAGE))
     return opened.sets, params

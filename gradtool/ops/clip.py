@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import TYPE_CHECKING, NamedTuple
 
+from gradtool.declare import operation
 from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops.clip_policy import Decision, Policy, decide, is_limit, keep, rounded_factor
 from gradtool.ops.groups import groups_of
@@ -14,8 +15,7 @@ from gradtool.ops.limits.state import Kept
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import Facts, Written, facts, loss_warnings, refuse_nonfinite, refuse_overflow, written
 from gradtool.ops.session import Call, output_options_of
-from gradtool.options import ClipOptions, Vector
-from gradtool.signatures import complete, is_default
+from gradtool.options import ClipOptions
 from gradtool.store.transaction.destination import DISCARD
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class ClipResult(Facts, Written):
     problems: tuple[Problem, ...] = ()
 
 
-def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
+@operation(ClipOptions)
+def clip(options: ClipOptions) -> ClipResult:
     """Scale all selected tensors of all paths, taken as one vector, to a norm of at most `max_norm`, in place.
 
     coef = max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_; eps=1e-7 gives Lucid's clip_grad_norm, eps=0
@@ -125,17 +126,16 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    chosen = complete("clip", ClipOptions, options)
-    if chosen["dtype"] is not None and chosen["output"] is None and chosen["output_dir"] is None:
+    if options.dtype is not None and options.output is None and options.output_dir is None:
         raise UsageError("--dtype requires --output or --output-dir")
-    is_agc = chosen["agc"] is not None or chosen["params"] is not None
-    if is_agc or not is_default(ClipOptions, chosen, "agc_eps"):
+    is_agc = options.agc is not None or options.params is not None
+    if is_agc or not options.is_default("agc_eps"):
         from gradtool.ops.clip_units import clip_units  # only needed for this
 
-        return clip_units(paths, chosen)
-    policy, state = Policy.of(chosen), state_path(chosen)
-    output_options = output_options_of(chosen)._replace(state=None if state is None else str(state))
-    call = Call.of(paths, chosen, unique_names=not chosen["concat"])
+        return clip_units(options)
+    policy, state = Policy.of(options), state_path(options)
+    output_options = output_options_of(options)._replace(state=None if state is None else str(state))
+    call = Call.of(options.named, options, unique_names=not options.concat)
     with call.open_to_write(output_options) as (session, output):
         groups = groups_of(session.selected, [one.pattern for one in policy.groups])
         kept = None if policy.rule is None or state is None else Kept.read(state, policy.rule, policy.norm_type)
@@ -146,7 +146,7 @@ def clip(paths: Vector = (), **options: Unpack[ClipOptions]) -> ClipResult:
         learned = None if policy.rule is None or kept is None or problems else Learned.of(policy.rule, kept, norm)
         limited = policy if learned is None else policy.with_limit(learned.limit)
         decision = keep(session.selected) if problems else decide(limited, session.selected, before, norms, groups)
-        plan = _Plan(policy, decision, learned, chosen["dtype"])
+        plan = _Plan(policy, decision, learned, options.dtype)
         done = _Done(DISCARD, before) if problems else _write(session, output, before, plan)
         numbers = [group.numbers for group in groups]
         norms_after = norms if problems else done.after.norms(per_tensor=policy.per_tensor, groups=numbers)

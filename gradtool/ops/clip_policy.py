@@ -7,14 +7,12 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool import checks
+from gradtool import validators
 from gradtool.arrays import np
 from gradtool.backends import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops.limits import rule_of
-from gradtool.options import ClipOptions
-from gradtool.signatures import is_default
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from gradtool.ops.groups import Group
     from gradtool.ops.limits import Rule
     from gradtool.ops.measurement import Measurement, Norms
+    from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
 
 
@@ -59,9 +58,9 @@ class GroupLimit(NamedTuple):
         if not (colon and pattern):
             raise UsageError(f"--group must be REGEX:C, such as '^lm_head:0.5', not {text!r}")
         option = f"the C of --group {text!r}"
-        max_norm = checks.number(option, limit)
-        if not checks.NOT_NEGATIVE.holds(max_norm):
-            raise UsageError(f"{option} must be {checks.NOT_NEGATIVE.words}, not {max_norm!r}")
+        max_norm = validators.number(option, limit)
+        if not validators.NOT_NEGATIVE.holds(max_norm):
+            raise UsageError(f"{option} must be {validators.NOT_NEGATIVE.words}, not {max_norm!r}")
         return cls(pattern, max_norm)
 
 
@@ -81,20 +80,20 @@ class Policy(NamedTuple):
     nonfinite: str
 
     @classmethod
-    def of(cls, chosen: ClipOptions) -> Self:
+    def of(cls, options: ClipOptions) -> Self:
         """The policy of complete options; raises `UsageError` where these contradict each other."""
         policy = cls(
-            max_norm=chosen["max_norm"],
-            groups=[GroupLimit.of(one) for one in chosen["group"]],
-            rule=rule_of(chosen),
-            skip_above=chosen["skip_above"],
-            max_value=chosen["max_value"],
-            norm_type=chosen["norm_type"],
-            eps=chosen["eps"],
-            per_tensor=chosen["per_tensor"],
-            total_norm=chosen["total_norm"],
-            unscale=chosen["unscale"],
-            nonfinite=chosen["nonfinite"],
+            max_norm=options.max_norm,
+            groups=[GroupLimit.of(one) for one in options.group],
+            rule=rule_of(options),
+            skip_above=options.skip_above,
+            max_value=options.max_value,
+            norm_type=options.norm_type,
+            eps=options.eps,
+            per_tensor=options.per_tensor,
+            total_norm=options.total_norm,
+            unscale=options.unscale,
+            nonfinite=options.nonfinite,
         )
         limits_norm = policy.max_norm is not None or bool(policy.groups) or policy.rule is not None
         if limits_norm == (policy.max_value is not None):
@@ -105,7 +104,7 @@ class Policy(NamedTuple):
             "--total-norm": policy.total_norm is not None,
         }
         given = [option for option, is_given in own.items() if is_given]
-        unused = given if is_default(ClipOptions, chosen, "eps") else [*given, "--eps"]
+        unused = given if options.is_default("eps") else [*given, "--eps"]
         if policy.max_value is not None and unused:
             raise UsageError(f"--max-value does not take {unused[0]}: it uses no norm")
         if len(given) > 1:

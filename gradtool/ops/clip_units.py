@@ -11,25 +11,25 @@ from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.ops.units import FactorFile, ScaleUnits, units_of
 
 if TYPE_CHECKING:
-    from gradtool.options import ClipOptions, Paths
+    from gradtool.options import ClipOptions
 
 
-def clip_units(paths: Paths, chosen: ClipOptions) -> ClipResult:
+def clip_units(options: ClipOptions) -> ClipResult:
     """Clip each unit by the norm of its parameters.
 
     Raises:
         UsageError: the options contradict each other.
         BadInputError: a tensor has no parameters, or they do not fit it.
     """
-    policy = AgcPolicy.of(chosen)
-    refuse_engine(chosen, "clip --agc")
-    output_options = output_options_of(chosen)
-    call = Call.of(paths, chosen, unique_names=not chosen["concat"])
+    policy = AgcPolicy.of(options)
+    refuse_engine(options, "clip --agc")
+    output_options = output_options_of(options)
+    call = Call.of(options.named, options, unique_names=not options.concat)
     with call.open_to_write(output_options) as (session, output):
         sets, params = parameters_of(policy, session.selected, output.targets)
         with FactorFile.create(session.selected) as file:
             before, units = measure_units(session, policy, params, file)
-            dtype = chosen["dtype"]
+            dtype = options.dtype
             changed = [number for number, count in enumerate(units.changed) if count or dtype is not None]
             selected = [session.selected[number] for number in changed]
             scale = ScaleUnits(selected, policy.spec, changed, file)

@@ -12,10 +12,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool import backends, checks
+from gradtool import backends
 from gradtool._version import __version__
+from gradtool.declare import operation
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
-from gradtool.options import Place  # noqa: TC001 - the docstring is made from it
+from gradtool.options import DoctorOptions
 from gradtool.store.format.paths import refuse_urls
 from gradtool.store.io.workers import default_threads
 
@@ -82,7 +83,8 @@ class DoctorResult:
     per_library: tuple[LibraryRow, ...]
 
 
-def doctor(path: Place = ".") -> DoctorResult:
+@operation(DoctorOptions)
+def doctor(options: DoctorOptions) -> DoctorResult:
     """Print diagnostics about this machine and a folder, for bug reports.
 
     Nothing is written, and no data is read.
@@ -92,7 +94,7 @@ def doctor(path: Place = ".") -> DoctorResult:
         BadInputError: there is no such file or folder, or it is a URL.
         SystemRefusedError: the file system of the folder fails.
     """
-    named = checks.path("PATH", path)
+    named = os.fspath(options.path)
     refuse_urls([named])
     cpu = backends.choose("cpu")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -6,12 +6,11 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar
 
-from gradtool import checks
+from gradtool.declare import operation
 from gradtool.errors import UsageError
-from gradtool.options import InfoOptions, Sets
-from gradtool.signatures import complete
+from gradtool.options import InfoOptions
 from gradtool.store.format.gradset import GradientSet, read_mapped, select
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.index import read_weight_map
@@ -70,7 +69,8 @@ class InfoResult:
     per_tensor: tuple[TensorRow, ...]
 
 
-def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> InfoResult:
+@operation(InfoOptions)
+def info(options: InfoOptions) -> InfoResult:
     """Tell the types, shapes and sizes of tensors, and the metadata, from the headers of files.
 
     Types need not be known: a header says how many bytes a tensor takes. Values are not read, nor is an index compared
@@ -82,14 +82,13 @@ def info(paths: Sets = (), **options: Unpack[InfoOptions]) -> InfoResult:
         SystemRefusedError: a file cannot be read.
     """
     began = perf_counter()
-    chosen = complete("info", InfoOptions, options)
-    named = checks.paths(paths)
-    if chosen["files_from"] is not None:
-        named += read_path_list(os.fspath(chosen["files_from"])).paths
+    named = options.named
+    if options.files_from is not None:
+        named += read_path_list(os.fspath(options.files_from)).paths
     if not named:
         raise UsageError(PATH_MISSING)
     sets = [_outlined(path) for path in dict.fromkeys(named)]
-    selected = select(sets, chosen["include"], chosen["exclude"])
+    selected = select(sets, options.include, options.exclude)
     shards = [shard for one in sets for shard in one.shards]
     return InfoResult(
         files=len(shards),

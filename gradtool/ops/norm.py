@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from gradtool.backends import NormSpec
+from gradtool.declare import operation
 from gradtool.errors import Problem
 from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Facts, facts, nonfinite_problems
 from gradtool.ops.session import Call
-from gradtool.options import NormOptions, Vector
-from gradtool.signatures import complete
+from gradtool.options import NormOptions
 
 if TYPE_CHECKING:
     from gradtool.ops.exponents import Histograms
@@ -49,7 +49,8 @@ class NormResult(Facts):
     problems: tuple[Problem, ...]
 
 
-def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
+@operation(NormOptions)
+def norm(options: NormOptions) -> NormResult:
     """The norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
 
     (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
@@ -69,22 +70,21 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    chosen = complete("norm", NormOptions, options)
-    top, limit = chosen["top"], chosen["fail_above"]
-    by_file = chosen["by_file"]
-    call = Call.of(paths, chosen, unique_names=not (chosen["concat"] or by_file))
-    with call.open_to_read(ignore_unfinished=chosen["ignore_journal"]) as session:
-        groups = groups_of(session.selected, chosen["group"])
-        spec = NormSpec(chosen["norm_type"])
+    top, limit = options.top, options.fail_above
+    by_file = options.by_file
+    call = Call.of(options.named, options, unique_names=not (options.concat or by_file))
+    with call.open_to_read(ignore_unfinished=options.ignore_journal) as session:
+        groups = groups_of(session.selected, options.group)
+        spec = NormSpec(options.norm_type)
         exponents = None
-        if chosen["histogram"]:
+        if options.histogram:
             from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
 
             found = exponents = session.run(Profile(session.selected, spec))
         else:
             found = session.run(Measure(session.selected, spec))
         histogram, ranges = _histogram(exponents)
-        wants_rows = chosen["per_tensor"] or top is not None
+        wants_rows = options.per_tensor or top is not None
         norms = found.norms(per_tensor=wants_rows, groups=[group.numbers for group in groups])
         rows: list[TensorNorm] = []
         files: list[FileNorm] = []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar
 
-from gradtool import checks
+from gradtool.declare import operation
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
-from gradtool.options import RecoverOptions, Sets
-from gradtool.signatures import complete
+from gradtool.options import RecoverOptions
 from gradtool.store import signals
 from gradtool.store.format.paths import is_there, refuse_urls
 from gradtool.store.transaction.guard import Scope
@@ -46,7 +45,8 @@ class RecoverResult:
     per_run: tuple[RunRow, ...]
 
 
-def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResult:
+@operation(RecoverOptions)
+def recover(options: RecoverOptions) -> RecoverResult:
     """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
     Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. For a file or an
@@ -57,8 +57,8 @@ def recover(paths: Sets = (), **options: Unpack[RecoverOptions]) -> RecoverResul
         BadInputError: there is no such folder.
         SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
     """
-    force = complete("recover", RecoverOptions, options)["force"]
-    named = checks.paths(paths)
+    force = options.force
+    named = options.named
     if not named:
         raise UsageError("no path is given; name a file, a folder or an index")
     refuse_urls(named)
@@ -105,7 +105,7 @@ def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolErro
     # One run may be found from several places.
     distinct = list(dict.fromkeys(problems))
     kind = BadInputError if {one.code for one in distinct} <= {"missing-file"} else SystemRefusedError
-    error = kind.of(distinct)
+    error = kind.from_problems(distinct)
     if rows:
         error.summary = "; ".join(f"recovered all the same, and {row.outcome}: {row.file}" for row in rows)
     return error

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool import checks
 from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import MOST_THREADS, asked_for, choose
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends import Choice
     from gradtool.engines import Engine, Found, Pass
-    from gradtool.options import Compute, DiffOptions, Paths, Reading, Rewriting, StrPath
+    from gradtool.options import Compute, DiffOptions, Reading, Rewriting, StrPath
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.newset import NewSet
     from gradtool.store.format.rename import Renames
@@ -87,8 +86,8 @@ class Call(NamedTuple):
     @classmethod
     def of(
         cls,
-        paths: Paths,
-        chosen: Reading | DiffOptions,
+        named: Sequence[str],
+        options: Reading | DiffOptions,
         *,
         dtypes: Sequence[str] | None = tuple(STORAGE),
         unique_names: bool = False,
@@ -101,15 +100,14 @@ class Call(NamedTuple):
         `may_repeat`.
         """
         began = perf_counter()
-        named = checks.paths(paths)
-        files_from: StrPath | None = chosen.get("files_from")  # type: ignore[assignment]
+        files_from: StrPath | None = getattr(options, "files_from", None)
         listed = None if files_from is None else read_path_list(os.fspath(files_from))
-        named += listed.paths if listed else []
-        progress = chosen["progress"]
-        engine, choice = choose(chosen, progress if callable(progress) else None)
-        include, exclude = chosen["include"], chosen["exclude"]
+        named = [*named, *(listed.paths if listed else ())]
+        progress = options.progress
+        engine, choice = choose(options, progress if callable(progress) else None)
+        include, exclude = options.include, options.exclude
         inputs = Inputs(named, include, exclude, dtypes, unique_names, listed, renames, may_repeat)
-        return cls(inputs, engine, choice, chosen["threads"] or 0, began)
+        return cls(inputs, engine, choice, options.threads or 0, began)
 
     @contextlib.contextmanager
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[Session]:
@@ -163,30 +161,30 @@ class Call(NamedTuple):
         return [Problem("threads", f"--threads {self.asked_threads} is more than {MOST_THREADS}; using {MOST_THREADS}")]
 
 
-def output_options_of(chosen: Rewriting) -> OutputOptions:
+def output_options_of(options: Rewriting) -> OutputOptions:
     """The options of a call that say where it writes."""
     from gradtool.store.transaction.output_options import OutputOptions  # not needed by what only reads
 
-    output, output_dir = chosen["output"], chosen["output_dir"]
-    engine, in_place = asked_for(chosen["engine"]), chosen["write"] == "inplace"
+    output, output_dir = options.output, options.output_dir
+    engine, in_place = asked_for(options.engine), options.write == "inplace"
     if in_place and engine.address is not None:
         what = "--write inplace is for --engine threads: an undo log protects what one machine overwrites"
         raise UsageError(f"{what}. Leave it out to replace the files, as {engine.name} can")
     return OutputOptions(
         file=None if output is None else os.fspath(output),
         folder=None if output_dir is None else os.fspath(output_dir),
-        no_clobber=chosen["no_clobber"],
-        dry_run=chosen["dry_run"],
+        no_clobber=options.no_clobber,
+        dry_run=options.dry_run,
         in_place=in_place,
-        fsync=chosen["fsync"],
-        lock_timeout=chosen["lock_timeout"],
+        fsync=options.fsync,
+        lock_timeout=options.lock_timeout,
         by_workers=engine.address is not None,
     )
 
 
-def refuse_engine(chosen: Compute, command: str) -> None:
+def refuse_engine(options: Compute, command: str) -> None:
     """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
-    engine = asked_for(chosen["engine"])
+    engine = asked_for(options.engine)
     if engine.address is not None:
         raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine.name}")
 

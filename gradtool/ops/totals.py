@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool import checks
+from gradtool import validators
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError, shortened
 
@@ -81,7 +81,7 @@ def _total_of(shard: Shard, key: str) -> Total:
     if key not in metadata:
         raise BadInputError(f"no {key!r} in its metadata; use --weight", file=shard.path, code="weight")
     try:
-        weight = checks.number(key, metadata[key])
+        weight = validators.number(key, metadata[key])
     except UsageError:
         weight = math.nan
     content, own = metadata.get(_CONTENT, _MEAN), metadata.get(_KEY, key)

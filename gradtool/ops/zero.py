@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
+from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
 from gradtool.ops.passes import NOTHING, by_shard
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
-from gradtool.options import Sets, ZeroOptions
-from gradtool.signatures import complete
+from gradtool.options import ZeroOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ class ZeroResult(CallFacts, Written):
     headline = ("elements", "bytes")
 
 
-def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
+@operation(ZeroOptions)
+def zero(options: ZeroOptions) -> ZeroResult:
     """Set every element of all selected tensors to +0, whatever its type and value, in place.
 
     Only what is not zeroed is copied into the new files; the zeros are holes if the file system has them, so that
@@ -47,13 +48,12 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    chosen = complete("zero", ZeroOptions, options)
-    key = checked_key(chosen["weight_key"])
+    key = checked_key(options.weight_key)
     # There is nothing to compute, and next to nothing to copy.
-    asked_for(chosen["engine"])
-    chosen["engine"] = "threads"
-    output_options = output_options_of(chosen)
-    with Call.of(paths, chosen, dtypes=None).open_to_write(output_options) as (session, output):
+    asked_for(options.engine)
+    options = options.replace(engine="threads")
+    output_options = output_options_of(options)
+    with Call.of(options.named, options, dtypes=None).open_to_write(output_options) as (session, output):
         metadata = _new_metadata(session, key)
         files = _files(session, output, metadata.entries)
         with session.writing(output, files) as destination:

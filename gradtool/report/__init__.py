@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """How a call ended: its result, or None if it stopped with an error; what was found wrong, and the remedy."""
+    """How a call ended: its result, or None if it stopped with an error; what is wrong, and what sums that up."""
 
     command: str
     exit_code: int
     result: Result | None
     problems: Sequence[Problem]
-    remedy: str | None = None
+    summary: str | None = None
     quiet: bool = False
     verbose: bool = False
 

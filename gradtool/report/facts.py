@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import Problem
 from gradtool.report.messages import printable
+from gradtool.wording import as_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +104,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return NONFINITE[0] if math.isnan(value) else NONFINITE[1] if value > 0 else NONFINITE[2]
     if isinstance(value, Problem):
-        return {key: text for key, text in vars(value).items() if text is not None}
+        return {key: as_command(text) for key, text in vars(value).items() if text is not None}
+    if isinstance(value, str):
+        return as_command(value)
     if is_dataclass(value):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):

@@ -6,15 +6,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from gradtool.errors import shortened
+from gradtool.errors import Problem, shortened
 from gradtool.report import step_summary, text
 from gradtool.report.messages import print_problems, printable
 from gradtool.streams import WorkflowCommands
+from gradtool.wording import as_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.errors import Problem
     from gradtool.report import Outcome
 
 # GitHub shows ten errors and ten warnings of a step, and this many characters of each.
@@ -32,24 +32,25 @@ def show(outcome: Outcome) -> None:
     refused = step_summary.append(outcome)
     warnings = [*outcome.warnings, *refused]
     lines = [
-        *_annotations(outcome.command, "error", outcome.problems, outcome.remedy),
+        *_annotations(outcome.command, "error", outcome.problems, outcome.summary),
         *_annotations(outcome.command, "warning", warnings),
     ]
     sys.stdout.write(WorkflowCommands("".join(lines)))
     print_problems(refused, level="warning")
 
 
-def _annotations(command: str, level: str, problems: Sequence[Problem], remedy: str | None = None) -> Iterator[str]:
-    """As many as GitHub shows; the last ones say how many more there are, and what to do."""
-    room = _MOST if remedy is None else _MOST - 1
+def _annotations(command: str, level: str, problems: Sequence[Problem], summary: str | None = None) -> Iterator[str]:
+    """Yield as many as GitHub shows; the last ones say how many more there are, and sum them up."""
+    room = _MOST if summary is None else _MOST - 1
     shown = problems if len(problems) <= room else problems[: room - 1]
-    for one in shown:
-        yield _annotation(level, f"gradtool {command} ({one.code})", one.line, one.file)
+    for problem in map(Problem.as_command, shown):
+        text = f"{problem.line}. {problem.hint[0].upper()}{problem.hint[1:]}" if problem.hint else problem.line
+        yield _annotation(level, f"gradtool {command} ({problem.code})", text, problem.file)
     if len(shown) < len(problems):
         more = f"and {len(problems) - len(shown):,} more; --format json names them all"
         yield _annotation(level, f"gradtool {command}", more)
-    if remedy is not None:
-        yield _annotation(level, f"gradtool {command}", remedy)
+    if summary is not None:
+        yield _annotation(level, f"gradtool {command}", as_command(summary))
 
 
 def _annotation(level: str, title: str, message: str, file: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Errors and warnings on stderr: one line for each problem."""
+"""Errors and warnings on stderr: a line for each problem, and a hint below it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from gradtool.errors import shortened
+from gradtool.wording import as_command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradtool.errors import Problem
 
@@ -17,25 +18,35 @@ if TYPE_CHECKING:
 _MAX_LINES = 20
 # Characters; a path and a tensor's name may have 4,096 each.
 _MAX_LINE = 20_000
-_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m"}
+_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 
 def print_problems(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
-    """Print one line for each problem on stderr; on a terminal in colour, and wrapped between words."""
-    lines = [one.line for one in problems[:_MAX_LINES]]
+    """Print a line for each problem on stderr, and its hint below; on a terminal in colour, wrapped between words."""
+    shown = [problem.as_command() for problem in problems[:_MAX_LINES]]
+    entries = [(problem.line, problem.hint) for problem in shown]
     if len(problems) > _MAX_LINES:
-        lines.append(f"and {len(problems) - _MAX_LINES} more; --json names them all")
-    lines += [summary] if summary else []
-    if not lines:
-        return
-    head = f"gradtool: {level}: "
-    texts = [printable(shortened(line, _MAX_LINE)) for line in lines]
-    if sys.stderr is not None and sys.stderr.isatty():
-        texts = [_wrapped(text, len(head)) for text in texts]
-        if not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-            head = f"gradtool: {_COLOURS[level]}{level}:\x1b[0m "
-    # In one write, so that lines of other processes do not get in between.
-    sys.stderr.write("".join(f"{head}{text}\n" for text in texts))
+        entries.append((f"and {len(problems) - _MAX_LINES} more; --json names them all", entries[-1][1]))
+    if summary:
+        entries.append((as_command(summary), shown[-1].hint if shown else None))
+    if entries:
+        # In one write, so that lines of other processes do not get in between.
+        sys.stderr.write("".join(_lines(entries, level)))
+
+
+def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[str]:
+    """Yield the lines. A hint that several problems in a row share follows the last of them."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    is_coloured = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    for number, (line, hint) in enumerate(entries):
+        is_last = number + 1 == len(entries) or entries[number + 1][1] != hint
+        for label, text in ((level, line), ("hint", hint if is_last else None)):
+            if text is None:
+                continue
+            begin = "  " if label == "hint" else "gradtool: "
+            said = printable(shortened(text, _MAX_LINE))
+            said = _wrapped(said, len(f"{begin}{label}: ")) if is_terminal else said
+            yield f"{begin}{_COLOURS[label]}{label}:\x1b[0m {said}\n" if is_coloured else f"{begin}{label}: {said}\n"
 
 
 def printable(text: str) -> str:
@@ -73,7 +84,7 @@ def _wrapped(text: str, taken: int) -> str:
         text,
         width,
         initial_indent=" " * taken,
-        subsequent_indent="  ",
+        subsequent_indent="    ",
         break_long_words=False,
         break_on_hyphens=False,
         drop_whitespace=True,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradtool.errors import EXIT_OK, Problem, shortened
 from gradtool.report.facts import NONFINITE, data_of, facts_of, field, is_rows, kind_of, short
 from gradtool.report.messages import printable
+from gradtool.wording import as_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,9 +58,11 @@ def _section(outcome: Outcome, room: int) -> bytes:
         facts = [[key, _cell(value, field)] for key, value in facts_of(result, data, verbose=outcome.verbose).items()]
         wrote = [["wrote", _code(path)] for path in _first(data.get("wrote", ()))]
         lines += _table(["fact", "value"], [*wrote, *facts])
-    said = [f"error: {line}" for line in _first([one.line for one in outcome.problems])]
-    said += [] if outcome.remedy is None else [f"error: {outcome.remedy}"]
-    said += [f"warning: {line}" for line in _first([one.line for one in outcome.warnings])]
+    said = [f"error: {line}" for line in _first([problem.as_command().line for problem in outcome.problems])]
+    said += [] if outcome.summary is None else [f"error: {as_command(outcome.summary)}"]
+    said += [f"warning: {line}" for line in _first([problem.as_command().line for problem in outcome.warnings])]
+    hints = [problem.as_command().hint for problem in (*outcome.problems, *outcome.warnings)]
+    said += [f"hint: {hint}" for hint in _first([hint for hint in dict.fromkeys(hints) if hint])]
     lines += _block(said)
     section = _encoded(lines)
     if len(section) + _NOTE_BYTES > room:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
-from gradtool import checks
+from gradtool.declare import operation
 from gradtool.errors import UsageError
 from gradtool.ops.accumulate.buffer import OpenBuffer, existing_buffer, new_set
 from gradtool.ops.accumulate.match import match, weights_of
@@ -14,8 +14,7 @@ from gradtool.ops.accumulate.reduce import refuse_too_few
 from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import Facts, Written, facts, loss_warnings, written
 from gradtool.ops.session import Call, output_options_of
-from gradtool.options import AccumulateOptions, Gradients
-from gradtool.signatures import complete
+from gradtool.options import AccumulateOptions
 from gradtool.store.format.rename import Renames
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ class AccumulateResult(Facts, Written):
     per_gradient: tuple[GradientRow, ...]
 
 
-def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) -> AccumulateResult:
+@operation(AccumulateOptions)
+def accumulate(options: AccumulateOptions) -> AccumulateResult:
     """Add up gradients, tensor by tensor of the same name: into ← round(into + Σ w · g), in place.
 
     With `output` or `output_dir` instead of `into`, Σ w · g alone becomes a new file or set, which is made or replaced
@@ -66,13 +66,12 @@ def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) 
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    chosen = complete("accumulate", AccumulateOptions, options)
-    policy = Policy.of(chosen)
-    output_options = output_options_of(chosen)
-    into = [] if chosen["into"] is None else [existing_buffer(chosen["into"])]
+    policy = Policy.of(options)
+    output_options = output_options_of(options)
+    into = [] if options.into is None else [existing_buffer(options.into)]
     created = new_set(policy, output_options) if policy.is_new else None
-    renames = Renames.of(chosen["map"], slice(len(into), None))
-    call = Call.of([*into, *checks.paths(gradients)], chosen, renames=renames)
+    renames = Renames.of(options.map, slice(len(into), None))
+    call = Call.of([*into, *options.named], options, renames=renames)
     with call.open_to_write(output_options, writes=len(into), created=created) as (session, output):
         offered = session.opened.sets[len(into) :]
         if not offered:
@@ -86,7 +85,7 @@ def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) 
             buffer = OpenBuffer.create(created, session.opened.selected, offered[0].shards[0].metadata)
         weights = weights_of(offered, policy.weights, policy.weight_key)
         matched, gaps = match(buffer.targets, list(zip(offered, selected, strict=True)), weights, policy)
-        done = (add if chosen["update"] else leave)(session, policy, buffer, matched, output)
+        done = (add if options.update else leave)(session, policy, buffer, matched, output)
     # The type of a buffer is its own.
     remedies = () if policy.is_new else ("Use a buffer of {} to keep them",)
     losses = loss_warnings(done.targets, done.found, *remedies)
@@ -105,6 +104,6 @@ def accumulate(gradients: Gradients = (), **options: Unpack[AccumulateOptions]) 
         missing=sum(row.missing for row in done.rows),
         extra=sum(row.extra for row in done.rows),
         weight_sum=done.weight_sum,
-        updated=chosen["update"],
-        per_gradient=tuple(done.rows if chosen["per_gradient"] else ()),
+        updated=options.update,
+        per_gradient=tuple(done.rows if options.per_gradient else ()),
     )

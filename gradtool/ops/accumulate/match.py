@@ -91,7 +91,7 @@ def match(
     if problems:
         # A gradient that shares no name cannot be added in part either.
         remedy = _RENAME_OR_SKIP if all(one.missing < len(expected) for one in contributions) else _RENAME
-        raise BadInputError.of(problems, remedy if warnings and policy.missing == "error" else None)
+        raise BadInputError.from_problems(problems, remedy if warnings and policy.missing == "error" else None)
     return contributions, warnings
 
 

@@ -10,15 +10,14 @@ from gradtool.backends import NormSpec, Trim
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef
 from gradtool.ops.totals import checked_key
-from gradtool.options import AccumulateOptions
 from gradtool.reduction import total
-from gradtool.signatures import is_default
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.measurement import Measurement
+    from gradtool.options import AccumulateOptions
 
 
 UNDERFLOWS = f"is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing written"
@@ -46,37 +45,37 @@ class Policy(NamedTuple):
     per_gradient: bool
 
     @classmethod
-    def of(cls, chosen: AccumulateOptions) -> Self:
+    def of(cls, options: AccumulateOptions) -> Self:
         """The policy of complete options; raises `UsageError` where these contradict each other."""
-        shard_like, shard_size = chosen["shard_like"], chosen["max_shard_size"]
+        shard_like, shard_size = options.shard_like, options.max_shard_size
         policy = cls(
-            is_new=chosen["into"] is None,
-            overwrite=chosen["overwrite"],
-            weights=chosen["weight"] or None,
-            weight_key=checked_key(chosen["weight_key"]),
-            mean=chosen["mean"] or chosen["reduce"] == "mean",
-            trim=_trim(chosen["reduce"], finite=chosen["nonfinite"] != "propagate"),
-            missing=chosen["missing"],
-            dtype=chosen["dtype"],
+            is_new=options.into is None,
+            overwrite=options.overwrite,
+            weights=options.weight or None,
+            weight_key=checked_key(options.weight_key),
+            mean=options.mean or options.reduce == "mean",
+            trim=_trim(options.reduce, finite=options.nonfinite != "propagate"),
+            missing=options.missing,
+            dtype=options.dtype,
             shard_like=None if shard_like is None else os.fspath(shard_like),
             max_shard_size=None if shard_size is None else int(shard_size),
-            max_norm=chosen["max_norm"],
-            clip_each=chosen["clip_each"],
-            norm_type=chosen["norm_type"],
-            eps=chosen["eps"],
-            nonfinite=chosen["nonfinite"],
-            per_gradient=chosen["per_gradient"],
+            max_norm=options.max_norm,
+            clip_each=options.clip_each,
+            norm_type=options.norm_type,
+            eps=options.eps,
+            nonfinite=options.nonfinite,
+            per_gradient=options.per_gradient,
         )
         if policy.weights is not None and policy.weight_key is not None:
             raise UsageError("--weight and --weight-key exclude each other")
-        if chosen["mean"] and chosen["reduce"] not in (None, "mean"):
-            raise UsageError(f"--mean is --reduce mean; leave it out for --reduce {chosen['reduce']}")
+        if options.mean and options.reduce not in (None, "mean"):
+            raise UsageError(f"--mean is --reduce mean; leave it out for --reduce {options.reduce}")
         if policy.trim is not None and (policy.weights is not None or policy.weight_key is not None):
             raise UsageError(
                 "--weight and --weight-key are for sums and means; a median or trimmed mean has no weights"
             )
         is_sharded = policy.shard_like is not None or policy.max_shard_size is not None
-        if policy.is_new and chosen["output"] is None and chosen["output_dir"] is None:
+        if policy.is_new and options.output is None and options.output_dir is None:
             raise UsageError("give --into BUFFER or --output FILE")
         if policy.is_new and policy.overwrite:
             raise UsageError(
@@ -84,12 +83,12 @@ class Policy(NamedTuple):
             )
         if not policy.is_new and (policy.dtype is not None or is_sharded):
             raise UsageError("--dtype, --shard-like and --max-shard-size are about a new set; leave out --into")
-        if is_sharded and chosen["output_dir"] is None:
+        if is_sharded and options.output_dir is None:
             raise UsageError("--shard-like and --max-shard-size make a folder of files; use --output-dir")
         if policy.shard_like is not None and policy.max_shard_size is not None:
             raise UsageError("--shard-like and --max-shard-size exclude each other")
         clips = policy.max_norm is not None or policy.clip_each is not None
-        if not clips and not is_default(AccumulateOptions, chosen, "eps"):
+        if not clips and not options.is_default("eps"):
             raise UsageError("--eps is about --max-norm and --clip-each; give one of these")
         return policy
 

@@ -6,18 +6,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar
 
-from gradtool import checks
 from gradtool.backends.storage import STORAGE
+from gradtool.declare import operation
 from gradtool.engines.choose import local
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError
 from gradtool.ops.check.census import TakeCensus
 from gradtool.ops.check.counts import DtypeCounts, by_dtype, total
 from gradtool.ops.check.findings import Finding, of_layout, of_remains, of_set, of_values
 from gradtool.ops.session import Timings
-from gradtool.options import CheckOptions, Sets
-from gradtool.signatures import complete
+from gradtool.options import CheckOptions
 from gradtool.store.format.examine import examine
 from gradtool.store.format.gradset import GradientSet, select
 from gradtool.store.format.paths import PATH_MISSING, read_path_list
@@ -71,7 +70,8 @@ class CheckResult:
     problems: tuple[Problem, ...]
 
 
-def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> CheckResult:
+@operation(CheckOptions)
+def check(options: CheckOptions) -> CheckResult:
     """Look at everything that can be wrong with gradient sets, and change nothing.
 
     Headers; indexes and their shards, in both directions; names that occur twice; alignment; files that the index does
@@ -87,15 +87,14 @@ def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> CheckResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, or keeps changing.
     """
-    chosen = complete("check", CheckOptions, options)
-    named = checks.paths(paths)
-    if chosen["files_from"] is not None:
-        named += read_path_list(os.fspath(chosen["files_from"])).paths
+    named = options.named
+    if options.files_from is not None:
+        named += read_path_list(os.fspath(options.files_from)).paths
     if not named:
         raise UsageError(PATH_MISSING)
     for tries in range(1, _TRIES + 1):
         try:
-            return _Visit(list(dict.fromkeys(named)), chosen).result()
+            return _Visit(list(dict.fromkeys(named)), options).result()
         except SystemRefusedError as error:
             if tries == _TRIES or any(one.code != "changed" for one in error.problems):
                 raise
@@ -105,8 +104,8 @@ def check(paths: Sets = (), **options: Unpack[CheckOptions]) -> CheckResult:
 class _Visit:
     """One look at everything."""
 
-    def __init__(self, named: Sequence[str], chosen: CheckOptions) -> None:
-        self._began, self._named, self._chosen = perf_counter(), named, chosen
+    def __init__(self, named: Sequence[str], options: CheckOptions) -> None:
+        self._began, self._named, self._options = perf_counter(), named, options
         self._examined = [examine(path) for path in named]
         self._remains, errors = remains_at(named)
         self._refused = [one for seen in self._examined for one in seen.refused]
@@ -115,8 +114,8 @@ class _Visit:
         for seen in self._examined:
             seen.strangers = [one for one in seen.strangers if not self._is_half_changed(seen, one)]
         self._selected = self._select()
-        progress = chosen["progress"]
-        self._engine = None if chosen["fast"] else local(chosen, progress if callable(progress) else None)[0]
+        progress = options.progress
+        self._engine = None if options.fast else local(options, progress if callable(progress) else None)[0]
 
     def result(self) -> CheckResult:
         """What was found; raised if it is about something else than safetensors files."""
@@ -126,7 +125,7 @@ class _Visit:
         self._refuse(findings)
         faults = [one for one in findings if one.severity == "fault"]
         notes = [one for one in findings if one.severity == "note"]
-        problems = [one.problem for one in (faults + notes if self._chosen["strict"] else faults)]
+        problems = [one.problem for one in (faults + notes if self._options.strict else faults)]
         rows = by_dtype(self._selected, valued, census)
         staff, clock = (self._engine.staff, self._engine.clock) if self._engine else (None, Clock())
         seconds = perf_counter() - self._began
@@ -134,13 +133,13 @@ class _Visit:
             sound=not problems,
             faults=len(faults),
             notes=len(notes),
-            fast=self._chosen["fast"],
+            fast=self._options.fast,
             nan=total(rows, "nan", census),
             inf=total(rows, "inf", census),
             zeros=total(rows, "zeros", census),
             subnormal=total(rows, "subnormal", census),
             saturated=total(rows, "saturated", census),
-            warnings=() if self._chosen["strict"] else tuple(one.problem for one in notes),
+            warnings=() if self._options.strict else tuple(one.problem for one in notes),
             files=sum(len(one.shards) for one in self._sets()),
             tensors=len(self._selected),
             elements=sum(one.tensor.elements for one in self._selected),
@@ -176,7 +175,7 @@ class _Visit:
 
     def _select(self) -> list[Selected]:
         try:
-            return select(self._sets(), self._chosen["include"], self._chosen["exclude"])
+            return select(self._sets(), self._options.include, self._options.exclude)
         except BadInputError:
             # The names may be those of a file that could not be read.
             if any(one.faults or one.strangers or one.refused for one in self._examined):
@@ -215,7 +214,7 @@ class _Visit:
             kind = SystemRefusedError if self._refused else BadInputError
             if not all(one.code == "changed" for one in told):
                 told += [one.problem for one in findings if one.severity == "fault"]
-            raise kind.of(list(dict.fromkeys(told)))
+            raise kind.from_problems(list(dict.fromkeys(told)))
 
 
 def _as_named(one: Remains, named: Iterable[str]) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from gradtool import checks
 from gradtool.backends import NormSpec
+from gradtool.declare import operation
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
 from gradtool.ops.diff.gates import Gates, nonfinite_problems
 from gradtool.ops.diff.pair import Pairs, Side, UnmatchedRow, pair
 from gradtool.ops.results import CallFacts, call_facts
 from gradtool.ops.session import Call
-from gradtool.options import DiffOptions, First, Second
-from gradtool.signatures import complete
+from gradtool.options import DiffOptions
 from gradtool.store.format.rename import Renames
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class DiffResult(CallFacts):
     problems: tuple[Problem, ...]
 
 
-def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> DiffResult:
+@operation(DiffOptions)
+def diff(options: DiffOptions) -> DiffResult:
     """How far the tensors of A are from those of B, as one vector and tensor by tensor; they match by name.
 
     rel_l2 is ‖a-b‖/‖b‖, and the cosine Σab/(‖a‖·‖b‖). All is computed in float64, in the canonical order of
@@ -123,16 +124,19 @@ def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> DiffResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    chosen = complete("diff", DiffOptions, options)
-    gates = Gates.of(chosen)
-    paths = [checks.path("A", a), checks.path("B", b)]
-    call = Call.of(paths, chosen, renames=Renames.of(chosen["map"], slice(1)), may_repeat=True)
+    gates = Gates.of(options)
+    call = Call.of(
+        [os.fspath(options.a), os.fspath(options.b)],
+        options,
+        renames=Renames.of(options.map, slice(1)),
+        may_repeat=True,
+    )
     with call.open_to_read() as session:
         sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
-        pairs = pair(*sides, skip=chosen["missing"] == "skip")
+        pairs = pair(*sides, skip=options.missing == "skip")
         found = session.run(Compare(pairs.a, NormSpec(), pairs.b, gates.tolerance))
         whole = found.figures()
-        rows = _rows(pairs, found, gates) if chosen["per_tensor"] or chosen["top"] is not None else []
+        rows = _rows(pairs, found, gates) if options.per_tensor or options.top is not None else []
         shared = call_facts(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))
         shared["bytes"] += sum(one.tensor.nbytes for one in pairs.b)
         return DiffResult(
@@ -140,7 +144,7 @@ def diff(a: First, b: Second, **options: Unpack[DiffOptions]) -> DiffResult:
             **whole._asdict(),
             **_facts(pairs, found, gates),
             unmatched=len(pairs.unmatched),
-            per_tensor=tuple(rows if chosen["top"] is None else _worst(rows, chosen["top"])),
+            per_tensor=tuple(rows if options.top is None else _worst(rows, options.top)),
             per_unmatched=tuple(pairs.unmatched),
             problems=tuple(gates.problems(pairs, found, whole) if gates.is_any else ()),
         )

@@ -31,15 +31,15 @@ class Gates(NamedTuple):
     bits: bool
 
     @classmethod
-    def of(cls, chosen: DiffOptions) -> Self:
+    def of(cls, options: DiffOptions) -> Self:
         """The limits of complete options."""
         return cls(
-            rtol=chosen["rtol"],
-            atol=chosen["atol"],
-            max_ulp=chosen["max_ulp"],
-            max_rel_l2=chosen["max_rel_l2"],
-            min_cosine=chosen["min_cosine"],
-            bits=chosen["bits"],
+            rtol=options.rtol,
+            atol=options.atol,
+            max_ulp=options.max_ulp,
+            max_rel_l2=options.max_rel_l2,
+            min_cosine=options.min_cosine,
+            bits=options.bits,
         )
 
     @property

@@ -60,7 +60,7 @@ def pair(a: Side, b: Side, *, skip: bool) -> Pairs:
     problems = [*_unmatched(a, b, only_a, only_b), *(_misfit(one, other) for one, other in misfits)]
     if problems and not (skip and same):
         nothing_left = "no tensor is left to compare" if skip else None
-        raise BadInputError.of(problems, _SKIP if same else nothing_left)
+        raise BadInputError.from_problems(problems, _SKIP if same else nothing_left)
     rows = [
         *(UnmatchedRow(one.tensor.name, str(one.shard.path), "only a", one.tensor.shape, None) for one in only_a),
         *(UnmatchedRow(one.tensor.name, str(one.shard.path), "only b", None, one.tensor.shape) for one in only_b),

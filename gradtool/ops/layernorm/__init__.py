@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
+from gradtool.declare import operation
 from gradtool.errors import UsageError, changed_meanwhile
 from gradtool.ops.layernorm.backward import Backward, LayerPlan
 from gradtool.ops.layernorm.forms import Form, refuse_equal_names
@@ -17,8 +18,7 @@ from gradtool.ops.layernorm.wide_rows import sum_wide_rows
 from gradtool.ops.passes import in_file_order
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of, refuse_engine
-from gradtool.options import LayerNormOptions, Sets
-from gradtool.signatures import complete
+from gradtool.options import LayerNormOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,8 @@ class LayerNormResult(CallFacts, Written):
     per_layer: tuple[LayerRow, ...]
 
 
-def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) -> LayerNormResult:
+@operation(LayerNormOptions)
+def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
     """Compute X_grad, scale_grad and bias_grad of every layer whose Y_grad is in the files, and add them there.
 
     With xh = (X - mean) · inv_std_dev, g = scale, and M the mean over the axes from `axis` on,
@@ -64,23 +65,22 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    chosen = complete("layernorm_backward", LayerNormOptions, options)
-    refuse_engine(chosen, "layernorm-backward")
-    form = Form.of(chosen)
-    settings = Options(form, chosen["norm_eps"], chosen["scale_offset"])
-    output_options = output_options_of(chosen)
-    x_grad_in_place = chosen["x_grad_in_place"]
+    refuse_engine(options, "layernorm-backward")
+    form = Form.of(options)
+    settings = Options(form, options.norm_eps, options.scale_offset)
+    output_options = output_options_of(options)
+    x_grad_in_place = options.x_grad_in_place
     if x_grad_in_place and output_options.is_elsewhere:
         raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
     refuse_equal_names(form, is_elsewhere=output_options.is_elsewhere)
-    call = Call.of(paths, chosen, dtypes=None)
+    call = Call.of(options.named, options, dtypes=None)
     opened = output_files = None
     if len(call.inputs.paths) > 1 or output_options.file is not None:
         # Only the files with a Y_grad get results, and are locked.
         opened = call.open_unlocked(output_options)
-        output_files = files_with_layers(opened, form, chosen["prefix"]) or None
+        output_files = files_with_layers(opened, form, options.prefix) or None
     with call.open_to_write(output_options, opened=opened, output_files=output_files) as (session, output):
-        layers = find_layers(session.opened, form, chosen["prefix"])
+        layers = find_layers(session.opened, form, options.prefix)
         _check_output_files(layers, output_files)
         files = apart(layers) if output.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
         if not output.is_elsewhere:
@@ -92,13 +92,13 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
             files = files.with_inputs(layers)
         with session.writing(output, files.new_files, new_indexes(files, output)) as destination:
             found = session.run(_backward(session, settings, layers, files), destination)
-            if chosen["nonfinite"] == "error":
+            if options.nonfinite == "error":
                 refuse_nonfinite_results(session, layers, files, found)
             rows = rows_of(layers, found)
     return LayerNormResult(
         **call_facts(session, in_file_order(one for layer in layers for one in layer.inputs)),
         **written(session, output, destination),
-        kind=chosen["kind"],
+        kind=options.kind,
         invertible=form.invertible,
         layers=len(layers),
         per_layer=tuple(rows),
@@ -106,7 +106,7 @@ def layernorm_backward(paths: Sets = (), **options: Unpack[LayerNormOptions]) ->
 
 
 def _check_output_files(layers: Sequence[Layer], files: set[Path] | None) -> None:
-    """Raise `SystemRefusedError` for a layer in a file that had none when the files to be locked were chosen."""
+    """Raise `SystemRefusedError` for a layer in a file that had none when the files to be locked were options."""
     for layer in layers:
         if files is not None and layer.y_grad.shard.path not in files:
             raise changed_meanwhile(layer.y_grad.shard.path)

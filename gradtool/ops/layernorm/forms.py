@@ -30,15 +30,15 @@ class Form(NamedTuple):
     suffixes: Mapping[str, str]
 
     @classmethod
-    def of(cls, chosen: LayerNormOptions) -> Self:
+    def of(cls, options: LayerNormOptions) -> Self:
         """The form that complete options ask for.
 
         Raises:
             UsageError: the options contradict each other.
         """
-        suffixes = {role: str(chosen[role]) for role in (*_INPUTS, *_RESULTS)}  # type: ignore[literal-required]
-        form = cls(chosen["kind"] == "rmsnorm", chosen["invertible"], chosen["affine"], chosen["axis"], suffixes)
-        if not form.affine and chosen["scale_offset"]:
+        suffixes = {role: str(getattr(options, role)) for role in (*_INPUTS, *_RESULTS)}
+        form = cls(options.kind == "rmsnorm", options.invertible, options.affine, options.axis, suffixes)
+        if not form.affine and options.scale_offset:
             raise UsageError("--scale-offset is added to a scale, and with --no-affine there is none")
         return form
 

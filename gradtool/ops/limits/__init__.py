@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gradtool import checks
+from gradtool import validators
 from gradtool.errors import UsageError
 from gradtool.ops.limits.percentile import WINDOW, Percentile
 from gradtool.ops.limits.state import MOST_NORMS
@@ -19,11 +19,11 @@ Rule = ZScore | Percentile
 _FORMS = "z=T, such as z=2.5, or percentile=P, such as percentile=10"
 
 
-def rule_of(chosen: ClipOptions) -> Rule | None:
+def rule_of(options: ClipOptions) -> Rule | None:
     """The rule that complete options name; None without one. Raises `UsageError` where they contradict each other."""
-    text, warmup, window = chosen["limit"], chosen["warmup"], chosen["window"]
+    text, warmup, window = options.limit, options.warmup, options.window
     name, _, value = (text or "").partition("=")
-    if (text is None) != (chosen["state"] is None):
+    if (text is None) != (options.state is None):
         raise UsageError("--limit and --state need each other: the state holds the norms that the limit follows from")
     if warmup is not None and name != "z":
         raise UsageError("--warmup is about --limit z=T")
@@ -34,7 +34,7 @@ def rule_of(chosen: ClipOptions) -> Rule | None:
             raise UsageError(f"{option} must be at most {MOST_NORMS:,}, not {count:,}")
     if text is None:
         return None
-    number = checks.number(f"the number in --limit {text!r}", value) if value else math.nan
+    number = validators.number(f"the number in --limit {text!r}", value) if value else math.nan
     if name == "z" and 0 < number < math.inf:
         return ZScore(number, WARMUP if warmup is None else warmup)
     if name == "percentile" and 0 <= number <= 100:  # noqa: PLR2004

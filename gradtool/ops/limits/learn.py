@@ -33,11 +33,11 @@ class Learned(NamedTuple):
         return cls(None if math.isinf(limit) else limit, after.steps, kept.new(after))
 
 
-def state_path(chosen: ClipOptions) -> Path | None:
+def state_path(options: ClipOptions) -> Path | None:
     """The path of the state, if one is given; raises `UsageError` for a name that a set would take for its own."""
-    if chosen["state"] is None:
+    if options.state is None:
         return None
-    path = os.fspath(chosen["state"])
+    path = os.fspath(options.state)
     if path.endswith(_OF_SETS):
         raise UsageError(f"--state {path} has a name of gradients; give it another one, such as clip.json")
     if path == "-" or path.endswith(os.sep) or os.path.isdir(path):  # noqa: PTH112 - Path's own raises

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gradtool import checks
+from gradtool import validators
 from gradtool.errors import BadInputError, shortened
 from gradtool.store.format.header import read_regular
 from gradtool.store.transaction.small import SmallFile
@@ -107,7 +107,7 @@ def _loaded(content: bytes) -> dict[str, Any]:
     # Each value of a list has a comma: they are counted before they are parsed.
     if content.count(b",") > MOST_NORMS + 100 or max(map(content.count, (b"[", b"{"))) > 1:
         raise ValueError("it has too many values")
-    document: dict[str, Any] = json.loads(content, parse_int=partial(checks.whole, "each count"))
+    document: dict[str, Any] = json.loads(content, parse_int=partial(validators.whole, "each count"))
     return document
 
 

@@ -91,7 +91,7 @@ def _refuse_unknown(like: GradientSet, selected: Sequence[Selected]) -> None:
         if one.tensor.name not in known
     ]
     if problems:
-        raise BadInputError.of(problems)
+        raise BadInputError.from_problems(problems)
     if not selected:
         raise BadInputError("the gradients have no tensor; --shard-like makes no file for that", code="no-match")
 

@@ -144,7 +144,9 @@ class Output(NamedTuple):
         if self.options.no_clobber:
             there = [Problem("exists", "already exists", str(one)) for one in self.targets if os.path.lexists(one)]
             if there:
-                raise BadInputError.of(there, "nothing written. Leave out --no-clobber to replace files that exist")
+                raise BadInputError.from_problems(
+                    there, "nothing written. Leave out --no-clobber to replace files that exist"
+                )
         if self.created and self.folder is not None and os.path.isdir(self.folder):  # noqa: PTH112 - Path's own may raise
             # With a shard or an index of another set beside it, the new set could not be told from that.
             expected = {path.name for path in self.created}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import UsageError, shortened
 from gradtool.store.format.limits import MAX_PATH
+from gradtool.wording import Text, Wording, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -50,40 +51,40 @@ FROM_MINUS_ONE_TO_ONE = Range("from -1 to 1", lambda value: -1 <= value <= 1)
 NOT_NAN = Range("a number", lambda value: not math.isnan(value))
 
 
-def flag(option: str, value: Any) -> bool:
+def flag(option: Wording, value: Any) -> bool:
     """True or False, also as 1 or 0; nothing else, because a text such as "no" would count as true."""
     try:
         is_flag = value in (False, True)
     except ValueError:  # from an array
         is_flag = False
     if not is_flag:
-        raise UsageError(f"{option} must be True or False, not {value!r}")
+        raise UsageError(say("{} must be True or False, not {!r}", option, value))
     return bool(value)
 
 
-def callback(option: str, value: Any) -> Any:
+def callback(option: Wording, value: Any) -> Any:
     """A function, or whether to have the usual one."""
     if not (callable(value) or isinstance(value, bool)):
-        raise UsageError(f"{option} must be a function, True or False, not {value!r}")
+        raise UsageError(say("{} must be a function, True or False, not {!r}", option, value))
     return value
 
 
-def number(option: str, value: Any) -> float:
+def number(option: Wording | str, value: Any) -> float:
     """A Python float; a numpy scalar would carry its precision into the arithmetic."""
     try:
         return float(_readable(value))
     except OverflowError as error:
-        raise UsageError(f"{option} is beyond the range of float64") from error
+        raise UsageError(say("{} is beyond the range of float64", option)) from error
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{option} must be a number, not {value!r}") from error
+        raise UsageError(say("{} must be a number, not {!r}", option, value)) from error
 
 
-def numbers(option: str, values: Any) -> list[float]:
+def numbers(option: Wording, values: Any) -> list[float]:
     """Several numbers, or none; a single one is a list of one."""
     if values is None:
         return []
     if isinstance(values, (str, bytes)):
-        raise UsageError(f"{option} must be numbers, not {values!r}")
+        raise UsageError(say("{} must be numbers, not {!r}", option, values))
     try:
         several = list(values)
     except TypeError:
@@ -91,14 +92,14 @@ def numbers(option: str, values: Any) -> list[float]:
     return [number(option, value) for value in several]
 
 
-def whole(option: str, value: Any) -> int:
+def whole(option: Wording | str, value: Any) -> int:
     """A whole number."""
     try:
         integer = int(_readable(value)) if isinstance(value, str) else operator.index(_readable(value))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{option} must be a whole number, not {value!r}") from error
+        raise UsageError(say("{} must be a whole number, not {!r}", option, value)) from error
     if not -_TOO_LARGE < integer < _TOO_LARGE:
-        raise UsageError(f"{option} must be a whole number below 2^63")
+        raise UsageError(say("{} must be a whole number below 2^63", option))
     return integer
 
 
@@ -112,14 +113,16 @@ def _readable(value: Any) -> Any:
     return value
 
 
-def size(option: str, value: Any) -> int:
+def size(option: Wording, value: Any) -> int:
     """A number of bytes, or a text that may have a unit: 5GB is 5·10⁹ bytes, 1GiB is 2³⁰."""
     try:
         nbytes = _bytes_in(value) if isinstance(value, str) else operator.index(_readable(value))
     except TypeError:
         nbytes = 0
     if nbytes < 1:
-        raise UsageError(f"{option} must be a size, such as 5GB, 500MB, 1GiB or a number of bytes, not {value!r}")
+        raise UsageError(
+            say("{} must be a size, such as 5GB, 500MB, 1GiB or a number of bytes, not {!r}", option, value)
+        )
     return nbytes
 
 
@@ -132,50 +135,50 @@ def _bytes_in(text: str) -> int:
     return int(float(number) * _UNITS.get(unit.upper(), 0))
 
 
-def reduction(option: str, value: Any) -> str:
+def reduction(option: Wording, value: Any) -> str:
     """How several values become one: sum, mean, median, or trimmed=K with a whole number above 0."""
     text = value.lower() if isinstance(value, str) else ""
     if text not in ("sum", "mean", "median") and not _TRIMMED.fullmatch(text):
-        raise UsageError(f"{option} must be sum, mean, median or trimmed=K, K being 1 or more, not {value!r}")
+        raise UsageError(say("{} must be sum, mean, median or trimmed=K, K being 1 or more, not {!r}", option, value))
     return text
 
 
-def word(option: str, value: Any) -> str:
+def word(option: Wording, value: Any) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{option} must be a non-empty string, not {value!r}")
+        raise UsageError(say("{} must be a non-empty string, not {!r}", option, value))
     return _utf8(option, value)
 
 
-def _utf8(option: str, text: str) -> str:
+def _utf8(option: Wording, text: str) -> str:
     """Return a text that can be stored; other bytes of a command line are half surrogates in Python."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{option} must be valid UTF-8, not {text!r}") from error
+        raise UsageError(say("{} must be valid UTF-8, not {!r}", option, text)) from error
     return text
 
 
-def one_of(option: str, value: Any, known: Collection[str]) -> str:
+def one_of(option: Wording | str, value: Any, known: Collection[str]) -> str:
     """One of the known words, given in upper or lower case."""
     words = {one.lower(): one for one in known}
     if not isinstance(value, str) or value.lower() not in words:
-        raise UsageError(f"{option} must be one of {', '.join(known)}, not {value!r}")
+        raise UsageError(say("{} must be one of {}, not {!r}", option, ", ".join(known), value))
     return words[value.lower()]
 
 
-def patterns(option: str, values: Any) -> list[str]:
+def patterns(option: Wording, values: Any) -> list[str]:
     """Regular expressions, or prefixes; a single string is one of them, not a series of letters."""
     try:
         several = [values] if isinstance(values, str) else list(() if values is None else values)
     except TypeError as error:
-        raise UsageError(f"{option} must be strings, not {values!r}") from error
+        raise UsageError(say("{} must be strings, not {!r}", option, values)) from error
     if not all(isinstance(one, str) for one in several):
-        raise UsageError(f"{option} must be strings, not {values!r}")
+        raise UsageError(say("{} must be strings, not {!r}", option, values))
     return [_utf8(option, one) for one in several]
 
 
-def path(what: str, value: Any) -> str:
+def path(what: Wording | str, value: Any) -> str:
     """A path that the system accepts.
 
     An empty path would be the current folder, and is nearly always a shell variable that is unset.
@@ -185,17 +188,19 @@ def path(what: str, value: Any) -> str:
         text = os.fsdecode(value)
         nbytes = len(os.fsencode(text))
     except (TypeError, UnicodeError) as error:
-        raise UsageError(f"{what} must be a string or a path object, not {value!r}") from error
+        raise UsageError(say("{} must be a string or a path object, not {!r}", what, value)) from error
     if not text:
-        raise UsageError(f"{what} is empty; is a shell variable unset?")
+        raise UsageError(say("{} is empty", what), hint=Text("give a path", "check whether a shell variable is unset"))
     if "\0" in text:
-        raise UsageError(f"{what} must not contain a NUL: {text!r}")
+        raise UsageError(say("{} must not contain a NUL: {!r}", what, text))
     if nbytes > MAX_PATH:
-        raise UsageError(f"{what} has {nbytes:,} bytes, where {MAX_PATH:,} are allowed: {shortened(text)!r}")
+        raise UsageError(
+            say("{} has {:,} bytes, where {:,} are allowed: {!r}", what, nbytes, MAX_PATH, shortened(text))
+        )
     return text
 
 
-def paths(values: Any) -> list[str]:
+def path_list(_argument: Wording, values: Any) -> list[str]:
     """One path or many; a string is one."""
     if isinstance(values, (str, bytes, os.PathLike)):
         return [path("a path", values)]
@@ -203,14 +208,15 @@ def paths(values: Any) -> list[str]:
     try:
         several = list(values)
     except TypeError as error:
-        raise UsageError(_NOT_DATA) from error
+        raise UsageError(_NOT_DATA, hint=_SAVE_FIRST) from error
     return [path("a path", value) for value in several]
 
 
 # For those who expect functions of arrays.
-_NOT_DATA = (
-    "paths must be those of safetensors files, not arrays or other objects; save a dict of arrays with "
-    "safetensors.numpy.save_file, or of tensors with safetensors.torch.save_file, and give the path of the file"
+_NOT_DATA = "paths must be those of safetensors files, not arrays or other objects"
+_SAVE_FIRST = (
+    "save a dict of arrays with safetensors.numpy.save_file, or of tensors with safetensors.torch.save_file, and give "
+    "the path of the file"
 )
 
 
@@ -220,6 +226,6 @@ def _refuse_data(value: Any) -> None:
         return
     # Iterating over an open file would take its lines for paths.
     if hasattr(value, "read"):
-        raise UsageError("paths must be those of safetensors files, not open files; give the name of the file")
+        raise UsageError("paths must be those of safetensors files, not open files", hint="give the name of the file")
     if hasattr(value, "keys") or hasattr(value, "dtype"):
-        raise UsageError(_NOT_DATA)
+        raise UsageError(_NOT_DATA, hint=_SAVE_FIRST)

@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from gradtool import checks
+from gradtool import validators
 from gradtool.errors import UsageError
 
 
 def test_a_path_that_is_none_is_a_usage_error():
-    assert checks.path("a path", b"x") == "x"
+    assert validators.path("a path", b"x") == "x"
     for value in ("", b"", "a\0b", "a\ud800", 5, None):
         with pytest.raises(UsageError, match="a path"):
-            checks.path("a path", value)
+            validators.path("a path", value)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_a_path_that_is_none_is_a_usage_error():
     ],
 )  # fmt: skip
 def test_a_size_may_have_a_unit(value, nbytes):
-    assert checks.size("--size", value) == pytest.approx(nbytes, rel=1e-15)
+    assert validators.size("--size", value) == pytest.approx(nbytes, rel=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -28,41 +28,41 @@ def test_a_size_may_have_a_unit(value, nbytes):
 )
 def test_a_size_that_is_none_is_a_usage_error(value):
     with pytest.raises(UsageError, match="^--size must be a size, such as 5GB, 500MB, 1GiB or a number of bytes, not"):
-        checks.size("--size", value)
+        validators.size("--size", value)
 
 
 @pytest.mark.parametrize("text", ["5", "5.0", "5e0", " 5", "+5", "05"])
 def test_a_number_may_be_a_text(text):
-    assert checks.number("--x", text) == 5
+    assert validators.number("--x", text) == 5
     if text.strip(" +").isdigit():
-        assert checks.whole("--x", text) == 5
+        assert validators.whole("--x", text) == 5
 
 
 @pytest.mark.parametrize("text", ["٣", "\uff13", "²", "1_0", "", "0x1", "1,5", "९.5", b"5", True])
 def test_digits_of_other_scripts_and_what_only_python_reads_are_no_numbers(text):
     with pytest.raises(UsageError, match="^--x must be a number, not "):
-        checks.number("--x", text)
+        validators.number("--x", text)
     with pytest.raises(UsageError, match="^--x must be a whole number, not "):
-        checks.whole("--x", text)
+        validators.whole("--x", text)
 
 
 def test_numbers_are_bounded():
     nines = "9" * 5000
-    assert checks.number("--x", nines) == np.inf
+    assert validators.number("--x", nines) == np.inf
     for value in (10**5000, -(10**5000)):
         with pytest.raises(UsageError, match="^--x is beyond the range of float64$"):
-            checks.number("--x", value)
-    assert checks.whole("--x", str(2**63 - 1)) == 2**63 - 1
+            validators.number("--x", value)
+    assert validators.whole("--x", str(2**63 - 1)) == 2**63 - 1
     for value in (2**63, -(2**63), 10**5000, nines[:4300]):
         with pytest.raises(UsageError, match=r"^--x must be a whole number below 2\^63$"):
-            checks.whole("--x", value)
+            validators.whole("--x", value)
     with pytest.raises(UsageError, match="^--reduce must be"):
-        checks.reduction("--reduce", f"trimmed={'0' * 5000}1")
+        validators.reduction("--reduce", f"trimmed={'0' * 5000}1")
 
 
 def test_a_flag_that_is_neither_true_nor_false_is_a_usage_error():
     for value in (True, 1, np.bool_(True)):
-        assert (checks.flag("--quiet", value), checks.flag("--quiet", type(value)(0))) == (True, False)
+        assert (validators.flag("--quiet", value), validators.flag("--quiet", type(value)(0))) == (True, False)
     for value in ("no", "", None, 2, [], np.array([1.0, 2.0])):
         with pytest.raises(UsageError, match="--quiet must be True or False, not "):
-            checks.flag("--quiet", value)
+            validators.flag("--quiet", value)

@@ -22,7 +22,7 @@ import gradtool
 from gradtool import errors
 from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
-from gradtool.report.facts import NONFINITE, is_rows, kind_of
+from gradtool.report.facts import NONFINITE, SUMMARIES, is_rows, kind_of
 from gradtool.report.json_object import SCHEMA
 
 DOCS = Path(__file__).parent
@@ -102,14 +102,22 @@ class Schema:
         if cls.__name__ in self.definitions:
             return
         self.definitions[cls.__name__] = definition = {"description": said(cls), "type": "object"}
-        hints = typing.get_type_hints(cls, localns=self.types)
-        names = [one.name for one in fields(cls) if one.name != "problems"]
+        hints = self.hints(cls)
+        names = [name for name in hints if name != "problems"]
         definition["properties"] = {name: self.field(cls, name, hints[name]) for name in names}
         definition["required"] = names
         definition["additionalProperties"] = False
         for name in filter(is_rows, names):
             for one in self.defined_as(typing.get_args(hints[name])[0]):
                 self.line(one, kind_of(name))
+
+    def hints(self, cls: type) -> dict[str, Any]:
+        """The types of the fields of a class, with those of its summaries among them."""
+        hints = typing.get_type_hints(cls, localns=self.types)
+        own = {one.name: hints[one.name] for one in fields(cls)}
+        for name in SUMMARIES:
+            own |= self.hints(own.pop(name)) if name in own and is_dataclass(own[name]) else {}
+        return own
 
     def defined_as(self, cls: type) -> list[type]:
         """What an object of a class may be: it, or one of a class that extends it."""

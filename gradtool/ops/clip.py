@@ -13,7 +13,15 @@ from gradtool.ops.groups import groups_of
 from gradtool.ops.limits.learn import Learned, state_path
 from gradtool.ops.limits.state import Kept
 from gradtool.ops.passes import Measure, Rewrite
-from gradtool.ops.results import Facts, Written, facts, loss_warnings, refuse_nonfinite, refuse_overflow, written
+from gradtool.ops.results import (
+    OutputSummary,
+    Statistics,
+    loss_warnings,
+    output_summary,
+    refuse_nonfinite,
+    refuse_overflow,
+    statistics,
+)
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import ClipOptions
 from gradtool.store.transaction.destination import DISCARD
@@ -62,7 +70,7 @@ class GroupClip:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class ClipResult(Facts, Written):
+class ClipResult(Statistics):
     """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
 
     `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
@@ -74,6 +82,7 @@ class ClipResult(Facts, Written):
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
 
+    output: OutputSummary
     per_tensor: tuple[TensorClip, ...] = ()
     per_group: tuple[GroupClip, ...] = ()
     max_norm: float | None = None
@@ -151,8 +160,10 @@ def clip(options: ClipOptions) -> ClipResult:
         numbers = [group.numbers for group in groups]
         norms_after = norms if problems else done.after.norms(per_tensor=policy.per_tensor, groups=numbers)
     return ClipResult(
-        **facts(session, session.selected, before, unscale=policy.unscale, after=done.after, warnings=done.warnings),
-        **written(session, output, done.destination),
+        **statistics(
+            session, session.selected, before, unscale=policy.unscale, after=done.after, warnings=done.warnings
+        ),
+        output=output_summary(session, output, done.destination),
         zeros_before=before.stored_zeros,
         per_tensor=tuple(_rows(session, decision, norms, norms_after) if policy.per_tensor else ()),
         per_group=tuple(_group_rows(groups, policy, decision, norms, norms_after)),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.ops.agc import AgcPolicy, measure_units, parameters_of
 from gradtool.ops.clip import ClipResult, write_scaled
-from gradtool.ops.results import facts, written
+from gradtool.ops.results import output_summary, statistics
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.ops.units import FactorFile, ScaleUnits, units_of
 
@@ -38,8 +38,8 @@ def clip_units(options: ClipOptions) -> ClipResult:
             destination, scaled, losses = write_scaled(session, made, scale, dtype, may_overflow=may_overflow)
         after = before.updated(changed, scaled)
     return ClipResult(
-        **facts(session, session.selected, before, unscale=policy.unscale, after=after, warnings=losses),
-        **written(session, output, destination),
+        **statistics(session, session.selected, before, unscale=policy.unscale, after=after, warnings=losses),
+        output=output_summary(session, output, destination),
         unscale=policy.unscale,
         agc=policy.ratio,
         units=sum(units_of(one)[0] for one in session.selected),

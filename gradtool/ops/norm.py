@@ -11,7 +11,7 @@ from gradtool.declare import operation
 from gradtool.errors import Problem
 from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import Facts, facts, nonfinite_problems
+from gradtool.ops.results import Statistics, nonfinite_problems, statistics
 from gradtool.ops.session import Call
 from gradtool.options import NormOptions
 
@@ -31,7 +31,7 @@ class GroupNorm:
 
 
 @dataclass(frozen=True, repr=False)
-class NormResult(Facts):
+class NormResult(Statistics):
     """What was found in all selected tensors, taken as one vector.
 
     With `histogram`, there is a row for each exponent that occurs, one in `per_dtype` for each storage type that the
@@ -97,7 +97,7 @@ def norm(options: NormOptions) -> NormResult:
         problems = nonfinite_problems(session.selected, found)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
-            **facts(session, session.selected, found),
+            **statistics(session, session.selected, found),
             norm=norms.whole,
             histogram=histogram,
             per_dtype=ranges,

@@ -22,18 +22,13 @@ _SLOW_BYTES = 64 << 20
 _LOSSES = 1000
 
 
-# The three bases of results are never made themselves, so they need no methods but those that keep them frozen: each
-# method that a dataclass generates costs 0.1 ms of every start.
-@dataclass(frozen=True, init=False, eq=False, repr=False)
-class CallFacts:
-    """What every result says of its call: how much it was about, what did it, and how long it took.
+@dataclass(frozen=True)
+class CallSummary:
+    """What every call reports: how much it was about, what did it, and how long it took.
 
     `threads` counts those that got work; with workers on other machines, those of one of them. `workers` and `hosts`
     count processes and machines, and `retries` waits for late files and tasks that were moved.
     """
-
-    # The facts that users call for. They are printed first, and alone in the repr.
-    headline: ClassVar[tuple[str, ...]] = ()
 
     files: int
     tensors: int
@@ -50,17 +45,40 @@ class CallFacts:
     timings: Timings
     warnings: tuple[Problem, ...]
 
+
+@dataclass(frozen=True)
+class OutputSummary:
+    """What a call wrote. `wrote` are the paths that were written, as the caller named them."""
+
+    wrote: tuple[str, ...]
+    dry_run: bool
+    files_written: int
+    bytes_written: int
+
+
+# The bases of results are never made themselves, so they need no methods but those that keep them frozen: each method
+# that a dataclass generates costs 0.1 ms of every start.
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Result:
+    """What an operation returns: a summary of the call, which JSON does not nest, and fields of its own."""
+
+    # What users call for. It is printed first, and alone in the repr.
+    headline: ClassVar[tuple[str, ...]] = ()
+
+    call: CallSummary
+
     def __repr__(self) -> str:
-        """What was found or done, in one line; rows are only counted."""
-        shown = [f"{key}={getattr(self, key)!r}" for key in (*self.headline, "files", "tensors")]
+        """Return what was found or done, in one line; rows are only counted."""
+        values = vars(self.call) | vars(self)
+        shown = [f"{key}={values[key]!r}" for key in (*self.headline, "files", "tensors")]
         rows = [(key, len(value)) for key, value in vars(self).items() if key.startswith("per_") and value]
         shown += [f"{key}=<{number_of(count, 'row')}>" for key, count in rows]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Facts(CallFacts):
-    """What a result says of the tensors it is about, taken as one vector; `max_abs` leaves NaN out."""
+class Statistics(Result):
+    """A result with statistics of its tensors, taken as one vector; `max_abs` leaves NaN out."""
 
     norm_type: float
     max_abs: float
@@ -69,55 +87,45 @@ class Facts(CallFacts):
     zeros: int
 
 
-@dataclass(frozen=True, init=False, eq=False, repr=False)
-class Written:
-    """What a result says of its output. `wrote` are the paths that were written, as the caller named them."""
-
-    wrote: tuple[str, ...]
-    dry_run: bool
-    files_written: int
-    bytes_written: int
-
-
-def call_facts(
+def call_summary(
     session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
-) -> dict[str, Any]:
-    """The facts of a call that is done; `selected` are the tensors that it was about."""
+) -> CallSummary:
+    """Sum up a call that is done; `selected` are the tensors that it was about."""
     staff, timings = session.engine.staff, session.timings
     nbytes = sum(one.tensor.nbytes for one in selected)
     remedy = None if session.choice is None else session.choice.remedy
     if why is None and nbytes > _SLOW_BYTES and remedy is not None:
-        message = f"computed by numpy, several times slower than the compiled kernels; {remedy}"
-        warnings = [Problem("slow", message), *warnings]
-    return {
-        "files": len(session.opened.shards),
-        "tensors": len(selected),
-        "elements": sum(one.tensor.elements for one in selected),
-        "bytes": nbytes,
-        "backend": staff.backend,
-        "backend_why": why or staff.why,
-        "threads": max(1, session.engine.clock.workers),
-        "engine": session.engine.name,
-        "workers": staff.workers,
-        "hosts": staff.hosts,
-        "retries": staff.retries,
-        "seconds": timings.total_seconds,
-        "timings": timings,
-        "warnings": (*session.warnings, *warnings),
-    }
+        message = "computed by numpy, several times slower than the compiled kernels"
+        warnings = [Problem("slow", message, hint=remedy), *warnings]
+    return CallSummary(
+        files=len(session.opened.shards),
+        tensors=len(selected),
+        elements=sum(one.tensor.elements for one in selected),
+        bytes=nbytes,
+        backend=staff.backend,
+        backend_why=why or staff.why,
+        threads=max(1, session.engine.clock.workers),
+        engine=session.engine.name,
+        workers=staff.workers,
+        hosts=staff.hosts,
+        retries=staff.retries,
+        seconds=timings.total_seconds,
+        timings=timings,
+        warnings=(*session.warnings, *warnings),
+    )
 
 
-def written(session: Session, output: Output, destination: Destination) -> dict[str, Any]:
-    """What was written, after the destination is closed."""
-    return {
-        "wrote": output.wrote(destination.shards),
-        "dry_run": output.options.dry_run,
-        "files_written": destination.count,
-        "bytes_written": session.engine.clock.written_bytes,
-    }
+def output_summary(session: Session, output: Output, destination: Destination) -> OutputSummary:
+    """Sum up what was written, after the destination is closed."""
+    return OutputSummary(
+        wrote=output.wrote(destination.shards),
+        dry_run=output.options.dry_run,
+        files_written=destination.count,
+        bytes_written=session.engine.clock.written_bytes,
+    )
 
 
-def facts(
+def statistics(
     session: Session,
     selected: Sequence[Selected],
     found: Measurement,
@@ -126,9 +134,9 @@ def facts(
     after: Measurement | None = None,
     warnings: Sequence[Problem] = (),
 ) -> dict[str, Any]:
-    """The facts of a call, and of what was found in the tensors that it was about; `after` is what was written."""
+    """Return the fields of `Statistics`, for tensors that were measured; `after` is what was written."""
     return {
-        **call_facts(session, selected, warnings=warnings),
+        "call": call_summary(session, selected, warnings=warnings),
         "norm_type": found.spec.order,
         "max_abs": found.largest / unscale,
         "nan": sum(found.nan),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
 from gradtool.ops.passes import NOTHING, by_shard
-from gradtool.ops.results import CallFacts, Written, call_facts, written
+from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
 from gradtool.ops.session import Call, output_options_of
 from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
 from gradtool.options import ZeroOptions
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class ZeroResult(CallFacts, Written):
+class ZeroResult(Result):
     """How much was zeroed: `tensors`, `elements` and `bytes`.
 
     `bytes_written` are those that were copied into new files, or in place, the zeros.
     """
 
     headline = ("elements", "bytes")
+
+    output: OutputSummary
 
 
 @operation(ZeroOptions)
@@ -59,8 +61,8 @@ def zero(options: ZeroOptions) -> ZeroResult:
         with session.writing(output, files) as destination:
             session.run(NOTHING, destination)
     return ZeroResult(
-        **call_facts(session, session.selected, why="nothing to compute", warnings=metadata.warnings),
-        **written(session, output, destination),
+        call=call_summary(session, session.selected, why="nothing to compute", warnings=metadata.warnings),
+        output=output_summary(session, output, destination),
     )
 
 

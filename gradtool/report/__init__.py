@@ -25,7 +25,9 @@ class Outcome(NamedTuple):
     @property
     def warnings(self) -> Sequence[Problem]:
         """The warnings of the result, if they are wanted."""
-        return () if self.quiet else getattr(self.result, "warnings", ())
+        from gradtool.report.facts import flat  # not needed before there is a result
+
+        return () if self.quiet or self.result is None else flat(self.result).get("warnings", ())
 
 
 def show(form: str, outcome: Outcome) -> None:

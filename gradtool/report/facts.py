@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gradtool.ops.doctor import DoctorResult
     from gradtool.ops.info import InfoResult
     from gradtool.ops.recover import RecoverResult
-    from gradtool.ops.results import CallFacts
+    from gradtool.ops.results import Result as OperationResult
 
-    Result = CallFacts | CheckResult | DoctorResult | InfoResult | RecoverResult
+    Result = OperationResult | CheckResult | DoctorResult | InfoResult | RecoverResult
 
 # The facts that several results have, in the order of the output: those of the output, then those of the call.
 _SHARED = (
@@ -27,6 +27,8 @@ _SHARED = (
     "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
     "workers", "hosts", "retries", "seconds", "timings",
 )  # fmt: skip
+# The fields of a result that JSON does not nest.
+SUMMARIES = ("call", "output")
 # The rows that a terminal does not show: errors and warnings say the same in words.
 TOLD = ("per_finding",)
 # What is printed below the headline, unless all is asked for.
@@ -46,16 +48,24 @@ def data_of(result: Result) -> dict[str, Any]:
 
 def facts_data_of(result: Result) -> dict[str, Any]:
     """The same without the rows."""
-    names = [one.name for one in fields(result) if one.name != "problems" and not is_rows(one.name)]
-    first = [key for key in ("wrote", *result.headline) if key in names]
-    own = [key for key in names if key not in (*first, *_SHARED)]
-    shared = [key for key in _SHARED if key in names and key not in first]
-    return {key: plain(getattr(result, key)) for key in (*first, *own, *shared)}
+    values = {name: value for name, value in flat(result).items() if name != "problems" and not is_rows(name)}
+    first = [key for key in ("wrote", *result.headline) if key in values]
+    own = [key for key in values if key not in (*first, *_SHARED)]
+    shared = [key for key in _SHARED if key in values and key not in first]
+    return {key: plain(values[key]) for key in (*first, *own, *shared)}
+
+
+def flat(result: Result) -> dict[str, Any]:
+    """Return the fields of a result, with those of its summaries among them."""
+    values = dict(vars(result))
+    for name in SUMMARIES:
+        values |= vars(values.pop(name)) if name in values else {}
+    return values
 
 
 def rows_of(result: Result) -> dict[str, Sequence[Any]]:
     """The rows of a result, by the keys that they have in JSON."""
-    return {one.name: getattr(result, one.name) for one in fields(result) if is_rows(one.name)}
+    return {name: value for name, value in vars(result).items() if is_rows(name)}
 
 
 def kind_of(key: str) -> str:
@@ -104,7 +114,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return NONFINITE[0] if math.isnan(value) else NONFINITE[1] if value > 0 else NONFINITE[2]
     if isinstance(value, Problem):
-        return {key: as_command(text) for key, text in vars(value).items() if text is not None}
+        value = {key: text for key, text in vars(value).items() if text is not None}
     if isinstance(value, str):
         return as_command(value)
     if is_dataclass(value):

@@ -12,7 +12,7 @@ from gradtool.ops.accumulate.match import match, weights_of
 from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.reduce import refuse_too_few
 from gradtool.ops.accumulate.steps import add, leave
-from gradtool.ops.results import Facts, Written, facts, loss_warnings, written
+from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, statistics
 from gradtool.ops.session import Call, output_options_of
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.rename import Renames
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class AccumulateResult(Facts, Written):
+class AccumulateResult(Statistics):
     """What was added and what came of it. The facts are those of the buffer as it is now, or of the new set.
 
     `norm_before` and `zeros_before` are None where the old content was not read. `sum_norm` is the norm of the float64
@@ -32,6 +32,7 @@ class AccumulateResult(Facts, Written):
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
 
+    output: OutputSummary
     norm_before: float | None
     norm_after: float
     max_norm: float | None
@@ -90,8 +91,8 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     remedies = () if policy.is_new else ("Use a buffer of {} to keep them",)
     losses = loss_warnings(done.targets, done.found, *remedies)
     return AccumulateResult(
-        **facts(session, done.targets, done.found, warnings=[*gaps, *done.warnings, *losses]),
-        **written(session, output, done.destination),
+        **statistics(session, done.targets, done.found, warnings=[*gaps, *done.warnings, *losses]),
+        output=output_summary(session, output, done.destination),
         norm_before=done.norm_before,
         norm_after=done.norm_after,
         max_norm=policy.max_norm,

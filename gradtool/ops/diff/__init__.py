@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradtool.backends import NormSpec
@@ -12,7 +12,7 @@ from gradtool.ops.diff.compare import Compare
 from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
 from gradtool.ops.diff.gates import Gates, nonfinite_problems
 from gradtool.ops.diff.pair import Pairs, Side, UnmatchedRow, pair
-from gradtool.ops.results import CallFacts, call_facts
+from gradtool.ops.results import Result, call_summary
 from gradtool.ops.session import Call
 from gradtool.options import DiffOptions
 from gradtool.store.format.rename import Renames
@@ -52,7 +52,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, repr=False)
-class DiffResult(CallFacts):
+class DiffResult(Result):
     """How far A is from B, as one vector. `tensors` and `elements` count those that are compared, `bytes` both sides.
 
     All figures are over the elements that are finite on both sides. `nonfinite_a` counts NaN and Inf in A that B does
@@ -125,22 +125,21 @@ def diff(options: DiffOptions) -> DiffResult:
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
     gates = Gates.of(options)
-    call = Call.of(
+    opening = Call.of(
         [os.fspath(options.a), os.fspath(options.b)],
         options,
         renames=Renames.of(options.map, slice(1)),
         may_repeat=True,
     )
-    with call.open_to_read() as session:
+    with opening.open_to_read() as session:
         sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
         pairs = pair(*sides, skip=options.missing == "skip")
         found = session.run(Compare(pairs.a, NormSpec(), pairs.b, gates.tolerance))
         whole = found.figures()
         rows = _rows(pairs, found, gates) if options.per_tensor or options.top is not None else []
-        shared = call_facts(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))
-        shared["bytes"] += sum(one.tensor.nbytes for one in pairs.b)
+        call = call_summary(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))
         return DiffResult(
-            **shared,
+            call=replace(call, bytes=call.bytes + sum(one.tensor.nbytes for one in pairs.b)),
             **whole._asdict(),
             **_facts(pairs, found, gates),
             unmatched=len(pairs.unmatched),

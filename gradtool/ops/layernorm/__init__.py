@@ -16,7 +16,7 @@ from gradtool.ops.layernorm.placement import apart, beside
 from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
 from gradtool.ops.layernorm.wide_rows import sum_wide_rows
 from gradtool.ops.passes import in_file_order
-from gradtool.ops.results import CallFacts, Written, call_facts, written
+from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.options import LayerNormOptions
 
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class LayerNormResult(CallFacts, Written):
+class LayerNormResult(Result):
     """What was computed; `tensors`, `elements` and `bytes` are those that were read."""
 
     headline = ("layers",)
 
+    output: OutputSummary
     kind: str
     invertible: bool
     layers: int
@@ -96,8 +97,8 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
                 refuse_nonfinite_results(session, layers, files, found)
             rows = rows_of(layers, found)
     return LayerNormResult(
-        **call_facts(session, in_file_order(one for layer in layers for one in layer.inputs)),
-        **written(session, output, destination),
+        call=call_summary(session, in_file_order(one for layer in layers for one in layer.inputs)),
+        output=output_summary(session, output, destination),
         kind=options.kind,
         invertible=form.invertible,
         layers=len(layers),

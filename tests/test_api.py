@@ -177,7 +177,7 @@ def test_paths_that_a_shell_would_expand_are_to_be_expanded_in_python(tmp_path):
 
 def test_warnings_of_functions_speak_python(tmp_path):
     path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
-    (warning,) = gradtool.norm(path, threads=5000).warnings
+    (warning,) = gradtool.norm(path, threads=5000).call.warnings
     assert warning.message == "threads 5000 is more than 256; using 256"
 
 
@@ -220,11 +220,11 @@ def test_what_was_written_is_named_as_the_caller_did(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         write(tmp_path / name, {name: encode([3, 4], "F32")})
-    assert gradtool.clip(["a", "b"], max_norm=1).wrote == ("a", "b")
-    assert gradtool.clip(["a", "b"], max_norm=9).wrote == ()
-    assert gradtool.clip(["a", "b"], max_norm=0.5, dry_run=True).wrote == ()
-    assert gradtool.clip(["a", "b"], max_norm=9, output_dir="new").wrote == ("new",)
-    assert gradtool.clip("a", max_norm=9, output="c").wrote == ("c",)
-    assert gradtool.accumulate("a", output="d").wrote == ("d",)
-    assert gradtool.accumulate("d", into="a", write="inplace").wrote == ("a",)
-    assert gradtool.zero(["b", "c"]).wrote == ("b", "c")
+    assert gradtool.clip(["a", "b"], max_norm=1).output.wrote == ("a", "b")
+    assert gradtool.clip(["a", "b"], max_norm=9).output.wrote == ()
+    assert gradtool.clip(["a", "b"], max_norm=0.5, dry_run=True).output.wrote == ()
+    assert gradtool.clip(["a", "b"], max_norm=9, output_dir="new").output.wrote == ("new",)
+    assert gradtool.clip("a", max_norm=9, output="c").output.wrote == ("c",)
+    assert gradtool.accumulate("a", output="d").output.wrote == ("d",)
+    assert gradtool.accumulate("d", into="a", write="inplace").output.wrote == ("a",)
+    assert gradtool.zero(["b", "c"]).output.wrote == ("b", "c")

@@ -30,7 +30,7 @@ def test_norms_are_torchs(key):
     entry = EXPECTED[key]
     result = gradtool.norm(paths_of(key), per_tensor=True, concat=True)
     assert result.norm == approx(entry["norm_2"])
-    assert (result.tensors, result.elements, result.zeros) == (entry["tensors"], entry["elements"], entry["zeros"])
+    assert (result.call.tensors, result.call.elements, result.zeros) == (entry["tensors"], entry["elements"], entry["zeros"])
     for order in ("1", "3", "inf"):
         if f"norm_{order}" in entry:
             assert gradtool.norm(paths_of(key), norm_type=float(order), concat=True).norm == approx(
@@ -96,5 +96,5 @@ def test_the_layer_norm_is_torchs(tmp_path):
 
 def test_a_zeroed_set_has_no_norm(tmp_path):
     result = gradtool.zero(SAMPLES / "sharded", output_dir=tmp_path / "zeros")
-    assert (result.tensors, result.elements) == (28, 27_651)
+    assert (result.call.tensors, result.call.elements) == (28, 27_651)
     assert gradtool.norm(tmp_path / "zeros").zeros == 27_651

@@ -157,7 +157,7 @@ def in_threads(folder):
 def test_nor_do_threads_warn(tmp_path, monkeypatch, backend):
     monkeypatch.setattr("gradtool.backends.choose", lambda *_: Choice(backend, "for a test"))
     # With two threads, none is that of the call; one of them may do all the work.
-    assert all(result.threads in (1, 2) for result in in_threads(tmp_path))
+    assert all(result.call.threads in (1, 2) for result in in_threads(tmp_path))
 
 
 @pytest.mark.parametrize("form", FORMS)

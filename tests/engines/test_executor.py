@@ -111,8 +111,8 @@ def test_norm_is_the_same_in_any_parts(tmp_path, pool, order):
         for path in (tmp_path / "set", tmp_path / "extreme.safetensors"):
             result = gradtool.norm(path, norm_type=order, per_tensor=True, **there)
             assert facts_of(result) == facts_of(gradtool.norm(path, norm_type=order, per_tensor=True))
-            assert (result.engine, result.hosts, result.retries) == ("dask:pool", 1, 0)
-            assert result.workers in (1, 2)
+            assert (result.call.engine, result.call.hosts, result.call.retries) == ("dask:pool", 1, 0)
+            assert result.call.workers in (1, 2)
 
 
 def test_histograms_are_the_same_in_any_parts(tmp_path, pool):
@@ -121,7 +121,7 @@ def test_histograms_are_the_same_in_any_parts(tmp_path, pool):
     with workers(pool) as there:
         result = gradtool.norm(tmp_path / "set", **options, **there)
     assert facts_of(result) == facts_of(gradtool.norm(tmp_path / "set", **options))
-    assert sum(row.count for row in result.histogram) == result.elements - result.zeros
+    assert sum(row.count for row in result.histogram) == result.call.elements - result.zeros
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -132,7 +132,7 @@ def test_diff_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
     with workers(pool) as there:
         result = gradtool.diff(tmp_path / "a", tmp_path / "b", **options, **there)
     assert facts_of(result) == facts_of(gradtool.diff(tmp_path / "a", tmp_path / "b", **options))
-    assert result.engine == "dask:pool"
+    assert result.call.engine == "dask:pool"
 
 
 def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
@@ -166,7 +166,7 @@ def test_a_conversion_is_the_same_for_any_shards_and_types(tmp_path, pool, dtype
         dry = gradtool.clip(ours, output_dir=tmp_path / "a", dry_run=True, **options, **there)
     expected = gradtool.clip(theirs, output_dir=tmp_path / "b", **options)
     assert facts_of(result) == facts_of(expected)
-    assert [one.code for one in dry.warnings] == [one.code for one in expected.warnings]
+    assert [one.code for one in dry.call.warnings] == [one.code for one in expected.call.warnings]
     assert (dry.zeros, dry.norm_after) == (expected.zeros, expected.norm_after)
     assert content_of(tmp_path / "a") == content_of(tmp_path / "b")
 
@@ -205,7 +205,7 @@ def test_the_backend_that_the_environment_names_here_is_asked_of_workers(tmp_pat
             gradtool.norm(path, **there)
         # Without the variable, the workers would choose another one.
         monkeypatch.setenv("GRADTOOL_BACKEND", "cpu")
-        assert gradtool.norm(path, **there).backend_why == "compiled kernels"
+        assert gradtool.norm(path, **there).call.backend_why == "compiled kernels"
 
 
 def test_progress_counts_workers_and_hosts(tmp_path, pool):
@@ -513,7 +513,7 @@ def test_what_one_machine_must_do_is_refused_or_done_here(tmp_path, monkeypatch)
     with pytest.raises(gradtool.UsageError, match="layernorm-backward runs on one machine"):
         gradtool.layernorm_backward(SAMPLES / "layernorm.safetensors", output=tmp_path / "y", engine="dask:x")
     monkeypatch.setenv("GRADTOOL_ENGINE", "dask:x")
-    assert gradtool.zero(path).engine == "threads"
+    assert gradtool.zero(path).call.engine == "threads"
 
 
 def test_a_task_and_what_it_finds_are_small_to_send(tmp_path):

@@ -81,7 +81,7 @@ def test_nothing_above_its_limit_is_written(tmp_path):
     path, other = pair(tmp_path, {"a": gaussian(100, "F32") * 0 + 0.01}, {"a": gaussian(100, "F32") * 0 + 1})
     before = path.stat()
     result = clip(path, agc=0.01, params=other)
-    assert (result.clipped, result.units_clipped, result.files_written) == (False, 0, 0)
+    assert (result.clipped, result.units_clipped, result.output.files_written) == (False, 0, 0)
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 

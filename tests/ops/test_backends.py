@@ -126,7 +126,7 @@ def test_files_and_numbers_are_those_of_the_reference(tmp_path, use, backend, ca
     if call == "norm 3":
         assert norms.pop("norm") == pytest.approx(truth.pop("norm"), rel=1e-12)
     assert norms == truth
-    assert result.backend == backend.name
+    assert result.call.backend == backend.name
 
 
 def test_wide_rows_give_the_same_bytes_on_every_backend(tmp_path, use, backend):
@@ -153,11 +153,11 @@ def test_what_stays_on_the_gpu_is_read_once(tmp_path, use, shim):
     path = grads(tmp_path)
     result = gradtool.clip(path, max_norm=1.0)
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    assert result.timings.read_bytes == sum(file.stat().st_size for file in files)
+    assert result.call.timings.read_bytes == sum(file.stat().st_size for file in files)
     use(shim(limit=4 << 30))
     grads(tmp_path)
     result = gradtool.clip(path, max_norm=1.0)
-    assert result.timings.read_bytes > result.bytes + sum(file.stat().st_size for file in files) // 2
+    assert result.call.timings.read_bytes > result.call.bytes + sum(file.stat().st_size for file in files) // 2
 
 
 def test_a_file_that_changes_between_the_passes_is_found_out_though_nothing_is_read_again(tmp_path, use, shim):

@@ -39,7 +39,7 @@ def test_a_known_result(tmp_path):
     assert result.clipped
     assert read(path)["a"] == pytest.approx([0.4706787, 0.9413574, 1.4120361], abs=2**-23)
     assert result.norm_after == norm(path).norm == pytest.approx(12, rel=1e-7)
-    assert (result.files_written, result.bytes_written) == (1, path.stat().st_size)
+    assert (result.output.files_written, result.output.bytes_written) == (1, path.stat().st_size)
 
 
 def test_300_in_f16_clips_to_1(tmp_path):
@@ -75,7 +75,7 @@ def test_nothing_to_clip_leaves_inode_mtime_and_bytes_alone(tmp_path, max_norm):
     result = clip(path, max_norm=max_norm, eps=0)
     assert snapshot(tmp_path) == before
     assert (result.clipped, result.norm_before, result.norm_after) == (False, 5.0, 5.0)
-    assert (result.coef, result.bytes_written) == (max_norm / 5.0, 0)
+    assert (result.coef, result.output.bytes_written) == (max_norm / 5.0, 0)
 
 
 def test_a_coefficient_that_rounds_to_1_writes_nothing(tmp_path):
@@ -124,7 +124,7 @@ def test_all_sets_of_a_call_are_one_vector(tmp_path):
     )
     other = write(tmp_path / "other", {"a": encode([4], "F32")})
     result = clip([tmp_path / "set", other], max_norm=3, eps=0, concat=True)
-    assert (result.norm_before, result.coef, result.files) == (6.0, 0.5, 3)
+    assert (result.norm_before, result.coef, result.call.files) == (6.0, 0.5, 3)
     assert read(tmp_path / "set" / "1.safetensors")["a"].tolist() == [1.0]
     assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [2.0]
     assert read(other)["a"].tolist() == [2.0]
@@ -135,7 +135,7 @@ def test_a_file_without_a_change_is_not_touched(tmp_path):
     write(tmp_path / "kept", {"b": encode([4], "F32")})
     kept = snapshot(tmp_path)[tmp_path / "kept"]
     result = clip([changed, tmp_path / "kept"], max_norm=1, include=["a"])
-    assert result.files_written == 1
+    assert result.output.files_written == 1
     assert snapshot(tmp_path)[tmp_path / "kept"] == kept
 
 
@@ -219,7 +219,7 @@ def test_empty_files_empty_tensors_and_scalars(tmp_path):
     empty = write(tmp_path / "empty", {})
     odd = write(tmp_path / "odd", {"none": np.zeros((0, 3), np.float32), "scalar": encode(10, "F32")})
     result = clip([empty, odd], max_norm=5, eps=0)
-    assert (result.norm_before, result.files_written) == (10.0, 1)
+    assert (result.norm_before, result.output.files_written) == (10.0, 1)
     assert read(odd)["scalar"] == 5.0
     assert read(odd)["scalar"].shape == ()
     assert clip(empty, max_norm=1).norm_after == 0.0
@@ -324,7 +324,7 @@ def test_clamping_twice_writes_once(tmp_path, dtype):
     assert clip(path, max_value=0.1).clipped
     before = snapshot(tmp_path)
     again = clip(path, max_value=0.1)
-    assert (again.clipped, again.bytes_written) == (False, 0)
+    assert (again.clipped, again.output.bytes_written) == (False, 0)
     assert snapshot(tmp_path) == before
 
 
@@ -503,7 +503,7 @@ def test_dry_run_says_the_same_and_writes_nothing(tmp_path):
     assert (dry.norm_before, dry.norm_after, dry.coef, dry.clipped) == (
         wet.norm_before, wet.norm_after, wet.coef, wet.clipped,
     )  # fmt: skip
-    assert (dry.dry_run, dry.bytes_written, dry.files_written) == (True, 0, 0)
+    assert (dry.output.dry_run, dry.output.bytes_written, dry.output.files_written) == (True, 0, 0)
 
 
 def test_output_leaves_the_input_alone(tmp_path):
@@ -518,7 +518,7 @@ def test_output_is_written_when_nothing_is_clipped_too(tmp_path):
     path = one_file(tmp_path, a=encode([3, 4], "F32"))
     result = clip(path, max_norm=100, output=tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == path.read_bytes()
-    assert (result.clipped, result.files_written) == (False, 1)
+    assert (result.clipped, result.output.files_written) == (False, 1)
 
 
 def test_output_dir_takes_every_file_and_the_index(tmp_path):
@@ -679,14 +679,14 @@ def test_only_values_that_underflow_count_and_more_than_one_in_a_thousand(tmp_pa
     values[1000:] = 0
     path = one_file(tmp_path, a=encode(values, "F16"))
     result = clip(path, dry_run=True, **options)
-    assert [one.code for one in result.warnings] == ["underflow"] * warns
+    assert [one.code for one in result.call.warnings] == ["underflow"] * warns
     assert result.zeros_before == 1000
 
 
 @pytest.mark.parametrize(("dtype", "remedy"), [("BF16", "F64"), ("F32", "F64"), ("F8_E4M3", "F32")])
 def test_the_warning_names_a_type_that_has_smaller_values(tmp_path, dtype, remedy):
     path = one_file(tmp_path, a=encode([2e-38 if dtype != "F8_E4M3" else 2.0**-9, 0], dtype))
-    (warning,) = clip(path, unscale=256, max_norm=1, dry_run=True).warnings
+    (warning,) = clip(path, unscale=256, max_norm=1, dry_run=True).call.warnings
     assert f'Use dtype="{remedy}" with' in warning.message
 
 
@@ -694,8 +694,8 @@ def test_units_that_underflow_are_a_warning(tmp_path):
     path = one_file(tmp_path, w=encode(np.full((4, 9), 2.0**-14), "F16"))
     params = write(tmp_path / "p", {"w": encode(np.full((4, 9), 1e-6), "F32")})
     result = clip(path, agc=1.0, agc_eps=0.0, params=params, dry_run=True)
-    assert (result.zeros, result.zeros_before, len(result.warnings)) == (0, 0, 1)
-    assert "of 36 values other than 0, 0 became 0 and 36 more than before are subnormal" in result.warnings[0].message
+    assert (result.zeros, result.zeros_before, len(result.call.warnings)) == (0, 0, 1)
+    assert "of 36 values other than 0, 0 became 0 and 36 more than before are subnormal" in result.call.warnings[0].message
     zeroed = clip(path, agc=1e-4, agc_eps=0.0, params=params, dry_run=True)
     assert (zeroed.zeros, zeroed.zeros_before) == (36, 0)
 

@@ -32,7 +32,7 @@ def test_every_type_becomes_every_other_with_one_rounding(tmp_path, old, new):
     assert info(tmp_path / "y").per_metadata[0].value == "3"
     assert path.read_bytes() == before
     dry = clip(path, max_norm=0.5, output=tmp_path / "z", dtype=new, dry_run=True)
-    assert (dry.norm_after, dry.zeros, dry.files_written) == (result.norm_after, result.zeros, 0)
+    assert (dry.norm_after, dry.zeros, dry.output.files_written) == (result.norm_after, result.zeros, 0)
     assert not (tmp_path / "z").exists()
 
 
@@ -45,7 +45,7 @@ def test_below_the_limit_it_is_a_conversion_that_rounds_once(tmp_path):
     assert found.tolist() == rounded_once(array, "F16").tolist()
     assert found[0] == 1 + 2**-10
     assert np.signbit(found[1])
-    assert (result.clipped, result.files_written) == (False, 1)
+    assert (result.clipped, result.output.files_written) == (False, 1)
     clip(path, max_norm=10, output=tmp_path / "z", dtype="F32")
     assert read(tmp_path / "z")["a"].tobytes() == array.astype(np.float32).tobytes()
 
@@ -114,14 +114,14 @@ def test_other_ways_to_clip_are_converted_too(tmp_path, monkeypatch, options, ex
     path = write(tmp_path / "x", {"a": encode([3e-6, -1, 3, 0], "F32")})
     result = clip(path, output=tmp_path / "y", dtype="F64", **options)
     assert read(tmp_path / "y")["a"].tolist() == pytest.approx(expected, rel=1e-7)
-    assert result.warnings == ()
+    assert result.call.warnings == ()
 
 
 def test_dropped_values_and_propagated_ones_are_converted(tmp_path):
     path = write(tmp_path / "x", {"a": encode([1, math.nan, -math.inf, 0], "F16")})
     result = clip(path, max_norm=9, output=tmp_path / "y", dtype="F32", nonfinite="zero")
     assert read(tmp_path / "y")["a"].tolist() == [1, 0, 0, 0]
-    assert (result.zeros, result.zeros_before, result.warnings) == (3, 1, ())
+    assert (result.zeros, result.zeros_before, result.call.warnings) == (3, 1, ())
     clip(path, max_value=2, output=tmp_path / "z", dtype="F64", nonfinite="propagate")
     assert np.array_equal(read(tmp_path / "z")["a"], [1, math.nan, -2, 0], equal_nan=True)
 
@@ -177,11 +177,11 @@ def test_what_the_new_type_loses_is_a_warning_and_f32_loses_nothing(tmp_path):
     values = np.ones(1000)
     values[:5] = 1e-9, 1e-9, 1e-5, 2.0**-15, 0
     path = write(tmp_path / "x", {"a": encode(values, "F32")})
-    (warning,) = clip(path, max_norm=1e9, output=tmp_path / "y", dtype="F16").warnings
+    (warning,) = clip(path, max_norm=1e9, output=tmp_path / "y", dtype="F16").call.warnings
     assert warning.code == "underflow"
     # 2^-15 is subnormal, too, and exact.
     assert warning.message == (
         "of 999 values other than 0, 2 became 0 and 1 more than before are subnormal: too small for F16. "
         'Use dtype="F32" with output or output_dir to keep them'
     )
-    assert clip(path, max_norm=1e9, output=tmp_path / "y", dtype="F32").warnings == ()
+    assert clip(path, max_norm=1e9, output=tmp_path / "y", dtype="F32").call.warnings == ()

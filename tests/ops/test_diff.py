@@ -66,7 +66,7 @@ def test_every_figure_of_small_vectors(tmp_path):
     assert (result.max_ulp, result.max_ulp_tensor, result.max_ulp_index) == (1 << 23, "y", 1)
     assert (result.norm_a, result.norm_b) == (math.sqrt(39), math.sqrt(42))
     assert (result.differing, result.differing_bits, result.not_close, result.unmatched) == (2, 2, None, 0)
-    assert (result.tensors, result.elements, result.bytes, result.files) == (2, 5, 40, 2)
+    assert (result.call.tensors, result.call.elements, result.call.bytes, result.call.files) == (2, 5, 40, 2)
     rows = {row.name: row for row in result.per_tensor}
     assert rows["x"].rel_l2 == rows["x"].differing == 0
     assert (rows["x"].cosine, rows["x"].max_abs_diff_index, rows["x"].max_ulp_index) == (1, None, None)
@@ -307,11 +307,11 @@ def test_nan_on_one_side_only_warns_and_fails_every_gate(tmp_path):
     result = diff(a, b)
     assert (result.nonfinite_a, result.nonfinite_b, result.nonfinite_both, result.differing) == (1, 0, 1, 1)
     assert (result.rel_l2, result.norm_b, result.problems) == (0, math.sqrt(6), ())
-    assert [(one.code, one.tensor) for one in result.warnings] == [("nonfinite", "a")]
+    assert [(one.code, one.tensor) for one in result.call.warnings] == [("nonfinite", "a")]
     for gate in ({"rtol": 1.0}, {"max_ulp": 10**9}, {"max_rel_l2": 9.0}, {"min_cosine": -1.0}, {"bits": True}):
         result = diff(a, b, **gate)
         assert ("nonfinite", "a") in [(one.code, one.tensor) for one in result.problems], gate
-        assert result.warnings == ()
+        assert result.call.warnings == ()
     assert diff(b, a, rtol=1).nonfinite_b == 1
 
 
@@ -423,7 +423,7 @@ def test_names_and_shapes_that_do_not_match_are_all_named(tmp_path):
     ]  # fmt: skip
     assert 'use missing="skip" to compare only those whose names and shapes match' in message
     result = diff(a, b, missing="skip", bits=True)
-    assert (result.tensors, result.unmatched, result.problems) == (1, 4, ())
+    assert (result.call.tensors, result.unmatched, result.problems) == (1, 4, ())
     assert [(row.name, row.why, row.shape_a, row.shape_b) for row in result.per_unmatched] == [
         ("ours", "only a", (1,), None),
         ("theirs", "only b", None, (1,)),
@@ -445,7 +445,7 @@ def test_integers_are_refused_by_name(tmp_path):
     problems, message = refused(a, b)
     assert problems == [("dtype", "ids")]
     assert "exclude" in message
-    assert diff(a, b, exclude="ids").tensors == 1
+    assert diff(a, b, exclude="ids").call.tensors == 1
 
 
 def test_map_renames_tensors_of_a_before_they_are_selected(tmp_path):

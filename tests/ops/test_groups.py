@@ -90,13 +90,13 @@ def test_one_group_of_all_tensors_is_the_global_norm(tmp_path):
 def test_a_file_in_which_nothing_changes_is_not_touched(path):
     kept = snapshot(path)[path / "2.safetensors"]
     result = clip(path, group="embed:0.25")
-    assert (result.files_written, snapshot(path)[path / "2.safetensors"]) == (1, kept)
+    assert (result.output.files_written, snapshot(path)[path / "2.safetensors"]) == (1, kept)
 
 
 def test_no_group_above_its_limit_writes_nothing(path):
     before = snapshot(path)
     result = clip(path, group=["embed:inf", "block:1e30"])
-    assert (snapshot(path), result.clipped, result.wrote) == (before, False, ())
+    assert (snapshot(path), result.clipped, result.output.wrote) == (before, False, ())
     assert result.per_group[0].coef == math.inf
 
 

@@ -40,7 +40,7 @@ def test_a_known_histogram(tmp_path):
     path = write(tmp_path / "x", {"a": encode([1, -1, 1.5, 2, 0.5, 0.75, 0, -0.0, math.nan, math.inf], "F32")})
     result = norm(path, histogram=True)
     assert [(row.exponent, row.count) for row in result.histogram] == [(0, 2), (1, 3), (2, 1)]
-    assert sum(row.count for row in result.histogram) + result.zeros + result.nan + result.inf == result.elements
+    assert sum(row.count for row in result.histogram) + result.zeros + result.nan + result.inf == result.call.elements
 
 
 def test_a_backend_that_reads_counts_what_one_that_is_given_blocks_does(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_a_backend_that_reads_counts_what_one_that_is_given_blocks_does(tmp_path
     expected = norm(path, histogram=True)
     for one in found:
         assert (one.histogram, one.per_dtype, one.norm) == (expected.histogram, expected.per_dtype, expected.norm)
-        assert one.timings.read_bytes == expected.timings.read_bytes == sum(array.nbytes for array in arrays.values())
+        assert one.call.timings.read_bytes == expected.call.timings.read_bytes == sum(array.nbytes for array in arrays.values())
 
 
 def test_the_whole_each_tensor_and_each_path_have_their_own(tmp_path):

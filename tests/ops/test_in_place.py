@@ -52,7 +52,7 @@ def test_clipping_in_place_gives_the_bytes_of_replacing(tmp_path, dtype, fsync):
     tensors = {f"t{k}": gaussian(size, dtype, seed=k) for k, size in enumerate((300_000, 7, 70_001))}
     folders = both(tmp_path, a=tensors, b={"other": gaussian(100_000, dtype)})
     result = check_alike(folders, clip, max_norm=1e-3, fsync=fsync)
-    assert result.bytes_written == result.bytes
+    assert result.output.bytes_written == result.call.bytes
     assert result.norm_after == norm(folders[1]).norm
 
 
@@ -60,7 +60,7 @@ def test_only_what_is_selected_is_written(tmp_path):
     tensors = {f"t{k}": gaussian(3_000, "F32", seed=k) for k in range(9)}
     folders = both(tmp_path, a=tensors)
     result = check_alike(folders, clip, max_norm=1e-3, include=["[048]$"])
-    assert result.bytes_written == 3 * 12_000
+    assert result.output.bytes_written == 3 * 12_000
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_norm_that_must_be_measured_again_is_that_of_what_was_written(tmp_path
 def test_what_is_not_clipped_is_not_touched(tmp_path):
     write(tmp_path / "a.safetensors", {"t": np.ones(9, np.float32)})
     before = snapshot(tmp_path)
-    assert clip(tmp_path, max_norm=100, write="inplace").files_written == 0
+    assert clip(tmp_path, max_norm=100, write="inplace").output.files_written == 0
     assert clip(tmp_path, max_norm=1, write="inplace", dry_run=True).clipped
     assert snapshot(tmp_path) == before
 
@@ -111,7 +111,7 @@ def test_zeros_are_written_in_place(tmp_path):
     tensors = {"a": gaussian(700_000, "F32"), "kept": gaussian(10, "F64"), "b": np.arange(9, dtype=np.int32)}
     folders = both(tmp_path, x=tensors)
     result = check_alike(folders, zero, exclude=["kept"])
-    assert result.bytes_written == 2_800_036
+    assert result.output.bytes_written == 2_800_036
 
 
 def layers(folder, rows=6, **more):
@@ -125,7 +125,7 @@ def test_gradients_of_layers_that_have_a_place_are_written_in_place(tmp_path):
     (tmp_path / "replaced").mkdir()
     copy = shutil.copy(path, tmp_path / "replaced" / "x.safetensors")
     inode = path.stat().st_ino
-    assert layernorm_backward(path, write="inplace").bytes_written == 8 * (240 + 40 + 40)
+    assert layernorm_backward(path, write="inplace").output.bytes_written == 8 * (240 + 40 + 40)
     layernorm_backward(copy)
     assert path.read_bytes() == (tmp_path / "replaced" / "x.safetensors").read_bytes()
     assert path.stat().st_ino == inode

@@ -146,7 +146,7 @@ def test_calls_one_after_another_clip_by_what_those_before_have_seen(tmp_path, p
         assert result.limit == (None if math.isinf(limit) else pytest.approx(limit, rel=1e-9))
         assert result.norm_after == pytest.approx(min(norm, limit), rel=1e-9)
         assert (result.clipped, result.steps, result.state) == (limit < norm, step, str(state))
-        assert bool(result.wrote) == (limit < norm)
+        assert bool(result.output.wrote) == (limit < norm)
     assert json.loads(state.read_text())["steps"] == len(norms)
     assert sorted(one.name for one in tmp_path.rglob(".gradtool*")) == []
 
@@ -213,7 +213,7 @@ def test_a_norm_above_the_one_to_skip_writes_nothing_at_all(tmp_path, path, more
         assert [(one.code, one.message) for one in result.problems] == [
             ("above-limit", "the norm 5.0 is above the limit 4.9 of skip_above; nothing written")
         ]
-        assert (result.norm_before, result.norm_after, result.clipped, result.wrote) == (5.0, 5.0, False, ())
+        assert (result.norm_before, result.norm_after, result.clipped, result.output.wrote) == (5.0, 5.0, False, ())
     assert snapshot(tmp_path) == before
     assert clip(path, max_norm=1, skip_above=5.0).clipped
 
@@ -344,7 +344,7 @@ def test_an_output_folder_and_the_state_beside_it_are_written_as_one(tmp_path, p
         out.mkdir()
     source = snapshot(path.parent)
     result = clip(path.parent, limit="percentile=10", max_norm=1, state="clip.json", output_dir=out, eps=0)
-    assert (result.wrote, snapshot(path.parent)) == ((str(out),), source)
+    assert (result.output.wrote, snapshot(path.parent)) == ((str(out),), source)
     assert read(out / "x.safetensors")["a"].tolist() == pytest.approx([0.6, 0.8])
     assert sorted(one.name for one in tmp_path.iterdir()) == ["clip.json", "out", "set"]
 

@@ -22,7 +22,7 @@ def test_a_known_result(tmp_path):
     path = one_file(tmp_path, **{name: encode(values, "F32") for name, values in arrays.items()})
     result = norm(path)
     assert result.norm == math.sqrt(650) == pytest.approx(25.4950976, abs=5e-8)
-    assert (result.max_abs, result.files, result.tensors, result.elements, result.bytes) == (12.0, 1, 3, 12, 48)
+    assert (result.max_abs, result.call.files, result.call.tensors, result.call.elements, result.call.bytes) == (12.0, 1, 3, 12, 48)
     assert (result.nan, result.inf, result.zeros, result.problems, result.per_tensor) == (0, 0, 0, (), ())
 
 
@@ -171,7 +171,7 @@ def test_nothing_is_changed(tmp_path):
 def test_no_tensors_and_no_elements_have_a_norm_of_zero(tmp_path):
     assert norm(write(tmp_path / "none", {})).norm == 0.0
     result = norm(write(tmp_path / "empty", {"a": np.zeros((3, 0), np.float32)}), per_tensor=True)
-    assert (result.norm, result.elements, result.per_tensor[0].norm) == (0.0, 0, 0.0)
+    assert (result.norm, result.call.elements, result.per_tensor[0].norm) == (0.0, 0, 0.0)
 
 
 @pytest.mark.parametrize("threads", [1, 8])
@@ -247,7 +247,7 @@ def test_a_backend_that_reads_finds_what_one_that_is_given_blocks_does(tmp_path,
     expected = norm(path, per_tensor=True)
     for one in found:
         assert [row.norm for row in one.per_tensor[:2]] == [row.norm for row in expected.per_tensor[:2]]
-        assert (one.problems, one.timings.read_bytes) == (expected.problems, expected.timings.read_bytes)
+        assert (one.problems, one.call.timings.read_bytes) == (expected.problems, expected.call.timings.read_bytes)
 
 
 def test_a_single_pattern_is_one_pattern(tmp_path):
@@ -302,9 +302,9 @@ def test_arguments_that_make_no_sense_are_usage_errors(tmp_path, arguments):
 
 def test_timings_and_bytes_add_up(tmp_path):
     result = norm(one_file(tmp_path, a=np.ones(500_000, np.float32)), threads=2)
-    assert result.timings.read_bytes == result.bytes == 2_000_000
-    assert result.timings.write_gb_per_s == 0
-    assert 0 < result.timings.read_seconds + result.timings.compute_seconds < result.seconds
+    assert result.call.timings.read_bytes == result.call.bytes == 2_000_000
+    assert result.call.timings.write_gb_per_s == 0
+    assert 0 < result.call.timings.read_seconds + result.call.timings.compute_seconds < result.call.seconds
 
 
 def test_progress_ends_at_the_whole(tmp_path):

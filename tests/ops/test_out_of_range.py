@@ -101,4 +101,4 @@ def test_accumulating_measures_before_and_after_in_one_pass(tmp_path, exponent, 
     assert_within_one_ulp(result.norm_before, old.values())
     assert_within_one_ulp(result.norm_after, read(path).values())
     # What is added to, what is added, and what is only measured.
-    assert result.timings.read_bytes <= path.stat().st_size + 140_000 * 8 + 5 * 8
+    assert result.call.timings.read_bytes <= path.stat().st_size + 140_000 * 8 + 5 * 8

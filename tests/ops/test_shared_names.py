@@ -53,7 +53,7 @@ def test_the_command_refuses_it_too_unless_it_is_told_to_concatenate(tmp_path, r
 
 def test_with_concat_the_paths_are_one_vector(ranks):
     result = norm(ranks, concat=True, per_tensor=True)
-    assert (result.norm, result.tensors, [row.name for row in result.per_tensor]) == (
+    assert (result.norm, result.call.tensors, [row.name for row in result.per_tensor]) == (
         5,
         4,
         ["w", "only0", "w", "only1"],
@@ -93,7 +93,7 @@ def test_one_name_twice_in_a_folder_stays_an_error_that_says_how_to_concatenate(
 
 
 def test_what_does_not_make_one_vector_of_its_paths_takes_any_names(tmp_path, ranks):
-    assert zero(ranks, output_dir=tmp_path / "zeros").tensors == 4
+    assert zero(ranks, output_dir=tmp_path / "zeros").call.tensors == 4
     assert accumulate(ranks, output=tmp_path / "sum", include="w").norm_after == 7.0
     layer = {"n.Y_grad": f32(1, 2), "n.X": f32(3, 5), "n.scale": ONES}
     layers = [write(tmp_path / name, layer) for name in ("x", "y")]
@@ -111,7 +111,7 @@ def test_by_file_gives_each_path_its_own_norm_and_the_facts_of_them_all(tmp_path
         (str(ranks[1]), 2, 2, 4.0, 4.0, 1),
         (str(folder), 2, 3, 10, 8, 1),
     ]
-    assert (result.norm, result.files, result.tensors) == (norm([*ranks, folder], concat=True).norm, 4, 6)
+    assert (result.norm, result.call.files, result.call.tensors) == (norm([*ranks, folder], concat=True).norm, 4, 6)
 
 
 def test_the_rows_have_the_bits_that_each_path_has_alone(tmp_path):

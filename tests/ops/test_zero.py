@@ -27,9 +27,9 @@ def test_every_element_becomes_plus_zero_and_nothing_else_changes(odd):
     result = zero(path)
     expected = {name: np.zeros_like(array) for name, array in tensors.items()}
     assert path.read_bytes() == build(expected, {"step": "7"}, padding=5)
-    assert (result.tensors, result.elements, result.files_written) == (6, 15, 1)
-    assert result.bytes == sum(array.nbytes for array in tensors.values())
-    assert result.bytes_written == path.stat().st_size - result.bytes
+    assert (result.call.tensors, result.call.elements, result.output.files_written) == (6, 15, 1)
+    assert result.call.bytes == sum(array.nbytes for array in tensors.values())
+    assert result.output.bytes_written == path.stat().st_size - result.call.bytes
 
 
 def test_tensors_that_are_not_selected_stay_byte_for_byte(odd):
@@ -58,7 +58,7 @@ def test_what_is_zeroed_takes_no_space(tmp_path):
     if path.stat().st_blocks * 512 > 40_000_000:
         pytest.skip("this file system has no holes")
     assert path.stat().st_blocks * 512 < 600_000
-    assert result.bytes_written < 500_000
+    assert result.output.bytes_written < 500_000
     assert not read(path)["big"].any()
     assert read(path)["keep"].tobytes() == arrays["keep"].tobytes()
 
@@ -66,7 +66,7 @@ def test_what_is_zeroed_takes_no_space(tmp_path):
 def test_all_shards_of_a_set_and_several_sets_are_zeroed(tmp_path):
     write_index(tmp_path / "set", {"1.safetensors": {"a": np.ones(3)}, "2.safetensors": {"b": np.ones(3)}})
     other = write(tmp_path / "other", {"a": np.ones(2)})
-    assert zero([tmp_path / "set", other]).files_written == 3
+    assert zero([tmp_path / "set", other]).output.files_written == 3
     for file in (tmp_path / "set" / "1.safetensors", tmp_path / "set" / "2.safetensors", other):
         assert not any(array.any() for array in read(file).values())
 
@@ -75,10 +75,10 @@ def test_files_without_a_zeroed_element_are_not_touched(tmp_path):
     write(tmp_path / "1.safetensors", {"a": np.ones(3), "e": np.zeros(0)})
     write(tmp_path / "2.safetensors", {"b": np.ones(3), "f": np.zeros(0)})
     before = snapshot(tmp_path)
-    assert zero(tmp_path, include=["a", "e", "f"]).files_written == 1
+    assert zero(tmp_path, include=["a", "e", "f"]).output.files_written == 1
     after = snapshot(tmp_path)
     assert after[tmp_path / "2.safetensors"] == before[tmp_path / "2.safetensors"]
-    assert zero(tmp_path, include=["e", "f"]).files_written == 0
+    assert zero(tmp_path, include=["e", "f"]).output.files_written == 0
     assert snapshot(tmp_path) == after
 
 
@@ -87,7 +87,7 @@ def test_elsewhere_every_file_arrives_and_the_index_with_them(tmp_path):
     index = write_index(tmp_path / "set", shards)
     before = snapshot(tmp_path)
     result = zero(index, include=["a"], output_dir=tmp_path / "out")
-    assert result.files_written == 2
+    assert result.output.files_written == 2
     assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
     assert (tmp_path / "out" / index.name).read_bytes() == index.read_bytes()
     assert not read(tmp_path / "out" / "1.safetensors")["a"].any()
@@ -101,7 +101,7 @@ def test_a_dry_run_writes_nothing_and_says_how_much_it_would_be(odd):
     before = snapshot(path.parent)
     result = zero(path, dry_run=True)
     assert snapshot(path.parent) == before
-    assert (result.tensors, result.files_written, result.dry_run) == (6, 0, True)
+    assert (result.call.tensors, result.output.files_written, result.output.dry_run) == (6, 0, True)
 
 
 def test_many_small_tensors_with_kept_ones_between_them(tmp_path):
@@ -144,7 +144,7 @@ def test_what_is_zeroed_stands_for_no_weight(tmp_path, mode, old, key, new):
     result = zero(path, weight_key=key, exclude=["ids"], write=mode)
     zeroed = build({"a": np.zeros(3), "ids": np.arange(3, dtype=np.int32)}, old, padding=7)
     shard = read_shard(path)
-    assert (list(shard.metadata.items()), result.warnings) == (list(new.items()), ())
+    assert (list(shard.metadata.items()), result.call.warnings) == (list(new.items()), ())
     assert path.read_bytes()[shard.data_start :] == zeroed[shard.data_start :]
     assert old != new or path.read_bytes() == zeroed
 
@@ -158,7 +158,7 @@ def test_what_is_zeroed_in_part_has_no_total_any_more(tmp_path, mode, key):
     result = zero(tmp_path / "set", include=["a"], weight_key=key, write=mode)
     kept = {name: text for name, text in PLAIN.items() if name not in ("n", key)}
     assert [read_shard(tmp_path / "set" / name).metadata for name in shards] == [kept] * 2
-    (warning,) = result.warnings
+    (warning,) = result.call.warnings
     lost = "'m' = '6', 'n' = '5'" if key == "m" else "'n' = '5'"
     why = "only some of its tensors were zeroed"
     assert warning.message == f"{why}; left out of the new metadata: {lost}. To keep it true, zero all"
@@ -171,7 +171,7 @@ def test_each_set_has_a_total_of_its_own(tmp_path):
     paths.append(write(tmp_path / "d", {"d": np.ones(3), "a": np.ones(2)}, PLAIN | SUM))
     result = zero([*paths, plain], include=["^a$"])
     assert [read_shard(path).metadata.get("n") for path in (*paths, plain)] == ["0", "5", None, "5"]
-    assert [one.file for one in result.warnings] == [str(paths[2])]
+    assert [one.file for one in result.call.warnings] == [str(paths[2])]
 
 
 def test_progress_says_that_it_writes(tmp_path):

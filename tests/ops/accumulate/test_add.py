@@ -16,10 +16,10 @@ def test_a_known_result(tmp_path):
     result = accumulate(grads[0], into=path, per_gradient=True)
     assert read(path)["a"].tolist() == [5, 7, 9]
     assert (result.norm_before, result.norm_after) == (math.sqrt(14), math.sqrt(155))
-    assert (result.taken, result.skipped, result.weight_sum, result.updated, result.dry_run) == (1, 0, 1.0, True, False)
-    assert (result.sum_norm, result.coef, result.clipped, result.warnings) == (None, None, False, ())
-    assert (result.files, result.tensors, result.elements, result.max_abs) == (2, 1, 3, 9.0)
-    assert (result.files_written, result.bytes_written) == (1, path.stat().st_size)
+    assert (result.taken, result.skipped, result.weight_sum, result.updated, result.output.dry_run) == (1, 0, 1.0, True, False)
+    assert (result.sum_norm, result.coef, result.clipped, result.call.warnings) == (None, None, False, ())
+    assert (result.call.files, result.call.tensors, result.call.elements, result.max_abs) == (2, 1, 3, 9.0)
+    assert (result.output.files_written, result.output.bytes_written) == (1, path.stat().st_size)
     (row,) = result.per_gradient
     assert (row.weight, row.taken, row.norm, row.file) == (1.0, True, math.sqrt(77), str(grads[0]))
     assert (row.cosine, row.distance) == (1.0, 0.0)
@@ -152,7 +152,7 @@ def test_empty_files_empty_tensors_and_scalars(tmp_path):
     result = accumulate(grads, into=path)
     assert (read(path)["scalar"].tolist(), read(path)["scalar"].shape, result.norm_after) == (20.0, (), 20.0)
     path, grads = lay_out(tmp_path, {}, {})
-    assert (accumulate(grads, into=path).norm_after, accumulate(grads, into=path).files_written) == (0.0, 0)
+    assert (accumulate(grads, into=path).norm_after, accumulate(grads, into=path).output.files_written) == (0.0, 0)
     path, grads = lay_out(tmp_path, np.zeros(0, np.float32), encode(5, "F32"))
     assert accumulate(grads, into=path).norm_after == 0.0
 
@@ -326,16 +326,16 @@ def test_zeros_before_and_after_and_what_rounding_lost(tmp_path):
     )
     result = accumulate(grads, into=path)
     assert (result.zeros, result.zeros_before) == (2, 3)
-    (warning,) = result.warnings
+    (warning,) = result.call.warnings
     # An exact subnormal has lost nothing, nor has a sum that is 0.
     assert warning.message.startswith("of 3 values other than 0, 1 became 0 and 1 more than before are subnormal")
     # A buffer keeps its type.
     assert warning.message.endswith("too small for F16. Use a buffer of F32 to keep them")
     new = accumulate(grads, output=tmp_path / "new", dtype="F16")
-    assert new.warnings[0].message.endswith('Use dtype="F32" with output or output_dir to keep them')
+    assert new.call.warnings[0].message.endswith('Use dtype="F32" with output or output_dir to keep them')
     again = accumulate(grads, into=path, overwrite=True)
     assert (again.zeros, again.zeros_before) == (1, None)
     assert accumulate(grads, into=path, update=False).zeros_before == 1
     clipped = accumulate(grads, into=path, max_norm=1e-6)
-    assert (clipped.zeros_before, [one.code for one in clipped.warnings]) == (1, ["underflow"])
-    assert accumulate(grads[1], into=path, weight=[0.0]).warnings == ()
+    assert (clipped.zeros_before, [one.code for one in clipped.call.warnings]) == (1, ["underflow"])
+    assert accumulate(grads[1], into=path, weight=[0.0]).call.warnings == ()

@@ -22,7 +22,7 @@ def test_tensors_match_by_name_in_whatever_shard_and_order_they_are(tmp_path):
     assert {name: array.tolist() for name, array in found.items()} == {
         name: (array * 11).tolist() for name, array in old.items()
     }
-    assert (result.files_written, result.files, index.read_bytes()) == (7, 9, kept)
+    assert (result.output.files_written, result.call.files, index.read_bytes()) == (7, 9, kept)
     assert result.norm_after == norm(tmp_path / "buffer").norm
 
 
@@ -95,7 +95,7 @@ def test_include_and_exclude_choose_on_both_sides(tmp_path):
     path, grads = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1), "c": f32(1)})
     result = accumulate(grads, into=path, include=["a|b"], exclude=["b"])
     assert {name: array.tolist() for name, array in read(path).items()} == {"a": [2], "b": [1]}
-    assert (result.tensors, result.norm_after) == (1, 2.0)
+    assert (result.call.tensors, result.norm_after) == (1, 2.0)
     assert refused(BadInputError, tmp_path, path, grads, include=["zzz"]) == [("no-match", None, None)]
 
 
@@ -166,7 +166,7 @@ def test_a_mean_and_a_median_are_those_of_the_gradients_that_have_a_tensor(tmp_p
     assert values(tmp_path / "new") == {"w": [4, 4], "v": [3]}
     lacks = order.index(ONE)
     assert [(row.missing, row.extra) for row in result.per_gradient] == [(int(i == lacks), 0) for i in range(2)]
-    assert [(one.code, one.message, one.file) for one in result.warnings] == [
+    assert [(one.code, one.message, one.file) for one in result.call.warnings] == [
         ("unmatched", "lacks 1 tensor ('v'), not counted there", str(grads[lacks]))
     ]
     assert (result.missing, result.extra, result.taken) == (1, 0, 2)
@@ -202,7 +202,7 @@ def test_a_new_set_has_every_tensor_as_the_first_that_has_it(tmp_path):
     assert {name: (one.dtype, one.tolist()) for name, one in found.items()} == {
         "b": (encode([], "BF16").dtype, [2, 3]), "c": (np.float64, [[6], [7]]), "a": (np.float16, [7]),
     }  # fmt: skip
-    assert (result.missing, result.tensors) == (4, 3)
+    assert (result.missing, result.call.tensors) == (4, 3)
     content = (tmp_path / "new").read_bytes()
     assert content.index(b'"b"') < content.index(b'"c"') < content.index(b'"a"')
     like = write_index(tmp_path / "like", {"2.safetensors": {"a": f32(0)}, "1.safetensors": {"c": f32(0), "b": f32(0)}})
@@ -232,7 +232,7 @@ def test_what_a_buffer_lacks_is_counted_and_named(tmp_path):
     extra = {f"e{i}": f32(i) for i in range(4)}
     path, grads = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1), **extra}, {"a": f32(1), "b": f32(1)})
     result = accumulate(grads, into=path, missing="skip", per_gradient=True)
-    (warning,) = result.warnings
+    (warning,) = result.call.warnings
     assert warning.message == (
         "lacks 1 tensor ('b'), not counted there; has 4 tensors that the buffer lacks ('e0', 'e1', 'e2', …), not added"
     )

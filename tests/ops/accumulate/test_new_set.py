@@ -21,7 +21,7 @@ def test_a_new_file_has_the_names_shapes_and_types_of_the_first_gradient(tmp_pat
     }
     assert metadata_of(tmp_path / "new") == {"format": "pt"}
     assert (result.norm_before, result.norm_after) == (None, norm(tmp_path / "new").norm)
-    assert (result.files_written, result.bytes_written) == (1, (tmp_path / "new").stat().st_size)
+    assert (result.output.files_written, result.output.bytes_written) == (1, (tmp_path / "new").stat().st_size)
 
 
 def metadata_of(path):
@@ -42,7 +42,7 @@ def test_the_type_may_be_given_in_lower_case(tmp_path):
     done = gradtool("accumulate", *grads, "--output", tmp_path / "new", "--dtype", "f8_e4m3")
     assert (done.returncode, done.stderr) == (0, "")
     assert read(tmp_path / "new")["a"].tobytes() == encode([1.5, -2], "F8_E4M3").tobytes()
-    assert accumulate(grads, output=tmp_path / "wide", dtype="bf16").bytes == 4
+    assert accumulate(grads, output=tmp_path / "wide", dtype="bf16").call.bytes == 4
 
 
 @pytest.mark.parametrize(("weights", "total"), [(("3", "4"), "7"), (("3", "0.5"), "3.5")])
@@ -73,7 +73,7 @@ def test_a_gradient_that_is_left_out_still_gives_the_new_set_its_names(tmp_path)
 def test_the_same_command_gives_the_same_bytes_however_often_it_runs(tmp_path):
     path, grads = lay_out(tmp_path, f32(math.nan), f32(1), f32(2), metadata=[{"n": "1"}, {"n": "2"}])
     options = {"mean": True, "weight_key": "n", "output": tmp_path / "new"}
-    assert accumulate(grads, **options).wrote == (str(tmp_path / "new"),)
+    assert accumulate(grads, **options).output.wrote == (str(tmp_path / "new"),)
     first = (tmp_path / "new").read_bytes()
     accumulate(grads, **options)
     assert (tmp_path / "new").read_bytes() == first
@@ -93,7 +93,7 @@ def test_a_buffer_must_exist_and_nothing_is_made_by_a_call_that_writes_nothing(t
     assert refused(BadInputError, tmp_path, tmp_path / "new", grads) == [("missing-file", None, "new")]
     for options in ({"dry_run": True}, {"update": False}):
         for output in ({"output": tmp_path / "new"}, {"output_dir": tmp_path / "new"}):
-            assert accumulate(grads, **output, **options).wrote == ()
+            assert accumulate(grads, **output, **options).output.wrote == ()
             assert not (tmp_path / "new").exists()
     refused(BadInputError, tmp_path, None, grads, output=tmp_path / "missing" / "new")
     assert refused(UsageError, tmp_path, None, grads, output=tmp_path)[0][0] == "usage"
@@ -133,7 +133,7 @@ def test_the_sum_with_a_buffer_may_be_written_elsewhere_again_and_again(tmp_path
 
 def test_a_gradient_without_tensors_makes_an_empty_buffer(tmp_path):
     _, grads = lay_out(tmp_path, f32(), {})
-    assert accumulate(grads, output=tmp_path / "new").tensors == 0
+    assert accumulate(grads, output=tmp_path / "new").call.tensors == 0
     assert read(tmp_path / "new") == {}
 
 
@@ -141,7 +141,7 @@ def test_what_nothing_is_added_to_is_zero_in_a_new_buffer(tmp_path):
     bad = {"a": f32(math.nan, 2), "b": f32(1), "c": f32(5)}
     _, grads = lay_out(tmp_path, f32(), bad, {"c": f32(6)})
     result = accumulate(grads, output=tmp_path / "new", missing="skip", nonfinite="skip")
-    assert [(one.code, one.message) for one in result.warnings if one.file is None] == [
+    assert [(one.code, one.message) for one in result.call.warnings if one.file is None] == [
         ("skipped", "2 tensors only in gradients that were skipped; zeros in the new set")
     ]
     found = read(tmp_path / "new")
@@ -165,5 +165,5 @@ def test_with_no_clobber_a_file_that_appears_meanwhile_is_not_replaced(tmp_path)
 def test_a_buffer_that_is_not_made_after_all_holds_nothing(tmp_path):
     _, grads = lay_out(tmp_path, f32(), f32(1, 2, 3))
     result = accumulate(grads, output=tmp_path / "new", update=False)
-    assert (result.norm_before, result.norm_after, result.tensors, result.elements) == (None, 0.0, 0, 0)
+    assert (result.norm_before, result.norm_after, result.call.tensors, result.call.elements) == (None, 0.0, 0, 0)
     assert not (tmp_path / "new").exists()

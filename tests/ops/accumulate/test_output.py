@@ -25,7 +25,7 @@ def test_shards_that_nothing_is_added_to_are_not_touched(tmp_path):
     grad = write(tmp_path / "g", {"a": f32(1)})
     kept = snapshot(tmp_path)[tmp_path / "buffer" / "2.safetensors"]
     result = accumulate(grad, into=tmp_path / "buffer", missing="skip")
-    assert (result.files_written, result.norm_after) == (1, math.sqrt(5))
+    assert (result.output.files_written, result.norm_after) == (1, math.sqrt(5))
     assert snapshot(tmp_path)[tmp_path / "buffer" / "2.safetensors"] == kept
 
 
@@ -35,7 +35,7 @@ def test_without_update_nothing_is_written_and_that_is_reported(tmp_path):
     result = accumulate(grads, into=path, update=False, per_gradient=True)
     assert snapshot(tmp_path) == before
     assert (result.updated, result.norm_before, result.norm_after) == (False, 5.0, 5.0)
-    assert (result.taken, result.files_written, result.bytes_written) == (0, 0, 0)
+    assert (result.taken, result.output.files_written, result.output.bytes_written) == (0, 0, 0)
     assert not result.per_gradient[0].taken
     path, grads = lay_out(tmp_path, f32(3, 4), {"b": f32(1)})
     assert len(refused(BadInputError, tmp_path, path, grads, update=False)) == 2
@@ -50,7 +50,7 @@ def test_dry_run_says_the_same_and_writes_nothing(tmp_path):
     assert (dry.norm_before, dry.norm_after, dry.sum_norm, dry.coef, dry.clipped) == (
         wet.norm_before, wet.norm_after, wet.sum_norm, wet.coef, wet.clipped,
     )  # fmt: skip
-    assert (dry.dry_run, dry.files_written, dry.bytes_written) == (True, 0, 0)
+    assert (dry.output.dry_run, dry.output.files_written, dry.output.bytes_written) == (True, 0, 0)
 
 
 def test_output_leaves_the_buffer_alone(tmp_path):
@@ -78,7 +78,7 @@ def test_output_dir_takes_every_file_of_the_buffer_and_the_index_and_no_gradient
     assert read(out / "1.safetensors")["a"].tolist() == [3]
     assert (out / "2.safetensors").read_bytes() == (tmp_path / "in" / "2.safetensors").read_bytes()
     assert (out / index.name).read_bytes() == index.read_bytes()
-    assert (result.files_written, result.norm_after) == (2, 3.0)
+    assert (result.output.files_written, result.norm_after) == (2, 3.0)
     assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
 
 
@@ -88,7 +88,7 @@ def test_output_arrives_when_nothing_is_added_too(tmp_path):
     assert (tmp_path / "out").read_bytes() == path.read_bytes()
     before = snapshot(tmp_path)
     result = accumulate(grads, into=path, update=False, per_gradient=True)
-    assert (result.updated, result.files_written, result.taken, result.norm_after) == (False, 0, 0, 1.0)
+    assert (result.updated, result.output.files_written, result.taken, result.norm_after) == (False, 0, 0, 1.0)
     assert snapshot(tmp_path) == before
 
 

@@ -182,7 +182,7 @@ def test_a_total_weight_is_dropped_with_a_warning(tmp_path):
     _, paths = lay_out(tmp_path, f32(0), f32(1), f32(2), metadata=[{"n": "1"}, {"n": "2"}])
     accumulate(paths, output=tmp_path / "new", weight_key="n")
     result = accumulate(paths, into=tmp_path / "new", reduce="median", overwrite=True)
-    (warning,) = result.warnings
+    (warning,) = result.call.warnings
     assert warning.code == "weight-dropped"
     assert "--weight-key" not in warning.message
     assert "weight_key" not in warning.message

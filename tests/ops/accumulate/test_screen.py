@@ -87,7 +87,7 @@ def test_skip_leaves_out_a_whole_gradient_and_says_which(tmp_path):
     assert (result.taken, result.skipped, result.weight_sum) == (1, 1, 2)
     assert [(row.taken, row.nan, row.inf) for row in result.per_gradient] == [(False, 1, 0), (True, 0, 0)]
     assert result.per_gradient[1].norm == norm(grads[1]).norm
-    (warning,) = result.warnings
+    (warning,) = result.call.warnings
     assert (warning.code, warning.file, warning.tensor) == ("skipped", str(grads[0]), "b")
     assert "skipped: 1 NaN, 0 Inf, the first at index 0" in warning.message
 

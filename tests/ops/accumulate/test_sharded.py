@@ -58,11 +58,11 @@ def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
         result = accumulate(grads, output_dir=folder, **options, **how)
         measured = norm(folder)
         assert result.norm_after.hex() == measured.norm.hex() == alone.norm_after.hex()
-        assert (result.tensors, result.elements, result.bytes) == (3, 30, 30 * NUMPY_TYPES[dtype].itemsize)
+        assert (result.call.tensors, result.call.elements, result.call.bytes) == (3, 30, 30 * NUMPY_TYPES[dtype].itemsize)
         files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
-        assert result.files_written == measured.files == len(files)
+        assert result.output.files_written == measured.call.files == len(files)
         assert (folder / INDEX).exists() == (len(files) > 1)
-        assert result.bytes_written == sum(path.stat().st_size for path in files)
+        assert result.output.bytes_written == sum(path.stat().st_size for path in files)
         for path in files:
             with safe_open(path, "numpy") as opened:
                 assert opened.metadata() == {"format": "pt", "n": "4"} | MARKS
@@ -83,7 +83,7 @@ def test_the_index_is_right(tmp_path, grads, like):
     }
     # A later call adds to it as to any set.
     result = accumulate(tmp_path / "new", into=tmp_path / "same")
-    assert (result.norm_after, result.files_written) == (2 * result.norm_before, 2)
+    assert (result.norm_after, result.output.files_written) == (2 * result.norm_before, 2)
 
 
 def test_a_folder_may_exist_if_it_is_empty_and_those_above_it_are_made(tmp_path, grads):
@@ -175,14 +175,14 @@ def test_a_set_that_cannot_be_read_or_lacks_a_tensor_is_bad_input(tmp_path, grad
         ("missing-file", None, "missing")
     ]
     # What is not selected needs no place.
-    assert accumulate(grads, output_dir=new, shard_like=other, include="b").files_written == 1
+    assert accumulate(grads, output_dir=new, shard_like=other, include="b").output.files_written == 1
     assert list(contents(new)) == ["other"]
 
 
 def test_a_dry_run_and_a_call_without_an_update_make_nothing(tmp_path, grads, like):
     before = snapshot(tmp_path)
     for options in ({"dry_run": True}, {"update": False}):
-        assert accumulate(grads, output_dir=tmp_path / "new", shard_like=like, **options).files_written == 0
+        assert accumulate(grads, output_dir=tmp_path / "new", shard_like=like, **options).output.files_written == 0
         assert snapshot(tmp_path) == before
         assert not (tmp_path / "new").exists()
 

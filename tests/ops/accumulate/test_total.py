@@ -42,7 +42,7 @@ def made(path, grads, **options):
 def added(path, grads, **options):
     """What adding says: its warnings, the metadata and the values."""
     result = accumulate(grads, into=path, **options)
-    return [one.message for one in result.warnings], metadata_of(path), values_of(path)
+    return [one.message for one in result.call.warnings], metadata_of(path), values_of(path)
 
 
 MODES = pytest.mark.parametrize("write_mode", ["replace", "inplace"])
@@ -77,7 +77,7 @@ def test_overwriting_a_file_without_a_total_stores_one_after_its_own_metadata(tm
 def test_what_is_added_to_a_zeroed_buffer_is_its_total(tmp_path, grads, write_mode, mean):
     path = made(tmp_path / "buffer", grads[:2], mean=not mean)
     zeroed = zero(path, write=write_mode)
-    assert zeroed.warnings == ()
+    assert zeroed.call.warnings == ()
     assert metadata_of(path) == {"n": "0"} | (SUM if mean else MEAN)
     expected = [], {"n": "8"} | (MEAN if mean else SUM), [3.875 if mean else 31]
     assert added(path, grads, weight_key="n", mean=mean, write=write_mode) == expected
@@ -154,7 +154,7 @@ def test_nothing_changes_where_nothing_is_written(tmp_path, grads, options, writ
     before = snapshot(tmp_path)
     result = accumulate(grads[2], into=path, weight_key="n", write=write_mode, **options)
     assert snapshot(tmp_path) == before
-    assert [one.code for one in result.warnings] == (["weight-dropped"] if "dry_run" in options else [])
+    assert [one.code for one in result.call.warnings] == (["weight-dropped"] if "dry_run" in options else [])
 
 
 @MODES
@@ -190,7 +190,7 @@ def test_a_new_set_to_which_not_all_gradients_add_has_no_total(tmp_path):
     both = write(tmp_path / "both", {"a": f32(1), "b": f32(4)}, {"n": "3"})
     only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "1"})
     result = accumulate([both, only_a], output=tmp_path / "new", weight_key="n", mean=True, missing="skip")
-    assert [one.code for one in result.warnings] == ["unmatched", "weight-dropped"]
+    assert [one.code for one in result.call.warnings] == ["unmatched", "weight-dropped"]
     assert {name: one.tolist() for name, one in read(tmp_path / "new").items()} == {"a": [2], "b": [4]}
     assert metadata_of(tmp_path / "new") == {}
     accumulate([both, only_a], output=tmp_path / "new", weight_key="n", mean=True, missing="zero")
@@ -215,7 +215,7 @@ def test_every_shard_has_the_same_total_even_if_no_tensor_of_it_changes(tmp_path
     only_a = write(tmp_path / "only_a", {"a": f32(5)}, {"n": "2"})
     result = accumulate(only_a, into=tmp_path / "set", weight_key="n", missing="zero", write=write_mode)
     found = [metadata_of(tmp_path / "set" / name) for name in shards]
-    assert (found, result.files_written) == ([{"n": "5"} | SUM] * 3, 3)
+    assert (found, result.output.files_written) == ([{"n": "5"} | SUM] * 3, 3)
     assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [18]
     assert values_of(tmp_path / "set" / "1.safetensors") == [25]
 
@@ -226,7 +226,7 @@ def test_shards_that_differ_have_no_total(tmp_path):
     with pytest.raises(BadInputError, match=r"2.safetensors: has a mean by its metadata, where 1.safetensors of the"):
         accumulate(tmp_path / "set", output=tmp_path / "new", weight_key="n")
     grad = write(tmp_path / "grad", {"a": f32(5), "b": f32(6)}, {"n": "3"})
-    (warning,) = accumulate(grad, into=tmp_path / "set", weight_key="n").warnings
+    (warning,) = accumulate(grad, into=tmp_path / "set", weight_key="n").call.warnings
     assert (warning.code, warning.file) == ("weight-dropped", str(tmp_path / "set"))
     assert "its own weight cannot be read" in warning.message
     assert [metadata_of(path) for path in sorted((tmp_path / "set").iterdir())] == [{}, {}]

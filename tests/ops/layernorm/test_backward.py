@@ -185,7 +185,7 @@ def test_the_norms_are_those_of_what_was_written(tmp_path, form, size):
     assert min(norms_of_result(result).values()) > size / 1000
     dry = layernorm_backward(path, dry_run=True, **FORMS[form])
     assert norms_of_result(dry) == norms_of_result(result)
-    assert (dry.files_written, dry.bytes_written, dry.dry_run) == (0, 0, True)
+    assert (dry.output.files_written, dry.output.bytes_written, dry.output.dry_run) == (0, 0, True)
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -13,7 +13,7 @@ def test_several_files_are_done_in_one_run_each_with_its_own_layers(tmp_path):
     paths = [write(tmp_path / name, one) for name, one in tensors.items()]
     result = layernorm_backward(paths)
     assert [(row.name, row.file) for row in result.per_layer] == [("n", str(path)) for path in paths]
-    assert (result.files, result.files_written, result.layers, result.tensors) == (2, 2, 2, 10)
+    assert (result.call.files, result.output.files_written, result.layers, result.call.tensors) == (2, 2, 2, 10)
     for path, one in zip(paths, tensors.values(), strict=True):
         expected = reference({name[2:]: array for name, array in one.items()}, **FORMS["layernorm"])
         assert_all({name[2:]: array for name, array in gradients(path, "n.").items()}, expected, "F32", "F32")
@@ -22,12 +22,12 @@ def test_several_files_are_done_in_one_run_each_with_its_own_layers(tmp_path):
 def test_the_result_says_what_was_read_and_written(tmp_path):
     path = write(tmp_path / "x", layer((6, 9), types=("BF16", "F32", "F32"), prefix="n."))
     result = layernorm_backward(path, kind="rmsnorm", output=tmp_path / "out")
-    assert (result.kind, result.invertible, result.layers, result.files, result.dry_run) == (
+    assert (result.kind, result.invertible, result.layers, result.call.files, result.output.dry_run) == (
         "rmsnorm", False, 1, 1, False,
     )  # fmt: skip
     # Y_grad, X, scale and inv_std_dev.
-    assert (result.tensors, result.elements, result.bytes) == (4, 54 + 54 + 9 + 6, 54 * 4 + 54 * 2 + 9 * 4 + 6 * 4)
-    assert (result.files_written, result.bytes_written) == (1, (tmp_path / "out").stat().st_size)
+    assert (result.call.tensors, result.call.elements, result.call.bytes) == (4, 54 + 54 + 9 + 6, 54 * 4 + 54 * 2 + 9 * 4 + 6 * 4)
+    assert (result.output.files_written, result.output.bytes_written) == (1, (tmp_path / "out").stat().st_size)
     (row,) = result.per_layer
     assert (row.name, row.file, row.shape, row.rows, row.columns) == ("n", str(path), (6, 9), 6, 9)
     assert row.bias_grad_norm is None
@@ -42,7 +42,7 @@ def test_the_command_says_and_does_the_same(tmp_path):
     assert path.read_bytes() == other.read_bytes()
     (row,), (expected_row,) = data["per_layer"], expected.per_layer
     assert (row["name"], row["shape"], row["x_grad_norm"]) == ("a.1", [4, 5], expected_row.x_grad_norm)
-    assert (data["kind"], data["layers"], data["bytes_written"]) == ("rmsnorm", 1, expected.bytes_written)
+    assert (data["kind"], data["layers"], data["bytes_written"]) == ("rmsnorm", 1, expected.output.bytes_written)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_names_that_collide_are_usage_errors_and_change_nothing(tmp_path, option
 )
 def test_names_of_what_is_neither_read_nor_written_are_free(tmp_path, options):
     path = write(tmp_path / "x", layer((6, 9)))
-    assert layernorm_backward(path, **options).files_written == 1
+    assert layernorm_backward(path, **options).output.files_written == 1
 
 
 def test_elsewhere_a_result_may_have_the_name_of_its_input(tmp_path):
@@ -140,7 +140,7 @@ def test_a_result_cannot_take_the_name_of_an_input_of_another_layer(tmp_path):
     assert (problem.tensor, problem.message) == (
         "a.b.scale", "is an input of 'a.b', and a result of 'a' would take its name",
     )  # fmt: skip
-    assert layernorm_backward(path, scale_grad="b.scale", output=tmp_path / "out").files_written == 1
+    assert layernorm_backward(path, scale_grad="b.scale", output=tmp_path / "out").output.files_written == 1
 
 
 @pytest.mark.parametrize("statistics", [False, True])
@@ -169,7 +169,7 @@ def test_without_weights_a_scale_that_is_there_is_not_read(tmp_path):
     tensors = layer((6, 9)) | {"scale": np.full(4, np.nan), "scale_grad": np.ones(2)}
     path = write(tmp_path / "x", tensors)
     result = layernorm_backward(path, affine=False)
-    assert (result.tensors, result.layers) == (4, 1)
+    assert (result.call.tensors, result.layers) == (4, 1)
     expected = reference(layer((6, 9)) | {"scale": np.ones(9)}, **FORMS["layernorm"])
     assert_is(gradients(path)["X_grad"], expected["X_grad"], "F32")
     # What an earlier run found stays.

@@ -35,7 +35,7 @@ def test_inputs_in_another_path_are_used_and_that_path_stays_as_it_is(tmp_path, 
     result = layernorm_backward([acts, weights][::order], **FORMS[form])
     assert snapshot(tmp_path)[weights] == before[weights]
     assert_results(acts, tensors, form)
-    assert (result.files, result.files_written) == (2, 1)
+    assert (result.call.files, result.output.files_written) == (2, 1)
     assert [row.file for row in result.per_layer] == [str(acts)]
 
 
@@ -107,7 +107,7 @@ def test_several_layers_can_share_weights_which_are_counted_once(tmp_path):
     paths = [write(tmp_path / name, {f"n.{part}": tensors[name][part] for part in parts}) for name in names]
     weights = write(tmp_path / "weights", {"n.scale": tensors["1"]["scale"]})
     result = layernorm_backward([*paths, weights])
-    assert (result.layers, result.tensors, result.elements) == (2, 5, 4 * 54 + 9)
+    assert (result.layers, result.call.tensors, result.call.elements) == (2, 5, 4 * 54 + 9)
     for name, path in zip(names, paths, strict=True):
         assert_results(path, tensors[name])
 
@@ -167,7 +167,7 @@ def test_a_second_run_gives_the_same_bytes(tmp_path, options):
     acts, weights, _ = split(tmp_path, "scale")
     layernorm_backward([acts, weights])
     before = acts.read_bytes()
-    assert layernorm_backward([acts, weights], **options).files_written == 1
+    assert layernorm_backward([acts, weights], **options).output.files_written == 1
     assert acts.read_bytes() == before
 
 
@@ -218,7 +218,7 @@ def test_output_dir_gets_only_files_with_results_and_indexes_of_them(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1.safetensors", index.name]
     assert json.loads(index.read_text())["weight_map"] == {f"n.{name}": "1.safetensors" for name in OUTPUTS}
     assert_results(tmp_path / "out" / "1.safetensors", {name[2:]: array for name, array in tensors.items()})
-    assert (result.files, result.files_written) == (3, 1)
+    assert (result.call.files, result.output.files_written) == (3, 1)
     assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
 
 

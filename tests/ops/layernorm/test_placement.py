@@ -73,7 +73,7 @@ def test_gradients_are_added_and_all_else_stays_byte_for_byte(tmp_path):
     assert sorted(read(path)) == sorted([*tensors, *(f"n.{name}" for name in OUTPUTS)])
     assert_kept(path, tensors | expected_outputs(tmp_path, tensors))
     assert opened(path) == METADATA
-    assert (result.files_written, result.bytes_written) == (1, path.stat().st_size)
+    assert (result.output.files_written, result.output.bytes_written) == (1, path.stat().st_size)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
@@ -180,7 +180,7 @@ def test_a_layer_spread_over_shards_is_done_and_the_index_follows(tmp_path):
     before = snapshot(tmp_path)
     result = layernorm_backward(tmp_path / "set")
     assert [row.name for row in result.per_layer] == ["a", "b"]
-    assert (result.files, result.files_written) == (4, 2)
+    assert (result.call.files, result.output.files_written) == (4, 2)
     assert_valid(index, ["ids"])
     document = document_of(index)
     # The gradients are beside their layer's Y_grad, and after what the index had.
@@ -220,7 +220,7 @@ def test_an_index_that_stays_true_is_not_touched(tmp_path):
     # Not as we would write it.
     index.write_text(json.dumps(document_of(index), indent=7))
     before = snapshot(tmp_path)
-    assert layernorm_backward(index).files_written == 2
+    assert layernorm_backward(index).output.files_written == 2
     after = snapshot(tmp_path)
     assert after[index] == before[index]
     assert {path: kept[0] for path, kept in after.items()} == {path: kept[0] for path, kept in before.items()}
@@ -238,7 +238,7 @@ def test_an_index_without_a_size_gets_none(tmp_path, metadata):
 def test_a_folder_without_an_index_is_a_set_too(tmp_path):
     index, _ = spread(tmp_path / "set")
     index.unlink()
-    assert layernorm_backward(tmp_path / "set").files_written == 2
+    assert layernorm_backward(tmp_path / "set").output.files_written == 2
     assert not index.exists()
     assert "a.X_grad" in read(tmp_path / "set" / "1.safetensors")
 
@@ -253,7 +253,7 @@ def test_output_holds_the_gradients_alone(tmp_path):
     opened(tmp_path / "out")
     # The larger elements first, so that all are aligned.
     assert list(begins(tmp_path / "out")) == ["n.scale_grad", "n.bias_grad", "n.X_grad"]
-    assert result.bytes_written == (tmp_path / "out").stat().st_size
+    assert result.output.bytes_written == (tmp_path / "out").stat().st_size
 
 
 def test_output_dir_holds_the_gradients_alone_and_an_index_of_them(tmp_path):
@@ -266,7 +266,7 @@ def test_output_dir_holds_the_gradients_alone_and_an_index_of_them(tmp_path):
     assert sorted(read(out / "1.safetensors")) == sorted(f"a.{name}" for name in OUTPUTS)
     assert sorted(read(out / "3.safetensors")) == sorted(f"b.{name}" for name in OUTPUTS)
     assert_valid(out / index.name)
-    assert result.files_written == 2
+    assert result.output.files_written == 2
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
@@ -274,7 +274,7 @@ def test_a_dry_run_writes_nothing(tmp_path):
     before = snapshot(tmp_path)
     for options in ({}, {"x_grad_in_place": True}, {"output_dir": tmp_path / "out"}):
         result = layernorm_backward(index, dry_run=True, **options)
-        assert (result.files_written, result.bytes_written, result.layers) == (0, 0, 2)
+        assert (result.output.files_written, result.output.bytes_written, result.layers) == (0, 0, 2)
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "out").exists()
 
@@ -373,7 +373,7 @@ def test_a_shard_named_without_its_index_gets_nothing_that_the_index_does_not_kn
     assert snapshot(tmp_path) == before
     layernorm_backward(shard, output=tmp_path / "grads")
     layernorm_backward(index)
-    assert layernorm_backward(shard).files_written == 1
+    assert layernorm_backward(shard).output.files_written == 1
 
 
 @pytest.mark.parametrize("elements", [1 << 18, 300, 30])
@@ -396,10 +396,10 @@ def test_what_the_pass_reads_is_not_read_again_to_be_copied(tmp_path):
     path = write(tmp_path / "x", tensors)
     once, twice = ("X", "Y_grad", "other"), ("mean", "inv_std_dev", "scale")
     nbytes = sum(tensors[name].nbytes for name in once) + 2 * sum(tensors[name].nbytes for name in twice)
-    assert layernorm_backward(path).timings.read_bytes == nbytes
+    assert layernorm_backward(path).call.timings.read_bytes == nbytes
     header = len(header_of(path))
     # The gradients have their places now, and the header is copied.
-    assert layernorm_backward(path).timings.read_bytes == nbytes + header
+    assert layernorm_backward(path).call.timings.read_bytes == nbytes + header
 
 
 @pytest.mark.parametrize("role", ["x_grad", "scale_grad", "bias_grad"])

@@ -88,7 +88,7 @@ def test_of_many_subfolders_only_some_are_looked_into(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_called_like_a_file_is_a_folder(tmp_path):
     write(tmp_path / "x.safetensors" / "1.safetensors", {"a": ONES})
-    assert norm(tmp_path / "x.safetensors").tensors == 1
+    assert norm(tmp_path / "x.safetensors").call.tensors == 1
     with pytest.raises(BadInputError) as caught:
         norm(tmp_path)
     line = "is a folder, not a file; name the folder itself, or rename it"

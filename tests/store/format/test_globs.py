@@ -69,7 +69,7 @@ def test_what_is_proposed_selects_what_the_shell_would(path, pattern):
 
 @pytest.mark.parametrize("pattern", ["blocks.*.weight", "weight*", "fc1"])
 def test_a_regular_expression_that_matches_gets_no_hint(path, pattern):
-    assert norm(path, include=pattern).tensors > 0
+    assert norm(path, include=pattern).call.tensors > 0
 
 
 def test_a_pattern_of_many_stars_costs_no_more_than_others():

@@ -42,7 +42,7 @@ def test_no_shard_of_an_index_with_too_many_is_looked_for(tmp_path, monkeypatch,
 def test_an_index_of_as_many_shards_as_are_allowed_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MAX_SHARDS", 2)
     path = write_index(tmp_path, {f"{number}.safetensors": {f"w{number}": ONES} for number in range(2)})
-    assert gradtool.norm(path).files == 2
+    assert gradtool.norm(path).call.files == 2
 
 
 @pytest.mark.parametrize("call", [gradtool.norm, gradtool.check])

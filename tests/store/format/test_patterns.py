@@ -91,7 +91,7 @@ def test_in_other_threads_no_handler_is_installed(path, monkeypatch):
 
     monkeypatch.setattr(signal, "setitimer", fail)
     monkeypatch.setattr(signal, "signal", fail)
-    thread = threading.Thread(target=lambda: results.append(gradtool.norm(path, include=["a"]).tensors))
+    thread = threading.Thread(target=lambda: results.append(gradtool.norm(path, include=["a"]).call.tensors))
     thread.start()
     thread.join()
     assert results == [1]

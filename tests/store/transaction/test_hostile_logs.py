@@ -194,7 +194,7 @@ def test_what_is_no_file_is_none_of_a_run_either(tmp_path, make, kind):
     before = content_of(paths)
     assert recover(tmp_path).undone == 1
     assert content_of(paths) == before
-    assert zero(tmp_path).files_written == 1
+    assert zero(tmp_path).output.files_written == 1
 
 
 def test_more_folders_than_a_run_can_have_are_not_looked_for(tmp_path):

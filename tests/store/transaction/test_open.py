@@ -62,7 +62,7 @@ def test_a_link_leads_to_the_same_lock(held, tmp_path):
 @pytest.mark.usefixtures("held")
 def test_other_files_of_the_folder_are_free(tmp_path):
     other = one_file(tmp_path, "other.safetensors")
-    assert zero(other).files_written == 1
+    assert zero(other).output.files_written == 1
 
 
 def test_who_has_not_changed_anything_yet_is_not_in_the_way_of_readers(held):
@@ -74,7 +74,7 @@ def test_an_output_is_locked_too_and_its_input_is_not(held, tmp_path):
     source = one_file(tmp_path, "source.safetensors", 1.0)
     with pytest.raises(SystemRefusedError, match="in use"):
         zero(source, output=held[0])
-    assert zero(held[0], output=tmp_path / "copy.safetensors").files_written == 1
+    assert zero(held[0], output=tmp_path / "copy.safetensors").output.files_written == 1
 
 
 def test_who_waits_gets_the_lock_and_what_the_first_one_wrote(held):
@@ -107,7 +107,7 @@ def test_a_run_leaves_nothing_in_any_of_its_folders(tmp_path):
     with pytest.raises(SystemRefusedError, match=f"in use by PID {os.getpid()}"):
         zero(paths[2])
     run.close()
-    assert zero(paths).files_written == 3
+    assert zero(paths).output.files_written == 3
     assert [list((tmp_path / name).iterdir()) for name in "abc"] == [[path] for path in paths]
 
 
@@ -123,7 +123,7 @@ def test_who_is_refused_in_one_folder_lets_go_of_the_others(tmp_path):
 def test_the_log_of_a_crashed_run_is_taken_over(tmp_path):
     path = one_file(tmp_path)
     crash(lambda: registered([path]))
-    assert zero(path).files_written == 1
+    assert zero(path).output.files_written == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -142,7 +142,7 @@ def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_
     log = tmp_path / f"{run.id}.run"
     facts = json.loads(log.read_text().splitlines()[0].partition(" ")[2])["run"] | {"pid": child.pid}
     log.write_bytes(line_of(run=facts))
-    assert zero(path).files_written == 1
+    assert zero(path).output.files_written == 1
     log.write_bytes(line_of(run=facts | {"host": "elsewhere"}))
     (tmp_path / f"{run.id}.lock").touch()
     with pytest.raises(SystemRefusedError, match=f"in use by PID {child.pid} on elsewhere"):
@@ -309,7 +309,7 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
 
         monkeypatch.setattr(time, "sleep", finish)
         if seconds:
-            assert zero(tmp_path, lock_timeout=seconds).files_written == 1
+            assert zero(tmp_path, lock_timeout=seconds).output.files_written == 1
         else:
             with pytest.raises(SystemRefusedError, match="in use by PID"):
                 zero(tmp_path)

@@ -39,7 +39,7 @@ def test_what_was_overwritten_comes_back(tmp_path, by):
     paths = files_in(tmp_path)
     old = half_changed(paths)
     if by == "zero":
-        assert zero(paths[1]).files_written == 1
+        assert zero(paths[1]).output.files_written == 1
         assert paths[1].read_bytes() == old[1][:-20] + bytes(20)
     else:
         result = recover(tmp_path if by == "recover" else paths[1])

@@ -12,8 +12,9 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool import backends, checks
+from gradtool import checks
 from gradtool._version import __version__
+from gradtool.backends.choose import choose
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import Place  # noqa: TC001 - the docstring is made from it
 from gradtool.store.format.paths import refuse_urls
@@ -94,7 +95,7 @@ def doctor(path: Place = ".") -> DoctorResult:
     """
     named = checks.path("PATH", path)
     refuse_urls([named])
-    cpu = backends.choose("cpu")
+    cpu = choose("cpu")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GRADTOOL_") and value
@@ -144,7 +145,7 @@ def _cpu_features() -> str | None:
 def _gpu() -> str:
     """The GPU that --backend cuda takes, or why there is none."""
     try:
-        return backends.choose("cuda").why
+        return choose("cuda").why
     except GradtoolError as error:
         return f"none: {str(error).partition(';')[0]}"
 

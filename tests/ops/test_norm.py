@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, norm, tuning
-from gradtool.backends import choose
+from gradtool.backends.choose import choose
 
 
 def one_file(folder, **tensors):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 from gradtool import checks
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
 from gradtool.ops.diff.gates import Gates, nonfinite_problems

@@ -65,13 +65,13 @@ def _serve():
     import numpy  # noqa: F401, ICN001
     import safetensors  # noqa: F401
 
-    import gradtool.backends
+    import gradtool.backends.choose
     import gradtool.cli
     import gradtool.store.faults
     from gradtool import accumulate, clip, layernorm_backward, norm, recover, zero  # noqa: F401
 
     # The compiled kernels, or what takes their place.
-    gradtool.backends.choose("cpu")
+    gradtool.backends.choose.choose("cpu")
 
     steps = gradtool.store.faults.steps = Steps()
     # So that collecting garbage does not copy all of this in every child.

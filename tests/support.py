@@ -18,9 +18,10 @@ from runner import run
 from schema import check_printed
 
 from gradtool import BackendUnavailableError
-from gradtool.backends import Piece, choose
+from gradtool.backends.choose import choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
+from gradtool.backends.protocol import Piece
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.inplace import InPlace, Target

@@ -14,7 +14,7 @@ import pytest
 from support import SAMPLES
 
 import gradtool
-from gradtool.backends import choose
+from gradtool.backends.choose import choose
 from gradtool.backends.cuda import compiler
 
 pytestmark = pytest.mark.installed

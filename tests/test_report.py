@@ -18,7 +18,7 @@ from support import (
 from terminal import on_terminal
 
 from gradtool import norm
-from gradtool.backends import choose
+from gradtool.backends.choose import choose
 
 CALL_KEYS = [
     "warnings",

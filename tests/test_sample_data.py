@@ -30,7 +30,11 @@ def test_norms_are_torchs(key):
     entry = EXPECTED[key]
     result = gradtool.norm(paths_of(key), per_tensor=True, concat=True)
     assert result.norm == approx(entry["norm_2"])
-    assert (result.call.tensors, result.call.elements, result.zeros) == (entry["tensors"], entry["elements"], entry["zeros"])
+    assert (result.call.tensors, result.call.elements, result.zeros) == (
+        entry["tensors"],
+        entry["elements"],
+        entry["zeros"],
+    )
     for order in ("1", "3", "inf"):
         if f"norm_{order}" in entry:
             assert gradtool.norm(paths_of(key), norm_type=float(order), concat=True).norm == approx(

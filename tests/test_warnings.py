@@ -12,7 +12,7 @@ from support import COMMAND, NUMPY_TYPES, VALUE_TYPES, read, write
 
 import gradtool
 from gradtool import tuning
-from gradtool.backends import Choice
+from gradtool.backends.choose import Choice
 from gradtool.backends.storage import STORAGE
 
 COMMANDS = {"compiled": COMMAND, "numpy": ["env", "GRADTOOL_KERNELS=numpy", *COMMAND]}
@@ -155,14 +155,14 @@ def in_threads(folder):
 
 
 def test_nor_do_threads_warn(tmp_path, monkeypatch, backend):
-    monkeypatch.setattr("gradtool.backends.choose", lambda *_: Choice(backend, "for a test"))
+    monkeypatch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(backend, "for a test"))
     # With two threads, none is that of the call; one of them may do all the work.
     assert all(result.call.threads in (1, 2) for result in in_threads(tmp_path))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nor_do_the_sums_of_wide_rows(tmp_path, monkeypatch, backend, form):
-    monkeypatch.setattr("gradtool.backends.choose", lambda *_: Choice(backend, "for a test"))
+    monkeypatch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(backend, "for a test"))
     monkeypatch.setattr(tuning, "PATCH_ELEMENTS", 8)
     tensors = layer((2, 16))
     # The sums of the two halves of the first row are Inf and -Inf.

@@ -1,4 +1,4 @@
-/* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. histogram.py has the reference.
+/* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. tiles.py has the reference.
  *
  * The exponent fields of a chunk are laid out as bytes, of which compilers compare many at once. Most values are not much
  * smaller than the largest one, so one field after another is counted, from the largest one down, until none is left. */

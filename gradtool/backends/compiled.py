@@ -6,13 +6,16 @@ import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import gradtool.backends._kernels as kernels
 from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
-from gradtool.backends import (
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.protocol import (
     Addend,
     BlockDifferences,
     BlockHistogram,
     BlockSums,
+    Extremes,
     FileBlock,
     NormSpec,
     Patch,
@@ -21,17 +24,8 @@ from gradtool.backends import (
     UnitCounts,
     Units,
 )
-from gradtool.backends._kernels import add as add_kernel
-from gradtool.backends._kernels import differences as differences_kernel
-from gradtool.backends._kernels import extremes as extremes_kernel
-from gradtool.backends._kernels import layer_norm as layer_norm_kernel
-from gradtool.backends._kernels import row_sums as row_sums_kernel
-from gradtool.backends._kernels import run as run_kernels
-from gradtool.backends._kernels import scale_units as scale_units_kernel
-from gradtool.backends._kernels import trimmed_means as trim_kernel
-from gradtool.backends._kernels import unit_factors as unit_factors_kernel
-from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.tiles import empty_histogram
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
@@ -39,8 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Data, Factors, Floats, Stored, UnitLimits
-    from gradtool.backends.extremes import Extremes
+    from gradtool.backends.protocol import Data, Factors, Floats, Stored, UnitLimits
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
@@ -67,8 +60,6 @@ class CompiledBackend(NumpyBackend):
         self, block: memoryview | FileBlock, pieces: Sequence[Piece], spec: NormSpec
     ) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count values by exponent."""
-        from gradtool.backends.histogram import empty_histogram  # late, as what most calls do not need
-
         if spec.order not in _TERMS:
             return self.tile_sums(block, pieces, spec), self.profile(block, pieces, _MAXIMA)[1]
         found = empty_histogram(pieces)
@@ -76,11 +67,9 @@ class CompiledBackend(NumpyBackend):
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""
-        from gradtool.backends.extremes import BOUNDS, Extremes
-
-        bounds = array("Q", [bound for piece in pieces for bound in BOUNDS[piece.dtype]])
+        bounds = array("Q", [bound for piece in pieces for bound in STORAGE[piece.dtype].bounds])
         counts = int64s(2 * len(pieces))
-        extremes_kernel(block, _table(pieces), bounds, counts)
+        kernels.extremes(block, _table(pieces), bounds, counts)
         return Extremes(counts[::2], counts[1::2])
 
     def scale(
@@ -103,7 +92,7 @@ class CompiledBackend(NumpyBackend):
         from gradtool.backends.differences import empty_differences
 
         found = empty_differences(sum(tile_count(piece.elements) for piece in pieces))
-        differences_kernel(a, _table(pieces), b, _table(others), *tolerance, *found)
+        kernels.differences(a, _table(pieces), b, _table(others), *tolerance, *found)
         return found
 
     def scale_units(
@@ -119,7 +108,7 @@ class CompiledBackend(NumpyBackend):
         for piece, own in zip(pieces, units, strict=True):
             table.extend((STORAGE[piece.dtype].code, piece.offset, piece.elements, own.phase, own.size, own.first))
         losses = int64s(2 * len(pieces))
-        scale_units_kernel(block, table, factors, losses)
+        kernels.scale_units(block, table, factors, losses)
         return self.tile_sums(block, pieces, spec)._replace(new_zeros=losses[::2], new_subnormals=losses[1::2])
 
     def unit_factors(
@@ -128,7 +117,7 @@ class CompiledBackend(NumpyBackend):
         """Set what units are multiplied by."""
         if size <= tuning.PATCH_ELEMENTS:
             sides = (grads.view, STORAGE[grads.dtype].code, params.view, STORAGE[params.dtype].code)
-            counts = unit_factors_kernel(*sides, size, *limits, factors)
+            counts = kernels.unit_factors(*sides, size, *limits, factors)
             if counts is not None:
                 return UnitCounts(*counts)
         # Sums that are out of range are rare.
@@ -139,13 +128,13 @@ class CompiledBackend(NumpyBackend):
     ) -> NDArray[np.float64]:
         """Per row the sum of x, or of (x - center)²."""
         sums = np.empty(rows)
-        row_sums_kernel(x, STORAGE[dtype].code, rows, columns, center, sums)
+        kernels.row_sums(x, STORAGE[dtype].code, rows, columns, center, sums)
         return sums
 
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
         sums = np.zeros(patch.rows), np.zeros(patch.rows)
-        layer_norm_kernel(*_arguments(patch), *sums, patch.rms, None, 0, 1, None, None)
+        kernels.layer_norm(*_arguments(patch), *sums, patch.rms, None, 0, 1, None, None)
         return sums
 
     def layer_norm_grads(
@@ -158,7 +147,7 @@ class CompiledBackend(NumpyBackend):
         """Write the gradient of x; the gradients of scale and bias of each group of rows."""
         grads = [float64s(patch.groups * patch.columns) for _ in range(2)]
         code, height = STORAGE[dtype].code, patch.height
-        layer_norm_kernel(*_arguments(patch), *(means or (None, None)), patch.rms, x_grad, code, height, *grads)
+        kernels.layer_norm(*_arguments(patch), *(means or (None, None)), patch.rms, x_grad, code, height, *grads)
         return grads
 
     def add_groups(self, totals: array[float], grads: Data) -> None:
@@ -167,13 +156,13 @@ class CompiledBackend(NumpyBackend):
         for number, own in enumerate(grads):
             starts = range(0, 8 * len(own), max(1, 8 * columns))
             groups = [Addend("F64", start, columns, number * columns, 1.0) for start in starts]
-            add_kernel(totals, own, *_addends(groups), False)
+            kernels.add(totals, own, *_addends(groups), False)
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
         """Stored values as float64, plus an offset."""
         count = len(view) // STORAGE[dtype].itemsize
         values = array("d", [offset]) * count
-        add_kernel(values, view, *_addends([Addend(dtype, 0, count, 0, 1.0)]), False)
+        kernels.add(values, view, *_addends([Addend(dtype, 0, count, 0, 1.0)]), False)
         return values
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:
@@ -185,7 +174,7 @@ class CompiledBackend(NumpyBackend):
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
     ) -> None:
-        add_kernel(sums, source, *_addends(addends), fresh)
+        kernels.add(sums, source, *_addends(addends), fresh)
 
     def _trim(
         self,
@@ -201,7 +190,7 @@ class CompiledBackend(NumpyBackend):
         count = len(groups[0])
         scratch = np.empty((count + 1) * _COLUMNS)
         table = _addends([one for group in groups for one in group])
-        trim_kernel(means, source, *table, count, dropped, finite, network(count, dropped), scratch)
+        kernels.trimmed_means(means, source, *table, count, dropped, finite, network(count, dropped), scratch)
 
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
@@ -249,7 +238,7 @@ def _run(
 ) -> BlockSums:
     room = _room(pieces)
     term = _TERMS[spec.order]
-    run_kernels(block, _table(pieces), factors, wide, limit, term, spec.drop_nonfinite, *room, *counts)
+    kernels.run(block, _table(pieces), factors, wide, limit, term, spec.drop_nonfinite, *room, *counts)
     return _found(*room)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends import (
+from gradtool.backends.protocol import (
     Addend,
     BlockDifferences,
     BlockHistogram,
@@ -23,7 +23,7 @@ from gradtool.backends import (
     groups_of,
 )
 from gradtool.backends.storage import STORAGE, narrowed, widened
-from gradtool.backends.tiles import count_losses, sum_pieces
+from gradtool.backends.tiles import count_exponents, count_extremes, count_losses, sum_pieces
 from gradtool.reduction import fold
 
 if TYPE_CHECKING:
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Data, Factors, Floats, Stored, UnitCounts, UnitLimits
-    from gradtool.backends.extremes import Extremes
+    from gradtool.backends.protocol import Data, Extremes, Factors, Floats, Stored, UnitCounts, UnitLimits
 
 _ROW_LANES, _CHUNK = 32, 1024
 
 
 class NumpyBackend:
-    """A `gradtool.backends.Backend`; sums are taken a tile at a time."""
+    """A `gradtool.backends.protocol.Backend`; sums are taken a tile at a time."""
 
     name = "cpu"
 
@@ -73,14 +72,10 @@ class NumpyBackend:
 
     def profile(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count values by exponent."""
-        from gradtool.backends.histogram import count_pieces  # late, as what most calls do not need
-
-        return self.tile_sums(block, pieces, spec), count_pieces(block, pieces)
+        return self.tile_sums(block, pieces, spec), count_exponents(block, pieces)
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""
-        from gradtool.backends.extremes import count_extremes
-
         return count_extremes(block, pieces)
 
     def scale(

@@ -19,7 +19,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.arrays import float64s, int32s, int64s, np, uint64s
-from gradtool.backends import BlockDifferences, Piece, Tolerance
+from gradtool.backends.protocol import BlockDifferences, Piece, Tolerance
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.backends.tiles import lane_sum
 from gradtool.reduction import TILE, exponent_of, is_in_range, tile_count

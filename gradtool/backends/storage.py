@@ -20,16 +20,35 @@ if TYPE_CHECKING:
 
 
 class Storage(NamedTuple):
-    """One storage type: its number in the compiled kernels, and the bytes of one value."""
+    """A storage type: its number in the compiled kernels, the width of its two fields, and what follows from them.
+
+    `overflow` is the first code that is infinite or NaN. Of the exponents of `math.frexp`, `top` is that of the largest
+    number, `normal` that of the smallest normal one, `least` that of the smallest one other than 0.
+    """
 
     name: str
     code: int
+    exponent_bits: int
+    mantissa_bits: int
     itemsize: int
+    overflow: int
     quiet_nan: int
-    # Of the types of 16 bits and fewer: the width of the two fields, and the first code that is infinite or NaN.
-    exponent_bits: int = 0
-    mantissa_bits: int = 0
-    overflow: int = 0
+    top: int
+    normal: int
+    least: int
+
+    @classmethod
+    def declare(cls, name: str, code: int, exponent_bits: int, mantissa_bits: int, *, has_infinity: bool) -> Storage:
+        """A type with a sign bit, an exponent field and a mantissa."""
+        width, step = exponent_bits + mantissa_bits, 1 << mantissa_bits
+        overflow = 2**width - (step if has_infinity else 1)
+        quiet_nan = overflow + step // 2 if has_infinity else overflow
+        bias = 2 ** (exponent_bits - 1) - 1
+        top, normal = (overflow - 1) // step + 1 - bias, 2 - bias
+        itemsize = (1 + width) // 8
+        return cls(
+            name, code, exponent_bits, mantissa_bits, itemsize, overflow, quiet_nan, top, normal, normal - mantissa_bits
+        )
 
     @property
     def bits(self) -> np.dtype[Any]:
@@ -40,6 +59,23 @@ class Storage(NamedTuple):
     def work(self) -> np.dtype[Any]:
         """The type of its values, and of the factors that they are multiplied by."""
         return np.dtype(np.float64 if self.name == "F64" else np.float32)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The codes of the smallest normal value, and of the largest finite one."""
+        return 1 << self.mantissa_bits, self.overflow - 1
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value."""
+        mantissa = 2**self.mantissa_bits + (self.overflow - 1) % 2**self.mantissa_bits
+        return math.ldexp(mantissa, self.top - 1 - self.mantissa_bits)
+
+    @property
+    def bins(self) -> range:
+        """The exponents that values are counted by, in order: those of float32 for all types but F64."""
+        storage = self if self.name == "F64" else STORAGE["F32"]
+        return range(storage.least, storage.top + 1)
 
     def widen(self, codes: NDArray[Any]) -> NDArray[Any]:
         """The values of codes, as a new array of the type `work`."""
@@ -74,26 +110,26 @@ class Storage(NamedTuple):
         """A number rounded once to this type, to nearest even."""
         if self.itemsize >= 4 or math.isnan(value):  # noqa: PLR2004
             return array("d" if self.name == "F64" else "f", [value])[0]
-        bias = 2 ** (self.exponent_bits - 1) - 1
-        exponent, mantissa = divmod(self.overflow - 1, 2**self.mantissa_bits)
-        largest = math.ldexp(2**self.mantissa_bits + mantissa, exponent - bias - self.mantissa_bits)
         # The exponent of the last place; Python rounds to even, too.
-        place = max(math.frexp(value)[1] - 1, 1 - bias) - self.mantissa_bits
-        units = math.ldexp(abs(value), -place) if abs(value) <= 2 * largest else math.inf
-        if units == math.inf or math.ldexp(round(units), place) > largest:
+        place = max(math.frexp(value)[1], self.normal) - 1 - self.mantissa_bits
+        units = math.ldexp(abs(value), -place) if abs(value) <= 2 * self.largest else math.inf
+        if units == math.inf or math.ldexp(round(units), place) > self.largest:
             return math.nan if self.overflow == self.quiet_nan else math.copysign(math.inf, value)
         return math.copysign(math.ldexp(round(units), place), value)
 
 
+# From the longest mantissa to the shortest. The C and CUDA kernels have the same table in _codes.h.
 STORAGE = {
-    storage.name: storage
-    for storage in (
-        Storage("F64", 0, 8, 0x7FF8_0000_0000_0000),
-        Storage("F32", 1, 4, 0x7FC0_0000),
-        Storage("F16", 2, 2, 0x7E00, 5, 10, 0x7C00),
-        Storage("BF16", 3, 2, 0x7FC0, 8, 7, 0x7F80),
-        Storage("F8_E4M3", 4, 1, 0x7F, 4, 3, 0x7F),
-        Storage("F8_E5M2", 5, 1, 0x7E, 5, 2, 0x7C),
+    name: Storage.declare(name, code, exponent_bits, mantissa_bits, has_infinity=has_infinity)
+    for code, (name, exponent_bits, mantissa_bits, has_infinity) in enumerate(
+        (
+            ("F64", 11, 52, True),
+            ("F32", 8, 23, True),
+            ("F16", 5, 10, True),
+            ("BF16", 8, 7, True),
+            ("F8_E4M3", 4, 3, False),
+            ("F8_E5M2", 5, 2, True),
+        )
     )
 }
 

@@ -1,4 +1,4 @@
-"""Canonical tile sums in numpy."""
+"""What is found in the pieces of a block, in numpy: canonical tile sums, exponents and extremes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import float64s, int32s, int64s, np
-from gradtool.backends import BlockSums, NormSpec, Piece
-from gradtool.backends.histogram import RANGES
+from gradtool.backends.protocol import BlockHistogram, BlockSums, Extremes, NormSpec, Piece
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range, tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -68,7 +67,7 @@ def count_losses(
     found: BlockSums, k: int, before: NDArray[np.float64], after: NDArray[Any], dtype: str, *, rounds: bool = False
 ) -> None:
     """Count for piece k what its type has lost of the values `before`: stored values, or sums that it `rounds`."""
-    normal = math.ldexp(1.0, RANGES[dtype].normal - 1)
+    normal = math.ldexp(1.0, STORAGE[dtype].normal - 1)
     small, was_small = ((one != 0) & (np.abs(one) < normal) for one in (after, before))
     if rounds:
         was_small = small & (after == before)
@@ -131,3 +130,46 @@ def lane_sum(terms: NDArray[np.float64]) -> float:
         row = terms[start : start + LANES]
         lanes[: row.size] += row
     return float(fold(lanes[None, :])[0])
+
+
+def empty_histogram(pieces: Sequence[Piece]) -> BlockHistogram:
+    """Counts of zero."""
+    return BlockHistogram(int64s(sum(len(STORAGE[piece.dtype].bins) for piece in pieces)), float64s(len(pieces)))
+
+
+def count_exponents(block: memoryview, pieces: Sequence[Piece]) -> BlockHistogram:
+    """Count the values of the pieces of a block by exponent."""
+    found = empty_histogram(pieces)
+    counts, at = np.frombuffer(found.counts, np.int64), 0
+    for k, piece in enumerate(pieces):
+        bins = STORAGE[piece.dtype].bins
+        for codes in _codes_of(block, piece):
+            values = np.abs(STORAGE[piece.dtype].widen(codes))
+            values = values[np.isfinite(values) & (values > 0)]
+            exponents = np.frexp(values)[1] - bins.start
+            counts[at : at + len(bins)] += np.bincount(exponents, minlength=len(bins))
+            found.largest[k] = max(found.largest[k], float(values.max(initial=0)))
+        at += len(bins)
+    return found
+
+
+def count_extremes(block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+    """Count subnormal and saturated values: without its sign, the code of a finite value grows with its magnitude."""
+    found = Extremes(int64s(len(pieces)), int64s(len(pieces)))
+    for k, piece in enumerate(pieces):
+        storage, kind = STORAGE[piece.dtype], STORAGE[piece.dtype].bits.type
+        normal, largest = map(kind, storage.bounds)
+        for codes in _codes_of(block, piece):
+            magnitudes = codes & kind((1 << (8 * storage.itemsize - 1)) - 1)
+            # 0 - 1 is the largest number there is.
+            found.subnormal[k] += int(np.count_nonzero(magnitudes - kind(1) < normal - kind(1)))
+            found.saturated[k] += int(np.count_nonzero(magnitudes == largest))
+    return found
+
+
+def _codes_of(block: memoryview, piece: Piece) -> Iterator[NDArray[Any]]:
+    """The stored codes of a piece, a tile at a time, so that what is made of them stays in the cache."""
+    storage = STORAGE[piece.dtype]
+    for start in range(0, piece.elements, TILE):
+        size = min(TILE, piece.elements - start) * storage.itemsize
+        yield np.frombuffer(block, np.uint8, size, piece.offset + start * storage.itemsize).copy().view(storage.bits)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends import Stored, UnitCounts
+from gradtool.backends.protocol import Stored, UnitCounts
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import exponent_of, is_in_range
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Backend, Factors, UnitLimits
+    from gradtool.backends.protocol import Backend, Factors, UnitLimits
 
     Floats = NDArray[np.float64]
     # The stored values of so many elements, from one on.

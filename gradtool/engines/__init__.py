@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_ch
 
 from gradtool import tuning
 from gradtool.arrays import int64s
-from gradtool.backends import FileBlock
+from gradtool.backends.protocol import FileBlock
 from gradtool.errors import DeviceMemoryError
 from gradtool.reduction import TILE
 from gradtool.store.format.tensors import BITS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
     from concurrent.futures import Future
 
-    from gradtool.backends import Backend, Data, NormSpec
+    from gradtool.backends.protocol import Backend, Data, NormSpec
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Clock

@@ -6,13 +6,14 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool import backends
+from gradtool.backends.choose import asked_for as backend_asked_for
+from gradtool.backends.choose import choose as choose_backend
 from gradtool.engines.threads import Threads
 from gradtool.errors import UsageError
 from gradtool.store.io.workers import default_threads
 
 if TYPE_CHECKING:
-    from gradtool.backends import Choice
+    from gradtool.backends.choose import Choice
     from gradtool.engines import Cluster, Engine, Progress
     from gradtool.options import Compute, Local
 
@@ -48,13 +49,13 @@ def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice 
     most = None if threads is None else min(threads, MOST_THREADS)
     join = partial(_join, address, timeout)
     # What the environment says here counts for the workers too.
-    backend = backends.asked_for(options.backend)
+    backend = backend_asked_for(options.backend)
     return Workers(name, join, backend, options.device, most, timeout, progress), None
 
 
 def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:
     """The threads of this process, and their backend."""
-    choice = backends.choose(options.backend, options.device)
+    choice = choose_backend(options.backend, options.device)
     count = min(options.threads or default_threads(), MOST_THREADS)
     return Threads(choice.backend, count, progress, choice.why), choice
 

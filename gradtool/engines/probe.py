@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool import backends
 from gradtool._version import __version__
+from gradtool.backends.choose import choose
 from gradtool.engines import wire
 from gradtool.engines.work import HOST, process
 from gradtool.errors import GradtoolError
@@ -42,7 +42,7 @@ def answer(question: tuple[Any, ...]) -> bytes:
     facts = _NOTHING | {"version": __version__, "host": HOST, "process": process()}
     facts |= {"user": os.geteuid(), "sees": _sees(asked)}
     try:
-        choice = backends.choose(asked.backend, asked.device)
+        choice = choose(asked.backend, asked.device)
         facts |= {"backend": choice.backend.name, "why": choice.why}
     except GradtoolError as error:
         facts["refused"] = str(error)

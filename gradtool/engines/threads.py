@@ -15,7 +15,7 @@ from gradtool.store.transaction.destination import DISCARD
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradtool.backends import Backend, Data
+    from gradtool.backends.protocol import Backend, Data
     from gradtool.engines import Progress
     from gradtool.store.format.header import Shard
     from gradtool.store.io.channel import Channel

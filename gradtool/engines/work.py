@@ -18,8 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool import backends
 from gradtool._version import __version__
+from gradtool.backends.choose import Choice, choose
 from gradtool.engines import wire
 from gradtool.engines.threads import Threads
 from gradtool.errors import (
@@ -175,8 +175,8 @@ def refuse_changed(shards: Sequence[Shard]) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _chosen(backend: str | None, device: int | None) -> backends.Choice:
-    return backends.choose(backend, device)
+def _chosen(backend: str | None, device: int | None) -> Choice:
+    return choose(backend, device)
 
 
 class _Late:

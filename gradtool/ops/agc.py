@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.arrays import np
-from gradtool.backends import NormSpec, UnitLimits
+from gradtool.backends.protocol import NormSpec, UnitLimits
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
 from gradtool.ops.passes import Measure

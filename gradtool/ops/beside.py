@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from gradtool.backends import Addend
+from gradtool.backends.protocol import Addend
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.broadcast import spread
 

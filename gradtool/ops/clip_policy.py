@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import validators
 from gradtool.arrays import np
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.ops.limits import rule_of

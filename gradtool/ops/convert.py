@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
-from gradtool.backends import Addend, NormSpec, Piece, Rule
+from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Scaling, TensorPass, pieces_of
@@ -22,7 +22,7 @@ from gradtool.store.transaction.small import SmallFile
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from gradtool.backends import Backend
+    from gradtool.backends.protocol import Backend
     from gradtool.engines import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor

@@ -12,8 +12,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool import backends
 from gradtool._version import __version__
+from gradtool.backends.choose import choose
 from gradtool.declare import operation
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import DoctorOptions
@@ -96,7 +96,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     """
     named = os.fspath(options.path)
     refuse_urls([named])
-    cpu = backends.choose("cpu")
+    cpu = choose("cpu")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GRADTOOL_") and value
@@ -146,7 +146,7 @@ def _cpu_features() -> str | None:
 def _gpu() -> str:
     """The GPU that --backend cuda takes, or why there is none."""
     try:
-        return backends.choose("cuda").why
+        return choose("cuda").why
     except GradtoolError as error:
         return f"none: {str(error).partition(';')[0]}"
 

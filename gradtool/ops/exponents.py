@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
-from gradtool.backends.histogram import RANGES, bins_of
+from gradtool.backends.storage import STORAGE
 from gradtool.engines.tally import Column
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import ReadingPass, pieces_of
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
 
-    from gradtool.backends import NormSpec
+    from gradtool.backends.protocol import NormSpec
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
@@ -31,7 +31,7 @@ class Histograms(Measurement):
     largest_finite: array[float]
 
     def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
-        bins = {dtype: bins_of(dtype) for dtype in RANGES}
+        bins = {dtype: storage.bins for dtype, storage in STORAGE.items()}
         # An empty tensor is in no block, and has no bins.
         self._bins = [bins[one.tensor.dtype] if one.tensor.elements else range(0) for one in selected]
         super().__init__(selected, spec, _COLUMNS, [len(own) for own in self._bins])

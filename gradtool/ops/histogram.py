@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends.histogram import RANGES
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
@@ -46,18 +45,18 @@ def histogram_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
 
 def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[StorageRange]:
     """A row for each storage type, from the counts of exponents and the largest finite magnitude."""
-    for dtype, limits in RANGES.items():
+    for dtype, storage in STORAGE.items():
         room = _room(dtype, largest) if counts else 0
-        over = sum(count for exponent, count in counts.items() if exponent > limits.largest)
+        over = sum(count for exponent, count in counts.items() if exponent > storage.top)
         yield StorageRange(
             dtype=dtype,
             overflow_at_least=max(over, int(room < 0)),
-            overflow_at_most=over + counts.get(limits.largest, 0) if room < 0 else 0,
+            overflow_at_most=over + counts.get(storage.top, 0) if room < 0 else 0,
             to_subnormal=sum(
-                count for exponent, count in counts.items() if limits.least - 1 <= exponent < limits.normal
+                count for exponent, count in counts.items() if storage.least - 1 <= exponent < storage.normal
             ),
-            to_zero=sum(count for exponent, count in counts.items() if exponent < limits.least - 1),
-            min_scale_log2=limits.normal - min(counts) if counts else None,
+            to_zero=sum(count for exponent, count in counts.items() if exponent < storage.least - 1),
+            min_scale_log2=storage.normal - min(counts) if counts else None,
             max_scale_log2=room if counts else None,
         )
 
@@ -65,6 +64,6 @@ def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[Storag
 def _room(dtype: str, largest: float) -> int:
     """The largest k for which largest·2^k, rounded to a type, does not overflow."""
     mantissa, exponent = math.frexp(largest)
-    top = RANGES[dtype].largest
+    top = STORAGE[dtype].top
     overflows = not math.isfinite(STORAGE[dtype].rounded(math.ldexp(mantissa, top)))
     return top - exponent - overflows

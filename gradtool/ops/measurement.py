@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
 
-    from gradtool.backends import BlockSums, NormSpec
+    from gradtool.backends.protocol import BlockSums, NormSpec
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 

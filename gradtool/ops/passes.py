@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Generic, Self
 
 from gradtool import tuning
-from gradtool.backends import NormSpec, Piece
+from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.engines import Found, OnBlock, Part, block_bytes
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
@@ -17,7 +17,7 @@ from gradtool.store.format.tensors import BITS, Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gradtool.backends import Backend, BlockSums, Data
+    from gradtool.backends.protocol import Backend, BlockSums, Data
     from gradtool.engines import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block, Span

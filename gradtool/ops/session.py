@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from gradtool.backends import Choice
+    from gradtool.backends.choose import Choice
     from gradtool.engines import Engine, Found, Pass
     from gradtool.options import Compute, DiffOptions, Reading, Rewriting, StrPath
     from gradtool.store.format.gradset import Selected

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import tuning
-from gradtool.backends import Stored, Units
+from gradtool.backends.protocol import Stored, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines.tally import Column, Tally
@@ -31,7 +31,7 @@ from gradtool.store import fs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import BlockSums, Data, Factors, Piece, UnitCounts, UnitLimits
+    from gradtool.backends.protocol import BlockSums, Data, Factors, Piece, UnitCounts, UnitLimits
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block, Span

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian, rounded_once, stored
 
-from gradtool.backends import Addend, NormSpec, Piece, Rule
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule
 from gradtool.backends.storage import STORAGE
 
 

@@ -6,12 +6,12 @@ import pytest
 from support import gradtool, gradtool_json, snapshot, write
 
 from gradtool import BackendUnavailableError, UsageError
-from gradtool.backends import choose
+from gradtool.backends.choose import choose
 
 WITHOUT_KERNELS = """
 import sys
 sys.modules["gradtool.backends._kernels"] = None
-from gradtool.backends import choose
+from gradtool.backends.choose import choose
 choice = choose("auto")
 print(type(choice.backend).__name__, choice.backend.name, choice.why)
 """

@@ -21,9 +21,8 @@ from support import (
     stored,
 )
 
-from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.extremes import BOUNDS
+from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 
 pytestmark = pytest.mark.installed
@@ -284,7 +283,7 @@ def test_a_write_says_how_many_values_it_loses(backend, dtype):
 
 
 # Of each type, the codes of the smallest normal value and of the smallest one.
-CODES = {dtype: (bounds[0], 1) for dtype, bounds in BOUNDS.items()}
+CODES = {dtype: (storage.bounds[0], 1) for dtype, storage in STORAGE.items()}
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -5,9 +5,9 @@ import pytest
 import support
 from support import block_of, canonical_tile_sums, gaussian
 
-from gradtool.backends import Addend, NormSpec, Patch, Piece, Rule
 from gradtool.backends.cuda import jobs as cuda_jobs
 from gradtool.backends.cuda.memory import DeviceBlock
+from gradtool.backends.protocol import Addend, NormSpec, Patch, Piece, Rule
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 import shim_device
 from support import block_of, gaussian
 
-from gradtool.backends import NormSpec
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda import compiler, device
 from gradtool.backends.cuda.backend import CudaBackend
+from gradtool.backends.protocol import NormSpec
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, canonical_tile_sums, encode, gaussian, rounded_once
 
-from gradtool.backends import Piece, Tolerance
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.protocol import Piece, Tolerance
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import TILE
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from support import NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian
 
-from gradtool.backends import Piece
-from gradtool.backends.extremes import BOUNDS
+from gradtool.backends.protocol import Piece
+from gradtool.backends.storage import STORAGE
 
 SIZES = [1, 7, 8, 37, 2047, 2048, 2049, 65_535, 65_537, 131_072, 200_003]
 
@@ -30,7 +30,7 @@ def found_in(backend, *arrays, lead=0):
 def test_the_bounds_are_those_of_the_type(dtype):
     limits = ml_dtypes.finfo(NUMPY_TYPES[dtype])
     bounds = np.array([limits.smallest_normal, limits.max]).astype(NUMPY_TYPES[dtype])
-    assert bits_of(bounds).tolist() == list(BOUNDS[dtype])
+    assert bits_of(bounds).tolist() == list(STORAGE[dtype].bounds)
 
 
 @pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if NUMPY_TYPES[one].itemsize < 4])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, block_of, gaussian
 
-from gradtool.backends import NormSpec, Piece
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.histogram import RANGES, bins_of
+from gradtool.backends.protocol import NormSpec, Piece
+from gradtool.backends.storage import STORAGE
 
 SMALL_TYPES = [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4]
 
@@ -38,7 +38,7 @@ def counted(backend, *arrays, lead=0):
     block, pieces = block_of(*arrays, lead=lead)
     found, at, counts = histogram(backend, block, pieces), 0, []
     for piece in pieces:
-        bins = bins_of(piece.dtype)
+        bins = STORAGE[piece.dtype].bins
         own = found.counts[at : at + len(bins)].tolist()
         counts.append({exponent: count for exponent, count in zip(bins, own, strict=True) if count})
         at += len(bins)
@@ -92,8 +92,8 @@ def test_what_is_zero_or_not_finite_is_in_no_bin(backend, dtype):
 @pytest.mark.parametrize("span", [1, 14, 15, 16, 40])
 def test_values_of_any_span_are_counted(backend, dtype, span):
     """Of the largest exponent, of one far below it, and what is in no bin; from the least values of a type on."""
-    least = RANGES[dtype].least - 1
-    largest = min(least + span, RANGES[dtype].largest - 1)
+    least = STORAGE[dtype].least - 1
+    largest = min(least + span, STORAGE[dtype].top - 1)
     values = [2.0**largest, 2.0 ** (largest - 1), 2.0**least, 2.0 ** (least + 1), 0.0, math.nan]
     array = np.array([-values[0], *values * 700]).astype(NUMPY_TYPES[dtype])
     assert counted(backend, array) == [truth(array)]
@@ -125,19 +125,19 @@ def test_ranges_are_those_of_the_types(dtype):
     kind = NUMPY_TYPES[dtype]
     info = np.finfo(kind) if kind in (np.float64, np.float32, np.float16) else ml_dtypes.finfo(kind)
     numbers = info.max, info.smallest_normal, info.smallest_subnormal
-    assert RANGES[dtype] == tuple(math.frexp(float(number))[1] for number in numbers)
+    assert STORAGE[dtype][-3:] == tuple(math.frexp(float(number))[1] for number in numbers)
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
 def test_subnormal_values_are_those_below_the_smallest_normal_one(dtype):
     array = gaussian(50_000, dtype)
-    least = 2.0 ** (RANGES[dtype].normal - 1)
+    least = 2.0 ** (STORAGE[dtype].normal - 1)
     array[:2] = least, -least
     array[2:9] = np.array([least * (1 - 2.0**-bit) for bit in range(1, 8)]).astype(array.dtype)
     magnitudes = np.abs(array.astype(np.float64))
     block, pieces = block_of(array)
     counts = histogram(NumpyBackend(), block, pieces).counts
-    below = sum(counts[: RANGES[dtype].normal - bins_of(dtype).start])
+    below = sum(counts[: STORAGE[dtype].normal - STORAGE[dtype].bins.start])
     assert below == ((magnitudes > 0) & (magnitudes < least)).sum() > 0
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, block_of, gaussian
 
-from gradtool.backends import Addend, Trim
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.network import network
+from gradtool.backends.protocol import Addend, Trim
 
 MEDIAN = Trim()
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import FACTS, block_of, canonical_tile_sums, encode, stored
 
-from gradtool.backends import Addend, NormSpec, Rule
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.protocol import Addend, NormSpec, Rule
 from gradtool.reduction import norm_of
 
 TILE = 65_536

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
-from gradtool.backends import NormSpec, Stored, UnitLimits, Units
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.protocol import NormSpec, Stored, UnitLimits, Units
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -24,7 +24,7 @@ import gradtool
 from gradtool import tuning
 from gradtool._version import __version__
 from gradtool.arrays import float64s
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.engines import Member, choose, wire, work
 from gradtool.engines.probe import Question, answer, complaint, facts_in
 from gradtool.engines.wire import _tree

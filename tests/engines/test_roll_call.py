@@ -7,6 +7,7 @@ from support import sample
 
 import gradtool
 from gradtool._version import __version__
+from gradtool.backends.protocol import NormSpec
 from gradtool.engines import Member, roll_call
 from gradtool.engines.executor import Workers
 from gradtool.engines.roll_call import Roll
@@ -122,4 +123,4 @@ def test_a_task_that_fails_on_a_worker_that_is_not_fit_is_explained_by_that(clus
     monkeypatch.setattr(cluster, "submit", fail)
     cluster.answers["b"] = FIT | {"sees": False}
     with pytest.raises(gradtool.BackendUnavailableError, match="mount the same file system there"):
-        engine.run(Measure(opened.selected, gradtool.backends.NormSpec()))
+        engine.run(Measure(opened.selected, NormSpec()))

@@ -11,7 +11,7 @@ from support import sample
 
 import gradtool
 from gradtool._version import __version__
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.engines import work
 from gradtool.ops.passes import Measure
 from gradtool.store import late

@@ -10,8 +10,8 @@ import support
 from support import VALUE_TYPES, gaussian, snapshot, write, write_index
 
 import gradtool
-from gradtool import backends, tuning
-from gradtool.backends import Choice
+from gradtool import tuning
+from gradtool.backends.choose import Choice
 from gradtool.errors import DeviceMemoryError, SystemRefusedError
 from gradtool.store.io import blocks
 
@@ -23,7 +23,7 @@ def use(monkeypatch):
     """Have all operations use a backend."""
 
     def use(backend):
-        monkeypatch.setattr(backends, "choose", lambda *_: Choice(backend, "for a test"))
+        monkeypatch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(backend, "for a test"))
         return backend
 
     return use
@@ -195,7 +195,7 @@ def test_a_call_leaves_its_backend_free_to_go(tmp_path, monkeypatch, call):
     """The memory of a GPU goes with it, and must not wait for Python to look for cycles."""
     only = [support.NumpyBackend()]
     gone = weakref.ref(only[0])
-    monkeypatch.setattr(backends, "choose", lambda *_: Choice(only.pop(), "for a test"))
+    monkeypatch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(only.pop(), "for a test"))
     gc.disable()
     try:
         CALLS[call](tmp_path)

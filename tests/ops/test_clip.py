@@ -695,7 +695,9 @@ def test_units_that_underflow_are_a_warning(tmp_path):
     params = write(tmp_path / "p", {"w": encode(np.full((4, 9), 1e-6), "F32")})
     result = clip(path, agc=1.0, agc_eps=0.0, params=params, dry_run=True)
     assert (result.zeros, result.zeros_before, len(result.call.warnings)) == (0, 0, 1)
-    assert "of 36 values other than 0, 0 became 0 and 36 more than before are subnormal" in result.call.warnings[0].message
+    assert (
+        "of 36 values other than 0, 0 became 0 and 36 more than before are subnormal" in result.call.warnings[0].message
+    )
     zeroed = clip(path, agc=1e-4, agc_eps=0.0, params=params, dry_run=True)
     assert (zeroed.zeros, zeroed.zeros_before) == (36, 0)
 

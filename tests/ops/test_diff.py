@@ -28,9 +28,9 @@ from support import (
 from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
-from gradtool.backends import NormSpec, Tolerance
-from gradtool.backends import choose as choose_backend
+from gradtool.backends.choose import choose as choose_backend
 from gradtool.backends.differences import empty_differences
+from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.engines import choose
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.diff import compare

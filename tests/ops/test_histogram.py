@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, encode, gaussian, rounded_once, snapshot, write, write_index
 
 from gradtool import norm, tuning
-from gradtool.backends import NormSpec, choose
-from gradtool.backends.histogram import RANGES
+from gradtool.backends.choose import choose
+from gradtool.backends.protocol import NormSpec
+from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.exponents import Histograms, Profile
@@ -51,7 +52,11 @@ def test_a_backend_that_reads_counts_what_one_that_is_given_blocks_does(tmp_path
     expected = norm(path, histogram=True)
     for one in found:
         assert (one.histogram, one.per_dtype, one.norm) == (expected.histogram, expected.per_dtype, expected.norm)
-        assert one.call.timings.read_bytes == expected.call.timings.read_bytes == sum(array.nbytes for array in arrays.values())
+        assert (
+            one.call.timings.read_bytes
+            == expected.call.timings.read_bytes
+            == sum(array.nbytes for array in arrays.values())
+        )
 
 
 def test_the_whole_each_tensor_and_each_path_have_their_own(tmp_path):
@@ -182,7 +187,7 @@ def test_what_overflows_is_decided_as_rounding_does(dtype, value, overflows):
 def test_what_types_would_do_is_what_they_do(values, small):
     array = np.array([one for one in values + small if one], np.float64)
     for dtype, row in ranges(array).items():
-        kind, range_ = NUMPY_TYPES[dtype], RANGES[dtype]
+        kind, range_ = NUMPY_TYPES[dtype], STORAGE[dtype]
         with np.errstate(all="ignore"):
             stored = rounded_once(array, dtype).astype(np.float64)
         overflowed = int((~np.isfinite(stored)).sum())
@@ -199,7 +204,7 @@ def test_what_types_would_do_is_what_they_do(values, small):
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F8_E4M3", "F8_E5M2"])
 def test_the_range_of_loss_scales_ends_where_it_says(dtype):
-    normal = 2.0 ** (RANGES[dtype].normal - 1)
+    normal = 2.0 ** (STORAGE[dtype].normal - 1)
     for seed in range(20):
         values = np.abs(gaussian(200, "F32", seed).astype(np.float64))
         values = values[values > 0][: 3 + seed]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import encode, gaussian, write
 
-from gradtool.backends import BlockSums, NormSpec
 from gradtool.backends.cpu import NumpyBackend
+from gradtool.backends.protocol import BlockSums, NormSpec
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of

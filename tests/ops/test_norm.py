@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, canonical_norm, encode, snapshot, write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, norm, tuning
-from gradtool.backends import choose
+from gradtool.backends.choose import choose
 
 
 def one_file(folder, **tensors):
@@ -22,7 +22,13 @@ def test_a_known_result(tmp_path):
     path = one_file(tmp_path, **{name: encode(values, "F32") for name, values in arrays.items()})
     result = norm(path)
     assert result.norm == math.sqrt(650) == pytest.approx(25.4950976, abs=5e-8)
-    assert (result.max_abs, result.call.files, result.call.tensors, result.call.elements, result.call.bytes) == (12.0, 1, 3, 12, 48)
+    assert (result.max_abs, result.call.files, result.call.tensors, result.call.elements, result.call.bytes) == (
+        12.0,
+        1,
+        3,
+        12,
+        48,
+    )
     assert (result.nan, result.inf, result.zeros, result.problems, result.per_tensor) == (0, 0, 0, (), ())
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import encode, read, write, write_index
 
-from gradtool import accumulate, backends, clip, norm, tuning
-from gradtool.backends import Choice
+from gradtool import accumulate, clip, norm, tuning
+from gradtool.backends.choose import Choice
 
 # Tensors of about 2^exponent: in range, too large, too small for squares; some with tiles of several kinds.
 TENSORS = st.lists(
@@ -68,7 +68,7 @@ def test_norms_are_exact_and_do_not_depend_on_the_split(tmp_path_factory, backen
     for number, (count, threads, block_bytes) in enumerate(layouts):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "BLOCK_BYTES", block_bytes)
-            patch.setattr(backends, "choose", lambda *_: Choice(backend, "for a test"))
+            patch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(backend, "for a test"))
             index = shards(folder / str(number), arrays, count)
             result = norm(index, norm_type=norm_type, per_tensor=True, threads=threads)
         assert result.norm == expected.norm

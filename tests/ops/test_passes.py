@@ -6,7 +6,7 @@ import numpy as np
 from support import write
 
 from gradtool import tuning
-from gradtool.backends import NormSpec, Tolerance
+from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.exponents import Profile
 from gradtool.ops.passes import Measure

@@ -1,6 +1,6 @@
 // Counts of values by binary exponent. A thread block counts one tile in shared memory.
 
-// The bins of float32, which all types but F64 have, and those of F64; histogram.py says what they are.
+// The bins of float32, which all types but F64 have, and those of F64; storage.py says what they are.
 enum { BINS32 = 277, BINS64 = 2098 };
 
 // `first_sum` of a piece is its first bin. `largest` are the bits of float64 magnitudes.

@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends import NormSpec, Piece, groups_of
 from gradtool.backends.cuda import jobs
-from gradtool.backends.cuda.extremes import count_extremes
-from gradtool.backends.cuda.histogram import count_pieces
 from gradtool.backends.cuda.memory import (
     DeviceBlock,
     DeviceGroups,
     allocate_block,
-    download_floats,
     upload_arrays,
     upload_vectors,
 )
 from gradtool.backends.network import network
+from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, groups_of
 from gradtool.backends.storage import STORAGE, narrowed, widened
 from gradtool.backends.units import compare_units
 
@@ -34,10 +31,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import (
+    from gradtool.backends.cuda.memory import Buffer, Device, Table
+    from gradtool.backends.protocol import (
         Addend,
         BlockDifferences,
-        BlockHistogram,
         BlockSums,
         Data,
         Factors,
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
         UnitLimits,
         Units,
     )
-    from gradtool.backends.cuda.memory import Buffer, Device
-    from gradtool.backends.extremes import Extremes
 
     Floats = NDArray[np.float64]
 
@@ -60,7 +55,7 @@ _RESERVE_BYTES = 4 << 30
 
 
 class CudaBackend:
-    """A `gradtool.backends.Backend` on a GPU. Blocks that are not on the device are copied there and back."""
+    """A `gradtool.backends.protocol.Backend` on a GPU. Blocks that are not on the device are copied there and back."""
 
     name = "cuda"
 
@@ -102,12 +97,31 @@ class CudaBackend:
 
     def profile(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count values by exponent."""
-        data = self._on_device(block)
-        return self.tile_sums(data, pieces, spec), count_pieces(self.device, data, pieces)
+        data, tiles = self._on_device(block), jobs.Tiles.of(pieces, None)
+        bins = np.array([len(STORAGE[piece.dtype].bins) for piece in pieces], np.int64)
+        # The kernel adds to bins where others put sums.
+        tiles.table["first_sum"] = np.cumsum(bins) - bins
+        # The counts, and the largest magnitudes behind them.
+        total = int(bins.sum())
+        results, (_table, parts) = self._cleared(total + len(pieces)), self._parts(tiles)
+        addresses = {"block": data.address, "counts": results.address, "largest": results.address + 8 * total}
+        for dtype, blocks, rows in parts:
+            job = jobs.job(jobs.HISTOGRAM_JOB, **addresses, **rows)
+            self.device.launch(dtype, "histogram", blocks, jobs.THREADS, job)
+        counts, largest = np.split(self._words(results, total + len(pieces)), [total])
+        histogram = BlockHistogram(array("q", counts.tobytes()), array("d", largest.tobytes()))
+        return self.tile_sums(data, pieces, spec), histogram
 
     def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
         """Count subnormal and saturated values."""
-        return count_extremes(self.device, self._on_device(block), pieces)
+        data, results = self._on_device(block), self._cleared(2 * len(pieces))
+        _table, parts = self._parts(jobs.Tiles.of(pieces, None))
+        for dtype, blocks, rows in parts:
+            bounds = dict(zip(("normal", "largest"), STORAGE[dtype].bounds, strict=True))
+            job = jobs.job(jobs.EXTREMES_JOB, block=data.address, found=results.address, **bounds, **rows)
+            self.device.launch(dtype, "extremes", blocks, jobs.THREADS, job)
+        counts = array("q", self._words(results, 2 * len(pieces)).tobytes())
+        return Extremes(counts[::2], counts[1::2])
 
     def scale(
         self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
@@ -157,15 +171,13 @@ class CudaBackend:
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
         data, starts = self._on_device(block), [0, *accumulate(piece.elements for piece in pieces)]
-        losses = self.device.allocate(16 * len(pieces) + 1)
-        self.device.clear(losses.address, 16 * len(pieces))
+        losses = self._cleared(2 * len(pieces))
         sums = self._add(data, pieces, starts, sources, rule, losses=losses)
         if sums is not None:
             wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
             return self._sum(sums, wide, None, math.inf, spec)
-        found, lost = self._sum(data, pieces, None, math.inf, spec), array("q", bytes(16 * len(pieces)))
-        self.device.download(losses.address, lost)
-        self.device.wait()
+        found = self._sum(data, pieces, None, math.inf, spec)
+        lost = array("q", self._words(losses, 2 * len(pieces)).tobytes())
         self._copy_back(data, block)
         return found._replace(new_zeros=lost[::2], new_subnormals=lost[1::2])
 
@@ -174,7 +186,7 @@ class CudaBackend:
     ) -> BlockDifferences:
         """Compare pieces in the same places."""
         pairs = jobs.PiecePairs.of(pieces, others)
-        found = np.empty(pairs.nbytes // 8, np.int64)
+        found = np.empty(0, np.int64)
         if pairs.tiles:
             ours, theirs = self._on_device(a), self._on_device(b)
             results, table = self.device.allocate(pairs.nbytes), upload_arrays(self.device, pairs.table)
@@ -190,17 +202,15 @@ class CudaBackend:
             )
             for kernel in ("differences", "differences_again")[: 1 + pairs.has_f64]:
                 self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job)
-            self.device.download(results.address, found)
-            self.device.wait()
+            found = self._words(results, pairs.nbytes // 8)
         return pairs.found(found)
 
     def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Floats:
         """The means of the middle values."""
-        data, means = self.to_device(source), self.device.allocate(8 * elements + 1)
-        self.device.clear(means.address, 8 * elements)
+        data, means = self.to_device(source), self._cleared(elements)
         for count, alike in groupby(groups_of(addends), key=len):
             self._trim(data, means, jobs.Columns.of(list(alike)), trim.of(count), finite=trim.finite)
-        return download_floats(self.device, means, elements)
+        return self._words(means, elements).view(np.float64)
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | array[float] | None) -> Floats:
         """Per row the sum of x, or of (x - center)²."""
@@ -218,7 +228,7 @@ class CudaBackend:
             weighted=sums.address,
         )
         self.device.launch(dtype, "row_sums", jobs.row_blocks(rows, columns), jobs.TEAM, job)
-        return download_floats(self.device, sums, rows)
+        return self._words(sums, rows).view(np.float64)
 
     def layer_norm_sums(self, patch: Patch) -> tuple[Floats, Floats]:
         """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
@@ -229,7 +239,7 @@ class CudaBackend:
         job["weighted"], job["projected"] = sums.address, sums.address + 8 * patch.rows
         module = jobs.layer_module(patch.x_dtype, patch.y_grad_dtype)
         self.device.launch(module, "layer_norm_sums", jobs.row_blocks(patch.rows, patch.columns), jobs.TEAM, job)
-        weighted, projected = download_floats(self.device, sums, 2 * patch.rows).reshape(2, patch.rows)
+        weighted, projected = self._words(sums, 2 * patch.rows).view(np.float64).reshape(2, patch.rows)
         return weighted, projected
 
     def layer_norm_grads(
@@ -285,30 +295,48 @@ class CudaBackend:
     ) -> BlockSums:
         """Sum the pieces of a block; with factors, multiply and clamp them in place first."""
         tiles = jobs.Tiles.of(pieces, factors)
-        results = self.device.allocate(8 * tiles.results + 1)
-        self.device.clear(results.address, 8 * tiles.results)
-        parts = list(tiles.by_type())
-        # One table for all types, so that memory runs short before the first launch or never.
-        table = upload_arrays(self.device, *(rows for _, rows, _ in parts))
-        for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True):
+        results, (_table, parts) = self._cleared(tiles.results), self._parts(tiles)
+        for dtype, blocks, rows in parts:
             job = jobs.job(
                 jobs.TILES_JOB,
                 block=data.address,
                 sums=results.address,
                 exponents=results.address + 8 * tiles.total,
                 facts=results.address + 16 * tiles.total,
-                piece=address,
-                pieces=len(rows),
+                **rows,
                 limit=STORAGE[dtype].rounded(limit),
                 order=spec.order,
                 drops=spec.drop_nonfinite,
             )
             for kernel in jobs.tile_kernels(dtype, spec.order, writes=factors is not None):
                 self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)
-        found = np.empty(tiles.results, np.int64)
-        self.device.download(results.address, found)
+        return tiles.found(self._words(results, tiles.results))
+
+    def _cleared(self, words: int) -> Buffer:
+        """Room for so many results of 8 bytes, all zero."""
+        buffer = self.device.allocate(8 * words + 1)
+        self.device.clear(buffer.address, 8 * words)
+        return buffer
+
+    def _words(self, buffer: Buffer, count: int) -> NDArray[np.int64]:
+        """Copy results from the device, and wait for them."""
+        words = np.empty(count, np.int64)
+        self.device.download(buffer.address, words)
         self.device.wait()
-        return tiles.found(found)
+        return words
+
+    def _parts(self, tiles: jobs.Tiles) -> tuple[Table, list[tuple[str, int, dict[str, int]]]]:
+        """The pieces of each storage type: how many thread blocks, and the fields of a job that say where they are.
+
+        The table must live until the kernels are done. There is a single one for all types, so that memory runs short
+        before the first launch or never.
+        """
+        parts = list(tiles.by_type())
+        table = upload_arrays(self.device, *(rows for _, rows, _ in parts))
+        return table, [
+            (dtype, blocks, {"piece": address, "pieces": len(rows)})
+            for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True)
+        ]
 
     def _add(
         self,

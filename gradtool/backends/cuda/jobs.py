@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradtool.backends import BlockDifferences, BlockSums
+from gradtool.backends.protocol import BlockDifferences, BlockSums
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends import Addend, Patch, Piece, Rule
+    from gradtool.backends.protocol import Addend, Patch, Piece, Rule
 
 
 def record(*fields: str) -> np.dtype[Any]:
@@ -32,6 +32,7 @@ _TARGET = record("offset", "elements", "first_block", "at", "first_addend", "add
 _ADDEND = record("dtype", "offset", "start", "elements", "*weight")
 TILES_JOB = record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
 EXTREMES_JOB = record("block", "found", "piece", "normal", "largest", "pieces")
+HISTOGRAM_JOB = record("block", "counts", "largest", "piece", "pieces")
 ADD_JOB = record("block", "source", "sums", "losses", "target", "addend", "*divisor", "*factor", "flags", "targets")
 _GROUP = record("first", "at", "first_addend")
 TRIM_JOB = record(

@@ -98,11 +98,3 @@ def upload_vectors(device: Device, *vectors: NDArray[np.float64] | array[float] 
     table = upload_arrays(device, *(np.empty(0) if vector is None else np.asarray(vector) for vector in vectors))
     pairs = zip(vectors, table.addresses, strict=True)
     return table._replace(addresses=[0 if vector is None else address for vector, address in pairs])
-
-
-def download_floats(device: Device, buffer: Buffer, count: int) -> NDArray[np.float64]:
-    """Copy float64 values from the device, and wait for them."""
-    values = np.empty(count)
-    device.download(buffer.address, values)
-    device.wait()
-    return values

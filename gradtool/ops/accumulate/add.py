@@ -19,7 +19,7 @@ from gradtool.store.io.blocks import cut_where
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Addend, Backend, NormSpec, Rule, Trim
+    from gradtool.backends.protocol import Addend, Backend, NormSpec, Rule, Trim
     from gradtool.engines import Worker
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected

@@ -21,7 +21,7 @@ from gradtool.store.transaction.small import SmallFile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from gradtool.backends import NormSpec
+    from gradtool.backends.protocol import NormSpec
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.session import Session

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from gradtool.backends import NormSpec, Piece, Rule, Tolerance
+from gradtool.backends.protocol import NormSpec, Piece, Rule, Tolerance
 from gradtool.engines import OnBlock
 from gradtool.engines.tally import Tallies
 from gradtool.ops.beside import read
@@ -16,7 +16,7 @@ from gradtool.ops.diff.figures import root
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Addend, Backend
+    from gradtool.backends.protocol import Addend, Backend
     from gradtool.engines import Part, Worker
     from gradtool.ops.accumulate.add import Add
     from gradtool.ops.accumulate.match import Contribution

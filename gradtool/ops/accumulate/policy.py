@@ -6,7 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.backends import NormSpec, Trim
+from gradtool.backends.protocol import NormSpec, Trim
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef
 from gradtool.ops.totals import checked_key

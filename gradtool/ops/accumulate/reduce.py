@@ -6,14 +6,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends import Addend
+from gradtool.backends.protocol import Addend
 from gradtool.errors import BadInputError, UsageError
 from gradtool.ops.beside import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Trim
+    from gradtool.backends.protocol import Trim
     from gradtool.engines import Worker
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends import Rule
+from gradtool.backends.protocol import Rule
 from gradtool.errors import NonFiniteError, Problem
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.passes import Measure

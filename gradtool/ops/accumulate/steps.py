@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends import Rule
+from gradtool.backends.protocol import Rule
 from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.accumulate.buffer import numbers_of

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.engines.tally import Column
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import TensorPass, pieces_of

@@ -10,8 +10,6 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gradtool.arrays import np
-from gradtool.backends.extremes import BOUNDS
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import Problem, number_of
 from gradtool.ops.check.counts import Counted, counts_of
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 # A gradient in F16 always has some subnormal values, which carry next to nothing of its norm. Above this share of the
 # values that are not zero, most of what a small one holds has been rounded away.
 MANY_SUBNORMAL = 0.1
-# Values are scaled to the range of these types, so that the largest is as large as any may be.
-_SCALED_TO_THEIR_RANGE = ("F8_E4M3", "F8_E5M2")
 _MAPPING = "programs that map the file must copy what is not aligned"
 _SAVE_AGAIN = "save it again with the safetensors library"
 
@@ -114,12 +110,12 @@ def _of_tensor(one: Selected, counts: Counted) -> Iterator[Finding]:
         remedy = f"gradtool clip {shlex.quote(file)} --max-norm inf --nonfinite zero sets them to 0"
         yield Finding("fault", "nonfinite", what, remedy, tensor.name, file)
     if counts.saturated:
-        is_scaled = tensor.dtype in _SCALED_TO_THEIR_RANGE
+        storage = STORAGE[tensor.dtype]
+        # Values are scaled to the range of such a type, so that the largest is as large as any may be.
+        is_scaled = storage.itemsize == 1
         severity: Literal["fault", "note"] = "note" if is_scaled else "fault"
         values = "1 value has" if counts.saturated == 1 else f"{counts.saturated:,} values have"
-        what = (
-            f"{values} the largest magnitude of {tensor.dtype}, {_largest(tensor.dtype):.6g}, and may have been larger"
-        )
+        what = f"{values} the largest magnitude of {tensor.dtype}, {storage.largest:.6g}, and may have been larger"
         remedy = "as it should be if it was scaled to the range of its type" if is_scaled else _WIDER.format("lower")
         yield Finding(severity, "saturated", what, remedy, tensor.name, file)
     others = tensor.elements - counts.zeros - counts.nan - counts.inf
@@ -144,9 +140,3 @@ def _all_zero(selected: Sequence[Selected], counted: Iterable[Counted]) -> Itera
         what = f"{who} {'holds' if len(names) == 1 else 'hold'} only zeros: {listed(names)}"
         remedy = "make sure that these parameters get a gradient, if they should"
         yield Finding("note", "all-zero", what, remedy, names[0] if len(names) == 1 else None, str(shard.path))
-
-
-def _largest(dtype: str) -> float:
-    """The largest finite value of a type."""
-    storage = STORAGE[dtype]
-    return float(storage.widen(np.array([BOUNDS[dtype][1]], storage.bits))[0])

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.ops.diff.compare import Compare
 from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts

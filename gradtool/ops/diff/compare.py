@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from gradtool.backends import Piece
+from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.engines import reads_files
 from gradtool.ops.beside import read_one
@@ -17,7 +17,7 @@ from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends import Backend, Tolerance
+    from gradtool.backends.protocol import Backend, Tolerance
     from gradtool.engines import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block

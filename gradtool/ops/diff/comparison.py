@@ -12,7 +12,7 @@ from gradtool.reduction import TILE, TileSums
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.backends import BlockDifferences
+    from gradtool.backends.protocol import BlockDifferences
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 

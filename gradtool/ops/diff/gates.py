@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.backends import Tolerance
+from gradtool.backends.protocol import Tolerance
 from gradtool.errors import Problem
 from gradtool.ops.diff.comparison import MAX_ABS, ULPS
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends import NormSpec, Piece
+from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import DeviceMemoryError
 from gradtool.ops.layernorm.found import Gradients
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from gradtool.backends import Backend, Data, Patch
+    from gradtool.backends.protocol import Backend, Data, Patch
     from gradtool.engines import Worker
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.patches import Options, Patches

@@ -8,14 +8,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from gradtool.arrays import float64s
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.ops.layernorm.stitch import Stitch
 from gradtool.ops.measurement import Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.backends import Backend, Data
+    from gradtool.backends.protocol import Backend, Data
     from gradtool.store.format.gradset import Selected
 
 

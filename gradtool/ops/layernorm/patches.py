@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import tuning
 from gradtool.arrays import float64s, np
-from gradtool.backends import Patch
+from gradtool.backends.protocol import Patch
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
 

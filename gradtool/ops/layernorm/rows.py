@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.errors import BadInputError, NonFiniteError
 from gradtool.ops.passes import Measure, in_file_order
 from gradtool.ops.results import nonfinite_problems, overflow_problems

@@ -11,7 +11,7 @@ from gradtool.reduction import TILE
 from gradtool.store.io.blocks import Block, Span
 
 if TYPE_CHECKING:
-    from gradtool.backends import Backend, Data
+    from gradtool.backends.protocol import Backend, Data
     from gradtool.ops.measurement import Measurement
     from gradtool.store.format.gradset import Selected
 

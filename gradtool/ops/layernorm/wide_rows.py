@@ -12,14 +12,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gradtool.arrays import np
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.ops.layernorm.patches import inverted, too_large
 from gradtool.ops.passes import Measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gradtool.backends import Backend
+    from gradtool.backends.protocol import Backend
     from gradtool.engines import Worker
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.patches import Floats, Options, Patches

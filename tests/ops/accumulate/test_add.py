@@ -16,7 +16,13 @@ def test_a_known_result(tmp_path):
     result = accumulate(grads[0], into=path, per_gradient=True)
     assert read(path)["a"].tolist() == [5, 7, 9]
     assert (result.norm_before, result.norm_after) == (math.sqrt(14), math.sqrt(155))
-    assert (result.taken, result.skipped, result.weight_sum, result.updated, result.output.dry_run) == (1, 0, 1.0, True, False)
+    assert (result.taken, result.skipped, result.weight_sum, result.updated, result.output.dry_run) == (
+        1,
+        0,
+        1.0,
+        True,
+        False,
+    )
     assert (result.sum_norm, result.coef, result.clipped, result.call.warnings) == (None, None, False, ())
     assert (result.call.files, result.call.tensors, result.call.elements, result.max_abs) == (2, 1, 3, 9.0)
     assert (result.output.files_written, result.output.bytes_written) == (1, path.stat().st_size)

@@ -58,7 +58,11 @@ def test_the_files_hold_what_one_file_would(tmp_path, grads, like, dtype):
         result = accumulate(grads, output_dir=folder, **options, **how)
         measured = norm(folder)
         assert result.norm_after.hex() == measured.norm.hex() == alone.norm_after.hex()
-        assert (result.call.tensors, result.call.elements, result.call.bytes) == (3, 30, 30 * NUMPY_TYPES[dtype].itemsize)
+        assert (result.call.tensors, result.call.elements, result.call.bytes) == (
+            3,
+            30,
+            30 * NUMPY_TYPES[dtype].itemsize,
+        )
         files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
         assert result.output.files_written == measured.call.files == len(files)
         assert (folder / INDEX).exists() == (len(files) > 1)

@@ -26,7 +26,11 @@ def test_the_result_says_what_was_read_and_written(tmp_path):
         "rmsnorm", False, 1, 1, False,
     )  # fmt: skip
     # Y_grad, X, scale and inv_std_dev.
-    assert (result.call.tensors, result.call.elements, result.call.bytes) == (4, 54 + 54 + 9 + 6, 54 * 4 + 54 * 2 + 9 * 4 + 6 * 4)
+    assert (result.call.tensors, result.call.elements, result.call.bytes) == (
+        4,
+        54 + 54 + 9 + 6,
+        54 * 4 + 54 * 2 + 9 * 4 + 6 * 4,
+    )
     assert (result.output.files_written, result.output.bytes_written) == (1, (tmp_path / "out").stat().st_size)
     (row,) = result.per_layer
     assert (row.name, row.file, row.shape, row.rows, row.columns) == ("n", str(path), (6, 9), 6, 9)

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from gradtool.api import in_python
 from layers import FORMS, assert_all, assert_is, gradients, layer, reference, refused
 from support import encode, gradtool, gradtool_json, read, snapshot, write
 
 from gradtool import BadInputError, UsageError, accumulate, layernorm_backward, tuning
-from gradtool.api import in_python
 
 NAMES = {"x_grad": "dx", "scale_grad": "weight", "bias_grad": "b"}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, encode, gaussian, write
 
 from gradtool import norm
-from gradtool.backends import NormSpec
+from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.layernorm.stitch import Stitch
 from gradtool.ops.measurement import Measurement

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gradtool.api import in_python
 from hypothesis import given
 from hypothesis import strategies as st
 from support import gradtool, snapshot, write, write_index
 
 import gradtool as api
 from gradtool import BadInputError
-from gradtool.api import in_python
 from gradtool.store.format import missing
 from gradtool.store.format.missing import no_such_file, no_such_folder
 

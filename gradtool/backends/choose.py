@@ -1,0 +1,75 @@
+"""The backend that a call uses, and why."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import BackendUnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from gradtool.backends.protocol import Backend
+
+
+class Choice(NamedTuple):
+    """A backend, why it was chosen, and how a faster one is to be had, if there is one."""
+
+    backend: Backend
+    why: str
+    remedy: str | None = None
+
+
+def asked_for(name: str | None) -> str | None:
+    """The name of the backend that is asked for, if not here then by GRADTOOL_BACKEND; `UsageError` if none has it."""
+    asked = os.environ.get("GRADTOOL_BACKEND", "").lower() or None if name is None else name
+    if asked not in (None, "auto", "cpu", "cuda"):
+        raise UsageError(f"{_source(name)}no backend is called {asked!r}; there are auto, cpu and cuda")
+    return asked
+
+
+def _source(name: str | None) -> str:
+    return "" if name is not None else "GRADTOOL_BACKEND: "
+
+
+def choose(name: str | None = None, device: int | None = None) -> Choice:
+    """The backend of this name, by default that of GRADTOOL_BACKEND or "auto"; on GPU number `device`, by default 0.
+
+    "auto" is the CPU: no operation on files has been measured to be faster on a GPU.
+
+    Raises:
+        UsageError: no backend has this name, a device is given and the backend is not "cuda", or GRADTOOL_KERNELS has a
+            value that it cannot have.
+        BackendUnavailableError: this machine does not have the backend.
+    """
+    asked = asked_for(name) or "auto"
+    if asked == "cuda":
+        from gradtool.backends.cuda.backend import CudaBackend
+        from gradtool.backends.cuda.device import open_device  # imports CuPy, which takes a third of a second
+
+        try:
+            gpu = open_device(device or 0)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"{_source(name)}{error}") from error
+        return Choice(CudaBackend(gpu), gpu.name)
+    if device is not None:
+        raise UsageError("--device is the number of a GPU; it needs --backend cuda")
+    cpu = _cpu()
+    return cpu._replace(why=f"{cpu.why}; auto leaves GPUs to --backend cuda") if asked == "auto" else cpu
+
+
+def _cpu() -> Choice:
+    kernels, why, remedy = os.environ.get("GRADTOOL_KERNELS", "").lower(), "of GRADTOOL_KERNELS=numpy", None
+    # "required" is about the build (setup.py).
+    if kernels not in ("", "numpy", "required"):
+        raise UsageError(f"GRADTOOL_KERNELS must be numpy, required or empty, not {kernels!r}")
+    if kernels != "numpy":
+        try:
+            from gradtool.backends.compiled import CompiledBackend  # may not have been built
+        except ImportError as error:
+            why = f"the compiled kernels are missing: {error}"
+            remedy = "install gradtool again on a machine with a C compiler"
+        else:
+            return Choice(CompiledBackend(), "compiled kernels")
+    from gradtool.backends.cpu import NumpyBackend  # numpy is slow to import
+
+    return Choice(NumpyBackend(), f"numpy, because {why}", remedy)

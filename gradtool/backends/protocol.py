@@ -1,0 +1,376 @@
+"""What every backend can do, and the values that go in and out.
+
+A block is a part of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary. A
+backend knows no path and no policy; where it reads a block itself, it is given a descriptor. The numpy backend (`cpu`)
+is the reference: all others give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64] | array[float]
+    # Of units, float64, `unscale` included.
+    Factors = memoryview[float]
+    # A block, or the copy of it that `Backend.to_device` returns. To look at, it may be a `FileBlock`.
+    Data = Any
+
+
+class Piece(NamedTuple):
+    """`elements` values of one storage type, from byte `offset` of a block on."""
+
+    dtype: str
+    offset: int
+    elements: int
+
+
+class Addend(NamedTuple):
+    """`elements` values of one storage type, from byte `offset` of a source on, to add to the sums from `at` on."""
+
+    dtype: str
+    offset: int
+    elements: int
+    at: int
+    weight: float
+
+
+def groups_of(addends: Iterable[Addend]) -> list[list[Addend]]:
+    """Addends of the same elements, which follow one another, in groups."""
+    return [list(group) for _, group in groupby(addends, key=lambda one: (one.at, one.elements))]
+
+
+class Rule(NamedTuple):
+    """The value that is rounded and written, from Σ w·g: (old + Σ) · factor, or (old + Σ / divisor) · factor.
+
+    Without `keeps`, the old value is left out. Without `rounds`, the float64 sums are measured and nothing is written.
+    """
+
+    keeps: bool = True
+    divisor: float | None = None
+    factor: float = 1.0
+    rounds: bool = True
+
+
+class Trim(NamedTuple):
+    """How many of the smallest and of the largest values are `dropped` before the mean; None for all but the middle.
+
+    The middle of an even number of values is two of them, so that their mean is the median. If all must be `finite`,
+    one that is not makes the mean NaN.
+    """
+
+    dropped: int | None = None
+    finite: bool = False
+
+    def of(self, count: int) -> int:
+        """How many values are dropped at each end, of so many."""
+        return (count - 1) // 2 if self.dropped is None else self.dropped
+
+
+class Units(NamedTuple):
+    """The units of a piece, which are `size` consecutive elements of its tensor each.
+
+    The first element of the piece is number `phase` of its unit, whose factor is number `first`.
+    """
+
+    size: int
+    phase: int
+    first: int
+
+
+class Stored(NamedTuple):
+    """Values of one storage type, and nothing else, in memory of the host."""
+
+    view: memoryview
+    dtype: str
+
+
+class UnitLimits(NamedTuple):
+    """The norm |G| of a unit of gradients, divided by `unscale`, is limited to ratio · max(|W|, eps).
+
+    |W| is the norm of its parameters.
+    """
+
+    ratio: float
+    eps: float
+    unscale: float
+
+
+class UnitCounts(NamedTuple):
+    """How many units are above their limit, have a factor that changes values, or parameters whose norm is not finite.
+
+    `beyond` is the first factor that is out of range for the type it is rounded to, or -1.
+    """
+
+    clipped: int
+    changed: int
+    nonfinite: int
+    beyond: int
+
+
+class Patch(NamedTuple):
+    """Some rows of a layer norm: its input and the gradient of its output, (rows, columns) each, and their parameters.
+
+    `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` are float64 (rows,), `scale` and
+    `bias` float64 (columns,). With a bias, `x` is the layer's output and the normalized input is (x - bias) / scale.
+    Without one, `x` is the input and the normalized input is (x - mean) · inv_std_dev. RMS norm (`rms`) has a mean, or
+    a bias, of 0. Each group of `height` rows has its own sums over rows.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    x: Data
+    x_dtype: str
+    y_grad: Data
+    y_grad_dtype: str
+    mean: Floats
+    inv_std_dev: Floats
+    scale: Floats
+    bias: Floats | None = None
+    rms: bool = False
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of rows; the last may be short."""
+        return -(-self.rows // self.height)
+
+
+class NormSpec(NamedTuple):
+    """The order of the norm and the policy for NaN: sums are over |x|^order; for an infinite order nothing is summed.
+
+    With `drop_nonfinite`, NaN and Inf are summed and written as zero.
+    """
+
+    order: float = 2.0
+    drop_nonfinite: bool = False
+
+
+class BlockSums(NamedTuple):
+    """The result of one pass over a block: sum and exponent of every tile, and seven facts of every piece.
+
+    `gradtool.reduction` defines sums and exponents. `max_abs` ignores NaN, and Inf too if it is dropped.
+    `first_nonfinite` is an index into the piece, or -1.
+
+    `new_zeros` and `new_subnormals` say what a write has lost, and are 0 where nothing was written: how many values
+    became 0, and how many more than before are subnormal. What is multiplied by 0 loses nothing, nor does a sum that
+    is subnormal without being rounded.
+    """
+
+    sums: array[float]
+    exponents: array[int]
+    max_abs: array[float]
+    nan: array[int]
+    inf: array[int]
+    zeros: array[int]
+    first_nonfinite: array[int]
+    new_zeros: array[int]
+    new_subnormals: array[int]
+
+
+class FileBlock(NamedTuple):
+    """A block that is still in a file: its descriptor, where the block begins, its bytes, and memory to read them into.
+
+    A part of it is read at a time, as much as the memory holds, and is worked on while it is in the cache. The memory
+    must have room for a tile. `report` has three numbers, which are set: the bytes that were read, the nanoseconds that
+    it took, and what went wrong: the number of an error, or -1 where the file ends within the block. What was found is
+    then of no use.
+    """
+
+    fd: int
+    begin: int
+    nbytes: int
+    memory: memoryview
+    report: array[int]
+
+    def check(self) -> None:
+        """Raise `OSError`, or `EOFError` where the file ends early, if the block could not be read."""
+        problem = self.report[2]
+        if problem < 0:
+            raise EOFError
+        if problem:
+            raise OSError(problem, os.strerror(problem))
+
+
+class BlockHistogram(NamedTuple):
+    """How many values have which binary exponent: the bins of one piece after those of another.
+
+    The bins of a type are those of `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
+    """
+
+    counts: array[int]
+    largest: array[float]
+
+
+class Extremes(NamedTuple):
+    """For each piece of a block, how many of its values are subnormal, and how many have the largest magnitude."""
+
+    subnormal: array[int]
+    saturated: array[int]
+
+
+class Tolerance(NamedTuple):
+    """a is close to b if |a - b| <= absolute + relative·|b|."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+
+class BlockDifferences(NamedTuple):
+    """What tells two blocks apart, one or more values a tile, tile by tile; `gradtool.backends.differences` defines it.
+
+    `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
+    two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
+    the values do not differ. `counts` are: values that differ, stored bits that differ, values that are not close, NaN
+    or Inf in a and not the same in b, NaN or Inf in b and not the same in a, the same NaN or Inf in both.
+    """
+
+    sums: array[float]
+    exponents: array[int]
+    max_abs: array[float]
+    max_rel: array[float]
+    ulps: array[int]
+    places: array[int]
+    counts: array[int]
+
+    @property
+    def maxima(self) -> list[array[Any]]:
+        """The three of which `places` has the places."""
+        return [self.max_abs, self.max_rel, self.ulps]
+
+
+class Backend(Protocol):
+    """The arithmetic of all operations.
+
+    A block is a writable buffer of bytes, or what `to_device` returned for one; it is changed in place.
+    """
+
+    name: str
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of block that this backend is fastest with."""
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Host memory for blocks, of the kind that the backend reads fastest."""
+
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
+        """Copy a block to the device, with byte `align` of it aligned; or the block itself if the device is the CPU.
+
+        Without `copies`, only allocate.
+
+        Raises:
+            DeviceMemoryError: the device has no room.
+        """
+
+    def to_host(self, data: Data, block: memoryview) -> None:
+        """Copy what `to_device` returned back to its block."""
+
+    def stays_on_device(self, nbytes: int) -> bool:
+        """Whether the device has room to keep that much until the next pass."""
+
+    def reads_files(self, spec: NormSpec) -> bool:
+        """Whether `tile_sums` and `profile`, with this spec, and `differences` read a `FileBlock` themselves."""
+
+    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
+        """Sum the pieces."""
+
+    def profile(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+        """Sum the pieces, and count the finite values other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
+
+    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+        """Count, for each piece, the subnormal values and those of the largest finite magnitude of its type."""
+
+    def scale(
+        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
+    ) -> BlockSums:
+        """Multiply each piece by its factor, clamp it to [-limit, limit], write it, and sum what was written.
+
+        The factor is rounded to float32 (for F64, to float64), the limit to the type of the piece, and the exact
+        product, once, to the type of the piece. NaN stays NaN.
+        """
+
+    def scale_units(
+        self,
+        block: Data,
+        pieces: Sequence[Piece],
+        units: Sequence[Units],
+        factors: Factors,
+        spec: NormSpec,
+    ) -> BlockSums:
+        """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
+
+    def unit_factors(
+        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+    ) -> UnitCounts:
+        """Set what consecutive units of `size` elements are multiplied by; `gradtool.backends.units` defines it."""
+
+    def accumulate(
+        self,
+        block: Data,
+        pieces: Sequence[Piece],
+        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
+        rule: Rule,
+        spec: NormSpec,
+    ) -> BlockSums:
+        """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
+
+        `Addend.at` counts the elements of all pieces, one piece after another. The memory of a source is no longer
+        used when the next one is taken.
+        """
+
+    def differences(
+        self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        """Compare each piece of a with the piece of b in the same place, which has as many elements."""
+
+    def trimmed_means(
+        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
+    ) -> NDArray[np.float64]:
+        """The trimmed mean of the values w·g of each element, shape (elements,), in float64.
+
+        Addends of the same elements follow one another and have the same `at`; what none has is 0. The values are
+        sorted, -0 counting as 0; those that are left are added in ascending order and divided by their number. A NaN
+        among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
+        """
+
+    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> NDArray[np.float64]:
+        """Per row the sum of x, or with a center (rows,) of (x - center)², in float64.
+
+        A row is cut into chunks of 1,024. Within a chunk, element j belongs to lane j mod 32; a lane adds in order,
+        starting at +0; the lanes are folded, neighbours first. The chunks are added in order.
+        """
+
+    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Per row the sums of y_grad·scale and y_grad·scale·xh, as `row_sums` adds; xh is the normalized input."""
+
+    def layer_norm_grads(
+        self,
+        patch: Patch,
+        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+        x_grad: Data,
+        dtype: str,
+    ) -> Data:
+        """Write inv_std_dev · (y_grad·scale - means[0] - xh·means[1]), rounded once, to `x_grad`.
+
+        The means are those of `layer_norm_sums`, unless given; means[0] is 0 for RMS norm. Returns the gradients of
+        scale and bias for `add_groups`: the float64 sums of y_grad·xh and of y_grad over the rows of each group, in
+        order.
+        """
+
+    def add_groups(self, totals: array[float], grads: Data) -> None:
+        """Add the gradients that `layer_norm_grads` returned to totals (2, columns), group after group."""
+
+    def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
+        """Stored values as float64, plus an offset: -0 changes none."""
+
+    def narrow(self, values: array[float], dtype: str) -> memoryview:
+        """Float64 values as they are stored in a type, rounded once."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gradtool
-from gradtool import errors
+from gradtool import errors, options
 from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
 from gradtool.report.facts import NONFINITE, SUMMARIES, is_rows, kind_of
@@ -138,6 +138,8 @@ class Schema:
             sys.exit(f"docs/schema.toml does not say what {keys[0]} is")
         self.used.add(key)
         chosen = next((self.choices[one] for one in keys if one in self.choices), None)
+        if isinstance(chosen, str):
+            chosen = list(typing.get_args(getattr(options, chosen)))
         kind = {"enum": chosen} if chosen else self.type_of(hint, name)
         return {"description": self.texts[key]} | kind
 

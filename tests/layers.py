@@ -2,9 +2,10 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, encode, read, snapshot, write
+from support import NUMPY_TYPES, VALUE_TYPES, encode, read, snapshot, write
 
 from gradtool import BadInputError, NonFiniteError, UsageError, layernorm_backward
 
@@ -16,14 +17,10 @@ FORMS = {
 }
 OUTPUTS = ("X_grad", "scale_grad", "bias_grad")
 # What one rounding to a type may add: half a unit in the last place, as a part of the value, and half of the smallest
-# value that is there. The types have 53, 24, 11, 8, 4 and 3 bits.
+# value that is there.
 ROUNDING = {
-    "F64": (2.0**-53, 0.0),
-    "F32": (2.0**-24, 2.0**-150),
-    "F16": (2.0**-11, 2.0**-25),
-    "BF16": (2.0**-8, 2.0**-134),
-    "F8_E4M3": (2.0**-4, 2.0**-10),
-    "F8_E5M2": (2.0**-3, 2.0**-17),
+    dtype: (float(info.eps) / 2, float(info.smallest_subnormal) / 2)
+    for dtype, info in ((dtype, ml_dtypes.finfo(NUMPY_TYPES[dtype])) for dtype in VALUE_TYPES)
 }
 # Float64 sums in another order than numpy's, over max|reference|; at most 2e-15 was seen, DESIGN promises 1e-14.
 ARITHMETIC = 1e-14

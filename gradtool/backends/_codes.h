@@ -8,8 +8,17 @@
 enum { LANES = 2048, ROWS = 32, TILE = LANES * ROWS };
 /* Row sums: lanes, and the columns whose lanes are folded into one value. */
 enum { ROW_LANES = 32, CHUNK = 1024 };
-enum dtype { F64, F32, F16, BF16, F8_E4M3, F8_E5M2, DTYPES };
 enum term { MAXIMUM, ABSOLUTE, SQUARE };
+
+/* The storage types, as storage.py has them: number, name, bits of a code, of its exponent and of its mantissa, and whether
+ * it can be infinite. All else follows from this table. The 8-bit types must have values of F16, times a power of two. */
+#define BYTE_TYPES(X) X(F8_E4M3, f8_e4m3, 8, 4, 3, 0) X(F8_E5M2, f8_e5m2, 8, 5, 2, 1)
+#define SMALL_TYPES(X) X(F16, f16, 16, 5, 10, 1) X(BF16, bf16, 16, 8, 7, 1) BYTE_TYPES(X)
+#define FLOAT_TYPES(X) X(F32, f32, 32, 8, 23, 1) SMALL_TYPES(X)
+#define STORAGE_TYPES(X) X(F64, f64, 64, 11, 52, 1) FLOAT_TYPES(X)
+
+#define NUMBER_OF(DTYPE, ...) DTYPE,
+enum dtype { STORAGE_TYPES(NUMBER_OF) DTYPES };
 
 HELPER float as_float(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
 HELPER double as_double(uint64_t bits) { double value; memcpy(&value, &bits, sizeof value); return value; }
@@ -33,10 +42,25 @@ HELPER double power_of_two(int exponent)
     return as_double(exponent < -1022 ? (uint64_t)1 << (exponent + 1074) : (uint64_t)(exponent + 1023) << 52);
 }
 
-/* Subnormal codes are converted as integers, because float subnormals make multiplication slow. */
-HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, uint32_t first_special)
+HELPER int bias_of(int exponent_bits) { return (1 << (exponent_bits - 1)) - 1; }
+
+/* The first code that is infinite or NaN, which is that of a value that overflows, too; and the quiet NaN. */
+HELPER uint32_t overflow_of(int exponent_bits, int mantissa_bits, int has_infinity)
 {
-    int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
+    return (1u << (exponent_bits + mantissa_bits)) - (has_infinity ? 1u << mantissa_bits : 1u);
+}
+
+HELPER uint32_t quiet_nan_of(int exponent_bits, int mantissa_bits, int has_infinity)
+{
+    return overflow_of(exponent_bits, mantissa_bits, has_infinity) + (has_infinity ? 1u << (mantissa_bits - 1) : 0);
+}
+
+/* Subnormal codes are converted as integers, because float subnormals make multiplication slow. With the exponents of
+ * float32, a code is the upper part of one. */
+HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, int has_infinity)
+{
+    int bias = bias_of(exponent_bits), shift = 23 - mantissa_bits;
+    if (exponent_bits == 8) return code << shift;
     uint32_t sign = (code >> (exponent_bits + mantissa_bits)) << 31;
     uint32_t magnitude = code & ((1u << (exponent_bits + mantissa_bits)) - 1);
     uint32_t normal = (magnitude << shift) + ((uint32_t)(127 - bias) << 23);
@@ -44,59 +68,62 @@ HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits,
     uint32_t subnormal = as_bits((float)(int32_t)magnitude * ulp);
     uint32_t special = (magnitude << shift) | 0x7f800000u;
     uint32_t finite = magnitude < (1u << mantissa_bits) ? subnormal : normal;
-    return sign | (magnitude >= first_special ? special : finite);
+    return sign | (magnitude >= overflow_of(exponent_bits, mantissa_bits, has_infinity) ? special : finite);
 }
 
-/* Rounds to nearest even. `overflow` is the code of a value that overflows the type. */
-HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits, uint32_t overflow, uint32_t nan)
+/* Rounds to nearest even. */
+HELPER uint32_t narrow_small(uint32_t bits, int exponent_bits, int mantissa_bits, int has_infinity)
 {
-    int bias = (1 << (exponent_bits - 1)) - 1, shift = 23 - mantissa_bits;
-    uint32_t sign = (bits >> 31) << (exponent_bits + mantissa_bits);
+    int bias = bias_of(exponent_bits), shift = 23 - mantissa_bits;
+    uint32_t overflow = overflow_of(exponent_bits, mantissa_bits, has_infinity);
+    uint32_t nan = quiet_nan_of(exponent_bits, mantissa_bits, has_infinity);
     uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t half = (1u << (shift - 1)) - 1 + ((bits >> shift) & 1);
+    if (exponent_bits == 8) return magnitude > 0x7f800000u ? nan : (bits + half) >> shift;
+    uint32_t sign = (bits >> 31) << (exponent_bits + mantissa_bits);
     uint32_t rebias = (uint32_t)(127 - bias) << 23;
-    uint32_t half = (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1);
     uint32_t normal = (magnitude + half - rebias) >> shift;
     uint32_t anchor = (uint32_t)(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = as_bits(as_float(magnitude) + as_float(anchor)) - anchor;
     uint32_t code = magnitude < rebias + (1u << 23) ? subnormal : (normal > overflow ? overflow : normal);
     /* Where nothing is infinite, a value that overflows is NaN, too. */
-    int is_nan = overflow == nan ? code == nan : magnitude > 0x7f800000u;
+    int is_nan = has_infinity ? magnitude > 0x7f800000u : code == nan;
     return is_nan ? nan : sign | code;
 }
 
+#define CONVERSIONS(DTYPE, NAME, BITS, ...)                                                                            \
+    HELPER float NAME##_to_float(uint32_t code) { return as_float(widen_small(code, __VA_ARGS__)); }                   \
+    HELPER uint##BITS##_t float_to_##NAME(float value)                                                                 \
+    {                                                                                                                  \
+        return (uint##BITS##_t)narrow_small(as_bits(value), __VA_ARGS__);                                              \
+    }
+
+SMALL_TYPES(CONVERSIONS)
 HELPER float f32_to_float(uint32_t code) { return as_float(code); }
-HELPER float f16_to_float(uint32_t code) { return as_float(widen_small(code, 5, 10, 0x7c00u)); }
-HELPER float bf16_to_float(uint32_t code) { return as_float(code << 16); }
-/* E4M3 has no infinity: a value that overflows becomes NaN. */
-HELPER float f8_e4m3_to_float(uint32_t code) { return as_float(widen_small(code, 4, 3, 0x7fu)); }
-HELPER float f8_e5m2_to_float(uint32_t code) { return as_float(widen_small(code, 5, 2, 0x7cu)); }
 
-HELPER uint16_t float_to_f16(float value) { return (uint16_t)narrow_small(as_bits(value), 5, 10, 0x7c00u, 0x7e00u); }
-HELPER uint8_t float_to_f8_e4m3(float value) { return (uint8_t)narrow_small(as_bits(value), 4, 3, 0x7fu, 0x7fu); }
-HELPER uint8_t float_to_f8_e5m2(float value) { return (uint8_t)narrow_small(as_bits(value), 5, 2, 0x7cu, 0x7eu); }
-
-HELPER uint16_t float_to_bf16(float value)
-{
-    uint32_t bits = as_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
-}
-
-/* Of a type of 16 bits or fewer, as bits of float32: its smallest normal value; k in the exponent, k being by how many
- * bits its mantissa is shorter; and the magnitude from which round_product is no longer right. */
+/* As bits of float32: a type's smallest normal value; k in the exponent, k being by how many bits its mantissa is shorter;
+ * and the magnitude from which round_product is no longer right, because the value or the anchor overflows. */
 struct format { uint32_t lowest, spare, bound; };
 
+HELPER struct format format_from(int exponent_bits, int mantissa_bits, int has_infinity)
+{
+    uint32_t rebias = (uint32_t)(127 - bias_of(exponent_bits)) << 23, shift = (uint32_t)(23 - mantissa_bits);
+    uint32_t overflow = (overflow_of(exponent_bits, mantissa_bits, has_infinity) << shift) + rebias;
+    uint32_t highest = (255 - shift) << 23;
+    struct format format = {rebias + (1u << 23), shift << 23, overflow < highest ? overflow : highest};
+    return format;
+}
+
+/* Of any type but F64. */
 HELPER struct format format_of(enum dtype dtype)
 {
-    struct format f16 = {113u << 23, 13u << 23, 0x47800000u}, bf16 = {1u << 23, 16u << 23, 0x77800000u};
-    struct format f8_e4m3 = {121u << 23, 20u << 23, 0x43f00000u}, f8_e5m2 = {113u << 23, 21u << 23, 0x47800000u};
-    return dtype == F16 ? f16 : dtype == BF16 ? bf16 : dtype == F8_E4M3 ? f8_e4m3 : f8_e5m2;
+#define FORMAT_OF(DTYPE, NAME, BITS, ...) if (dtype == DTYPE) return format_from(__VA_ARGS__);
+    SMALL_TYPES(FORMAT_OF)
+    return format_from(8, 23, 1);
 }
 
 /* The smallest normal value of a type. */
-HELPER double normal_of(enum dtype dtype)
-{
-    return dtype == F64 ? 0x1p-1022 : dtype == F32 ? 0x1p-126 : (double)as_float(format_of(dtype).lowest);
-}
+HELPER double normal_of(enum dtype dtype) { return dtype == F64 ? 0x1p-1022 : (double)as_float(format_of(dtype).lowest); }
 
 HELPER uint32_t sign_of(float value) { return as_bits(value) & 0x80000000u; }
 

@@ -48,32 +48,25 @@ COMPARE_CODES(codes16, 16, 16)
 COMPARE_CODES(codes8, 16, 8)
 
 /* Codes in 32 bits of values that are rounded to a type. */
-#define ROUND_CODES(NAME, NARROW)                                                                                      \
+#define ROUND_CODES(NAME, CODE)                                                                                        \
     static void round_##NAME(const double *restrict values, uint32_t *restrict codes, int n)                           \
     {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++)                                                                                \
-            codes[j] = (uint32_t)(NARROW(fabs(values[j]))) | (values[j] < 0 ? 0x80000000u : 0);                        \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            double magnitude = fabs(values[j]);                                                                        \
+            codes[j] = (uint32_t)(CODE) | (values[j] < 0 ? 0x80000000u : 0);                                           \
+        }                                                                                                              \
     }
-#define NARROW_F32(VALUE) as_bits((float)(VALUE))
-#define NARROW_F16(VALUE) float_to_f16(double_to_odd(VALUE))
-#define NARROW_BF16(VALUE) float_to_bf16(double_to_odd(VALUE))
-#define NARROW_F8_E4M3(VALUE) float_to_f8_e4m3(double_to_odd(VALUE))
-#define NARROW_F8_E5M2(VALUE) float_to_f8_e5m2(double_to_odd(VALUE))
+#define ROUND_SMALL(DTYPE, NAME, ...) ROUND_CODES(NAME, float_to_##NAME(double_to_odd(magnitude)))
 
-ROUND_CODES(f32, NARROW_F32)
-ROUND_CODES(f16, NARROW_F16)
-ROUND_CODES(bf16, NARROW_BF16)
-ROUND_CODES(f8_e4m3, NARROW_F8_E4M3)
-ROUND_CODES(f8_e5m2, NARROW_F8_E5M2)
+ROUND_CODES(f32, as_bits((float)magnitude))
+SMALL_TYPES(ROUND_SMALL)
 
 static void round_codes(enum dtype dtype, const double *values, uint32_t *codes, int n)
 {
     switch (dtype) {
-    case F32: round_f32(values, codes, n); return;
-    case F16: round_f16(values, codes, n); return;
-    case BF16: round_bf16(values, codes, n); return;
-    case F8_E4M3: round_f8_e4m3(values, codes, n); return;
-    default: round_f8_e5m2(values, codes, n); return;
+#define ROUND_ROW(DTYPE, NAME, ...) case DTYPE: round_##NAME(values, codes, n); return;
+    SMALL_TYPES(ROUND_ROW)
+    default: round_f32(values, codes, n); return;
     }
 }
 

@@ -1,4 +1,4 @@
-/* Values at the ends of what a storage type holds; tiles.py is the plain twin, and storage.py gives the codes of the bounds. */
+/* Values at the ends of what a storage type holds; tiles.py is the plain twin, storage.py has the codes of the bounds. */
 #ifndef GRADTOOL_EXTREMES_H
 #define GRADTOOL_EXTREMES_H
 

@@ -2,6 +2,8 @@
 #ifndef GRADTOOL_HALF_H
 #define GRADTOOL_HALF_H
 
+#include "_memory.h"
+
 #if defined(__F16C__)
 #include <immintrin.h>
 
@@ -75,50 +77,42 @@ static void narrow_f16(const float *restrict row, char *restrict target, int n)
     }
 }
 
-/* The upper half of an F16 code. */
-static void f8_e5m2_to_halves(const char *restrict source, char *restrict halves, int n)
+/* k, where a value of an 8-bit type is 2^k times the value of its F16 code: the difference of the biases. */
+#define HALVES_EXPONENT(EXPONENT) (15 - ((1 << (EXPONENT - 1)) - 1))
+
+HELPER int halves_exponent(enum dtype dtype)
 {
-    for (int64_t j = 0; j < n; j++) store16(halves + 2 * j, (uint16_t)(load8(source + j) << 8));
+#define HALVES_EXPONENT_OF(DTYPE, NAME, BITS, EXPONENT, ...) if (dtype == DTYPE) return HALVES_EXPONENT(EXPONENT);
+    BYTE_TYPES(HALVES_EXPONENT_OF)
+    return 0;
 }
 
-/* An F16 code with an exponent that is 8 too small: the F16 value is 256 times smaller. */
-static void f8_e4m3_to_halves(const char *restrict source, char *restrict halves, int n)
-{
-    for (int64_t j = 0; j < n; j++) {
-        uint16_t code = load8(source + j), magnitude = code & 0x7fu;
-        uint16_t half = magnitude == 0x7fu ? 0x7e00u : (uint16_t)(magnitude << 7);
-        store16(halves + 2 * j, (uint16_t)((code & 0x80u) << 8 | half));
+/* Codes of an 8-bit type as those of F16, which has another bias; and back, for values of the type. */
+#define HALVES(DTYPE, NAME, BITS, EXPONENT, MANTISSA, HAS_INFINITY)                                                    \
+    static void NAME##_to_halves(const char *restrict source, char *restrict halves, int n)                            \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            uint16_t code = load8(source + j), magnitude = code & 0x7fu;                                               \
+            uint16_t half = !HAS_INFINITY && magnitude == 0x7fu ? 0x7e00u : (uint16_t)(magnitude << (10 - MANTISSA));  \
+            store16(halves + 2 * j, (uint16_t)((code & 0x80u) << 8 | half));                                           \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void halves_to_##NAME(const char *restrict halves, char *restrict target, int n)                            \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            uint16_t half = load16(halves + 2 * j);                                                                    \
+            store8(target + j, (uint8_t)((half >> 8 & 0x80u) | (half >> (10 - MANTISSA) & 0x7fu)));                    \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void widen_##NAME(const char *restrict source, float *restrict row, int n)                                  \
+    {                                                                                                                  \
+        ALIGNED char halves[2 * LANES];                                                                                \
+        NAME##_to_halves(source, halves, n);                                                                           \
+        widen_f16(halves, row, n);                                                                                     \
+        for (int64_t j = 0; j < n && HALVES_EXPONENT(EXPONENT); j++) row[j] *= 1 << HALVES_EXPONENT(EXPONENT);         \
     }
-}
 
-/* The ways back, for values of the 8-bit type. */
-static void halves_to_f8_e5m2(const char *restrict halves, char *restrict target, int n)
-{
-    for (int64_t j = 0; j < n; j++) store8(target + j, (uint8_t)(load16(halves + 2 * j) >> 8));
-}
-
-static void halves_to_f8_e4m3(const char *restrict halves, char *restrict target, int n)
-{
-    for (int64_t j = 0; j < n; j++) {
-        uint16_t half = load16(halves + 2 * j);
-        store8(target + j, (uint8_t)((half >> 8 & 0x80u) | (half >> 7 & 0x7fu)));
-    }
-}
-
-static void widen_f8_e5m2(const char *restrict source, float *restrict row, int n)
-{
-    ALIGNED char halves[2 * LANES];
-    f8_e5m2_to_halves(source, halves, n);
-    widen_f16(halves, row, n);
-}
-
-static void widen_f8_e4m3(const char *restrict source, float *restrict row, int n)
-{
-    ALIGNED char halves[2 * LANES];
-    f8_e4m3_to_halves(source, halves, n);
-    widen_f16(halves, row, n);
-    for (int64_t j = 0; j < n; j++) row[j] *= 256;
-}
+BYTE_TYPES(HALVES)
 
 /* Loops over 16-bit codes take whole groups of them, so that none is left over after the last step or word. */
 enum { GROUP = 16 };
@@ -130,12 +124,26 @@ HELPER int whole_groups(int n) { return (n + GROUP - 1) / GROUP * GROUP; }
 static const char *load_codes(enum dtype dtype, const char *source, char *room, int n)
 {
     int whole = whole_groups(n);
-    if (dtype == F8_E4M3) f8_e4m3_to_halves(source, room, n);
-    else if (dtype == F8_E5M2) f8_e5m2_to_halves(source, room, n);
-    else if (whole == n) return source;
-    else memcpy(room, source, 2 * (size_t)n);
+    switch (dtype) {
+#define TO_HALVES(DTYPE, NAME, ...) case DTYPE: NAME##_to_halves(source, room, n); break;
+    BYTE_TYPES(TO_HALVES)
+    default:
+        if (whole == n) return source;
+        memcpy(room, source, 2 * (size_t)n);
+    }
     memset(room + 2 * n, 0, 2 * (size_t)(whole - n));
     return room;
+}
+
+/* Stores codes that load_codes has returned. */
+static void store_codes(enum dtype dtype, const char *codes, char *target, int n)
+{
+    switch (dtype) {
+#define FROM_HALVES(DTYPE, NAME, ...) case DTYPE: halves_to_##NAME(codes, target, n); return;
+    BYTE_TYPES(FROM_HALVES)
+    default:
+        if (codes != target) memcpy(target, codes, 2 * (size_t)n);
+    }
 }
 
 #endif

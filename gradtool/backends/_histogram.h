@@ -142,11 +142,10 @@ static double histogram32(enum dtype dtype, const char *data, uint8_t *field, in
 {
     int64_t *count = bin + SUBNORMAL_BINS32;
     if (dtype != F32 && dtype != BF16) {
-        /* The codes of F8_E4M3 are of values 256 times smaller. */
-        float factor = dtype == F8_E4M3 ? 256 : 1;
+        int exponent = halves_exponent(dtype);
         uint32_t largest = as_bits(f16_to_float((uint32_t)fields_of_halves(dtype, data, field, n).largest));
-        count_chunk(field, n, (int)(largest >> 23), count + (dtype == F8_E4M3 ? 8 : 0));
-        return (double)(as_float(largest) * factor);
+        count_chunk(field, n, (int)(largest >> 23), count + exponent);
+        return (double)as_float(largest) * power_of_two(exponent);
     }
     struct extremes seen = (dtype == F32 ? fields_of_f32 : fields_of_bf16)(data, field, n);
     uint32_t largest = (uint32_t)seen.largest << (dtype == F32 ? 0 : 16);

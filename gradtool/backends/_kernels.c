@@ -127,21 +127,20 @@ static const char *check_results(const int64_t *piece, Py_ssize_t k, const Py_bu
     return sums->len == 8 * tiles && exponents->len == 4 * tiles ? NULL : "one sum and one exponent a tile are needed";
 }
 
-/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, max_abs, counts, bins, largest): pieces is int64
- * (k, 3) of dtype code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for
- * each element, to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; max_abs float64
- * (k,); counts int64 (k, 6) of NaN, Inf, zeros, the first non-finite index or -1, and, added to, values that become 0 and
- * more subnormal ones. bins int64, added to, are BINS64 for each piece of F64 and BINS32 for each other one, and largest
- * float64 (k,) the largest finite magnitudes; or both are None. Only the bounds are checked. */
+/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, facts, bins, largest): pieces is int64 (k, 3) of
+ * dtype code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each
+ * element, to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; facts zeros, k times
+ * struct facts. bins int64, added to, are BINS64 for each piece of F64 and BINS32 for each other one, and largest float64
+ * (k,) the largest finite magnitudes; or both are None. Only the bounds are checked. */
 static PyObject *run(PyObject *self, PyObject *args)
 {
     struct block block;
-    Py_buffer pieces, factors, wide, sums, exponents, max_abs, counts, bins, largest;
+    Py_buffer pieces, factors, wide, sums, exponents, facts, bins, largest;
     struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL, NULL};
     int term;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O&y*z*z*dipw*w*w*w*z*z*", to_block, &block, &pieces, &factors, &wide, &job.limit, &term,
-                          &job.drops, &sums, &exponents, &max_abs, &counts, &bins, &largest))
+    if (!PyArg_ParseTuple(args, "O&y*z*z*dipw*w*w*z*z*", to_block, &block, &pieces, &factors, &wide, &job.limit, &term,
+                          &job.drops, &sums, &exponents, &facts, &bins, &largest))
         return NULL;
 
     job.term = (enum term)term;
@@ -152,18 +151,18 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (!problem) problem = check_results(pieces.buf, k, &sums, &exponents, &wide, &bins);
     if (job.writes && factors.len != 8 * k) problem = "one factor a piece is needed";
     if ((job.writes || job.wide) && block.memory.readonly) problem = "a writable block is needed";
-    if (max_abs.len != 8 * k || counts.len != 48 * k) problem = "one entry a piece is needed";
+    if (facts.len != (Py_ssize_t)sizeof(struct facts) * k) problem = "one entry a piece is needed";
     if (bins.buf && (largest.len != 8 * k || bins.readonly || largest.readonly)) problem = "writable bins are needed";
     if (!problem) {
         struct histogram to = {bins.buf, largest.buf};
         Py_BEGIN_ALLOW_THREADS
-        kernels->run_pieces(job, &block.source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, max_abs.buf,
-                            counts.buf, to);
+        kernels->run_pieces(job, &block.source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, facts.buf,
+                            to);
         Py_END_ALLOW_THREADS
         report(&block);
     }
 
-    Py_buffer *const all[] = {&pieces, &factors, &wide, &sums, &exponents, &max_abs, &counts, &bins, &largest};
+    Py_buffer *const all[] = {&pieces, &factors, &wide, &sums, &exponents, &facts, &bins, &largest};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
     to_block(NULL, &block);
     return done(problem);

@@ -11,7 +11,7 @@
 struct level {
     const char *name;
     void (*run_pieces)(struct job, struct source *, const int64_t *, int64_t, const double *, double *, int32_t *,
-                       double *, int64_t *, struct histogram);
+                       struct facts *, struct histogram);
     void (*compare_pieces)(struct source *, const int64_t *, const int64_t *, int64_t, struct tolerance,
                            struct results);
     void (*count_extremes)(const char *, int64_t, int64_t, const uint64_t *, int64_t *);

@@ -48,12 +48,9 @@ static double smallest(enum dtype dtype, const char *row, int n)
     uint32_t code = (uint32_t)found;
     if (!found) return INFINITY;
     switch (dtype) {
-    case F64: return as_double(found);
-    case F32: return f32_to_float(code);
-    case F16: return f16_to_float(code);
-    case BF16: return bf16_to_float(code);
-    case F8_E4M3: return f8_e4m3_to_float(code);
-    default: return f8_e5m2_to_float(code);
+#define VALUE_OF(DTYPE, NAME, ...) case DTYPE: return NAME##_to_float(code);
+    FLOAT_TYPES(VALUE_OF)
+    default: return as_double(found);
     }
 }
 

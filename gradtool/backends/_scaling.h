@@ -82,16 +82,15 @@ static int scale_codes(struct job job, enum dtype dtype, char *data, int n)
     if (!HAS_FMA) return 0;
     /* They are in the row itself or in the room. */
     char *codes = (char *)load_codes(dtype, data, room, n);
-    if (dtype == F8_E4M3) format.lowest -= 8u << 23, format.bound -= 8u << 23, limit /= 256;
+    uint32_t exponent = (uint32_t)halves_exponent(dtype);
+    format.lowest -= exponent << 23, format.bound -= exponent << 23, limit /= (float)(1u << exponent);
     if (job.drops) drop_codes(codes, dtype == BF16 ? 0x7f80u : 0x7c00u, whole_groups(n));
     look(codes, &seen, whole_groups(n));
     float largest = dtype == BF16 ? bf16_to_float((uint32_t)seen.largest) : f16_to_float((uint32_t)seen.largest);
     if (round_product(largest, factor, format) >= format.bound) return 0;
     if (dtype == BF16) scale_words(codes, factor, as_bits(limit), format, whole_groups(n) / 2);
     else scale_halves(codes, factor, as_bits(limit), format, whole_groups(n));
-    if (dtype == F8_E4M3) halves_to_f8_e4m3(codes, data, n);
-    else if (dtype == F8_E5M2) halves_to_f8_e5m2(codes, data, n);
-    else if (codes != data) memcpy(data, codes, 2 * (size_t)n);
+    store_codes(dtype, codes, data, n);
     return 1;
 }
 

@@ -2,48 +2,7 @@
 #ifndef GRADTOOL_STORAGE_H
 #define GRADTOOL_STORAGE_H
 
-#include <float.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#if FLT_EVAL_METHOD != 0
-#error "these kernels need float and double arithmetic without excess precision"
-#endif
-
-/* A row on the stack begins at a cache line. Elsewhere its vectors cross lines, which costs up to a fifth of the speed. */
-#define ALIGNED _Alignas(64)
-
-/* Not a plain `inline`, so that every loop over them is one that the compiler can vectorize. */
-#if defined(__GNUC__)
-#define HELPER static inline __attribute__((always_inline))
-#else
-#define HELPER static inline
-#endif
-
-#include "_codes.h"
-
-/* Whether fmaf is an instruction; elsewhere it is slow. */
-#if defined(__FMA__) || defined(__FP_FAST_FMAF)
-enum { HAS_FMA = 1 };
-#else
-enum { HAS_FMA = 0 };
-#endif
-
-/* Codes, whatever their size, that are compared in one stretch; a whole number of vectors. */
-enum { SIDE_BY_SIDE = 64 };
-
-static const int64_t ITEMSIZE[DTYPES] = {8, 4, 2, 2, 1, 1};
-
-/* A tensor can have any address. */
-HELPER uint8_t load8(const char *at) { return (uint8_t)*at; }
-HELPER uint16_t load16(const char *at) { uint16_t code; memcpy(&code, at, sizeof code); return code; }
-HELPER uint32_t load32(const char *at) { uint32_t code; memcpy(&code, at, sizeof code); return code; }
-HELPER uint64_t load64(const char *at) { uint64_t code; memcpy(&code, at, sizeof code); return code; }
-HELPER void store8(char *at, uint8_t code) { *at = (char)code; }
-HELPER void store16(char *at, uint16_t code) { memcpy(at, &code, sizeof code); }
-HELPER void store32(char *at, uint32_t code) { memcpy(at, &code, sizeof code); }
-HELPER void store64(char *at, uint64_t code) { memcpy(at, &code, sizeof code); }
+#include "_half.h"
 
 #define WIDEN(NAME, BITS)                                                                                              \
     static void widen_##NAME(const char *restrict source, float *restrict row, int n)                                  \
@@ -61,19 +20,16 @@ WIDEN(f32, 32)
 NARROW(f32, 32)
 WIDEN(bf16, 16)
 NARROW(bf16, 16)
-NARROW(f8_e4m3, 8)
-NARROW(f8_e5m2, 8)
+#define NARROW_BYTES(DTYPE, NAME, ...) NARROW(NAME, 8)
+BYTE_TYPES(NARROW_BYTES)
 
-#include "_half.h"
-
+/* A row of any type but F64; so does store_row. */
 static void load_row(enum dtype dtype, const char *source, float *row, int n)
 {
     switch (dtype) {
-    case F32: widen_f32(source, row, n); return;
-    case F16: widen_f16(source, row, n); return;
-    case BF16: widen_bf16(source, row, n); return;
-    case F8_E4M3: widen_f8_e4m3(source, row, n); return;
-    default: widen_f8_e5m2(source, row, n); return;
+#define WIDEN_ROW(DTYPE, NAME, ...) case DTYPE: widen_##NAME(source, row, n); return;
+    SMALL_TYPES(WIDEN_ROW)
+    default: widen_f32(source, row, n); return;
     }
 }
 
@@ -102,11 +58,9 @@ static const char *load_values(enum dtype dtype, const char *data, int is_wide, 
 static void store_row(enum dtype dtype, const float *row, char *target, int n)
 {
     switch (dtype) {
-    case F32: narrow_f32(row, target, n); return;
-    case F16: narrow_f16(row, target, n); return;
-    case BF16: narrow_bf16(row, target, n); return;
-    case F8_E4M3: narrow_f8_e4m3(row, target, n); return;
-    default: narrow_f8_e5m2(row, target, n); return;
+#define NARROW_ROW(DTYPE, NAME, ...) case DTYPE: narrow_##NAME(row, target, n); return;
+    SMALL_TYPES(NARROW_ROW)
+    default: narrow_f32(row, target, n); return;
     }
 }
 

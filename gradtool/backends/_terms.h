@@ -20,7 +20,7 @@ static double largest_seen(enum dtype dtype, struct seen seen)
     uint32_t code = (uint32_t)seen.largest;
     if (dtype == F32) return f32_to_float(code);
     if (dtype == BF16) return bf16_to_float(code);
-    return f16_to_float(code) * (dtype == F8_E4M3 ? 256 : 1);
+    return f16_to_float(code) * (float)power_of_two(halves_exponent(dtype));
 }
 
 /* The square of a float is exact in float64, so to round it in between, or not, gives the same bits. */
@@ -144,11 +144,11 @@ static void sum_terms(enum term term, enum dtype dtype, const char *source, doub
     seen->zeros -= whole_groups(n) - n;
 }
 
-/* The sum of the lanes, of which those of F8_E4M3 are of values 256 times smaller. */
+/* The sum of the lanes; those of an 8-bit type are of its F16 codes. */
 static double fold_terms(enum term term, enum dtype dtype, double *lanes)
 {
     if (dtype == BF16) return fold_halves(lanes, LANES);
-    return fold(lanes, LANES) * (dtype != F8_E4M3 ? 1 : term == SQUARE ? 0x1p16 : 0x1p8);
+    return fold(lanes, LANES) * power_of_two(halves_exponent(dtype) * (term == SQUARE ? 2 : 1));
 }
 
 #endif

@@ -51,10 +51,11 @@ static double divided_tile(struct job job, enum dtype dtype, const char *data, i
     return fold(lanes, LANES);
 }
 
-struct stats { double max_abs; int64_t nan, inf, zeros, first; };
+/* As Facts of protocol.py. Losses are counted where `job.losses` says. */
+struct facts { double max_abs; int64_t nan, inf, zeros, first, losses[2]; };
 
 /* Counts what is not finite in a tile, and finds the largest magnitude of the rest. */
-static void count(struct job job, enum dtype dtype, const char *data, int64_t elements, struct stats *stats)
+static void count(struct job job, enum dtype dtype, const char *data, int64_t elements, struct facts *facts)
 {
     struct job keeps = {.drops = 0};
     double row[LANES], largest = 0;
@@ -63,36 +64,36 @@ static void count(struct job job, enum dtype dtype, const char *data, int64_t el
         load_doubles(keeps, dtype, data + start * ITEMSIZE[dtype], row, n);
         for (int64_t j = 0; j < n; j++) {
             double magnitude = fabs(row[j]);
-            stats->nan += row[j] != row[j];
-            stats->inf += magnitude == INFINITY;
+            facts->nan += row[j] != row[j];
+            facts->inf += magnitude == INFINITY;
             if (magnitude > largest && (magnitude < INFINITY || !job.drops)) largest = magnitude;
         }
     }
-    stats->max_abs = largest;
+    facts->max_abs = largest;
     /* What is dropped is counted, and then is zero. */
-    if (job.drops) stats->zeros += stats->nan + stats->inf;
+    if (job.drops) facts->zeros += facts->nan + facts->inf;
 }
 
 /* The sum and the exponent of a tile. Returns its other facts. */
-static struct stats sum_tile(struct job job, enum dtype dtype, char *data, int64_t elements, double *sum,
+static struct facts sum_tile(struct job job, enum dtype dtype, char *data, int64_t elements, double *sum,
                              int32_t *exponent)
 {
     struct seen seen = {0, 0};
     *sum = tile(job, dtype, data, elements, &seen);
     *exponent = 0;
-    struct stats stats = {largest_seen(dtype, seen), 0, 0, seen.zeros, -1};
-    if (!isfinite(stats.max_abs)) {
-        count(job, dtype, data, elements, &stats);
+    struct facts facts = {.max_abs = largest_seen(dtype, seen), .zeros = seen.zeros, .first = -1};
+    if (!isfinite(facts.max_abs)) {
+        count(job, dtype, data, elements, &facts);
         if (job.drops) *sum = divided_tile(job, dtype, data, elements, 1);
     }
     if (job.term == MAXIMUM) *sum = 0;
     /* The magnitudes of all other types, and their squares, are in range. */
-    if (dtype != F64 || job.term == MAXIMUM || is_in_range(*sum)) return stats;
-    if (stats.max_abs > 0 && (job.drops || stats.nan + stats.inf == 0)) {
-        *exponent = exponent_of(stats.max_abs);
+    if (dtype != F64 || job.term == MAXIMUM || is_in_range(*sum)) return facts;
+    if (facts.max_abs > 0 && (job.drops || facts.nan + facts.inf == 0)) {
+        *exponent = exponent_of(facts.max_abs);
         *sum = divided_tile(job, dtype, data, elements, power_of_two(*exponent));
     }
-    return stats;
+    return facts;
 }
 
 /* Slow, and called only if there is one. */
@@ -109,29 +110,27 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
 
 /* Stops where the source does. If there are bins, counts each tile in them while it is in the cache. */
 static void run_pieces(struct job job, struct source *source, const int64_t *piece, int64_t k, const double *factors,
-                       double *sum, int32_t *exponent, double *max_abs, int64_t *count, struct histogram to)
+                       double *sum, int32_t *exponent, struct facts *facts, struct histogram to)
 {
     double limit = job.limit;
-    for (int64_t i = 0; i < k; i++, piece += 3, count += 6) {
+    for (int64_t i = 0; i < k; i++, piece += 3, facts++) {
         enum dtype dtype = (enum dtype)piece[0];
         int64_t elements = piece[2], itemsize = ITEMSIZE[dtype];
-        struct stats stats = {0, 0, 0, 0, -1};
+        facts->first = -1;
         if (job.writes) job.factor = factors[i], job.limit = round_to(dtype, limit);
-        job.losses = count + 4;
+        job.losses = facts->losses;
         for (int64_t start = 0; start < elements; start += TILE) {
             int64_t size = elements - start < TILE ? elements - start : TILE;
             char *data = bytes_of(source, piece[1] + start * itemsize, size * itemsize);
             if (!data) return;
-            struct stats own = sum_tile(job, dtype, data, size, sum++, exponent++);
-            if (own.max_abs > stats.max_abs) stats.max_abs = own.max_abs;
-            stats.nan += own.nan, stats.inf += own.inf, stats.zeros += own.zeros;
-            if (stats.first < 0 && own.nan + own.inf) stats.first = start + first_nonfinite(dtype, data, size);
+            struct facts own = sum_tile(job, dtype, data, size, sum++, exponent++);
+            if (own.max_abs > facts->max_abs) facts->max_abs = own.max_abs;
+            facts->nan += own.nan, facts->inf += own.inf, facts->zeros += own.zeros;
+            if (facts->first < 0 && own.nan + own.inf) facts->first = start + first_nonfinite(dtype, data, size);
             if (job.wide) job.wide += size;
             if (to.bin) count_tile(dtype, data, size, to.bin, to.largest + i);
         }
         if (to.bin) to.bin += bins_of(dtype);
-        max_abs[i] = stats.max_abs;
-        count[0] = stats.nan, count[1] = stats.inf, count[2] = stats.zeros, count[3] = stats.first;
     }
 }
 

@@ -11,6 +11,7 @@ from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import (
+    FACTS,
     Addend,
     BlockDifferences,
     BlockHistogram,
@@ -109,7 +110,9 @@ class CompiledBackend(NumpyBackend):
             table.extend((STORAGE[piece.dtype].code, piece.offset, piece.elements, own.phase, own.size, own.first))
         losses = int64s(2 * len(pieces))
         kernels.scale_units(block, table, factors, losses)
-        return self.tile_sums(block, pieces, spec)._replace(new_zeros=losses[::2], new_subnormals=losses[1::2])
+        found = self.tile_sums(block, pieces, spec)
+        found.new_zeros, found.new_subnormals = losses[::2], losses[1::2]
+        return found
 
     def unit_factors(
         self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
@@ -236,17 +239,8 @@ def _run(
     wide: Floats | None = None,
     counts: BlockHistogram | tuple[None, None] = (None, None),
 ) -> BlockSums:
-    room = _room(pieces)
-    term = _TERMS[spec.order]
-    kernels.run(block, _table(pieces), factors, wide, limit, term, spec.drop_nonfinite, *room, *counts)
-    return _found(*room)
-
-
-def _room(pieces: Sequence[Piece]) -> tuple[array[float], array[int], array[float], array[int]]:
-    """What the kernels fill: sums, exponents, largest magnitudes and counts."""
     tiles = sum(tile_count(piece.elements) for piece in pieces)
-    return float64s(tiles), int32s(tiles), float64s(len(pieces)), int64s(6 * len(pieces))
-
-
-def _found(sums: array[float], exponents: array[int], max_abs: array[float], counts: array[int]) -> BlockSums:
-    return BlockSums(sums, exponents, max_abs, *(counts[column::6] for column in range(6)))
+    sums, exponents, facts = float64s(tiles), int32s(tiles), int64s(len(FACTS) * len(pieces))
+    term = _TERMS[spec.order]
+    kernels.run(block, _table(pieces), factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, facts, *counts)
+    return BlockSums(sums, exponents, facts)

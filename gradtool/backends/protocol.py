@@ -8,11 +8,14 @@ is the reference: all others give the same bits.
 from __future__ import annotations
 
 import os
+from array import array
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from gradtool.arrays import float64s, int32s
+from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterable, Sequence
 
     import numpy as np
@@ -154,26 +157,59 @@ class NormSpec(NamedTuple):
     drop_nonfinite: bool = False
 
 
-class BlockSums(NamedTuple):
-    """The result of one pass over a block: sum and exponent of every tile, and seven facts of every piece.
+class Fact(NamedTuple):
+    """The type of a fact, and how those of parts of a tensor become one: as a `gradtool.engines.tally.Column`."""
 
-    `gradtool.reduction` defines sums and exponents. `max_abs` ignores NaN, and Inf too if it is dropped.
-    `first_nonfinite` is an index into the piece, or -1.
+    typecode: str
+    merge: Literal["sum", "max", "first"]
+    signed: bool = False
+
+
+def _fact(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
+    return Fact(typecode, merge, signed)
+
+
+class Facts:
+    """What a pass over a block says of each piece, beside its sums. The kernels have structs of the same order.
+
+    `max_abs` ignores NaN, and Inf too if it is dropped. `first_nonfinite` is an index into the piece, or -1.
 
     `new_zeros` and `new_subnormals` say what a write has lost, and are 0 where nothing was written: how many values
     became 0, and how many more than before are subnormal. What is multiplied by 0 loses nothing, nor does a sum that
     is subnormal without being rounded.
     """
 
-    sums: array[float]
-    exponents: array[int]
-    max_abs: array[float]
-    nan: array[int]
-    inf: array[int]
-    zeros: array[int]
-    first_nonfinite: array[int]
-    new_zeros: array[int]
-    new_subnormals: array[int]
+    max_abs: array[float] = _fact("d", "max")
+    nan: array[int] = _fact("q", "sum")
+    inf: array[int] = _fact("q", "sum")
+    zeros: array[int] = _fact("q", "sum")
+    first_nonfinite: array[int] = _fact("q", "first")
+    new_zeros: array[int] = _fact("q", "sum")
+    # A gradient may lose some.
+    new_subnormals: array[int] = _fact("q", "sum", signed=True)
+
+
+FACTS: dict[str, Fact] = {name: fact for name, fact in vars(Facts).items() if isinstance(fact, Fact)}
+
+
+class BlockSums(Facts):
+    """The result of one pass over a block: sum and exponent of every tile, and the facts of every piece.
+
+    `gradtool.reduction` defines sums and exponents.
+    """
+
+    def __init__(self, sums: array[float], exponents: array[int], words: array[int]) -> None:
+        """Take the facts from `words` of 8 bytes: those of one piece after those of another."""
+        self.sums, self.exponents = sums, exponents
+        for number, (name, fact) in enumerate(FACTS.items()):
+            setattr(self, name, array(fact.typecode, words[number :: len(FACTS)].tobytes()))
+
+    @classmethod
+    def empty(cls, pieces: Sequence[Piece]) -> BlockSums:
+        """Of pieces that are not looked at yet."""
+        tiles = sum(tile_count(piece.elements) for piece in pieces)
+        words = [-1 if fact.merge == "first" else 0 for fact in FACTS.values()]
+        return cls(float64s(tiles), int32s(tiles), array("q", words * len(pieces)))
 
 
 class FileBlock(NamedTuple):
@@ -203,7 +239,7 @@ class FileBlock(NamedTuple):
 class BlockHistogram(NamedTuple):
     """How many values have which binary exponent: the bins of one piece after those of another.
 
-    The bins of a type are those of `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
+    The bins of a type are in `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
     """
 
     counts: array[int]

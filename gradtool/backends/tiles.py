@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from array import array
 from typing import TYPE_CHECKING, Any
 
-from gradtool.arrays import float64s, int32s, int64s, np
+from gradtool.arrays import float64s, int64s, np
 from gradtool.backends.protocol import BlockHistogram, BlockSums, Extremes, NormSpec, Piece
 from gradtool.backends.storage import STORAGE, Storage
-from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range, tile_count
+from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ def sum_pieces(
     limit: float = math.inf,
 ) -> BlockSums:
     """Sum the pieces of a block; with factors, multiply and clamp them in place first."""
-    found = _empty(pieces)
+    found = BlockSums.empty(pieces)
     tile = 0
     with np.errstate(all="ignore"):
         for k, piece in enumerate(pieces):
@@ -55,12 +54,6 @@ def sum_pieces(
                     found.sums[tile], found.exponents[tile] = _tile_sum(magnitudes.astype(np.float64), spec.order)
                 tile += 1
     return found
-
-
-def _empty(pieces: Sequence[Piece]) -> BlockSums:
-    tiles, count = sum(tile_count(piece.elements) for piece in pieces), len(pieces)
-    nan, inf, zeros, *new = (int64s(count) for _ in range(5))
-    return BlockSums(float64s(tiles), int32s(tiles), float64s(count), nan, inf, zeros, array("q", [-1] * count), *new)
 
 
 def count_losses(

@@ -6,27 +6,18 @@ import math
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradtool.backends.protocol import FACTS, Facts
 from gradtool.engines.tally import Column, Tally
 from gradtool.reduction import TileSums, tile_count
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from gradtool.backends.protocol import BlockSums, NormSpec
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
-COLUMNS = {
-    "max_abs": Column("d", "max"),
-    "nan": Column("q", "sum"),
-    "inf": Column("q", "sum"),
-    "zeros": Column("q", "sum"),
-    "first_nonfinite": Column("q", "first"),
-    "new_zeros": Column("q", "sum"),
-    # More of them than before; a gradient may lose some.
-    "new_subnormals": Column("q", "sum", signed=True),
-}
+COLUMNS = {name: Column(*fact) for name, fact in FACTS.items()}
 
 
 class Norms(NamedTuple):
@@ -37,16 +28,8 @@ class Norms(NamedTuple):
     groups: list[float]
 
 
-class Measurement(Tally):
-    """Sums and statistics of some tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
-
-    max_abs: array[float]
-    nan: array[int]
-    inf: array[int]
-    zeros: array[int]
-    first_nonfinite: array[int]
-    new_zeros: array[int]
-    new_subnormals: array[int]
+class Measurement(Facts, Tally):
+    """Sums and facts of some tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
 
     def __init__(
         self,
@@ -69,7 +52,7 @@ class Measurement(Tally):
         """Add what a backend found in the pieces of a block, and a value a piece for each further column."""
         numbers = chain.from_iterable(repeat(span.tensor, tile_count(span.elements)) for span in block.spans)
         places = [(span.tensor, span.start) for span in block.spans]
-        self.merge(places, found._asdict() | more, [(numbers, found.sums, found.exponents)])
+        self.merge(places, vars(found) | more, [(numbers, found.sums, found.exponents)])
 
     @property
     def is_finite(self) -> bool:

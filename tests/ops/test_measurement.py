@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import encode, gaussian, write
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import BlockSums, NormSpec
+from gradtool.backends.protocol import BlockSums, NormSpec, Piece
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
@@ -169,11 +169,11 @@ def test_what_is_stored_does_not_grow_with_the_tensors(tmp_path, order):
     shard = read_shard(write(tmp_path / "x", {"a": encode([], "F32"), "b": gaussian(3, "F32")}))
     selected, spec = [Selected(shard, tensor) for tensor in shard.tensors], NormSpec(order)
     found, tiles, sums = Measurement(selected, spec), 1 << 12, np.random.default_rng(3).random(1 << 12)
-    ones, zeros = array("q", [-1]), array("q", [0])
     for number in reversed(range(32)):
         block = Block(shard, 0, 0, [Span(0, "F32", number * tiles * TILE, tiles * TILE, 0)])
-        own, exponents = array("d", np.roll(sums, number)), array("i", [0]) * tiles
-        found.add(block, BlockSums(own, exponents, array("d", [1.0]), zeros, zeros, zeros, ones, zeros, zeros))
+        sums_of_block = BlockSums.empty([Piece("F32", 0, tiles * TILE)])
+        sums_of_block.sums[:], sums_of_block.max_abs[0] = array("d", np.roll(sums, number)), 1.0
+        found.add(block, sums_of_block)
         assert len(found.sums.sums) <= 1 << 13
     root = math.fsum(sums) * 32 if order == 1 else math.sqrt(math.fsum(sums) * 32) if order == 2 else 1.0
     assert found.norms().whole == pytest.approx(root, rel=1e-15)

@@ -51,12 +51,9 @@ DEVICE void load_pair(const DifferencesJob &job, const TilePair &tile, int i, do
 static __device__ __noinline__ unsigned long long code_of(long long dtype, double magnitude)
 {
     switch (dtype) {
-    case F64: return as_bits64(magnitude);
-    case F32: return as_bits((float)magnitude);
-    case F16: return Storage<F16>::narrow_wide(magnitude);
-    case BF16: return Storage<BF16>::narrow_wide(magnitude);
-    case F8_E4M3: return Storage<F8_E4M3>::narrow_wide(magnitude);
-    default: return Storage<F8_E5M2>::narrow_wide(magnitude);
+#define CODE_OF(DTYPE, ...) case DTYPE: return Storage<DTYPE>::narrow_wide(magnitude);
+    STORAGE_TYPES(CODE_OF)
+    default: return 0;
     }
 }
 

@@ -10,13 +10,13 @@ DEVICE float cut_to_odd(double value)
     return as_float(as_bits(cut) | (uint32_t)((double)cut != value));
 }
 
-#define SMALL(DTYPE, CODE, NAME)                                                                                       \
+#define SMALL(DTYPE, NAME, BITS, ...)                                                                                  \
     template <> struct Storage<DTYPE> {                                                                                \
-        typedef CODE Code;                                                                                             \
+        typedef uint##BITS##_t Code;                                                                                   \
         typedef float Work;                                                                                            \
-        DEVICE float widen(CODE code) { return NAME##_to_float(code); }                                                \
-        DEVICE CODE narrow(float value) { return float_to_##NAME(value); }                                             \
-        DEVICE CODE narrow_wide(double value) { return narrow(cut_to_odd(value)); }                                    \
+        DEVICE float widen(Code code) { return NAME##_to_float(code); }                                                \
+        DEVICE Code narrow(float value) { return float_to_##NAME(value); }                                             \
+        DEVICE Code narrow_wide(double value) { return narrow(cut_to_odd(value)); }                                    \
         DEVICE float product(float value, float factor)                                                                \
         {                                                                                                              \
             const uint32_t magnitude = round_product(value, factor, format_of(DTYPE));                                 \
@@ -25,10 +25,7 @@ DEVICE float cut_to_odd(double value)
         }                                                                                                              \
     };
 
-SMALL(F16, uint16_t, f16)
-SMALL(BF16, uint16_t, bf16)
-SMALL(F8_E4M3, uint8_t, f8_e4m3)
-SMALL(F8_E5M2, uint8_t, f8_e5m2)
+SMALL_TYPES(SMALL)
 
 template <> struct Storage<F32> {
     typedef uint32_t Code;
@@ -113,12 +110,9 @@ template <int DTYPE> DEVICE void load_wide(const char *source, long long at, int
 DEVICE void load_any(long long dtype, const char *source, long long at, double (&values)[WIDTH])
 {
     switch (dtype) {
-    case F64: load_wide<F64>(source, at, WIDTH, values); return;
-    case F32: load_wide<F32>(source, at, WIDTH, values); return;
-    case F16: load_wide<F16>(source, at, WIDTH, values); return;
-    case BF16: load_wide<BF16>(source, at, WIDTH, values); return;
-    case F8_E4M3: load_wide<F8_E4M3>(source, at, WIDTH, values); return;
-    default: load_wide<F8_E5M2>(source, at, WIDTH, values); return;
+#define LOAD_ANY(DTYPE, ...) case DTYPE: load_wide<DTYPE>(source, at, WIDTH, values); return;
+    STORAGE_TYPES(LOAD_ANY)
+    default: return;
     }
 }
 
@@ -126,12 +120,10 @@ DEVICE void load_any(long long dtype, const char *source, long long at, double (
 static __device__ __noinline__ double load_one(long long dtype, const char *source, long long at)
 {
     switch (dtype) {
-    case F64: return as_double(load_bytes<uint64_t>(source + 8 * at));
-    case F32: return as_float(load_bytes<uint32_t>(source + 4 * at));
-    case F16: return f16_to_float(load_bytes<uint16_t>(source + 2 * at));
-    case BF16: return bf16_to_float(load_bytes<uint16_t>(source + 2 * at));
-    case F8_E4M3: return f8_e4m3_to_float((uint8_t)source[at]);
-    default: return f8_e5m2_to_float((uint8_t)source[at]);
+#define LOAD_ONE(DTYPE, NAME, BITS, ...)                                                                               \
+    case DTYPE: return (double)Storage<DTYPE>::widen(load_bytes<uint##BITS##_t>(source + BITS / 8 * at));
+    STORAGE_TYPES(LOAD_ONE)
+    default: return 0;
     }
 }
 
@@ -152,27 +144,28 @@ template <int DTYPE> struct Typed {
 };
 
 struct Untyped {
-    DEVICE long long itemsize(long long dtype) { return dtype == F64 ? 8 : dtype == F32 ? 4 : dtype <= BF16 ? 2 : 1; }
+    DEVICE long long itemsize(long long dtype)
+    {
+        switch (dtype) {
+#define ITEMSIZE_OF(DTYPE, NAME, BITS, ...) case DTYPE: return BITS / 8;
+        STORAGE_TYPES(ITEMSIZE_OF)
+        default: return 0;
+        }
+    }
     DEVICE double get(long long dtype, const char *buffer, long long i)
     {
         switch (dtype) {
-        case F64: return Typed<F64>::get(dtype, buffer, i);
-        case F32: return Typed<F32>::get(dtype, buffer, i);
-        case F16: return Typed<F16>::get(dtype, buffer, i);
-        case BF16: return Typed<BF16>::get(dtype, buffer, i);
-        case F8_E4M3: return Typed<F8_E4M3>::get(dtype, buffer, i);
-        default: return Typed<F8_E5M2>::get(dtype, buffer, i);
+#define GET(DTYPE, ...) case DTYPE: return Typed<DTYPE>::get(dtype, buffer, i);
+        STORAGE_TYPES(GET)
+        default: return 0;
         }
     }
     DEVICE void put(long long dtype, char *buffer, long long i, double value)
     {
         switch (dtype) {
-        case F64: Typed<F64>::put(dtype, buffer, i, value); return;
-        case F32: Typed<F32>::put(dtype, buffer, i, value); return;
-        case F16: Typed<F16>::put(dtype, buffer, i, value); return;
-        case BF16: Typed<BF16>::put(dtype, buffer, i, value); return;
-        case F8_E4M3: Typed<F8_E4M3>::put(dtype, buffer, i, value); return;
-        default: Typed<F8_E5M2>::put(dtype, buffer, i, value); return;
+#define PUT(DTYPE, ...) case DTYPE: Typed<DTYPE>::put(dtype, buffer, i, value); return;
+        STORAGE_TYPES(PUT)
+        default: return;
         }
     }
 };

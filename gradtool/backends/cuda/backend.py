@@ -179,7 +179,8 @@ class CudaBackend:
         found = self._sum(data, pieces, None, math.inf, spec)
         lost = array("q", self._words(losses, 2 * len(pieces)).tobytes())
         self._copy_back(data, block)
-        return found._replace(new_zeros=lost[::2], new_subnormals=lost[1::2])
+        found.new_zeros, found.new_subnormals = lost[::2], lost[1::2]
+        return found
 
     def differences(
         self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradtool.backends.protocol import BlockDifferences, BlockSums
+from gradtool.backends.protocol import FACTS, BlockDifferences, BlockSums
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -59,7 +59,6 @@ _SLICE = TEAM * 16
 _FIRST, _LAST, _KEEPS, _DIVIDES, _MULTIPLIES, _ROUNDS = (1 << bit for bit in range(6))
 _TERMS = {math.inf: "maximum", 1.0: "absolute", 2.0: "square"}
 _NEVER = 1 << 62
-_FACTS = 7
 _SCRATCH_BYTES = 64 << 20
 
 
@@ -98,7 +97,7 @@ class Tiles(NamedTuple):
     @property
     def results(self) -> int:
         """The number of 8-byte results: the sums of all tiles, their exponents, and the facts of each piece."""
-        return 2 * self.total + _FACTS * len(self.table)
+        return 2 * self.total + len(FACTS) * len(self.table)
 
     def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
         """For each storage type its part of the table, and the number of thread blocks: one a tile."""
@@ -112,12 +111,11 @@ class Tiles(NamedTuple):
     def found(self, results: NDArray[np.int64]) -> BlockSums:
         """The results, as a backend returns them."""
         sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
-        facts = facts.reshape(-1, _FACTS)
-        max_abs, nan, inf, zeros, left, *losses = facts.T
-        first = np.where(left > 0, _NEVER - left, -1)
-        counts = (array("q", column.tobytes()) for column in (nan, inf, zeros, first, *losses))
-        floats = array("d", sums.tobytes()), array("i", exponents.tolist()), array("d", max_abs.tobytes())
-        return BlockSums(*floats, *counts)
+        facts = facts.reshape(-1, len(FACTS))
+        left = facts[:, list(FACTS).index("first_nonfinite")]
+        left[:] = np.where(left > 0, _NEVER - left, -1)
+        floats = array("d", sums.tobytes()), array("i", exponents.tolist())
+        return BlockSums(*floats, array("q", facts.tobytes()))
 
 
 def tile_kernels(dtype: str, order: float, *, writes: bool) -> list[str]:

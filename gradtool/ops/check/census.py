@@ -57,4 +57,4 @@ class TakeCensus(TensorPass[Census]):
         # What is dropped counts as a zero, too.
         counts = zip(sums.zeros, sums.nan, sums.inf, strict=True)
         zeros = array("q", (zeros - nan - inf for zeros, nan, inf in counts))
-        found.add(block, sums._replace(zeros=zeros), subnormal=subnormal, saturated=saturated)
+        found.add(block, sums, zeros=zeros, subnormal=subnormal, saturated=saturated)

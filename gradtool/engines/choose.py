@@ -7,13 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import backends
-from gradtool.engines.threads import Threads
+from gradtool.engines.threads import Threads, default_threads
 from gradtool.errors import UsageError
-from gradtool.store.io.workers import default_threads
 
 if TYPE_CHECKING:
     from gradtool.backends import Choice
-    from gradtool.engines import Cluster, Engine, Progress
+    from gradtool.engines.protocol import Cluster, Engine, Progress
     from gradtool.options import Compute, Local
 
 # More would only take memory.

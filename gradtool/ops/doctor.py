@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool import backends, checks
 from gradtool._version import __version__
+from gradtool.engines.threads import default_threads
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import Place  # noqa: TC001 - the docstring is made from it
 from gradtool.store.format.paths import refuse_urls
-from gradtool.store.io.workers import default_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.backends import NormSpec
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
@@ -53,12 +53,12 @@ class Profile(ReadingPass[Histograms]):
 
     title: ClassVar = "measuring"
 
-    def empty(self) -> Histograms:
+    def tally(self) -> Histograms:
         """Begin with nothing."""
         return Histograms(self.selected, self.spec)
 
-    def work(self, block: Block, worker: Worker, found: Histograms) -> None:
+    def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
         """Sum a block, and count its exponents."""
-        with worker.look(block, self.spec) as data:
+        with worker.view(block, self.spec) as data:
             sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
-        found.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
+        tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)

@@ -18,6 +18,7 @@ from gradtool.signatures import complete
 if TYPE_CHECKING:
     from gradtool.ops.exponents import Histograms
     from gradtool.ops.histogram import ExponentCount, StorageRange
+    from gradtool.ops.measurement import Measurement
     from gradtool.ops.norm_rows import FileNorm, TensorNorm
 
 
@@ -77,6 +78,7 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
         groups = groups_of(session.selected, chosen["group"])
         spec = NormSpec(chosen["norm_type"])
         exponents = None
+        found: Measurement
         if chosen["histogram"]:
             from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
 

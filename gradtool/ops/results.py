@@ -83,7 +83,7 @@ def call_facts(
     session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
 ) -> dict[str, Any]:
     """The facts of a call that is done; `selected` are the tensors that it was about."""
-    staff, timings = session.engine.staff, session.timings
+    summary, timings = session.engine.workers, session.timings
     nbytes = sum(one.tensor.nbytes for one in selected)
     remedy = None if session.choice is None else session.choice.remedy
     if why is None and nbytes > _SLOW_BYTES and remedy is not None:
@@ -94,13 +94,13 @@ def call_facts(
         "tensors": len(selected),
         "elements": sum(one.tensor.elements for one in selected),
         "bytes": nbytes,
-        "backend": staff.backend,
-        "backend_why": why or staff.why,
+        "backend": summary.backend,
+        "backend_why": why or summary.why,
         "threads": max(1, session.engine.clock.workers),
         "engine": session.engine.name,
-        "workers": staff.workers,
-        "hosts": staff.hosts,
-        "retries": staff.retries,
+        "workers": summary.workers,
+        "hosts": summary.hosts,
+        "retries": summary.retries,
         "seconds": timings.total_seconds,
         "timings": timings,
         "warnings": (*session.warnings, *warnings),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Unpack
 
+from gradtool.backends import NormSpec
 from gradtool.engines.choose import asked_for
-from gradtool.ops.passes import NOTHING, by_shard
+from gradtool.ops.passes import TensorPass, by_shard
 from gradtool.ops.results import CallFacts, Written, call_facts, written
 from gradtool.ops.session import Call, output_options_of
 from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
@@ -57,7 +58,7 @@ def zero(paths: Sets = (), **options: Unpack[ZeroOptions]) -> ZeroResult:
         metadata = _new_metadata(session, key)
         files = _files(session, output, metadata.entries)
         with session.writing(output, files) as destination:
-            session.run(NOTHING, destination)
+            session.run(TensorPass((), NormSpec()), destination)
     return ZeroResult(
         **call_facts(session, session.selected, why="nothing to compute", warnings=metadata.warnings),
         **written(session, output, destination),

@@ -16,8 +16,7 @@ from gradtool.options import NormOptions, Vector
 from gradtool.signatures import complete
 
 if TYPE_CHECKING:
-    from gradtool.ops.exponents import Histograms
-    from gradtool.ops.histogram import ExponentCount, StorageRange
+    from gradtool.ops.histogram import ExponentCount, Histograms, StorageRange
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.norm_rows import FileNorm, TensorNorm
 
@@ -80,7 +79,7 @@ def norm(paths: Vector = (), **options: Unpack[NormOptions]) -> NormResult:
         exponents = None
         found: Measurement
         if chosen["histogram"]:
-            from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
+            from gradtool.ops.histogram import Profile  # only needed for this, as all that is imported so late
 
             found = exponents = session.run(Profile(session.selected, spec))
         else:

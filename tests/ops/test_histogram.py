@@ -13,8 +13,7 @@ from gradtool.backends import NormSpec, choose
 from gradtool.backends.histogram import RANGES
 from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
-from gradtool.ops.exponents import Histograms, Profile
-from gradtool.ops.histogram import storage_ranges
+from gradtool.ops.histogram import Histograms, Profile, storage_ranges
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from time import perf_counter
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
     # What a destination writes whatever a pass does.
     Task = Callable[["Channel"], None]
+
+
+_NOTHING = memoryview(b"")
 
 
 @dataclass(eq=False, repr=False)
@@ -81,8 +83,8 @@ class Channel:
         self._in_place = in_place
         self._on_bytes = on_bytes
         self._undo_log: UndoLog | None = None
-        # Memory that nobody has, the smallest first.
-        self._free: list[memoryview] = []
+        # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
+        self._memory: list[memoryview | None] = []
         # The least recently used first.
         self._open: OrderedDict[Shard | File, int] = OrderedDict()
         self._borrowed: list[Shard] = []
@@ -90,21 +92,24 @@ class Channel:
     @contextlib.contextmanager
     def memory(self, nbytes: int) -> Iterator[memoryview]:
         """Own `nbytes` of memory, which is not cleared, for the length of a `with` block; others own it afterwards."""
-        at = bisect_left(self._free, nbytes, key=len)
-        if at < len(self._free):
-            memory = self._free.pop(at)
-        else:
-            # It takes the place of one that is too small.
-            del self._free[-1:]
-            try:
-                # A power of two, for sizes that differ a little.
-                memory = self._allocate(1 << max(12, (nbytes - 1).bit_length()))
-            except OSError as error:
-                raise MemoryError from error
+        at = next((at for at, free in enumerate(self._memory) if free is not None), len(self._memory))
+        if at == len(self._memory):
+            self._memory.append(_NOTHING)
+        memory, self._memory[at] = self._memory[at] or _NOTHING, None
         try:
+            if len(memory) < nbytes:
+                memory = _NOTHING
+                memory = self._allocated(nbytes)
             yield memory[:nbytes]
         finally:
-            insort(self._free, memory, key=len)
+            self._memory[at] = memory
+
+    def _allocated(self, nbytes: int) -> memoryview:
+        try:
+            # A power of two, for sizes that differ a little.
+            return self._allocate(1 << max(12, (nbytes - 1).bit_length()))
+        except OSError as error:
+            raise MemoryError from error
 
     def read(self, shard: Shard, begin: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a shard from `begin` on.

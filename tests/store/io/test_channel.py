@@ -162,16 +162,27 @@ def test_memory_has_one_owner_at_a_time_and_is_used_again():
         first[:3], other[:3] = b"abc", b"xyz"
         assert (len(first), bytes(first[:3])) == (5000, b"abc")
     for _ in range(9):
-        # The smallest that is large enough.
-        with channel.memory(3) as small, channel.memory(5000) as large:
-            assert (bytes(small), bytes(large[:3])) == (b"xyz", b"abc")
+        with channel.memory(3) as first, channel.memory(4096) as other:
+            assert (bytes(first[:3]), bytes(other[:3])) == (b"abc", b"xyz")
     assert allocated == [8192, 4096]
-    with channel.memory(10), channel.memory(100_000) as larger:
-        assert len(larger) == 100_000
-    # It has taken the place of the one that was too small.
-    with channel.memory(9000), channel.memory(4096), channel.memory(0) as empty:
-        assert len(empty) == 0
-    assert allocated == [8192, 4096, 131_072, 4096]
+    for _ in range(9):
+        with channel.memory(8192), channel.memory(100_000) as larger, channel.memory(0) as empty:
+            assert (len(larger), len(empty)) == (100_000, 0)
+    assert allocated == [8192, 4096, 131_072]
+
+
+def test_memory_that_is_given_back_late_is_not_lost():
+    allocated = []
+    channel = Channel(1, lambda nbytes: allocated.append(nbytes) or bytes_of_memory(nbytes))
+    first, second = channel.memory(5000), channel.memory(5000)
+    views = [first.__enter__(), second.__enter__()]
+    first.__exit__(None, None, None)
+    with channel.memory(5000) as again:
+        again[0] = 1
+        views[1][0] = 2
+        assert (views[0][0], again[0]) == (1, 1)
+    second.__exit__(None, None, None)
+    assert allocated == [8192, 8192]
 
 
 def test_memory_is_used_again_after_an_error():

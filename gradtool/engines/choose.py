@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.choose import asked_for as backend_asked_for
 from gradtool.backends.choose import choose as choose_backend
-from gradtool.engines.threads import Threads
+from gradtool.engines.threads import Threads, default_threads
 from gradtool.errors import UsageError
-from gradtool.store.io.workers import default_threads
 
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
-    from gradtool.engines import Cluster, Engine, Progress
+    from gradtool.engines.protocol import Cluster, Engine, Progress
     from gradtool.options import Compute, Local
 
 # More would only take memory.

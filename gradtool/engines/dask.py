@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from gradtool.engines import Member
+from gradtool.engines.protocol import WorkerInfo
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
 from gradtool.store.format.header import read_regular
@@ -83,7 +83,7 @@ class Dask:
         self._silent: list[str] = []
         self._stranded: list[Future[Any]] = []
 
-    def members(self) -> Mapping[str, Member]:
+    def members(self) -> Mapping[str, WorkerInfo]:
         """The workers that the scheduler knows and that have lately given a sign of life."""
         client = self._client
         # What listens to the scheduler ends at a message that it cannot read.
@@ -98,7 +98,7 @@ class Dask:
                 sign, since = self._signs.get(address, (None, now))
                 signs[address] = (sign, since) if sign == one["last_seen"] else (one["last_seen"], now)
                 slots = min(max(int(one["nthreads"]), 1), _MOST_SLOTS)
-                members[address] = Member(urlsplit(address).hostname or address, slots)
+                members[address] = WorkerInfo(urlsplit(address).hostname or address, slots)
         except Exception as error:
             raise self._lost() from error
         self._signs = signs

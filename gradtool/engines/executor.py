@@ -14,10 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool import tuning
 from gradtool._version import __version__
-from gradtool.engines import DivisiblePass, Found, Part, Pass, Staff
-from gradtool.engines.roll_call import Roll
-from gradtool.engines.work import Done, Identity, Job, call, identity_of, outcome, packed, perform, refuse_changed
-from gradtool.errors import GradtoolError, SystemRefusedError, UsageError, changed_meanwhile
+from gradtool.engines.membership import Membership
+from gradtool.engines.protocol import Part, Pass, Result, WorkerSummary
+from gradtool.engines.work import (
+    Identity,
+    Job,
+    Outcome,
+    call,
+    identity_of,
+    packed,
+    perform,
+    read_outcome,
+    refuse_changed,
+)
+from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.destination import DISCARD
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from concurrent.futures import Future
 
-    from gradtool.engines import Cluster, Progress
+    from gradtool.engines.protocol import Cluster, Progress
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.output import Output
@@ -49,7 +59,7 @@ class Workers:
     # Seconds to wait for a worker.
     timeout: float = 60.0
     progress: Progress | None = None
-    _roll: Roll | None = None
+    _membership: Membership | None = None
     _total: Clock = field(default_factory=Clock)
     # By host and ID.
     _processes: set[tuple[str, str]] = field(default_factory=set)
@@ -65,81 +75,81 @@ class Workers:
         return replace(one, read=one.read / count, compute=one.compute / count, write=one.write / count)
 
     @property
-    def staff(self) -> Staff:
+    def workers(self) -> WorkerSummary:
         """The processes that did something."""
-        backend, why = ("", "") if self._roll is None else self._roll.backend
-        return Staff(len(self._processes), len({host for host, _ in self._processes}), self._retries, backend, why)
+        backend, why = ("", "") if self._membership is None else self._membership.backend
+        return WorkerSummary(
+            len(self._processes), len({host for host, _ in self._processes}), self._retries, backend, why
+        )
 
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
         """Ask every worker whether it can read these files, and write where the output is locked."""
-        roll = self._known_roll()
+        membership = self._joined()
         if output is not None and output.transaction is not None:
-            roll.call_to_write(output.transaction.home.path, output.transaction.id)
+            membership.require_writable(output.transaction.home.path, output.transaction.id)
         elif shards:
-            roll.call_to_read(shards[0])
+            membership.require_readable(shards[0])
 
-    def run(self, one: Pass[Found], destination: Destination = DISCARD) -> Found:
+    def run(self, work: Pass[Result], destination: Destination = DISCARD) -> Result:
         """Run a pass, part by part."""
-        found, whole, done = one.empty(), one.nbytes(destination), 0
-        if not isinstance(one, DivisiblePass):
-            raise UsageError(f"--engine {self.name} cannot do this; use --engine threads")
-        roll, parts = self._known_roll(), one.parts(destination)
+        tally, whole, done = work.tally(), work.nbytes(destination), 0
+        membership, parts = self._joined(), work.parts(destination)
         for order in list(destination.orders.values())[:1]:
-            roll.call_to_write(order.folder, order.run)
-        tasks = _Tasks(roll.cluster)
+            membership.require_writable(order.folder, order.run)
+        tasks = _Tasks(membership.cluster)
         while True:
-            most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in roll.members.values()))
+            most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in membership.members.values()))
             while len(tasks) < most and (part := next(parts, None)) is not None:
-                tasks.submit(part, self._payload(part, destination), self._home(part, roll))
+                tasks.submit(part, self._payload(part, destination), self._home(part, membership))
             if not len(tasks):
-                return found
+                return tally
             for part, future in tasks.finished():
-                self._take(part, _result(future, part, roll), found, destination)
+                self._take(part, _result(future, part, membership), tally, destination)
                 done += part.nbytes
-                self._show(one.title, done, whole)
+                self._show(work.title, done, whole)
             signals.deliver()
-            roll.watch()
-            self._retries += tasks.move(roll.cluster.stranded())
+            membership.watch()
+            self._retries += tasks.move(membership.cluster.stranded())
 
     def close(self) -> None:
         """Leave the cluster, which drops what is in flight."""
-        if self._roll is not None:
-            self._roll.cluster.close()
+        if self._membership is not None:
+            self._membership.cluster.close()
 
-    def _known_roll(self) -> Roll:
-        if self._roll is None:
-            self._roll = Roll(self.join(), self.backend, self.device, self.timeout)
-        return self._roll
+    def _joined(self) -> Membership:
+        if self._membership is None:
+            self._membership = Membership(self.join(), self.backend, self.device, self.timeout)
+        return self._membership
 
     def _payload(self, part: Part, destination: Destination) -> bytes:
         order = None if part.writes is None else destination.orders[part.writes]
         return packed(Job(part._replace(places=()), self.backend, self.device, self.threads, order))
 
-    def _home(self, part: Part, roll: Roll) -> str | None:
+    def _home(self, part: Part, membership: Membership) -> str | None:
         """The worker that may still have the data of a part in memory."""
         homes = (self._homes.get(shard) for shard in part.reads)
-        return next((home for home in homes if home in roll.members), None)
+        return next((home for home in homes if home in membership.members), None)
 
-    def _take(self, part: Part, done: Done, found: Any, destination: Destination) -> None:
-        """Add a result, if it is about the same files and fits into what was found."""
-        for shard, seen in zip(part.reads, done.seen, strict=True):
+    def _take(self, part: Part, outcome: Outcome, tally: Any, destination: Destination) -> None:
+        """Add a result, if it is about the same files and fits into the tally."""
+        for shard, seen in zip(part.reads, outcome.seen, strict=True):
             if self._identity(shard) != seen:
                 raise changed_meanwhile(shard.path)
         # A worker has seen only what became of them since it began.
         refuse_changed(part.reads)
         try:
-            found.put(part.places, done.found)
+            tally.merge_part(part.places, outcome.tally)
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise _foreign() from error
-        if part.writes is not None and isinstance(destination, Ordered) and done.built is not None:
-            destination.adopt(part.writes, done.built)
-        self._processes.add((done.host, done.process))
-        self._retries += done.late
-        clock = done.clock.each()
+        if part.writes is not None and isinstance(destination, Ordered) and outcome.built is not None:
+            destination.adopt(part.writes, outcome.built)
+        self._processes.add((outcome.host, outcome.process))
+        self._retries += outcome.late
+        clock = outcome.clock.each()
         clock.workers = 0
         self._total.add(clock)
-        self._total.workers = max(self._total.workers, done.clock.workers)
-        address = None if self._roll is None else self._roll.addresses.get((done.host, done.process))
+        self._total.workers = max(self._total.workers, outcome.clock.workers)
+        address = None if self._membership is None else self._membership.addresses.get((outcome.host, outcome.process))
         self._homes |= dict.fromkeys(part.reads, address)
 
     def _identity(self, shard: Shard) -> Identity:
@@ -149,7 +159,7 @@ class Workers:
 
     def _show(self, title: str, done: int, whole: int) -> None:
         if self.progress is not None:
-            counts = (self.staff.workers, "worker"), (self.staff.hosts, "host")
+            counts = (self.workers.workers, "worker"), (self.workers.hosts, "host")
             who = [f"{count} {what}{'s' * (count != 1)}" for count, what in counts]
             self.progress(", ".join([title, *who]), done, max(done, whole))
 
@@ -190,19 +200,19 @@ class _Tasks:
         return len(lost)
 
 
-def _result(future: Future[Any], part: Part, roll: Roll) -> Done:
+def _result(future: Future[Any], part: Part, membership: Membership) -> Outcome:
     """What a worker returned. An error names files as the call did."""
     try:
         answer = future.result()
     except (Exception, SystemExit) as error:
         # One that has joined meanwhile and is not fit explains it better.
-        roll.settle(_SETTLE_SECONDS)
+        membership.settle(_SETTLE_SECONDS)
         file = part.reads[0].path if part.reads and not isinstance(error, CancelledError) else None
-        raise SystemRefusedError(roll.cluster.why(error), file=file, code="engine") from error
+        raise SystemRefusedError(membership.cluster.why(error), file=file, code="engine") from error
     try:
-        return outcome(answer, part)
+        return read_outcome(answer, part)
     except GradtoolError as error:
-        roll.settle(_SETTLE_SECONDS)
+        membership.settle(_SETTLE_SECONDS)
         named = {str(shard.path.absolute()): str(shard.path) for shard in part.reads}
         error.problems = tuple(
             replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems

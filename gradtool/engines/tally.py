@@ -108,13 +108,13 @@ class Tally:
             values[bins] = array(values.typecode, map(add, known, more)) if any(known) else more
             at += len(known)
 
-    def condensed(self) -> Self:
+    def compact(self) -> Self:
         """Return the same with as few tile sums as possible, to be sent."""
         for sums in self.tile_sums:
             sums.condense()
         return self
 
-    def put(self, places: Places, other: Self) -> None:
+    def merge_part(self, places: Places, other: Self) -> None:
         """Merge what another process found in parts of tensors.
 
         Raises:
@@ -187,11 +187,11 @@ class Tallies(NamedTuple, Generic[AnyTally]):
 
     each: Sequence[AnyTally]
 
-    def condensed(self) -> Self:
+    def compact(self) -> Self:
         """Return the same with as few tile sums as possible, to be sent."""
-        return self._replace(each=[tally.condensed() for tally in self.each])
+        return self._replace(each=[tally.compact() for tally in self.each])
 
-    def put(self, places: Places, other: Self) -> None:
+    def merge_part(self, places: Places, other: Self) -> None:
         """Merge what another process found in parts of tensors; `ValueError` if it is not about these."""
         for tally, more in zip(self.each, other.each, strict=True):
-            tally.put(places, more)
+            tally.merge_part(places, more)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradtool._version import __version__
 from gradtool.backends.choose import Choice, choose
 from gradtool.engines import wire
-from gradtool.engines.threads import Threads
+from gradtool.engines.threads import Threads, default_threads
 from gradtool.errors import (
     BackendUnavailableError,
     GradtoolError,
@@ -32,7 +32,6 @@ from gradtool.errors import (
 )
 from gradtool.store.format.header import Shard, is_same, is_unchanged
 from gradtool.store.io.channel import Clock
-from gradtool.store.io.workers import default_threads
 from gradtool.store.late import fresh_status, patiently
 from gradtool.store.transaction.attempts import Attempt
 from gradtool.store.transaction.destination import NewFiles
@@ -41,7 +40,7 @@ from gradtool.store.transaction.orders import Built
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradtool.engines import Part
+    from gradtool.engines.protocol import Part
     from gradtool.store.transaction.orders import Order
 
 HOST = os.uname().nodename
@@ -68,10 +67,10 @@ class Identity(NamedTuple):
     digest: str
 
 
-class Done(NamedTuple):
-    """What was found and built, the files as they were seen, and who did it; `late` files had to be waited for."""
+class Outcome(NamedTuple):
+    """What was collected and built, the files as they were seen, and who did it; `late` files had to be waited for."""
 
-    found: Any
+    tally: Any
     built: Built | None
     seen: list[Identity]
     clock: Clock
@@ -112,7 +111,7 @@ def packed(job: Job) -> bytes:
 
 
 def perform(version: str, payload: bytes) -> bytes:
-    """Do a job; what `outcome` reads, errors too."""
+    """Do a job; what `read_outcome` reads, errors too."""
     try:
         return wire.packed(_done(version, payload))
     except SystemRefusedError as error:
@@ -127,7 +126,7 @@ def perform(version: str, payload: bytes) -> bytes:
     return wire.packed_error(SystemRefusedError(what, code="engine"))
 
 
-def outcome(data: object, part: Part) -> Done:
+def read_outcome(data: object, part: Part) -> Outcome:
     """What was answered about a part.
 
     Raises:
@@ -137,10 +136,10 @@ def outcome(data: object, part: Part) -> Done:
     built = None if part.writes is None else Built(0, 0, 0)
     # Times may be negative.
     seen = [Identity(0, 0, -1, "")] * len(part.reads)
-    return wire.unpacked(data, Done(part.work.empty(), built, seen, Clock(), 0.0, "", "", 0))
+    return wire.unpacked(data, Outcome(part.work.tally(), built, seen, Clock(), 0.0, "", "", 0))
 
 
-def _done(version: str, payload: bytes) -> Done:
+def _done(version: str, payload: bytes) -> Outcome:
     if version != __version__:
         raise SystemRefusedError(f"gradtool is {__version__} and not {version}; install the same version everywhere")
     began, late = perf_counter(), _late.count
@@ -150,17 +149,17 @@ def _done(version: str, payload: bytes) -> Done:
     seen = [identity_of(shard) for shard in job.part.reads]
     built = None
     if job.order is None:
-        found = threads.run(job.part.work)
+        tally = threads.run(job.part.work)
         refuse_changed(job.part.reads)
     else:
         with Attempt(job.order) as attempt:
             threads.progress = lambda *_: attempt.look()
-            found = threads.run(job.part.work, NewFiles({job.order.new.shard: (job.order.new, attempt.file)}))
+            tally = threads.run(job.part.work, NewFiles({job.order.new.shard: (job.order.new, attempt.file)}))
             refuse_changed(job.part.reads)
             built = attempt.finish()
     threads.close()
     seconds = perf_counter() - began
-    return Done(found.condensed(), built, seen, threads.clock, seconds, HOST, process(), _late.count - late)
+    return Outcome(tally.compact(), built, seen, threads.clock, seconds, HOST, process(), _late.count - late)
 
 
 def refuse_changed(shards: Sequence[Shard]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gradtool.backends.protocol import Addend
@@ -42,22 +43,29 @@ def read(
     *,
     fills: bool = False,
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """What the sources have for a block, in order, in batches of about `nbytes`.
+    """Read what the sources have for a block, in order, in batches of about `nbytes`, each valid until the next.
 
     With `fills`, a source has zeros where it has nothing.
     """
+    for parts, filled in _batches(sources, block, nbytes, fills=fills):
+        with channel.memory(filled) as view:
+            yield view, _filled(view, parts, targets, channel)
+
+
+def _batches(sources: Iterable[Source], block: Block, nbytes: int, *, fills: bool) -> Iterator[tuple[list[_Part], int]]:
+    """Put the parts of sources together, with their bytes."""
     batch: list[_Part] = []
     filled = 0
-    for one in sources:
-        parts = _parts(one, block, fills=fills)
+    for source in sources:
+        parts = _parts(source, block, fills=fills)
         size = sum(part.nbytes for part in parts)
         if batch and filled + size > nbytes:
-            yield _read_batch(batch, filled, targets, channel)
+            yield batch, filled
             batch, filled = [], 0
         batch += parts
         filled += size
     if batch:
-        yield _read_batch(batch, filled, targets, channel)
+        yield batch, filled
 
 
 class _One(NamedTuple):
@@ -67,13 +75,13 @@ class _One(NamedTuple):
     factor: float = 1.0
 
 
+@contextlib.contextmanager
 def read_one(
     tensors: Mapping[int, Selected], targets: Sequence[Selected], block: Block, channel: Channel
-) -> tuple[memoryview, list[Addend]]:
-    """What the tensors have for a block, which has some of their targets."""
+) -> Iterator[tuple[memoryview, list[Addend]]]:
+    """Read what the tensors have for a block, which has some of their targets."""
     # One source comes in one batch.
-    ((view, addends),) = read([_One(tensors)], targets, block, channel, 0)
-    return view, addends
+    yield from read([_One(tensors)], targets, block, channel, 0)
 
 
 class _Part(NamedTuple):
@@ -99,11 +107,9 @@ def _parts(source: Source, block: Block, *, fills: bool) -> list[_Part]:
     return parts
 
 
-def _read_batch(
-    parts: Sequence[_Part], nbytes: int, targets: Sequence[Selected], channel: Channel
-) -> tuple[memoryview, list[Addend]]:
+def _filled(view: memoryview, parts: Sequence[_Part], targets: Sequence[Selected], channel: Channel) -> list[Addend]:
+    """Read parts into memory, one behind the other; where each is."""
     addends, runs, offset = [], _Runs(), 0
-    view = channel.memory("gradients", nbytes)
     for part in parts:
         span, one, target = part.span, part.selected, targets[part.span.tensor].tensor
         addends.append(Addend(one.tensor.dtype if one else _ZEROS, offset, span.elements, part.at, part.factor))
@@ -117,7 +123,7 @@ def _read_batch(
     for shard, begin, end, to in runs:
         channel.read(shard, begin, view[to : to + end - begin])
     # Side by side what is added to the same sums, still in the order given: the kernels then pass over the sums once.
-    return view, sorted(addends, key=lambda addend: addend.at)
+    return sorted(addends, key=lambda addend: addend.at)
 
 
 class _Runs(list[tuple["Shard", int, int, int]]):

@@ -49,7 +49,7 @@ def spread(one: Selected, shape: tuple[int, ...], span: Span, target: memoryview
         while (low := int(found.min())) + max(tuning.WINDOW_ELEMENTS, stop - begin) <= int(found.max()):
             stop = begin + (stop - begin) // 2
             found = found[: stop - begin]
-        view = channel.memory("narrow", (int(found.max()) + 1 - low) * bits.itemsize)
-        channel.read(one.shard, one.tensor.begin + low * bits.itemsize, view)
-        codes[begin - span.start : stop - span.start] = np.frombuffer(view, bits)[found - low]
+        with channel.memory((int(found.max()) + 1 - low) * bits.itemsize) as view:
+            channel.read(one.shard, one.tensor.begin + low * bits.itemsize, view)
+            codes[begin - span.start : stop - span.start] = np.frombuffer(view, bits)[found - low]
         begin = stop

@@ -29,7 +29,7 @@ from gradtool.store.transaction.destination import DISCARD
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.engines import Pass
+    from gradtool.engines.protocol import Pass
     from gradtool.ops.groups import Group
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.ops.passes import Scaling
@@ -148,7 +148,7 @@ def clip(options: ClipOptions) -> ClipResult:
     with call.open_to_write(output_options) as (session, output):
         groups = groups_of(session.selected, [one.pattern for one in policy.groups])
         kept = None if policy.rule is None or state is None else Kept.read(state, policy.rule, policy.norm_type)
-        before = session.run(Measure(session.selected, policy.spec, leaves=True))
+        before = session.run(Measure(session.selected, policy.spec, keep_on_device=True))
         norms = _checked_norms(session, policy, before, groups)
         norm = norms.whole if policy.total_norm is None else policy.total_norm
         problems = policy.problems(norm)

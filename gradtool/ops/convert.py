@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from gradtool.backends.protocol import Backend
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.io.blocks import Block
@@ -78,50 +78,45 @@ class Convert(TensorPass[Measurement]):
     """Widens tensors to float64, scales them, and rounds them once to the type of their `targets` in new files."""
 
     title = "clipping"
+    by_tensor = ("targets",)
 
     scaling: Scaling
     targets: Sequence[Selected]
-
-    def empty(self) -> Measurement:
-        """Begin with nothing."""
-        return Measurement(self.selected, self.spec)
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
         """Return a size that has room for a tile of F64."""
         return _BLOCK_BYTES
 
-    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """The same with their targets."""
-        targets = [self.targets[number] for number, _ in places]
-        return replace(super().about(selected, places), scaling=self.scaling.about(selected, places), targets=targets)
+    def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
+        """Restrict the scaling, too."""
+        return replace(super().restricted_to(selected, places), scaling=self.scaling.restricted_to(selected, places))
 
-    def work(self, block: Block, worker: Worker, found: Measurement) -> None:
+    def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
         """Convert a block."""
-        channel, backend, stored = worker.channel, worker.backend, pieces_of(block)
-        view = channel.memory("block", block.end - block.begin)
-        channel.read(block.shard, block.begin, view)
+        backend, stored, sets = worker.backend, pieces_of(block), Rule(keeps=False)
         first = [0, *accumulate(piece.elements for piece in stored)]
-        wide = channel.memory("float64", 8 * first[-1])
-        pieces = [Piece("F64", 8 * at, piece.elements) for at, piece in zip(first, stored, strict=False)]
-        values = [Addend(*piece, at, 1.0) for at, piece in zip(first, stored, strict=False)]
-        sets = Rule(keeps=False)
-        backend.accumulate(wide, pieces, iter([(view, values)]), sets, self.scaling.spec)
-        scaled = self.scaling.scale(wide, pieces, block, worker)
+        with worker.memory(8 * first[-1]) as wide:
+            pieces = [Piece("F64", 8 * at, piece.elements) for at, piece in zip(first, stored, strict=False)]
+            values = [Addend(*piece, at, 1.0) for at, piece in zip(first, stored, strict=False)]
+            with worker.memory(block.end - block.begin) as view:
+                worker.read(block.shard, block.begin, view)
+                backend.accumulate(wide, pieces, iter([(view, values)]), sets, self.scaling.spec)
+            scaled = self.scaling.scale(wide, pieces, block, worker)
 
-        targets, offset = [], 0
-        for span in block.spans:
-            dtype = self.targets[span.tensor].tensor.dtype
-            targets.append(Piece(dtype, offset, span.elements))
-            offset += span.elements * STORAGE[dtype].itemsize
-        new = channel.memory("converted", offset)
-        sums = [(wide, [Addend("F64", 0, first[-1], 0, 1.0)])]
-        written = backend.accumulate(new, targets, iter(sums), sets, self.spec)
-        for number, (zeros, subnormals) in enumerate(zip(scaled.new_zeros, scaled.new_subnormals, strict=True)):
-            written.new_zeros[number] += zeros
-            written.new_subnormals[number] += subnormals
-        found.add(block, written)
-        for span, piece in zip(block.spans, targets, strict=True):
-            itemsize = STORAGE[piece.dtype].itemsize
-            begin = self.targets[span.tensor].tensor.begin + span.start * itemsize
-            content = new[piece.offset : piece.offset + piece.elements * itemsize]
-            worker.destination.put(channel, block.shard, begin, content)
+            targets, offset = [], 0
+            for span in block.spans:
+                dtype = self.targets[span.tensor].tensor.dtype
+                targets.append(Piece(dtype, offset, span.elements))
+                offset += span.elements * STORAGE[dtype].itemsize
+            with worker.memory(offset) as new:
+                sums = [(wide, [Addend("F64", 0, first[-1], 0, 1.0)])]
+                written = backend.accumulate(new, targets, iter(sums), sets, self.spec)
+                for number, (zeros, subnormals) in enumerate(zip(scaled.new_zeros, scaled.new_subnormals, strict=True)):
+                    written.new_zeros[number] += zeros
+                    written.new_subnormals[number] += subnormals
+                tally.add(block, written)
+                for span, piece in zip(block.spans, targets, strict=True):
+                    itemsize = STORAGE[piece.dtype].itemsize
+                    begin = self.targets[span.tensor].tensor.begin + span.start * itemsize
+                    content = new[piece.offset : piece.offset + piece.elements * itemsize]
+                    worker.destination.put(worker, block.shard, begin, content)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gradtool._version import __version__
 from gradtool.backends.choose import choose
 from gradtool.declare import operation
+from gradtool.engines.threads import default_threads
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import DoctorOptions
 from gradtool.store.format.paths import refuse_urls
-from gradtool.store.io.workers import default_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

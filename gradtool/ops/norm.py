@@ -16,8 +16,8 @@ from gradtool.ops.session import Call
 from gradtool.options import NormOptions
 
 if TYPE_CHECKING:
-    from gradtool.ops.exponents import Histograms
-    from gradtool.ops.histogram import ExponentCount, StorageRange
+    from gradtool.ops.histogram import ExponentCount, Histograms, StorageRange
+    from gradtool.ops.measurement import Measurement
     from gradtool.ops.norm_rows import FileNorm, TensorNorm
 
 
@@ -77,8 +77,9 @@ def norm(options: NormOptions) -> NormResult:
         groups = groups_of(session.selected, options.group)
         spec = NormSpec(options.norm_type)
         exponents = None
+        found: Measurement
         if options.histogram:
-            from gradtool.ops.exponents import Profile  # only needed for this, as all that is imported so late
+            from gradtool.ops.histogram import Profile  # only needed for this, as all that is imported so late
 
             found = exponents = session.run(Profile(session.selected, spec))
         else:

@@ -11,7 +11,7 @@ from gradtool.ops.histogram import ExponentCount, histogram_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.ops.exponents import Histograms
+    from gradtool.ops.histogram import Histograms
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.session import Session
     from gradtool.store.format.gradset import Selected

@@ -91,7 +91,7 @@ def call_summary(
     session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
 ) -> CallSummary:
     """Sum up a call that is done; `selected` are the tensors that it was about."""
-    staff, timings = session.engine.staff, session.timings
+    workers, timings = session.engine.workers, session.timings
     nbytes = sum(one.tensor.nbytes for one in selected)
     remedy = None if session.choice is None else session.choice.remedy
     if why is None and nbytes > _SLOW_BYTES and remedy is not None:
@@ -102,13 +102,13 @@ def call_summary(
         tensors=len(selected),
         elements=sum(one.tensor.elements for one in selected),
         bytes=nbytes,
-        backend=staff.backend,
-        backend_why=why or staff.why,
+        backend=workers.backend,
+        backend_why=why or workers.why,
         threads=max(1, session.engine.clock.workers),
         engine=session.engine.name,
-        workers=staff.workers,
-        hosts=staff.hosts,
-        retries=staff.retries,
+        workers=workers.workers,
+        hosts=workers.hosts,
+        retries=workers.retries,
         seconds=timings.total_seconds,
         timings=timings,
         warnings=(*session.warnings, *warnings),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.backends.choose import Choice
-    from gradtool.engines import Engine, Found, Pass
+    from gradtool.engines.protocol import Engine, Pass, Result
     from gradtool.options import Compute, DiffOptions, Reading, Rewriting, StrPath
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.newset import NewSet
@@ -216,9 +216,9 @@ class Session:
         """Where the time went."""
         return Timings.of(self.engine.clock, self.commit_seconds, self.seconds)
 
-    def run(self, one: Pass[Found], destination: Destination | None = None) -> Found:
-        """Run a pass, and return what it found; without a destination nothing is written."""
-        return self.engine.run(one, destination or self._nowhere)
+    def run(self, work: Pass[Result], destination: Destination | None = None) -> Result:
+        """Run a pass, and return what it collected; without a destination nothing is written."""
+        return self.engine.run(work, destination or self._nowhere)
 
     @contextlib.contextmanager
     def writing(

@@ -13,7 +13,6 @@ import errno
 import os
 from array import array
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -29,10 +28,10 @@ from gradtool.ops.passes import Scaling, TensorPass, pieces_of
 from gradtool.store import fs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradtool.backends.protocol import BlockSums, Data, Factors, Piece, UnitCounts, UnitLimits
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Loaded, Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block, Span
 
@@ -136,6 +135,7 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
     title = "comparing"
+    by_tensor = ("params",)
 
     params: Sequence[Selected]
     limits: UnitLimits
@@ -146,43 +146,44 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
         """The parameters."""
         return self.params
 
-    def empty(self) -> tuple[Measurement, UnitTally]:
+    def tally(self) -> tuple[Measurement, UnitTally]:
         """Begin with nothing, of all gradients and of all units."""
         return Measurement(self.selected, self.spec), UnitTally(self.selected)
 
-    def work(self, block: Block, worker: Worker, found: tuple[Measurement, UnitTally]) -> None:
+    def work(self, block: Block, worker: Worker, tally: tuple[Measurement, UnitTally]) -> None:
         """Compute the factors of the units that begin in a block; the last one may go on behind it."""
-        measured = worker.backend.tile_sums(worker.load(block), pieces_of(block), self.spec)
-        units = list(self._in_block(block, worker))
-        for span in block.spans:
-            size = self._size(span)
-            last, rest = divmod(span.start + span.elements, size)
-            if rest and last * size >= span.start:
-                units.append(self._of_unit(span.tensor, last, worker))
-        # Nothing is added before all is known: a device that has no room gets the block in halves.
-        sums, tally = found
-        sums.add(block, measured)
-        for unit in units:
-            tally.add(unit)
-            self.file.write(unit.tensor, unit.first, unit.factors)
+        with worker.load(block) as loaded, contextlib.ExitStack() as stack:
+            measured = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
+            units = list(self._in_block(loaded, worker, stack))
+            for span in block.spans:
+                size = self._size(span)
+                last, rest = divmod(span.start + span.elements, size)
+                if rest and last * size >= span.start:
+                    units.append(self._of_unit(span.tensor, last, worker))
+            # Nothing is added before all is known: a device that has no room gets the block in halves.
+            sums, counts = tally
+            sums.add(block, measured)
+            for unit in units:
+                counts.add(unit)
+                self.file.write(unit.tensor, unit.first, unit.factors)
 
     def _size(self, span: Span) -> int:
         """Return how many elements a unit of the tensor of a span has."""
         return units_of(self.selected[span.tensor])[1]
 
-    def _in_block(self, block: Block, worker: Worker) -> Iterator[UnitFactors]:
-        """Compute the factors of units of which all elements are in a block; valid until the next block."""
+    def _in_block(self, loaded: Loaded, worker: Worker, stack: contextlib.ExitStack) -> Iterator[UnitFactors]:
+        """Compute the factors of units of which all elements are in a block; the stack owns their memory."""
+        block = loaded.block
         whole = {span.tensor: units for span in block.spans if (units := _whole_units(span, self._size(span)))}
         if not whole:
             return
-        view = worker.channel.memory("block", block.end - block.begin)
         sides = {number: self.params[number] for number in whole}
-        beside, addends = read_one(sides, self.selected, block, worker.channel)
-        room = worker.channel.memory("factors", 8 * sum(map(len, whole.values()))).cast("d")
+        beside, addends = stack.enter_context(read_one(sides, self.selected, block, worker))
+        room = stack.enter_context(worker.memory(8 * sum(map(len, whole.values())))).cast("d")
         for span, addend in zip((span for span in block.spans if span.tensor in whole), addends, strict=True):
             units, size = whole[span.tensor], self._size(span)
             start, count = units.start * size - span.start, len(units) * size
-            grads = _stored(view, span.dtype, span.offset, start, count)
+            grads = _stored(loaded.view, span.dtype, span.offset, start, count)
             params = _stored(beside, addend.dtype, addend.offset, start, count)
             factors, room = room[: len(units)], room[len(units) :]
             counts = worker.backend.unit_factors(grads, params, size, self.limits, factors)
@@ -190,20 +191,15 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
 
     def _of_unit(self, tensor: int, unit: int, worker: Worker) -> UnitFactors:
         """Read a unit and compute its factor; a part at a time, if it is longer than a patch."""
-        sides = {"grads": self.selected[tensor], "params": self.params[tensor]}
-        size, dtype, backend = units_of(sides["grads"])[1], sides["grads"].tensor.dtype, worker.backend
-        factors = memoryview(bytearray(8)).cast("d")
-        if size <= tuning.PATCH_ELEMENTS:
-            grads, params = (
-                Stored(_in_file(side, use, worker, unit * size, size), side.tensor.dtype) for use, side in sides.items()
-            )
-            counts = backend.unit_factors(grads, params, size, self.limits, factors)
-        else:
-            grad_norms, param_norms = (
-                norms_of(partial(_in_file, side, use, worker), side.tensor.dtype, range(unit, unit + 1), size, backend)
-                for use, side in sides.items()
-            )
-            counts = set_factors(grad_norms, param_norms, self.limits, dtype, factors)
+        grad, param = self.selected[tensor], self.params[tensor]
+        size, backend, factors = units_of(grad)[1], worker.backend, memoryview(bytearray(8)).cast("d")
+        with _reading(grad, size, worker) as grads, _reading(param, size, worker) as params:
+            if size <= tuning.PATCH_ELEMENTS:
+                both = [Stored(read(unit * size, size), dtype) for read, dtype in (grads, params)]
+                counts = backend.unit_factors(both[0], both[1], size, self.limits, factors)
+            else:
+                norms = [norms_of(*side, range(unit, unit + 1), size, backend) for side in (grads, params)]
+                counts = set_factors(norms[0], norms[1], self.limits, grad.tensor.dtype, factors)
         return UnitFactors(tensor, unit, factors, counts)
 
 
@@ -216,27 +212,21 @@ class ScaleUnits(Scaling):
 
     def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
         """Multiply each unit by its factor, which has the type that the stored values call for."""
-        units, factors = self._factors(block, worker)
-        ends = [*(one.first for one in units[1:]), len(factors)]
-        for span, piece, one, end in zip(block.spans, pieces, units, ends, strict=True):
-            if span.dtype != piece.dtype:
-                factors[one.first : end] = array("d", array("f", factors[one.first : end]))
-        return worker.backend.scale_units(data, pieces, units, factors, self.spec)
-
-    def _factors(self, block: Block, worker: Worker) -> tuple[list[Units], Factors]:
-        """Read the factors of the units that a block has a part of, one span after another."""
         units, ranges, count = [], [], 0
         for span in block.spans:
             size = units_of(self.selected[span.tensor])[1]
             first, phase = divmod(span.start, size)
             end = -(-(span.start + span.elements) // size)
             units.append(Units(size, phase, count))
-            ranges.append((self.numbers[span.tensor], first, end - first))
+            ranges.append((self.numbers[span.tensor], first, slice(count, count + end - first)))
             count += end - first
-        factors = worker.channel.memory("factors", 8 * count).cast("d")
-        for (number, first, length), unit in zip(ranges, units, strict=True):
-            self.file.read(number, first, factors[unit.first : unit.first + length])
-        return units, factors
+        with worker.memory(8 * count) as memory:
+            factors = memory.cast("d")
+            for span, piece, (number, first, place) in zip(block.spans, pieces, ranges, strict=True):
+                self.file.read(number, first, factors[place])
+                if span.dtype != piece.dtype:
+                    factors[place] = array("d", array("f", factors[place]))
+            return worker.backend.scale_units(data, pieces, units, factors, self.spec)
 
 
 def _whole_units(span: Span, size: int) -> range:
@@ -251,9 +241,15 @@ def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -
     return Stored(view[begin : begin + count * itemsize], dtype)
 
 
-def _in_file(selected: Selected, use: str, worker: Worker, start: int, elements: int) -> memoryview:
-    """Read some elements of a tensor."""
-    itemsize = STORAGE[selected.tensor.dtype].itemsize
-    view = worker.channel.memory(use, elements * itemsize)
-    worker.channel.read(selected.shard, selected.tensor.begin + start * itemsize, view)
-    return view
+@contextlib.contextmanager
+def _reading(selected: Selected, size: int, worker: Worker) -> Iterator[tuple[Callable[[int, int], memoryview], str]]:
+    """Have memory into which elements of a tensor are read, at most `size` or a patch, and their type."""
+    tensor = selected.tensor
+    itemsize = STORAGE[tensor.dtype].itemsize
+
+    def read(start: int, elements: int) -> memoryview:
+        worker.read(selected.shard, tensor.begin + start * itemsize, view[: elements * itemsize])
+        return view[: elements * itemsize]
+
+    with worker.memory(min(size, tuning.PATCH_ELEMENTS) * itemsize) as view:
+        yield read, tensor.dtype

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
-from gradtool.ops.passes import NOTHING, by_shard
-from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
+from gradtool.ops.passes import TensorPass, by_shard
+from gradtool.ops.results import (
+    OutputSummary,
+    Result,
+    call_summary,
+    output_summary,
+)
 from gradtool.ops.session import Call, output_options_of
 from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
 from gradtool.options import ZeroOptions
@@ -59,7 +65,7 @@ def zero(options: ZeroOptions) -> ZeroResult:
         metadata = _new_metadata(session, key)
         files = _files(session, output, metadata.entries)
         with session.writing(output, files) as destination:
-            session.run(NOTHING, destination)
+            session.run(TensorPass((), NormSpec()), destination)
     return ZeroResult(
         call=call_summary(session, session.selected, why="nothing to compute", warnings=metadata.warnings),
         output=output_summary(session, output, destination),

@@ -25,7 +25,7 @@ class Evil:
 """
 WORKERS = {
     "a result": "from gradtool.engines import work\nwork.perform = lambda *_: Evil()",
-    "an answer": "from gradtool.engines import probe\nprobe.answer = lambda *_: Evil()",
+    "an answer": "from gradtool.engines import worker_check\nworker_check.report_status = lambda *_: Evil()",
     "an error": """
 from gradtool.engines import work
 def fail(*_):

@@ -25,9 +25,10 @@ from gradtool import tuning
 from gradtool._version import __version__
 from gradtool.arrays import float64s
 from gradtool.backends.protocol import NormSpec
-from gradtool.engines import Member, choose, wire, work
-from gradtool.engines.probe import Question, answer, complaint, facts_in
+from gradtool.engines import choose, wire, work
+from gradtool.engines.protocol import WorkerInfo
 from gradtool.engines.wire import _tree
+from gradtool.engines.worker_check import Question, problem_with, report_in, report_status
 from gradtool.errors import Problem
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import Measure
@@ -48,7 +49,7 @@ class Pool:
         self._pool, self._change = pool, change
 
     def members(self):
-        return {"here": Member(os.uname().nodename, 2)}
+        return {"here": WorkerInfo(os.uname().nodename, 2)}
 
     def submit(self, call, address=None, *, only=False):  # noqa: ARG002
         result = Future()
@@ -333,7 +334,7 @@ def test_an_input_that_is_replaced_while_a_worker_reads_it_is_an_error(tmp_path,
 
     monkeypatch.setattr(work.Threads, "run", replaced_behind_it)
     with pytest.raises(gradtool.SystemRefusedError, match="was changed by another program"):
-        work.outcome(work.perform(__version__, work.packed(work.Job(part, None, None, 1, None))), part)
+        work.read_outcome(work.perform(__version__, work.packed(work.Job(part, None, None, 1, None))), part)
 
 
 def with_part(place, value):
@@ -470,8 +471,8 @@ def test_a_worker_that_dies_ends_the_call_with_one_error(tmp_path):
 def test_a_worker_that_is_not_fit_is_named_with_the_remedy(facts, said):
     question = Question("/data/log", 1, "probe", None, None)
     fit = {"version": __version__, "host": "node7", "sees": True, "refused": "", "user": os.geteuid(), "error": ""}
-    assert complaint(fit, question) is None
-    message = complaint(fit | facts, question)
+    assert problem_with(fit, question) is None
+    message = problem_with(fit | facts, question)
     assert message.startswith("the worker on node7")
     assert said in message
 
@@ -479,10 +480,10 @@ def test_a_worker_that_is_not_fit_is_named_with_the_remedy(facts, said):
 def test_a_probe_leaves_nothing(tmp_path):
     path = sample(tmp_path)
     question = Question(str(path), path.stat().st_ino, ".gradtool-0123456789ab-123456789.tmp", None, None)
-    facts = facts_in(answer(tuple(question)))
-    assert complaint(facts, question) is None
+    facts = report_in(report_status(tuple(question)))
+    assert problem_with(facts, question) is None
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
-    assert not facts_in(answer(tuple(question._replace(inode=1))))["sees"]
+    assert not report_in(report_status(tuple(question._replace(inode=1))))["sees"]
 
 
 def test_what_is_sent_holds_no_open_file_and_little_else(tmp_path, pool):
@@ -523,7 +524,7 @@ def test_a_task_and_what_it_finds_are_small_to_send(tmp_path):
     one = Measure([Selected(shard, tensor)], NormSpec())
     (part,) = one.parts(DISCARD)
     assert len(work.packed(work.Job(part._replace(places=()), None, None, None, None))) < 700
-    found = one.empty()
+    found = one.tally()
     found.sums.extend([0] * 4096, np.random.default_rng(1).random(4096), [0] * 4096)
     assert len(wire.packed(found)) > 40_000
-    assert len(wire.packed(found.condensed())) < 1_100
+    assert len(wire.packed(found.compact())) < 1_100

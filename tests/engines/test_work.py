@@ -30,7 +30,7 @@ def job_about(path, order=2.0):
 
 def performed(part, payload):
     """What a worker answers, as the command reads it."""
-    return work.outcome(work.perform(__version__, payload), part)
+    return work.read_outcome(work.perform(__version__, payload), part)
 
 
 @pytest.mark.parametrize("shown", ["nothing", "the one before"])

@@ -243,7 +243,7 @@ def figures_of(sums, exponents):
     """The figures of tiles, in two parts, one of which comes from another process."""
     half = len(sums) // 2
     whole, part = comparison_of(sums[:half], exponents[:half]), comparison_of(sums[half:], exponents[half:])
-    whole.put([(0, 0)], unpacked(packed(part.condensed()), Comparison([None])))
+    whole.merge_part([(0, 0)], unpacked(packed(part.compact()), Comparison([None])))
     assert whole.figures() == whole.figures_of(0) == comparison_of(sums, exponents).figures()
     return whole.figures()
 
@@ -253,7 +253,7 @@ def test_what_is_stored_does_not_grow_with_the_tensors():
     sums, exponents = rng.random((tiles, 4)), rng.choice([0, 0, 300, -300], (tiles, 3)).astype(np.int32)
     whole = comparison_of(sums, exponents)
     for _ in range(15):
-        whole.put([(0, 0)], comparison_of(sums, exponents))
+        whole.merge_part([(0, 0)], comparison_of(sums, exponents))
         assert max(len(one.sums) for one in whole.tile_sums) <= 1 << 13
     # Sixteen times each sum, so that norms are four times as large to the last bit.
     assert whole.figures()[:2] == comparison_of(sums, exponents).figures()[:2]
@@ -545,25 +545,25 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     pairs = pair(*(Side(one.path, opened.selected_in(one.shards)) for one in opened.sets), skip=False)
     one = Compare(pairs.a, NormSpec(), pairs.b, Tolerance())
     expected = Threads(NumpyBackend()).run(one)
-    whole = one.empty()
+    whole = one.tally()
     for part in one.parts(DISCARD):
-        whole.put(part.places, Threads(NumpyBackend()).run(part.work).condensed())
+        whole.merge_part(part.places, Threads(NumpyBackend()).run(part.work).compact())
     assert whole.figures() == expected.figures()
     for name in whole.columns:
         assert getattr(whole, name).tolist() == getattr(expected, name).tolist()
     # Not even a lie has figures that fail.
     lies = [(0, -1.0, "negative"), (2, -1.0, "negative"), (3, math.inf, "not finite"), (1, math.nan, "not finite")]
     for which, value, message in lies:
-        lie = part.work.empty()
+        lie = part.work.tally()
         lie.tile_sums[which].extend([0], [value], [0])
         with pytest.raises(ValueError, match=message):
-            whole.put(part.places, lie)
-    lie = part.work.empty()
+            whole.merge_part(part.places, lie)
+    lie = part.work.tally()
     lie.tile_sums[1].extend([len(part.places)], [1.0], [0])
     with pytest.raises(ValueError, match="sums of other tensors"):
-        whole.put(part.places, lie)
+        whole.merge_part(part.places, lie)
     with pytest.raises(ValueError, match="other tensors"):
-        whole.put([(0, 0)] * (len(pairs.a) + 1), expected)
+        whole.merge_part([(0, 0)] * (len(pairs.a) + 1), expected)
 
 
 def test_the_samples_differ_as_their_values_do():

@@ -14,8 +14,7 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
-from gradtool.ops.exponents import Histograms, Profile
-from gradtool.ops.histogram import storage_ranges
+from gradtool.ops.histogram import Histograms, Profile, storage_ranges
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
@@ -242,9 +241,9 @@ def opened(tmp_path):
 
 def test_parts_are_put_where_they_belong(opened):
     profile = Profile(opened.selected, NormSpec())
-    put = profile.empty()
+    put = profile.tally()
     for part in profile.parts(DISCARD):
-        put.put(part.places, unpacked(packed(counted(part.work).condensed()), part.work.empty()))
+        put.merge_part(part.places, unpacked(packed(counted(part.work).compact()), part.work.tally()))
     counts = [put.exponents(number, number + 1) for number in range(3)]
     assert [sum(one.values()) for one in counts] == [
         one.tensor.elements - int(put.zeros[number]) for number, one in enumerate(opened.selected)
@@ -276,6 +275,6 @@ def test_histograms_of_something_else_are_not_put_anywhere(opened):
         ("histograms", whole[:1]),
     ]:
         with pytest.raises(ValueError, match="of other tensors"):
-            found.put(places, other)
+            found.merge_part(places, other)
     assert not any(found.counts)
     assert not any(found.largest_finite)

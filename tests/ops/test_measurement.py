@@ -72,8 +72,8 @@ def test_measurements_of_some_tensors_each_are_put_together(selected, spec, numb
         part = whole.part(some)
         # As it comes from another process.
         empty = Measurement([selected[number] for number in some], spec)
-        sent = unpacked(packed(part.condensed()), empty)
-        together.put([(number, 0) for number in some], sent)
+        sent = unpacked(packed(part.compact()), empty)
+        together.merge_part([(number, 0) for number in some], sent)
     assert whole.first_nonfinite.tolist() == together.first_nonfinite.tolist() == [-1, 70_000, -1, -1, -1]
     assert repr(together.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
     assert [one.tolist() for one in (together.nan, together.zeros)] == [
@@ -146,7 +146,7 @@ def test_what_is_found_in_stretches_is_put_where_it_belongs(selected, order):
         own = [Selected(block.shard, Tensor("", span.dtype, (span.elements,), 0, 0)) for span in block.spans]
         spans = [span._replace(tensor=number, start=0) for number, span in enumerate(block.spans)]
         part = measured(own, spec, [(block._replace(spans=spans), data)])
-        found.put(places, unpacked(packed(part.condensed()), Measurement(own, spec)))
+        found.merge_part(places, unpacked(packed(part.compact()), Measurement(own, spec)))
     assert repr(found.norms(per_tensor=True)) == repr(whole.norms(per_tensor=True))
     for fact in FIELDS:
         assert getattr(found, fact).tobytes() == getattr(whole, fact).tobytes()
@@ -160,7 +160,7 @@ def test_a_measurement_of_something_else_is_not_put_anywhere(selected):
         ("a measurement", [(0, 0)]),
     ]:
         with pytest.raises(ValueError, match="a tally of"):
-            found.put(places, other)
+            found.merge_part(places, other)
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, np.inf])

@@ -8,7 +8,7 @@ from support import write
 from gradtool import tuning
 from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.ops.diff.compare import Compare
-from gradtool.ops.exponents import Profile
+from gradtool.ops.histogram import Profile
 from gradtool.ops.passes import Measure
 from gradtool.store.transaction.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.transaction.inputs import Inputs

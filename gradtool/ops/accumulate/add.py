@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from gradtool import tuning
 from gradtool.backends.storage import STORAGE
-from gradtool.engines import OnBlock, Part
 from gradtool.engines.tally import Tallies
 from gradtool.ops.accumulate.reduce import reduced
 from gradtool.ops.beside import read
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import by_shard, pieces_of
+from gradtool.ops.passes import TensorPass, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import cut_where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends.protocol import Addend, Backend, NormSpec, Rule, Trim
-    from gradtool.engines import Worker
+    from gradtool.backends.protocol import Addend, Backend, Rule, Trim
+    from gradtool.engines.worker import Worker
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
 
 
-class Add(NamedTuple):
-    """Adds contributions to tensors of the buffer (`targets`), which their tensors are numbered by.
+@dataclass(frozen=True, eq=False, repr=False)
+class Add(TensorPass[Tallies[Measurement]]):
+    """Adds contributions to tensors of the buffer, the selected ones, which their tensors are numbered by.
 
     With `trim`, what is added is the trimmed mean of the contributions and not their sum. With `divisors`, each target
     has a divisor of its own, not that of the rule. With `counts_zeros`, contributions are 0 where they lack a target.
     The buffer `is_new` if it is only being created. With `measures_before`, what it held is measured in the same pass.
     """
 
-    targets: Sequence[Selected]
+    title: ClassVar = "adding"
+    by_tensor = ("divisors",)
+
     contributions: Sequence[Contribution]
     rule: Rule
-    spec: NormSpec
     trim: Trim | None = None
     divisors: Sequence[float] = ()
     counts_zeros: bool = False
@@ -46,70 +48,57 @@ class Add(NamedTuple):
     measures_before: bool = False
 
     @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return "adding"
+    def beside(self) -> Sequence[Selected]:
+        """The tensors of all gradients."""
+        return [selected for each in self.contributions for selected in each.tensors.values()]
 
-    def empty(self) -> Tallies[Measurement]:
-        """Of all targets: after the gradients were added and, if that is measured, before."""
-        return Tallies([Measurement(self.targets, self.spec) for _ in range(1 + self.measures_before)])
+    @property
+    def reads_selected(self) -> bool:
+        """Whether there is a buffer."""
+        return not self.is_new
+
+    def tally(self) -> Tallies[Measurement]:
+        """Begin with nothing: after the gradients were added and, if that is measured, before."""
+        return Tallies([Measurement(self.selected, self.spec) for _ in range(1 + self.measures_before)])
 
     def nbytes(self, destination: Destination) -> int:
-        """Bytes of the gradients, and of the buffer where it is read."""
-        gradients = sum(one.tensor.nbytes for part in self.contributions for one in part.tensors.values())
-        return gradients + destination.nbytes(self.targets if self.rule.keeps else ())
+        """Count the bytes of the gradients, and of the buffer where it is read."""
+        gradients = sum(gradient.tensor.nbytes for gradient in self.beside)
+        return gradients + destination.nbytes(self.selected if self.rule.keeps else ())
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[OnBlock]:
-        """One for each block of the buffer, small enough for its float64 sums to stay in a core's cache."""
-        wanted = by_shard(self.targets)
-        itemsizes = {STORAGE[one.tensor.dtype].itemsize for one in self.targets}
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
+        """Return a size whose float64 sums stay in a core's cache."""
+        itemsizes = {STORAGE[target.tensor.dtype].itemsize for target in self.selected}
         tiles = tuning.SUM_TILES * _times_larger(backend)
-        nbytes = TILE * max([tiles * min(itemsizes), *itemsizes]) if itemsizes else TILE
-        blocks = destination.blocks(wanted, TILE, nbytes)
-        if self.divisors:
-            blocks = chain.from_iterable(cut_where(one, self.divisors) for one in blocks)
-        return (OnBlock(self._add, one) for one in blocks)
+        return TILE * max([tiles * min(itemsizes), *itemsizes]) if itemsizes else TILE
 
-    def parts(self, destination: Destination) -> Iterator[Part]:
-        """One for each file of the buffer, with what is added to it, whichever files that is in."""
-        wanted = by_shard(self.targets)
-        for shard in destination.shards or wanted:
-            numbers = [number for number, _ in wanted.get(shard, ())]
-            place = {number: position for position, number in enumerate(numbers)}
-            own = [
-                one._replace(tensors={place[n]: one.tensors[n] for n in numbers if n in one.tensors})
-                for one in self.contributions
-            ]
-            gradients = [selected for one in own for selected in one.tensors.values()]
-            reads = dict.fromkeys([*([] if self.is_new else [shard]), *(one.shard for one in gradients)])
-            nbytes = shard.size + sum(one.tensor.nbytes for one in gradients)
-            targets = [self.targets[number] for number in numbers]
-            divisors = [self.divisors[number] for number in numbers] if self.divisors else ()
-            work = self._replace(targets=targets, contributions=own, divisors=divisors)
-            places = [(number, 0) for number in numbers]
-            yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Block]:
+        """Yield the blocks of the buffer, cut where the divisor changes."""
+        blocks = super().tasks(backend, destination)
+        return chain.from_iterable(cut_where(block, self.divisors) for block in blocks) if self.divisors else blocks
 
-    def _add(self, block: Block, worker: Worker, found: Tallies[Measurement]) -> None:
-        channel, backend = worker.channel, worker.backend
-        view = channel.memory("block", block.end - block.begin)
-        pieces = pieces_of(block)
-        covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces) == len(view)
+    def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
+        """Restrict the gradients to what is added to these targets."""
+        position = {number: at for at, (number, _) in enumerate(places)}
+        contributions = [
+            each._replace(tensors={position[n]: each.tensors[n] for n in position if n in each.tensors})
+            for each in self.contributions
+        ]
+        return replace(super().restricted_to(selected, places), contributions=contributions)
+
+    def work(self, block: Block, worker: Worker, tally: Tallies[Any]) -> None:
+        """Add to a block."""
+        backend, pieces = worker.backend, pieces_of(block)
+        covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces) == block.end - block.begin
         reads = not self.is_new and (self.rule.keeps or not covered)
-        if reads:
-            channel.read(block.shard, block.begin, view)
-            worker.destination.keep(channel, block, view)
-        elif not covered:
-            view[:] = bytes(len(view))
-        data = view
-        if pieces:
-            data = backend.to_device(view, copies=reads or not covered, align=pieces[0].offset)
-            sums = [backend.tile_sums(data, pieces, self.spec)] if self.measures_before else []
-            sums.insert(
-                0, backend.accumulate(data, pieces, self.sources(block, worker), self.rule_of(block), self.spec)
-            )
-            for measurement, each in zip(found.each, sums, strict=True):
-                measurement.add(block, each)
-        worker.store(block, data)
+        with worker.load(block) if reads else worker.make(block, zeros=not covered) as loaded:
+            if pieces:
+                before = [backend.tile_sums(loaded.data, pieces, self.spec)] if self.measures_before else []
+                rule, sources = self.rule_of(block), self.sources(block, worker)
+                after = backend.accumulate(loaded.data, pieces, sources, rule, self.spec)
+                for measurement, sums in zip(tally.each, [after, *before], strict=True):
+                    measurement.add(block, sums)
+            worker.store(loaded)
 
     def rule_of(self, block: Block) -> Rule:
         """The rule for the targets of a block."""
@@ -118,9 +107,9 @@ class Add(NamedTuple):
     def sources(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
         """What is added to a block, a batch at a time."""
         if self.trim is not None:
-            return reduced(self.trim, self.contributions, self.targets, block, worker, fills=self.counts_zeros)
+            return reduced(self.trim, self.contributions, self.selected, block, worker, fills=self.counts_zeros)
         batch = tuning.BATCH_BYTES * _times_larger(worker.backend)
-        return read(self.contributions, self.targets, block, worker.channel, batch, fills=self.counts_zeros)
+        return read(self.contributions, self.selected, block, worker, batch, fills=self.counts_zeros)
 
 
 def _times_larger(backend: Backend) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.backends.protocol import Trim
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.ops.accumulate.match import Contribution
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
@@ -42,7 +42,7 @@ def reduced(
     at = 0
     for window, elements in _windows(block, most):
         # All contributions at once.
-        for source, addends in read(contributions, targets, window, worker.channel, sys.maxsize, fills=fills):
+        for source, addends in read(contributions, targets, window, worker, sys.maxsize, fills=fills):
             means = worker.backend.trimmed_means(source, addends, trim, elements)
             yield means.data.cast("B"), [Addend("F64", 0, elements, at, 1.0)]
         at += elements

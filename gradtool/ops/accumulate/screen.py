@@ -99,7 +99,7 @@ def _added(
         return found
     alone = one._replace(tensors={number: tensor for number, (tensor, _) in enumerate(pairs)}, weight=1.0)
     measures = Rule(keeps=False, rounds=False)
-    added = Add([target for _, target in pairs], [alone], measures, policy.spec, is_new=True)
+    added = Add([target for _, target in pairs], policy.spec, [alone], measures, is_new=True)
     measured: Measurement = session.run(added).each[0]
     return measured
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.protocol import Rule
@@ -13,7 +14,7 @@ from gradtool.ops.accumulate.policy import added_up
 from gradtool.ops.accumulate.reduce import refuse_nothing_left
 from gradtool.ops.accumulate.screen import NONFINITE_REMEDY, GradientRow, screen
 from gradtool.ops.accumulate.total import has_one_total, new_total, refuse_nonzero
-from gradtool.ops.passes import NOTHING, Measure
+from gradtool.ops.passes import Measure, TensorPass
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.ops.totals import Total
 
@@ -56,7 +57,7 @@ def leave(
     norm = found.norms().whole
     files = [] if policy.is_new else buffer.files(output, ())
     with session.writing(output, files) as destination:
-        session.run(NOTHING, destination)
+        session.run(TensorPass((), policy.spec), destination)
     rows = [GradientRow.unseen(one, taken=False) for one in contributions]
     before, zeros = (None, None) if policy.is_new else (norm, found.stored_zeros)
     return Done(targets, found, destination, before, zeros, norm, 0.0, rows)
@@ -81,13 +82,13 @@ def add(
     sum_norm = coef = None
     measured: list[Measurement] = []
     if policy.max_norm is not None:
-        sums, *measured = session.run(adding._replace(rule=rule._replace(rounds=False))).each
+        sums, *measured = session.run(replace(adding, rule=rule._replace(rounds=False))).each
         _refuse_nonfinite(session, policy, adding, sums, measured)
         sum_norm = sums.norms().whole
         coef = policy.sum_coef(sums, sum_norm)
-        adding = adding._replace(rule=rule._replace(factor=coef), measures_before=False)
+        adding = replace(adding, rule=rule._replace(factor=coef), measures_before=False)
     rows = compared(session, adding, screened.rows) if policy.per_gradient else screened.rows
-    files = buffer.files(output, adding.targets, metadata)
+    files = buffer.files(output, adding.selected, metadata)
     with session.writing(output, files, buffer.indexes) as destination:
         added, *first = session.run(adding, destination).each
         _refuse_nonfinite(session, policy, adding, added, first)
@@ -119,7 +120,7 @@ def _adding(
     moved = [one._replace(tensors={place[n]: tensor for n, tensor in one.tensors.items()}) for one in contributions]
     targets = [buffer.targets[number] for number in numbers]
     divisors = _divisors(targets, moved) if policy.mean and policy.missing == "skip" else ()
-    return Add(targets, moved, rule, policy.spec, policy.trim, divisors, policy.counts_zeros, policy.is_new, rule.keeps)
+    return Add(targets, policy.spec, moved, rule, policy.trim, divisors, policy.counts_zeros, policy.is_new, rule.keeps)
 
 
 def _divisors(targets: Sequence[Selected], contributions: Sequence[Contribution]) -> list[float]:
@@ -152,14 +153,14 @@ def _refuse_nonfinite(
     session: Session, policy: Policy, adding: Add, sums: Measurement, before: Sequence[Measurement]
 ) -> None:
     """Raise `NonFiniteError` for a NaN or Inf in a sum, naming the inputs that it comes from."""
-    bad = [number for number in range(len(adding.targets)) if sums.nan[number] or sums.inf[number]]
+    bad = [number for number in range(len(adding.selected)) if sums.nan[number] or sums.inf[number]]
     if policy.nonfinite == "propagate" or not bad:
         return
     problems, numbers = [], set(bad)
     for one in adding.contributions:
         suspects = [tensor for number, tensor in one.tensors.items() if number in numbers]
         problems += nonfinite_problems(suspects, session.run(Measure(suspects, policy.spec)))
-    targets = [adding.targets[number] for number in bad]
+    targets = [adding.selected[number] for number in bad]
     for buffer in before:
         problems += nonfinite_problems(targets, buffer.part(bad))
     if problems:

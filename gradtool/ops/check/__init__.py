@@ -127,7 +127,7 @@ class _Visit:
         notes = [one for one in findings if one.severity == "note"]
         problems = [one.problem for one in (faults + notes if self._options.strict else faults)]
         rows = by_dtype(self._selected, valued, census)
-        staff, clock = (self._engine.staff, self._engine.clock) if self._engine else (None, Clock())
+        summary, clock = (self._engine.workers, self._engine.clock) if self._engine else (None, Clock())
         seconds = perf_counter() - self._began
         return CheckResult(
             sound=not problems,
@@ -144,8 +144,8 @@ class _Visit:
             tensors=len(self._selected),
             elements=sum(one.tensor.elements for one in self._selected),
             bytes=sum(one.tensor.nbytes for one in self._selected),
-            backend=None if staff is None else staff.backend,
-            backend_why=None if staff is None else staff.why,
+            backend=None if summary is None else summary.backend,
+            backend_why=None if summary is None else summary.why,
             threads=max(1, clock.workers),
             seconds=seconds,
             timings=Timings.of(clock, 0.0, seconds),

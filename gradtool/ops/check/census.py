@@ -15,7 +15,7 @@ from gradtool.ops.passes import TensorPass, pieces_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
@@ -44,17 +44,18 @@ class TakeCensus(TensorPass[Census]):
 
     spec: NormSpec = _SPEC
 
-    def empty(self) -> Census:
+    def tally(self) -> Census:
         """Begin with nothing."""
         return Census(self.selected)
 
-    def work(self, block: Block, worker: Worker, found: Census) -> None:
+    def work(self, block: Block, worker: Worker, tally: Census) -> None:
         """Count the values of a block."""
-        data, pieces = worker.load(block), pieces_of(block)
-        # Nothing is added before both are known: a device that has no room gets the block in halves.
-        sums = worker.backend.tile_sums(data, pieces, self.spec)
-        subnormal, saturated = worker.backend.extremes(data, pieces)
+        pieces = pieces_of(block)
+        with worker.load(block) as loaded:
+            # Nothing is added before both are known: a device that has no room gets the block in halves.
+            sums = worker.backend.tile_sums(loaded.data, pieces, self.spec)
+            subnormal, saturated = worker.backend.extremes(loaded.data, pieces)
         # What is dropped counts as a zero, too.
         counts = zip(sums.zeros, sums.nan, sums.inf, strict=True)
         zeros = array("q", (zeros - nan - inf for zeros, nan, inf in counts))
-        found.add(block, sums, zeros=zeros, subnormal=subnormal, saturated=saturated)
+        tally.add(block, sums, zeros=zeros, subnormal=subnormal, saturated=saturated)

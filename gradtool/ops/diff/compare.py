@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines import reads_files
+from gradtool.engines.worker import reads_files
 from gradtool.ops.beside import read_one
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import ReadingPass, pieces_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.backends.protocol import Backend, Tolerance
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.destination import Destination
@@ -33,6 +33,7 @@ class Compare(ReadingPass[Comparison]):
     """Compares each of the selected tensors with the other in its place."""
 
     title: ClassVar = "comparing"
+    by_tensor = ("others",)
 
     others: Sequence[Selected]
     tolerance: Tolerance
@@ -42,7 +43,7 @@ class Compare(ReadingPass[Comparison]):
         """What the tensors are compared with."""
         return self.others
 
-    def empty(self) -> Comparison:
+    def tally(self) -> Comparison:
         """Begin with nothing."""
         return Comparison(self.selected)
 
@@ -52,36 +53,30 @@ class Compare(ReadingPass[Comparison]):
         ours, theirs = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
         return max(TILE * max(ours), nbytes * min(ours) // (min(ours) + max(theirs))) if ours else nbytes
 
-    def about(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """Return the same with what these are compared with."""
-        return replace(super().about(selected, places), others=[self.others[number] for number, _ in places])
-
-    def work(self, block: Block, worker: Worker, found: Comparison) -> None:
+    def work(self, block: Block, worker: Worker, tally: Comparison) -> None:
         """Compare a block."""
         reads = reads_files(worker.backend, worker.destination, self.spec)
         parts = list(_side_by_side(block, self.others)) if reads else []
         if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
-            self._load(block, worker, found)
+            self._load(block, worker, tally)
             return
         for ours, theirs in parts:
-            self._stream(ours, theirs, worker, found)
+            self._stream(ours, theirs, worker, tally)
 
-    def _stream(self, ours: Block, theirs: Block, worker: Worker, found: Comparison) -> None:
+    def _stream(self, ours: Block, theirs: Block, worker: Worker, tally: Comparison) -> None:
         """Compare two blocks that the backend reads."""
-        with worker.lend(ours, "block", sides=2) as a, worker.lend(theirs, "gradients", sides=2) as b:
+        with worker.file_block(ours, sides=2) as a, worker.file_block(theirs, sides=2) as b:
             differences = worker.backend.differences(a, pieces_of(ours), b, pieces_of(theirs), self.tolerance)
-        found.add(ours, differences)
+        tally.add(ours, differences)
 
-    def _load(self, block: Block, worker: Worker, found: Comparison) -> None:
+    def _load(self, block: Block, worker: Worker, tally: Comparison) -> None:
         """Read a block and all that it is compared with, and compare them."""
-        backend = worker.backend
-        pieces = pieces_of(block)
-        data = worker.load(block)
         beside = {span.tensor: self.others[span.tensor] for span in block.spans}
-        view, addends = read_one(beside, self.selected, block, worker.channel)
-        others = [Piece(one.dtype, one.offset, one.elements) for one in addends]
-        theirs = backend.to_device(view, align=others[0].offset)
-        found.add(block, backend.differences(data, pieces, theirs, others, self.tolerance))
+        with worker.load(block) as ours, read_one(beside, self.selected, block, worker) as (view, addends):
+            pieces = [Piece(addend.dtype, addend.offset, addend.elements) for addend in addends]
+            theirs = worker.backend.to_device(view, align=pieces[0].offset)
+            differences = worker.backend.differences(ours.data, pieces_of(block), theirs, pieces, self.tolerance)
+        tally.add(block, differences)
 
 
 def _side_by_side(block: Block, others: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:

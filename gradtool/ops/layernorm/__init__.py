@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import UsageError, changed_meanwhile
 from gradtool.ops.layernorm.backward import Backward, LayerPlan
@@ -122,4 +123,5 @@ def _backward(session: Session, options: Options, layers: Sequence[Layer], files
         for (layer, one), places, inputs in zip(both, files.places, files.inputs, strict=True)
     ]
     rows = [sum_wide_rows(session, options, layer, one) for layer, one in both]
-    return Backward(options, [plan._replace(rows=own) for plan, own in zip(plain, rows, strict=True)])
+    plans = [plan._replace(rows=own) for plan, own in zip(plain, rows, strict=True)]
+    return Backward([read for plan in plans for read in plan.reads], NormSpec(), options, plans)

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import DeviceMemoryError
-from gradtool.ops.layernorm.found import Gradients
+from gradtool.ops.layernorm.gradients import Gradients
 from gradtool.ops.layernorm.patches import inverted, too_large
+from gradtool.ops.passes import TensorPass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
 
     from gradtool.backends.protocol import Backend, Data, Patch
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.patches import Options, Patches
     from gradtool.ops.layernorm.placement import Place
     from gradtool.ops.layernorm.wide_rows import Rows
+    from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.destination import Destination
 
 
-class Values(NamedTuple):
-    """Stored values of an output from element `start` on; `data` is the same where the backend works."""
+class Groups(NamedTuple):
+    """A task: some `groups` of rows of a layer, from number `first` on, in a stretch of columns.
 
-    start: int
-    view: memoryview
-    data: Data
+    It writes the gradient of X, or adds to the sums for those of scale and bias, or does both.
+    """
+
+    layer: int
+    stretch: tuple[int, int]
+    first: int
+    groups: int
+    writes: bool = True
+    sums: bool = True
+
+    @property
+    def halves(self) -> tuple[Groups, Groups]:
+        """Half of the groups, and the others."""
+        half = self.groups // 2
+        return self._replace(groups=half), self._replace(first=self.first + half, groups=self.groups - half)
 
 
 class LayerPlan(NamedTuple):
@@ -55,96 +68,118 @@ class LayerPlan(NamedTuple):
         return self.layer.scale is not None
 
     @property
-    def nbytes(self) -> int:
-        """What is read of it, about."""
-        times = 2 if self.patches.is_wide and self.has_sums else 1
-        return sum(one.tensor.nbytes for one in self.layer.inputs) * times
+    def reads(self) -> list[Selected]:
+        """The tensors that are read; those of wide rows twice."""
+        return self.layer.inputs * (2 if self.patches.is_wide and self.has_sums else 1)
 
-
-@dataclass(frozen=True)
-class Backward:
-    """Computes the gradients of layers, writes them, and measures what is written."""
-
-    options: Options
-    plans: Sequence[LayerPlan]
-
-    @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return "differentiating"
-
-    def empty(self) -> Gradients:
-        """Of all layers."""
-        return Gradients([place.selected for plan in self.plans for place in plan.places], len(self.plans))
-
-    def nbytes(self, destination: Destination) -> int:
-        """Bytes of the layers, and of what is copied beside them."""
-        return sum(plan.nbytes for plan in self.plans) + destination.nbytes(())
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Gradients], None]]:  # noqa: ARG002
-        """Layer after layer."""
-        firsts = accumulate((len(plan.places) for plan in self.plans), initial=0)
-        for number, (plan, first_output) in enumerate(zip(self.plans, firsts, strict=False)):
-            yield from LayerTasks(self.options, plan, number, first_output).each(backend)
-
-
-@dataclass(frozen=True)
-class LayerTasks:
-    """The tasks of one layer: its number in the pass, and that of its first output."""
-
-    options: Options
-    plan: LayerPlan
-    number: int
-    first_output: int
-
-    def each(self, backend: Backend) -> Iterator[Callable[[Worker, Gradients], None]]:
-        """The gradient of X patch by patch, those of scale and bias when all rows of a stretch are done.
+    def tasks(self, number: int, backend: Backend) -> Iterator[Groups]:
+        """Yield the tasks of the layer, which has this number.
 
         Wide rows are read twice: first for the gradient of X, row by row, so that few cut tiles wait to be measured;
         then for those of scale and bias, stretch by stretch, so that few sums are kept.
         """
-        patches, has_sums = self.plan.patches, self.plan.has_sums
+        patches, has_sums = self.patches, self.has_sums
         at_once = patches.groups_at_once(backend.block_bytes)
         if patches.is_wide:
             for group in range(patches.groups):
                 for stretch in patches.stretches:
-                    yield OnPatch(self, stretch, group, 1, sums=False)
+                    yield Groups(number, stretch, group, 1, sums=False)
         for stretch in patches.stretches if has_sums or not patches.is_wide else ():
-            if not patches.groups:
-                yield partial(self.finish, stretch)
-            for group in range(0, patches.groups, at_once):
-                groups = min(at_once, patches.groups - group)
-                yield OnPatch(self, stretch, group, groups, writes=not patches.is_wide, sums=has_sums)
+            # Without any group, there are sums of none.
+            for group in range(0, max(1, patches.groups), at_once):
+                count = min(at_once, patches.groups - group)
+                yield Groups(number, stretch, group, count, writes=not patches.is_wide, sums=has_sums)
 
-    def finish(self, stretch: tuple[int, int], worker: Worker, found: Gradients) -> None:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Backward(TensorPass[Gradients]):
+    """Computes the gradients of layers, writes them, and measures what is written."""
+
+    title: ClassVar = "differentiating"
+
+    options: Options
+    plans: Sequence[LayerPlan]
+
+    def tally(self) -> Gradients:
+        """Begin with nothing."""
+        return Gradients([[place.selected for place in plan.places] for plan in self.plans])
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Groups]:  # noqa: ARG002
+        """Yield groups of rows, layer after layer."""
+        for number, plan in enumerate(self.plans):
+            yield from plan.tasks(number, backend)
+
+    def work(self, task: Groups, worker: Worker, tally: Gradients) -> None:
+        """Compute the gradients of some groups; of half of them, then the others, where the device has no room."""
+        if not task.groups:
+            self._finish(task, worker, tally)
+            return
+        began = perf_counter()
+        halves: Sequence[Groups] = ()
+        with ExitStack() as stack:
+            # Not left to the engine: what comes after the gradients must not be repeated.
+            try:
+                view, data, grads = self._gradients(task, worker, stack)
+            except DeviceMemoryError:
+                if task.groups == 1:
+                    raise
+                halves = task.halves
+            else:
+                patches, rows = self.plans[task.layer].patches, self.plans[task.layer].rows
+                if task.writes:
+                    start = patches.start(task.stretch, task.first)
+                    tally.tiles[task.layer][0].add(start, view, data, worker.backend)
+                    _write(self.plans[task.layer].places[0], start, view, worker)
+                tally.spend(task.layer, began if rows is None else rows.began)
+                if task.sums:
+                    columns = tally.columns(task.layer, task.stretch, patches.groups)
+                    if columns.add(task.first, task.groups, grads, worker.backend):
+                        self._finish(task, worker, tally)
+        for half in halves:
+            self.work(half, worker, tally)
+
+    def _finish(self, task: Groups, worker: Worker, tally: Gradients) -> None:
         """Write the gradients of scale and bias of a stretch, of which no row is missing."""
-        totals, count = found.columns(self.number, stretch, self.plan.patches.groups).totals, stretch[1] - stretch[0]
-        for number, place in enumerate(self.plan.places[1:]):
-            values = totals[number * count : (number + 1) * count]
+        plan, (begin, end) = self.plans[task.layer], task.stretch
+        totals = tally.columns(task.layer, task.stretch, plan.patches.groups).totals
+        outputs = zip(plan.places[1:], tally.tiles[task.layer][1:], strict=True)
+        for number, (place, tiles) in enumerate(outputs):
+            values = totals[number * (end - begin) : (number + 1) * (end - begin)]
             view = worker.backend.narrow(values, place.selected.tensor.dtype)
-            self.write(number + 1, Values(stretch[0], view, view), worker, found)
-        found.finish(self.number, stretch)
-        self.plan.patches.forget()
-        found.spend(self.number)
+            tiles.add(begin, view, view, worker.backend)
+            _write(place, begin, view, worker)
+        tally.finish(task.layer, task.stretch)
+        plan.patches.forget()
+        tally.spend(task.layer)
 
-    def write(self, output: int, values: Values, worker: Worker, found: Gradients) -> None:
-        """Measure and write a part of an output: 0 for the gradient of X, 1 for that of scale, 2 for that of bias."""
-        found.stitches[self.first_output + output].add(values.start, values.view, values.data, worker.backend)
-        shard, selected = self.plan.places[output]
-        begin = selected.tensor.begin + values.start * STORAGE[selected.tensor.dtype].itemsize
-        worker.destination.put(worker.channel, shard, begin, values.view)
+    def _gradients(self, task: Groups, worker: Worker, stack: ExitStack) -> tuple[memoryview, Data, Data]:
+        """Compute the gradient of X, in memory of the stack and where the backend works; and the sums of others."""
+        (layer, patches, rows, *_), backend = self.plans[task.layer], worker.backend
+        patch = stack.enter_context(patches.read(task.stretch, task.first, worker, groups=task.groups))
+        if task.writes:
+            # What stays in a new file is written from memory, and not read again.
+            for place, stored in zip(self.plans[task.layer].inputs, (patch.x, patch.y_grad), strict=True):
+                if place is not None:
+                    _write(place, patches.start(task.stretch, task.first), stored, worker)
+        patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
+        means: tuple[np.ndarray, np.ndarray] | None = None
+        if rows is None:
+            patch = self._with_statistics(layer, patch, backend)
+        else:
+            row = slice(task.first, task.first + 1)
+            patch = patch._replace(mean=rows.mean[row], inv_std_dev=rows.inv_std_dev[row])
+            means = rows.weighted[row], rows.projected[row]
+        patch = patches.with_stored_statistics(patch, task.first, worker)
+        dtype = layer.x.tensor.dtype
+        view = stack.enter_context(worker.memory(patch.rows * patch.columns * STORAGE[dtype].itemsize))
+        data = backend.to_device(view, copies=False)
+        grads = backend.layer_norm_grads(patch, means, data, dtype)
+        backend.to_host(data, view)
+        return view, data, grads
 
-    def keep(self, patch: Patch, start: int, worker: Worker) -> None:
-        """Write the values that were read, from element `start` on, where they stay in a new file."""
-        for place, view in zip(self.plan.inputs, (patch.x, patch.y_grad), strict=True):
-            if place is not None:
-                tensor = place.selected.tensor
-                begin = tensor.begin + start * STORAGE[tensor.dtype].itemsize
-                worker.destination.put(worker.channel, place.shard, begin, view)
-
-    def with_statistics(self, patch: Patch, backend: Backend) -> Patch:
-        """A patch with the statistics of its rows, which are whole, computed where some are not in the files."""
-        layer, mean = self.plan.layer, patch.mean
+    def _with_statistics(self, layer: Layer, patch: Patch, backend: Backend) -> Patch:
+        """Compute the statistics of the rows of a patch, which are whole, where some are not in the files."""
+        mean = patch.mean
         if not self.options.computes_statistics(layer):
             return patch
         if not self.options.form.rms:
@@ -158,61 +193,7 @@ class LayerTasks:
         return patch._replace(mean=mean, inv_std_dev=inverted(self.options, layer, squares))
 
 
-@dataclass(frozen=True)
-class OnPatch:
-    """A task that works on some groups of rows; on half of them, then the others, where the device has no room."""
-
-    of: LayerTasks
-    stretch: tuple[int, int]
-    group: int
-    groups: int
-    writes: bool = True
-    sums: bool = True
-
-    def __call__(self, worker: Worker, found: Gradients) -> None:
-        """Work on the groups."""
-        began, halves = perf_counter(), False
-        try:
-            x_grad, data, grads = self._gradients(worker)
-        except DeviceMemoryError:
-            if self.groups == 1:
-                raise
-            halves = True
-        if halves:
-            half = self.groups // 2
-            OnPatch(self.of, self.stretch, self.group, half, self.writes, self.sums)(worker, found)
-            rest = self.group + half, self.groups - half
-            OnPatch(self.of, self.stretch, *rest, self.writes, self.sums)(worker, found)
-            return
-        patches, number = self.of.plan.patches, self.of.number
-        if self.writes:
-            start = patches.start(self.stretch, self.group)
-            self.of.write(0, Values(start, x_grad, data), worker, found)
-        rows = self.of.plan.rows
-        found.spend(number, began if rows is None else rows.began)
-        if self.sums:
-            columns = found.columns(number, self.stretch, patches.groups)
-            if columns.add(self.group, self.groups, grads, worker.backend):
-                self.of.finish(self.stretch, worker, found)
-
-    def _gradients(self, worker: Worker) -> tuple[memoryview, Data, Data]:
-        """The gradient of X, in memory and where the backend works; and the sums for those of scale and bias."""
-        (layer, patches, rows, *_), backend = self.of.plan, worker.backend
-        patch = patches.read(self.stretch, self.group, worker, groups=self.groups)
-        if self.writes:
-            self.of.keep(patch, patches.start(self.stretch, self.group), worker)
-        patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
-        means: tuple[np.ndarray, np.ndarray] | None = None
-        if rows is None:
-            patch = self.of.with_statistics(patch, backend)
-        else:
-            own = slice(self.group, self.group + 1)
-            patch = patch._replace(mean=rows.mean[own], inv_std_dev=rows.inv_std_dev[own])
-            means = rows.weighted[own], rows.projected[own]
-        patch = patches.with_stored_statistics(patch, self.group, worker)
-        dtype = layer.x.tensor.dtype
-        out = worker.channel.memory("x_grad", patch.rows * patch.columns * STORAGE[dtype].itemsize)
-        data = backend.to_device(out, copies=False)
-        grads = backend.layer_norm_grads(patch, means, data, dtype)
-        backend.to_host(data, out)
-        return out, data, grads
+def _write(place: Place, start: int, view: memoryview, worker: Worker) -> None:
+    """Write the stored values of a tensor from element `start` on."""
+    tensor = place.selected.tensor
+    worker.destination.put(worker, place.shard, tensor.begin + start * STORAGE[tensor.dtype].itemsize, view)

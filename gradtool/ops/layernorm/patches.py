@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,13 +13,14 @@ from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.ops.layernorm.forms import Form
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.io.channel import Channel
 
     Floats = NDArray[np.float64]
 
@@ -63,28 +65,31 @@ class Patches:
         """The element that a patch begins with."""
         return group * self._height * self._layer.columns + stretch[0]
 
+    @contextlib.contextmanager
     def read(
         self, stretch: tuple[int, int], group: int, worker: Worker, *, groups: int = 1, x_only: bool = False
-    ) -> Patch:
-        """A patch of some groups, with zeros for the statistics of its rows; with `x_only`, only the input is read."""
+    ) -> Iterator[Patch]:
+        """Read a patch of some groups, with zeros for the statistics of its rows; with `x_only`, only the input."""
         layer = self._layer
         rows, columns = min(groups * self._height, layer.rows - group * self._height), stretch[1] - stretch[0]
         start = self.start(stretch, group)
         scale, bias = (float64s(0), None) if x_only else self._scale_and_bias(stretch, worker)
-        return Patch(
-            rows=rows,
-            columns=columns,
-            height=self._height,
-            x=_stored(layer.x, start, rows * columns, "x", worker.channel),
-            x_dtype=layer.x.tensor.dtype,
-            y_grad=_stored(layer.y_grad, start, 0 if x_only else rows * columns, "y_grad", worker.channel),
-            y_grad_dtype=layer.y_grad.tensor.dtype,
-            mean=float64s(rows),
-            inv_std_dev=float64s(rows),
-            scale=scale,
-            bias=bias,
-            rms=self._options.form.rms,
-        )
+        y_count = 0 if x_only else rows * columns
+        with _stored(layer.x, start, rows * columns, worker) as x, _stored(layer.y_grad, start, y_count, worker) as y:
+            yield Patch(
+                rows=rows,
+                columns=columns,
+                height=self._height,
+                x=x,
+                x_dtype=layer.x.tensor.dtype,
+                y_grad=y,
+                y_grad_dtype=layer.y_grad.tensor.dtype,
+                mean=float64s(rows),
+                inv_std_dev=float64s(rows),
+                scale=scale,
+                bias=bias,
+                rms=self._options.form.rms,
+            )
 
     def with_stored_statistics(self, patch: Patch, group: int, worker: Worker) -> Patch:
         """A patch with the mean and the inverse standard deviation of its rows, where the files have them."""
@@ -143,13 +148,14 @@ def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
     return found
 
 
-def _stored(one: Selected, start: int, count: int, use: str, channel: Channel) -> memoryview:
+@contextlib.contextmanager
+def _stored(one: Selected, start: int, count: int, worker: Worker) -> Iterator[memoryview]:
     itemsize = STORAGE[one.tensor.dtype].itemsize
-    view = channel.memory(use, count * itemsize)
-    channel.read(one.shard, one.tensor.begin + start * itemsize, view)
-    return view
+    with worker.memory(count * itemsize) as view:
+        worker.read(one.shard, one.tensor.begin + start * itemsize, view)
+        yield view
 
 
 def _values(one: Selected, start: int, count: int, worker: Worker, offset: float = -0.0) -> array[float]:
-    stored = _stored(one, start, count, "values", worker.channel)
-    return worker.backend.widen(stored, one.tensor.dtype, offset)
+    with _stored(one, start, count, worker) as stored:
+        return worker.backend.widen(stored, one.tensor.dtype, offset)

@@ -14,7 +14,7 @@ from gradtool.ops.results import nonfinite_problems, overflow_problems
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.layernorm.found import Gradients
+    from gradtool.ops.layernorm.gradients import Gradients
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
     from gradtool.ops.session import Session
@@ -40,10 +40,10 @@ class LayerRow:
     file: str
 
 
-def rows_of(layers: Sequence[Layer], found: Gradients) -> list[LayerRow]:
+def rows_of(layers: Sequence[Layer], gradients: Gradients) -> list[LayerRow]:
     """One row for each layer."""
-    norms, rows = iter(found.measurement.norms(per_tensor=True).tensors), []
-    for layer, seconds in zip(layers, found.seconds, strict=True):
+    norms, rows = iter(gradients.measurement.norms(per_tensor=True).tensors), []
+    for layer, seconds in zip(layers, gradients.seconds, strict=True):
         x_grad, *own = [next(norms) for _ in layer.outputs]
         scale_grad, bias_grad = [*own, None, None][:2]
         nbytes = sum(one.tensor.nbytes for one in layer.inputs) + sum(output.nbytes for output in layer.outputs)
@@ -79,9 +79,9 @@ def refuse_new_headers(files: Files, layers: Sequence[Layer]) -> None:
                 raise BadInputError(message, file=shard.path, tensor=selected.tensor.name, code="header")
 
 
-def refuse_nonfinite_results(session: Session, layers: Sequence[Layer], files: Files, found: Gradients) -> None:
+def refuse_nonfinite_results(session: Session, layers: Sequence[Layer], files: Files, gradients: Gradients) -> None:
     """Raise `NonFiniteError` for results that are NaN or Inf, naming the inputs that they come from."""
-    if found.measurement.is_finite:
+    if gradients.measurement.is_finite:
         return
     inputs = in_file_order(one for layer in layers for one in layer.inputs)
     problems = nonfinite_problems(inputs, session.run(Measure(inputs, NormSpec(math.inf))))
@@ -92,5 +92,5 @@ def refuse_nonfinite_results(session: Session, layers: Sequence[Layer], files: F
     outputs = [place.selected for places in files.places for place in places]
     raise NonFiniteError(
         "gradients overflow their type; nothing written. Use --nonfinite propagate to store Inf",
-        overflow_problems(outputs, found.measurement),
+        overflow_problems(outputs, gradients.measurement),
     )

@@ -7,20 +7,21 @@ wide row are not simply added from the first to the last; docs/numerics.md has t
 from __future__ import annotations
 
 import math
-from functools import partial
+from dataclasses import dataclass
+from itertools import product
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from gradtool.arrays import np
 from gradtool.backends.protocol import NormSpec
 from gradtool.ops.layernorm.patches import inverted, too_large
-from gradtool.ops.passes import Measure
+from gradtool.ops.passes import Measure, TensorPass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from gradtool.backends.protocol import Backend
-    from gradtool.engines import Worker
+    from gradtool.engines.worker import Worker
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.patches import Floats, Options, Patches
     from gradtool.ops.session import Session
@@ -37,22 +38,15 @@ class Rows(NamedTuple):
     began: float
 
 
-class Parts(dict[tuple[int, int], "tuple[Floats, ...]"]):
-    """Sums of stretches of rows, by (number of the stretch, row)."""
-
-    def totals(self, stretches: int, rows: int) -> list[Floats]:
-        """The sums of whole rows; stretches are added in their order."""
-        totals = [np.zeros(rows) for _ in self[0, 0]]
-        with np.errstate(all="ignore"):
-            for number in range(stretches):
-                for row in range(rows):
-                    for total, part in zip(totals, self[number, row], strict=True):
-                        total[row] += part[0]
-        return totals
+# Sums of stretches of rows, by (number of the stretch, row).
+_Sums = dict[tuple[int, int], tuple["Floats", ...]]
 
 
-class SumRows(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class SumRows(TensorPass[_Sums]):
     """Sums wide rows: of X, of its squared distances from the mean, or of what the means over the gradient take."""
+
+    title: ClassVar = "summing rows"
 
     layer: Layer
     patches: Patches
@@ -60,36 +54,34 @@ class SumRows(NamedTuple):
     mean: Floats
     inv_std_dev: Floats
 
-    @property
-    def title(self) -> str:
-        """As a progress bar shows it."""
-        return "summing rows"
+    def tally(self) -> _Sums:
+        """Begin with no stretch."""
+        return {}
 
-    def empty(self) -> Parts:
-        """No stretch."""
-        return Parts()
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[tuple[int, int]]:  # noqa: ARG002
+        """Yield each stretch of each row."""
+        return product(range(len(self.patches.stretches)), range(self.layer.rows))
 
-    def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
-        """Bytes of X, and of Y_grad for the gradients."""
-        return self.layer.x.tensor.nbytes + (self.layer.y_grad.tensor.nbytes if self.what == "gradients" else 0)
+    def work(self, task: tuple[int, int], worker: Worker, tally: _Sums) -> None:
+        """Sum a stretch of a row."""
+        (number, row), backend, reads_x = task, worker.backend, self.what != "gradients"
+        with self.patches.read(self.patches.stretches[number], row, worker, x_only=reads_x) as patch:
+            if reads_x:
+                center = self.mean[row : row + 1] if self.what == "squares" else None
+                tally[task] = (backend.row_sums(patch.x, patch.x_dtype, 1, patch.columns, center),)
+            else:
+                rows = slice(row, row + 1)
+                known = patch._replace(mean=self.mean[rows], inv_std_dev=self.inv_std_dev[rows])
+                tally[task] = backend.layer_norm_sums(self.patches.with_stored_statistics(known, row, worker))
 
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Callable[[Worker, Parts], None]]:  # noqa: ARG002
-        """One for each stretch of each row."""
-        for number in range(len(self.patches.stretches)):
-            for row in range(self.layer.rows):
-                yield partial(self._sum, number, row)
-
-    def _sum(self, number: int, row: int, worker: Worker, found: Parts) -> None:
-        stretch, backend = self.patches.stretches[number], worker.backend
-        patch = self.patches.read(stretch, row, worker, x_only=self.what != "gradients")
-        own = slice(row, row + 1)
-        patch = patch._replace(mean=self.mean[own], inv_std_dev=self.inv_std_dev[own])
-        if self.what == "gradients":
-            patch = self.patches.with_stored_statistics(patch, row, worker)
-            found[number, row] = backend.layer_norm_sums(patch)
-        else:
-            center = patch.mean if self.what == "squares" else None
-            found[number, row] = (backend.row_sums(patch.x, patch.x_dtype, 1, patch.columns, center),)
+    def totals(self, sums: _Sums) -> list[Floats]:
+        """Return the sums of whole rows; stretches are added in their order."""
+        totals = [np.zeros(self.layer.rows) for _ in sums[0, 0]]
+        with np.errstate(all="ignore"):
+            for number, row in sorted(sums):
+                for total, part in zip(totals, sums[number, row], strict=True):
+                    total[row] += part[0]
+        return totals
 
 
 def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Patches) -> Rows | None:
@@ -100,8 +92,9 @@ def sum_wide_rows(session: Session, options: Options, layer: Layer, patches: Pat
     mean = inv_std_dev = np.zeros(layer.rows)
 
     def sums(what: Literal["values", "squares", "gradients"]) -> list[Floats]:
-        parts = session.run(SumRows(layer, patches, what, mean, inv_std_dev))
-        return parts.totals(len(patches.stretches), layer.rows)
+        read = [layer.x, layer.y_grad] if what == "gradients" else [layer.x]
+        work = SumRows(read, NormSpec(), layer, patches, what, mean, inv_std_dev)
+        return work.totals(session.run(work))
 
     if options.computes_statistics(layer):
         if not options.form.rms:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.inplace import InPlace
     from gradtool.store.transaction.undolog import UndoLog
 
+    # What a destination writes whatever a pass does.
+    Task = Callable[["Channel"], None]
+
+
+_NOTHING = memoryview(b"")
+
 
 @dataclass(eq=False, repr=False)
 class Clock:
@@ -60,7 +66,8 @@ class Clock:
 class Channel:
     """Reads shards and writes files, for one thread, with at most `max_files` open at a time.
 
-    Memory comes from `allocate`. `in_place` is the transaction whose files are overwritten, if there is one.
+    Memory comes from `allocate`, and is used again. `in_place` is the transaction whose files are overwritten, if there
+    is one.
     """
 
     def __init__(
@@ -76,21 +83,33 @@ class Channel:
         self._in_place = in_place
         self._on_bytes = on_bytes
         self._undo_log: UndoLog | None = None
-        self._memory: dict[str, memoryview] = {}
+        # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
+        self._memory: list[memoryview | None] = []
         # The least recently used first.
         self._open: OrderedDict[Shard | File, int] = OrderedDict()
-        self._lent: list[Shard] = []
+        self._borrowed: list[Shard] = []
 
-    def memory(self, use: str, nbytes: int) -> memoryview:
-        """`nbytes` of memory, the same for the same use until more is needed; it is not cleared."""
-        kept = self._memory.get(use)
-        if kept is None or len(kept) < nbytes:
-            try:
-                # A power of two, for sizes that differ a little.
-                kept = self._memory[use] = self._allocate(1 << max(12, (nbytes - 1).bit_length()))
-            except OSError as error:
-                raise MemoryError from error
-        return kept[:nbytes]
+    @contextlib.contextmanager
+    def memory(self, nbytes: int) -> Iterator[memoryview]:
+        """Own `nbytes` of memory, which is not cleared, for the length of a `with` block; others own it afterwards."""
+        at = next((at for at, free in enumerate(self._memory) if free is not None), len(self._memory))
+        if at == len(self._memory):
+            self._memory.append(_NOTHING)
+        memory, self._memory[at] = self._memory[at] or _NOTHING, None
+        try:
+            if len(memory) < nbytes:
+                memory = _NOTHING
+                memory = self._allocated(nbytes)
+            yield memory[:nbytes]
+        finally:
+            self._memory[at] = memory
+
+    def _allocated(self, nbytes: int) -> memoryview:
+        try:
+            # A power of two, for sizes that differ a little.
+            return self._allocate(1 << max(12, (nbytes - 1).bit_length()))
+        except OSError as error:
+            raise MemoryError from error
 
     def read(self, shard: Shard, begin: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a shard from `begin` on.
@@ -100,11 +119,11 @@ class Channel:
         """
         began = perf_counter()
         self._fill(shard.path, self._descriptor(shard), begin, view)
-        self.has_read(len(view), perf_counter() - began)
+        self.record_read(len(view), perf_counter() - began)
 
     @contextlib.contextmanager
-    def lend(self, shard: Shard) -> Iterator[int]:
-        """The descriptor of a shard, to read it elsewhere and then report that to `has_read`.
+    def borrow_fd(self, shard: Shard) -> Iterator[int]:
+        """Borrow the descriptor of a shard, to read it elsewhere and then report that to `record_read`.
 
         Raises:
             SystemRefusedError: reading failed, or the file changed since its header was read.
@@ -112,7 +131,7 @@ class Channel:
         began = perf_counter()
         fd = self._descriptor(shard)
         self.clock.read += perf_counter() - began
-        self._lent.append(shard)
+        self._borrowed.append(shard)
         try:
             yield fd
         except EOFError as error:
@@ -120,9 +139,9 @@ class Channel:
         except OSError as error:
             raise from_os_error(error, shard.path) from error
         finally:
-            self._lent.remove(shard)
+            self._borrowed.remove(shard)
 
-    def has_read(self, nbytes: int, seconds: float) -> None:
+    def record_read(self, nbytes: int, seconds: float) -> None:
         """Count bytes that were read, and the seconds that it took to read them."""
         self.clock.read += seconds
         self.clock.read_bytes += nbytes
@@ -175,9 +194,9 @@ class Channel:
         fd, number = self._descriptor(file), in_place.number_of(file)
         log = self._undo_log = self._undo_log or in_place.undo_log()
         if not log.has_kept(number, begin, len(view)):
-            old = self.memory("undo", len(view))
-            self._fill(file.path, fd, begin, old)
-            log.keep(number, begin, old)
+            with self.memory(len(view)) as old:
+                self._fill(file.path, fd, begin, old)
+                log.keep(number, begin, old)
         log.seal(view)
         with os_errors_about(file.path):
             for start, stop in parts:
@@ -230,8 +249,8 @@ class Channel:
                 return fd
 
     def _close_oldest(self) -> bool:
-        """Close the file that was not used for longest, unless all are lent; whether one was closed."""
-        file = next((one for one in self._open if one not in self._lent), None)
+        """Close the file that was not used for longest, unless all are borrowed; whether one was closed."""
+        file = next((one for one in self._open if one not in self._borrowed), None)
         if file is None:
             return False
         fd = self._open.pop(file)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.fs import File
     from gradtool.store.io.blocks import Block
-    from gradtool.store.io.channel import Channel
-    from gradtool.store.io.workers import Task
+    from gradtool.store.io.channel import Channel, Task
     from gradtool.store.transaction.inplace import InPlace
     from gradtool.store.transaction.orders import Order
 
@@ -190,9 +189,9 @@ class NewFiles:
         channel.write(file, 0, memoryview(new.header))
 
     def _copy(self, shard: Shard, begin: int, end: int, to: int, channel: Channel) -> None:
-        view = channel.memory("block", end - begin)
-        channel.read(shard, begin, view)
-        self.put(channel, shard, to, view)
+        with channel.memory(end - begin) as view:
+            channel.read(shard, begin, view)
+            self.put(channel, shard, to, view)
 
 
 class Overwritten:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.fs import Folder
     from gradtool.store.io.blocks import Block
-    from gradtool.store.io.channel import Channel
-    from gradtool.store.io.workers import Task
+    from gradtool.store.io.channel import Channel, Task
     from gradtool.store.transaction.destination import Wanted
     from gradtool.store.transaction.replace import Replacement
     from gradtool.store.transaction.transaction import Transaction

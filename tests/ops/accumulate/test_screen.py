@@ -18,9 +18,9 @@ def in_parts(threads, run, one, destination=DISCARD):
     """As other processes run a pass that writes nothing."""
     if destination is not DISCARD:
         return run(threads, one, destination)
-    found = one.empty()
+    found = one.tally()
     for part in one.parts(destination):
-        found.put(part.places, unpacked(packed(run(threads, part.work).condensed()), part.work.empty()))
+        found.merge_part(part.places, unpacked(packed(run(threads, part.work).compact()), part.work.tally()))
     return found
 
 

@@ -17,9 +17,9 @@ def shards_in(folder, count):
 
 
 def read(channel, shard):
-    view = channel.memory("block", 10)
-    channel.read(shard, shard.data_start, view)
-    return bytes(view)
+    with channel.memory(10) as view:
+        channel.read(shard, shard.data_start, view)
+        return bytes(view)
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_files_that_are_written_count_too_and_are_written_on_when_opened_again(t
     opened.clear()
     channel = Channel(2, bytes_of_memory)
     for i, shard in enumerate(shards):
-        view = channel.memory("block", 10)
-        channel.read(shard, shard.data_start, view)
-        channel.write(file, 10 * i, view)
+        with channel.memory(10) as view:
+            channel.read(shard, shard.data_start, view)
+            channel.write(file, 10 * i, view)
         assert len(opened) <= 2
     channel.close()
     assert target.read_bytes() == bytes(10) + b"\1" * 10 + b"\2" * 10
@@ -150,19 +150,48 @@ def test_a_file_that_changed_is_noticed_at_the_end_and_when_it_is_opened_again(t
         read(channel, two)
 
 
-def test_memory_is_the_same_for_the_same_use_until_more_is_asked_for():
-    channel = Channel(1, bytes_of_memory)
-    first, other = channel.memory("block", 5000), channel.memory("gradients", 10)
-    first[:3] = b"abc"
-    other[:3] = b"xyz"
-    again = channel.memory("block", 3)
-    assert (len(first), len(again), bytes(again)) == (5000, 3, b"abc")
-    again[0] = ord("A")
-    assert bytes(first[:3]) == b"Abc"
-    larger = channel.memory("block", 100_000)
-    larger[0] = ord("z")
-    assert (len(larger), bytes(first[:3]), bytes(other[:3])) == (100_000, b"Abc", b"xyz")
-    assert len(channel.memory("nothing", 0)) == 0
+def test_memory_has_one_owner_at_a_time_and_is_used_again():
+    allocated = []
+
+    def allocate(nbytes):
+        allocated.append(nbytes)
+        return bytes_of_memory(nbytes)
+
+    channel = Channel(1, allocate)
+    with channel.memory(5000) as first, channel.memory(10) as other:
+        first[:3], other[:3] = b"abc", b"xyz"
+        assert (len(first), bytes(first[:3])) == (5000, b"abc")
+    for _ in range(9):
+        with channel.memory(3) as first, channel.memory(4096) as other:
+            assert (bytes(first[:3]), bytes(other[:3])) == (b"abc", b"xyz")
+    assert allocated == [8192, 4096]
+    for _ in range(9):
+        with channel.memory(8192), channel.memory(100_000) as larger, channel.memory(0) as empty:
+            assert (len(larger), len(empty)) == (100_000, 0)
+    assert allocated == [8192, 4096, 131_072]
+
+
+def test_memory_that_is_given_back_late_is_not_lost():
+    allocated = []
+    channel = Channel(1, lambda nbytes: allocated.append(nbytes) or bytes_of_memory(nbytes))
+    first, second = channel.memory(5000), channel.memory(5000)
+    views = [first.__enter__(), second.__enter__()]
+    first.__exit__(None, None, None)
+    with channel.memory(5000) as again:
+        again[0] = 1
+        views[1][0] = 2
+        assert (views[0][0], again[0]) == (1, 1)
+    second.__exit__(None, None, None)
+    assert allocated == [8192, 8192]
+
+
+def test_memory_is_used_again_after_an_error():
+    allocate = mock.Mock(side_effect=bytes_of_memory)
+    channel = Channel(1, allocate)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), channel.memory(10):
+            raise ZeroDivisionError
+    assert allocate.call_count == 1
 
 
 def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
@@ -171,9 +200,9 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     target.touch()
     told = []
     channel = Channel(2, bytes_of_memory, on_bytes=told.append)
-    view = channel.memory("block", 7)
-    channel.read(shard, shard.data_start, view)
-    channel.write(file_at(target), 0, view)
+    with channel.memory(7) as view:
+        channel.read(shard, shard.data_start, view)
+        channel.write(file_at(target), 0, view)
     channel.close()
     assert told == [7]
 
@@ -181,7 +210,11 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
 def test_files_that_are_lent_stay_open_beyond_the_limit(tmp_path):
     shards = shards_in(tmp_path, 3)
     channel = Channel(1, bytes_of_memory)
-    with channel.lend(shards[0]) as first, channel.lend(shards[1]) as second, channel.lend(shards[0]) as again:
+    with (
+        channel.borrow_fd(shards[0]) as first,
+        channel.borrow_fd(shards[1]) as second,
+        channel.borrow_fd(shards[0]) as again,
+    ):
         assert first == again
         assert [os.fstat(fd).st_ino for fd in (first, second)] == [shard.stat.st_ino for shard in shards[:2]]
     channel.touch(shards[2])
@@ -191,9 +224,9 @@ def test_files_that_are_lent_stay_open_beyond_the_limit(tmp_path):
 def test_files_that_are_lent_stay_open_where_the_system_allows_no_more(tmp_path, monkeypatch):
     first, second = shards_in(tmp_path, 2)
     channel = Channel(9, bytes_of_memory)
-    with channel.lend(first) as fd:
+    with channel.borrow_fd(first) as fd:
         monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-        with pytest.raises(SystemRefusedError, match="Too many open files"), channel.lend(second):
+        with pytest.raises(SystemRefusedError, match="Too many open files"), channel.borrow_fd(second):
             pass
         assert os.fstat(fd).st_ino == first.stat.st_ino
     channel.close()
@@ -203,9 +236,9 @@ def test_a_descriptor_is_lent_and_what_goes_wrong_with_it_is_said_of_the_file(tm
     (shard,) = shards_in(tmp_path, 1)
     told = []
     channel = Channel(2, bytes_of_memory, on_bytes=told.append)
-    with channel.lend(shard) as fd:
+    with channel.borrow_fd(shard) as fd:
         assert os.pread(fd, 10, shard.data_start) == bytes(10)
-    channel.has_read(10, 0.25)
+    channel.record_read(10, 0.25)
     assert (channel.clock.read_bytes, told) == (10, [10])
     assert channel.clock.read > 0.25
     errors = {
@@ -213,7 +246,7 @@ def test_a_descriptor_is_lent_and_what_goes_wrong_with_it_is_said_of_the_file(tm
         OSError(errno.EIO, "Broken disk"): "Broken disk",
     }
     for error, message in errors.items():
-        with pytest.raises(SystemRefusedError, match=message) as caught, channel.lend(shard):
+        with pytest.raises(SystemRefusedError, match=message) as caught, channel.borrow_fd(shard):
             raise error
         assert caught.value.problems[0].file == str(shard.path)
     os.utime(shard.path, ns=(0, 0))

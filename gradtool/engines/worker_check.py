@@ -36,23 +36,23 @@ class Question(NamedTuple):
     device: int | None
 
 
-def answer(question: tuple[Any, ...]) -> bytes:
-    """In a worker: who it is, and what is wrong with it, if anything is; what `facts_in` reads."""
+def report_status(question: tuple[Any, ...]) -> bytes:
+    """In a worker: who it is, and what is wrong with it, if anything is; what `report_in` reads."""
     asked = Question(*question)
-    facts = _NOTHING | {"version": __version__, "host": HOST, "process": process()}
-    facts |= {"user": os.geteuid(), "sees": _sees(asked)}
+    report = _NOTHING | {"version": __version__, "host": HOST, "process": process()}
+    report |= {"user": os.geteuid(), "sees": _sees(asked)}
     try:
         choice = choose(asked.backend, asked.device)
-        facts |= {"backend": choice.backend.name, "why": choice.why}
+        report |= {"backend": choice.backend.name, "why": choice.why}
     except GradtoolError as error:
-        facts["refused"] = str(error)
-    if facts["sees"] and asked.probe is not None:
-        facts["error"] = _failure_to_write(asked)
-    return wire.packed(facts)
+        report["refused"] = str(error)
+    if report["sees"] and asked.probe is not None:
+        report["error"] = _failure_to_write(asked)
+    return wire.packed(report)
 
 
-def facts_in(data: object) -> dict[str, Any]:
-    """The facts in an answer; raises `ValueError` if it is none."""
+def report_in(data: object) -> dict[str, Any]:
+    """Read a report; raises `ValueError` if it is none."""
     return wire.unpacked(data, _NOTHING)
 
 
@@ -75,20 +75,20 @@ def _failure_to_write(asked: Question) -> str:
     return ""
 
 
-def complaint(facts: Mapping[str, Any], question: Question) -> str | None:
-    """What is wrong with a worker, after its answer, and the remedy; None if nothing is."""
-    who = f"the worker on {facts['host']}"
+def problem_with(report: Mapping[str, Any], question: Question) -> str | None:
+    """Say what is wrong with a worker, after its report, and the remedy; None if nothing is."""
+    who = f"the worker on {report['host']}"
     folder = Path(question.path).parent
-    if facts["version"] != __version__:
-        return f"{who} has gradtool {facts['version']}, this is {__version__}; install the same version there"
-    if not facts["sees"]:
+    if report["version"] != __version__:
+        return f"{who} has gradtool {report['version']}, this is {__version__}; install the same version there"
+    if not report["sees"]:
         remedy = "mount the same file system there, at the same path"
         return f"{who} does not see {question.path}; {remedy}"
-    if facts["refused"]:
-        return f"{who}: {facts['refused']}"
-    if question.probe is not None and facts["user"] != os.geteuid():
+    if report["refused"]:
+        return f"{who}: {report['refused']}"
+    if question.probe is not None and report["user"] != os.geteuid():
         remedy = "start the workers as the user who runs the command"
-        return f"{who} runs as user {facts['user']}, and this command as user {os.geteuid()}; {remedy}"
-    if facts["error"]:
-        return f"{who} cannot make files in {folder}: {facts['error']}; make it writable there"
+        return f"{who} runs as user {report['user']}, and this command as user {os.geteuid()}; {remedy}"
+    if report["error"]:
+        return f"{who} cannot make files in {folder}: {report['error']}; make it writable there"
     return None

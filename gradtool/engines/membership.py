@@ -10,8 +10,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool._version import __version__
-from gradtool.engines.probe import Question, answer, complaint, facts_in
 from gradtool.engines.work import call
+from gradtool.engines.worker_check import Question, problem_with, report_in, report_status
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, shortened
 from gradtool.store import signals
 from gradtool.store.transaction.files import log_of, name_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from gradtool.engines import Cluster, Member
+    from gradtool.engines.protocol import Cluster, WorkerInfo
     from gradtool.store.format.header import Shard
 
 _HEARTBEAT_SECONDS = 0.2
@@ -41,12 +41,12 @@ class _Asked(NamedTuple):
     deadline: float
 
 
-class Roll:
+class Membership:
     """Who is there. A question that was put to all workers is put to those that join later too."""
 
     def __init__(self, cluster: Cluster, backend: str | None, device: int | None, timeout: float) -> None:
         self.cluster = cluster
-        self.members: Mapping[str, Member] = {}
+        self.members: Mapping[str, WorkerInfo] = {}
         # The address of each process.
         self.addresses: dict[tuple[str, str], str] = {}
         self._backend, self._device, self._timeout = backend, device, timeout
@@ -65,12 +65,12 @@ class Roll:
         names = sorted({name for name, _ in self._backends})
         return ", ".join(names), next(iter(self._backends.most_common(1)), (("", ""), 0))[0][1]
 
-    def call_to_read(self, shard: Shard) -> None:
+    def require_readable(self, shard: Shard) -> None:
         """Ask every worker whether it sees a shard."""
         path = str(shard.path.absolute())
         self._call("", lambda: Question(path, shard.stat.st_ino, None, self._backend, self._device))
 
-    def call_to_write(self, folder: Path, run: str) -> None:
+    def require_writable(self, folder: Path, run: str) -> None:
         """Ask every worker whether it sees the log of a run, whose name nobody can guess, and can write beside it."""
         log = folder / log_of(run)
 
@@ -137,7 +137,7 @@ class Roll:
 
     def _ask(self, topic: str, address: str) -> None:
         question, host = self._questions[topic](), self.members[address].host
-        future = self.cluster.submit(call(answer, tuple(question)), address, only=True)
+        future = self.cluster.submit(call(report_status, tuple(question)), address, only=True)
         self._asked[topic].add(address)
         self._pending[future] = _Asked(topic, address, host, question, monotonic() + self._timeout + _GRACE_SECONDS)
         future.add_done_callback(self._answers.put)
@@ -155,13 +155,13 @@ class Roll:
                 raise _unfit(f"{what}; install gradtool {__version__} there") from error
             raise SystemRefusedError(f"{asked.host}: {self.cluster.why(error)}", code="engine") from error
         try:
-            facts = facts_in(answered)
+            report = report_in(answered)
         except ValueError as error:
             what = f"the worker on {asked.host} has another version of gradtool"
             raise _unfit(f"{what}; install {__version__} there") from error
-        if (problem := complaint(facts, asked.question)) is not None:
+        if (problem := problem_with(report, asked.question)) is not None:
             raise _unfit(problem)
-        process, backend = (facts["host"], facts["process"]), (facts["backend"], facts["why"])
+        process, backend = (report["host"], report["process"]), (report["backend"], report["why"])
         if process not in self.addresses:
             self._backends[backend] += 1
         self.addresses[process] = asked.address

@@ -8,9 +8,10 @@ from support import sample
 import gradtool
 from gradtool._version import __version__
 from gradtool.backends.protocol import NormSpec
-from gradtool.engines import Member, roll_call
+from gradtool.engines import membership
 from gradtool.engines.executor import Workers
-from gradtool.engines.roll_call import Roll
+from gradtool.engines.membership import Membership
+from gradtool.engines.protocol import WorkerInfo
 from gradtool.engines.wire import packed
 from gradtool.ops.passes import Measure
 from gradtool.store.transaction.inputs import Inputs
@@ -29,7 +30,7 @@ class Told:
         self.answers = {"a": FIT}
 
     def members(self):
-        return {address: Member(address, 1) for address in self.addresses}
+        return {address: WorkerInfo(address, 1) for address in self.addresses}
 
     def submit(self, call, address=None, *, only=False):  # noqa: ARG002
         future = Future()
@@ -53,58 +54,58 @@ class Told:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    monkeypatch.setattr(roll_call, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.0)
     return Told()
 
 
 @pytest.fixture
-def roll(cluster, tmp_path):
-    roll = Roll(cluster, None, None, 0.1)
-    roll.call_to_read(Inputs([str(sample(tmp_path))]).open().shards[0])
-    return roll
+def members(cluster, tmp_path):
+    members = Membership(cluster, None, None, 0.1)
+    members.require_readable(Inputs([str(sample(tmp_path))]).open().shards[0])
+    return members
 
 
-def test_a_worker_that_joins_late_is_not_waited_for(cluster, roll):
+def test_a_worker_that_joins_late_is_not_waited_for(cluster, members):
     cluster.addresses.append("b")
-    roll.watch()
-    roll.settle(0.3)
-    roll.watch()
+    members.watch()
+    members.settle(0.3)
+    members.watch()
     ((_, answered),) = cluster.asked[1:]
     answered.set_result(packed(FIT | {"host": "late"}))
-    roll.watch()
-    assert roll.addresses == {("node", "1"): "a", ("late", "1"): "b"}
+    members.watch()
+    assert members.addresses == {("node", "1"): "a", ("late", "1"): "b"}
 
 
-def test_a_worker_that_joins_late_and_is_not_fit_is_refused(cluster, roll):
+def test_a_worker_that_joins_late_and_is_not_fit_is_refused(cluster, members):
     cluster.addresses.append("b")
     cluster.answers["b"] = FIT | {"version": "0.0.1"}
     with pytest.raises(gradtool.BackendUnavailableError, match=r"has gradtool 0\.0\.1"):
-        roll.settle(5.0)
+        members.settle(5.0)
 
 
 def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, tmp_path):
     cluster.answers.clear()
     with pytest.raises(gradtool.SystemRefusedError, match=r"the worker a has not answered for 0\.1 s"):
-        Roll(cluster, None, None, 0.1).call_to_read(Inputs([str(sample(tmp_path))]).open().shards[0])
+        Membership(cluster, None, None, 0.1).require_readable(Inputs([str(sample(tmp_path))]).open().shards[0])
 
 
-def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, roll):
+def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, members):
     cluster.addresses.clear()
-    roll.watch()
+    members.watch()
     cluster.addresses.append("a")
     cluster.answers["a"] = FIT | {"user": 1, "sees": False}
     with pytest.raises(gradtool.BackendUnavailableError, match="does not see"):
-        roll.settle(5.0)
+        members.settle(5.0)
 
 
-def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, roll):
+def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, members):
     cluster.addresses.append("b")
-    roll.watch()
+    members.watch()
     cluster.addresses.remove("b")
-    roll.watch()
+    members.watch()
     cluster.asked[1][1].set_result(packed(FIT | {"version": "0.0.1"}))
-    roll.settle(0.0)
-    assert roll.addresses == {("node", "1"): "a"}
+    members.settle(0.0)
+    assert members.addresses == {("node", "1"): "a"}
 
 
 def test_a_task_that_fails_on_a_worker_that_is_not_fit_is_explained_by_that(cluster, tmp_path, monkeypatch):

@@ -2,32 +2,64 @@ import errno
 import os
 import signal
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
-from support import NUMPY_TYPES, bytes_of_memory, file_at, write
+from support import NUMPY_TYPES, file_at, write
 
 from gradtool import SystemRefusedError
+from gradtool.backends.cpu import NumpyBackend
+from gradtool.engines import threads as stream
+from gradtool.errors import DeviceMemoryError
 from gradtool.store.format.header import read_shard
-from gradtool.store.io import workers as stream
-from gradtool.store.io.blocks import plan
+from gradtool.store.io.blocks import Block, halved, plan
 
 UNIT = 65_536
-run = partial(stream.run, allocate=bytes_of_memory)
+
+
+class Tasks:
+    """A pass that does something with each of its tasks; each counts as many bytes as are given."""
+
+    title = "testing"
+
+    def __init__(self, tasks, do, nbytes):
+        self._tasks, self._do, self._nbytes = tasks, do, nbytes
+
+    def tally(self):
+        return None
+
+    def nbytes(self, _destination):
+        return self._nbytes
+
+    def tasks(self, _backend, _destination):
+        return iter(self._tasks)
+
+    def work(self, task, worker, tally):
+        assert tally is None
+        self._do(task, worker)
+
+    def halves(self, task):
+        return halved(task, UNIT) if isinstance(task, Block) else ()
 
 
 def rewriting(blocks, work, destinations):
-    """Tasks that read a block, work on it, and write it to its file's destination, if there is one."""
+    """A pass that reads a block, works on it, and writes it to its file's destination, if there is one."""
 
-    def do(block, channel):
-        view = channel.memory("block", block.end - block.begin)
-        channel.read(block.shard, block.begin, view)
-        work(block, view)
-        if block.shard in destinations:
-            channel.write(destinations[block.shard], block.begin, view)
+    def do(block, worker):
+        with worker.memory(block.end - block.begin) as view:
+            worker.read(block.shard, block.begin, view)
+            work(block, view)
+            if block.shard in destinations:
+                worker.write(destinations[block.shard], block.begin, view)
 
-    return (partial(do, block) for block in blocks)
+    return Tasks(blocks, do, 1 << 30)
+
+
+def run(work, threads, progress=None, *, are_small=False):
+    engine = stream.Threads(NumpyBackend(), threads, progress)
+    engine.prepare(None, [None] * (1 << 20 if are_small else 0))
+    engine.run(work)
+    return engine.clock
 
 
 def shard_of(folder, tensors, padding=0):
@@ -126,8 +158,8 @@ def test_progress_counts_every_byte(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000), ("F32", 3)])
     counts = []
     blocks = plan(shard, enumerate(shard.tensors), UNIT)
-    run(rewriting(blocks, lambda *_: None, {}), threads=2, on_bytes=counts.append)
-    assert sum(counts) == 900_000 * 8 + 12
+    run(rewriting(blocks, lambda *_: None, {}), threads=2, progress=lambda *count: counts.append(count))
+    assert counts[-1] == ("testing", 900_000 * 8 + 12, 1 << 30)
 
 
 def test_a_file_that_was_replaced_or_cut_since_it_was_opened_is_refused(tmp_path):
@@ -171,11 +203,11 @@ def threads_of(tasks, moves):
     """The threads that do so many tasks, each of which moves so many bytes."""
     seen = []
 
-    def do(channel):
-        channel.clock.read_bytes += moves
+    def do(_, worker):
+        worker.clock.read_bytes += moves
         seen.append(threading.current_thread())
 
-    clock = run((do for _ in range(tasks)), threads=2, are_small=True)
+    clock = run(Tasks(range(tasks), do, 1 << 30), threads=2, are_small=True)
     assert (len(seen), clock.read_bytes) == (tasks, tasks * moves)
     return seen, clock
 
@@ -200,10 +232,33 @@ def test_an_error_in_a_quick_task_starts_no_thread(monkeypatch):
     monkeypatch.setattr(stream, "_QUICK_SECONDS", 1e9)
     seen = []
 
-    def fail(_):
+    def fail(*_):
         seen.append(threading.current_thread())
         raise SystemRefusedError("no")
 
     with pytest.raises(SystemRefusedError, match="no"):
-        run([fail, fail], threads=2, are_small=True)
+        run(Tasks([1, 2], fail, 1 << 30), threads=2, are_small=True)
     assert seen == [threading.main_thread()]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_block_that_the_device_has_no_room_for_is_done_in_halves_in_order(tmp_path, threads):
+    shard, seen = shard_of(tmp_path, [("U8", 5 * UNIT)]), []
+
+    def work(block, view):
+        if len(view) > 2 * UNIT:
+            raise DeviceMemoryError("no room")
+        seen.append((block.begin - shard.data_start) // UNIT)
+
+    run(rewriting(list(plan(shard, enumerate(shard.tensors), UNIT)), work, {}), threads=threads)
+    assert seen == [0, 2, 3]
+
+
+def test_a_block_too_small_to_be_halved_is_an_error(tmp_path):
+    shard = shard_of(tmp_path, [("U8", 5 * UNIT)])
+
+    def work(*_):
+        raise DeviceMemoryError("no room")
+
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        run(rewriting(list(plan(shard, enumerate(shard.tensors), UNIT)), work, {}), threads=1)

@@ -1,0 +1,136 @@
+"""What engines and passes know of each other.
+
+An engine of this process runs the tasks of a pass in its threads (`threads`). One of other processes gives each of them
+a part of the pass (`executor`); which processes these are is the business of a `Cluster`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from gradtool.backends.protocol import Backend
+    from gradtool.engines.worker import Worker
+    from gradtool.store.format.header import Shard
+    from gradtool.store.io.channel import Clock
+    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.output import Output
+
+    # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
+    Progress = Callable[[str, int, int], None]
+
+
+# What the tasks of a pass collect.
+Result = TypeVar("Result")
+
+
+class Pass(Protocol[Result]):
+    """One pass over files, as a value: it can be pickled, and parts of it be run anywhere."""
+
+    @property
+    def title(self) -> str:
+        """What it does, for a progress bar."""
+
+    def tally(self) -> Result:
+        """Begin with nothing.
+
+        To be collected from other processes, a tally needs two methods: `compact` makes fewer bytes of it, which are
+        sent as `gradtool.engines.wire` says, and `merge_part` adds that of a part with some `places`.
+        """
+
+    def nbytes(self, destination: Destination) -> int:
+        """Count the bytes that are read in all, about."""
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
+        """Yield what to work on, such as a block; in any order and on any thread."""
+
+    def work(self, task: Any, worker: Worker, tally: Result) -> None:
+        """Do a task, and add what it finds.
+
+        Until the device is out of memory, the work must not have changed or added anything: its halves are next.
+        """
+
+    def halves(self, task: Any) -> Sequence[Any]:
+        """Cut a task in two for a device that has no room for it; () if it is too small."""
+
+    def parts(self, destination: Destination) -> Iterator[Part]:
+        """Yield the parts, which cover the pass and all files of the destination."""
+
+
+class Part(NamedTuple):
+    """A part of a pass: a pass over fewer tensors, and for each of them its number in the whole and its first element.
+
+    It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
+    """
+
+    work: Pass[Any]
+    places: Sequence[tuple[int, int]]
+    reads: Sequence[Shard]
+    writes: Shard | None
+    nbytes: int
+
+
+class Engine(Protocol):
+    """What runs the passes of a call."""
+
+    @property
+    def name(self) -> str:
+        """As it was asked for."""
+
+    @property
+    def clock(self) -> Clock:
+        """Where the time went so far."""
+
+    @property
+    def workers(self) -> WorkerSummary:
+        """Who did the work so far."""
+
+    def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
+        """Make sure that these files can be worked on, and written where the output is locked."""
+
+    def run(self, work: Pass[Result], destination: Destination = ...) -> Result:
+        """Run a pass, and write what the destination needs besides."""
+
+    def close(self) -> None:
+        """Free what no pass will need any more."""
+
+
+class WorkerSummary(NamedTuple):
+    """Who did the work of a call: processes, their machines, waits and moved tasks, the backends and why these."""
+
+    workers: int
+    hosts: int
+    retries: int
+    backend: str
+    why: str
+
+
+class WorkerInfo(NamedTuple):
+    """A worker process: its machine, and the tasks that it does at a time."""
+
+    host: str
+    slots: int
+
+
+class Cluster(Protocol):
+    """Worker processes, perhaps on other machines."""
+
+    name: str
+
+    def members(self) -> Mapping[str, WorkerInfo]:
+        """Return the workers that are alive, by address; `SystemRefusedError` if the cluster is lost."""
+
+    def submit(self, call: bytes, address: str | None = None, *, only: bool = False) -> Future[Any]:
+        """Have a worker make a pickled call: any, if possible the one at an address, or that one only."""
+
+    def stranded(self) -> Collection[Future[Any]]:
+        """Return the calls that wait for workers that are not alive."""
+
+    def why(self, error: BaseException) -> str:
+        """Say what happened to a call that the cluster gave up."""
+
+    def close(self) -> None:
+        """Drop all calls, and leave the cluster."""

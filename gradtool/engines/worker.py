@@ -1,0 +1,120 @@
+"""What a task works with: its thread's way to the files, the backend, and where results go."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool import tuning
+from gradtool.arrays import int64s
+from gradtool.backends.protocol import FileBlock
+from gradtool.reduction import TILE
+from gradtool.store.format.tensors import BITS
+from gradtool.store.io.channel import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping
+
+    from gradtool.backends.protocol import Backend, Data, NormSpec
+    from gradtool.store.format.header import Shard
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.destination import Destination
+
+
+class Loaded(NamedTuple):
+    """A block in memory of its own: as it was read, or will be written, and where the backend works."""
+
+    block: Block
+    view: memoryview
+    data: Data
+
+
+class Worker(Channel):
+    """A thread's channel, which hands blocks to the backend. `resident` are blocks that a pass has left on the device.
+
+    Memory that a task gets from it belongs to the task until the end of a `with` block, and to another one afterwards.
+    """
+
+    def __init__(
+        self,
+        max_files: int,
+        backend: Backend,
+        destination: Destination,
+        resident: MutableMapping[tuple[Shard, int, int], Data],
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(max_files, backend.memory, destination.in_place, on_bytes)
+        self.backend, self.destination, self._resident = backend, destination, resident
+
+    @contextlib.contextmanager
+    def load(self, block: Block) -> Iterator[Loaded]:
+        """Read a block, and move it to where the backend works; unless it is still there, and then only there."""
+        with self.memory(block.end - block.begin) as view:
+            data = self._resident.pop((block.shard, block.begin, block.end), None)
+            if data is not None:
+                self.touch(block.shard)
+                self.count(len(view))
+            else:
+                self.read(block.shard, block.begin, view)
+                self.destination.keep(self, block, view)
+                data = self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
+            yield Loaded(block, view, data)
+
+    @contextlib.contextmanager
+    def make(self, block: Block, *, zeros: bool) -> Iterator[Loaded]:
+        """Begin a block without reading it: with `zeros`, or whatever is in the memory."""
+        with self.memory(block.end - block.begin) as view:
+            if zeros:
+                view[:] = bytes(len(view))
+            align = block.spans[0].offset if block.spans else 0
+            yield Loaded(block, view, self.backend.to_device(view, copies=zeros, align=align) if block.spans else view)
+
+    @contextlib.contextmanager
+    def view(self, block: Block, spec: NormSpec) -> Iterator[Data]:
+        """Have a block for the backend to look at, which it may read itself."""
+        if reads_files(self.backend, self.destination, spec):
+            with self.file_block(block) as data:
+                yield data
+        else:
+            with self.load(block) as loaded:
+                yield loaded.data
+
+    @contextlib.contextmanager
+    def file_block(self, block: Block, sides: int = 1) -> Iterator[FileBlock]:
+        """Have a block for the backend to read, by itself or as one of some `sides`; their memory stays in the cache.
+
+        Raises:
+            SystemRefusedError: reading failed, or the file changed since its header was read.
+        """
+        report, tile = int64s(3), max((TILE * BITS[span.dtype] // 8 for span in block.spans), default=0)
+        room = max(tuning.STREAM_BYTES // sides, tile)
+        with self.borrow_fd(block.shard) as fd, self.memory(room) as memory:
+            borrowed = FileBlock(fd, block.begin, block.end - block.begin, memory, report)
+            yield borrowed
+            borrowed.check()
+        self.record_read(report[0], 1e-9 * report[1])
+
+    def keep_on_device(self, block: Block, data: Data) -> None:
+        """Leave a block on the device for the next pass, if there is room."""
+        if self.backend.stays_on_device(block.end - block.begin):
+            self._resident[block.shard, block.begin, block.end] = data
+
+    def store(self, loaded: Loaded) -> None:
+        """Write a block, unless nothing is to be written."""
+        if not self.destination.count:
+            return
+        if loaded.block.spans:
+            self.backend.to_host(loaded.data, loaded.view)
+        self.destination.write(self, loaded.block, loaded.view)
+
+
+def reads_files(backend: Backend, destination: Destination, spec: NormSpec) -> bool:
+    """Check whether blocks that are looked at are read by the backend: not where they are written afterwards."""
+    return not destination.count and backend.reads_files(spec)
+
+
+def block_bytes(backend: Backend, destination: Destination, spec: NormSpec) -> int:
+    """Return the size of blocks that are looked at."""
+    if reads_files(backend, destination, spec):
+        return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
+    return backend.block_bytes

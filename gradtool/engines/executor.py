@@ -65,14 +65,14 @@ class Workers:
     _processes: set[tuple[str, str]] = field(default_factory=set)
     _retries: int = 0
     # Where the data of a shard may still be in memory, and what workers must have seen of it.
-    _homes: dict[Shard, str | None] = field(default_factory=dict)
+    _preferred: dict[Shard, str | None] = field(default_factory=dict)
     _identities: dict[Shard, Identity] = field(default_factory=dict)
 
     @property
     def clock(self) -> Clock:
         """Bytes of all processes; seconds of one of them, on average."""
-        one, count = self._total, max(1, len(self._processes))
-        return replace(one, read=one.read / count, compute=one.compute / count, write=one.write / count)
+        total, count = self._total, max(1, len(self._processes))
+        return replace(total, read=total.read / count, compute=total.compute / count, write=total.write / count)
 
     @property
     def workers(self) -> WorkerSummary:
@@ -100,7 +100,7 @@ class Workers:
         while True:
             most = tuning.TASKS_IN_FLIGHT * max(1, sum(member.slots for member in membership.members.values()))
             while len(tasks) < most and (part := next(parts, None)) is not None:
-                tasks.submit(part, self._payload(part, destination), self._home(part, membership))
+                tasks.submit(part, self._payload(part, destination), self._preferred_worker(part, membership))
             if not len(tasks):
                 return tally
             for part, future in tasks.finished():
@@ -125,10 +125,10 @@ class Workers:
         order = None if part.writes is None else destination.orders[part.writes]
         return packed(Job(part._replace(places=()), self.backend, self.device, self.threads, order))
 
-    def _home(self, part: Part, membership: Membership) -> str | None:
+    def _preferred_worker(self, part: Part, membership: Membership) -> str | None:
         """The worker that may still have the data of a part in memory."""
-        homes = (self._homes.get(shard) for shard in part.reads)
-        return next((home for home in homes if home in membership.members), None)
+        addresses = (self._preferred.get(shard) for shard in part.reads)
+        return next((address for address in addresses if address in membership.members), None)
 
     def _take(self, part: Part, outcome: Outcome, tally: Any, destination: Destination) -> None:
         """Add a result, if it is about the same files and fits into the tally."""
@@ -150,7 +150,7 @@ class Workers:
         self._total.add(clock)
         self._total.workers = max(self._total.workers, outcome.clock.workers)
         address = None if self._membership is None else self._membership.addresses.get((outcome.host, outcome.process))
-        self._homes |= dict.fromkeys(part.reads, address)
+        self._preferred |= dict.fromkeys(part.reads, address)
 
     def _identity(self, shard: Shard) -> Identity:
         if shard not in self._identities:
@@ -176,9 +176,9 @@ class _Tasks:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, part: Part, payload: bytes, home: str | None) -> None:
-        """Give a part to some worker, to the one at home if it is free."""
-        future = self._cluster.submit(call(perform, __version__, payload), home)
+    def submit(self, part: Part, payload: bytes, address: str | None) -> None:
+        """Give a part to some worker, that at the address if it is free."""
+        future = self._cluster.submit(call(perform, __version__, payload), address)
         self._pending[future] = part, payload
         future.add_done_callback(self._finished.put)
 
@@ -215,7 +215,8 @@ def _result(future: Future[Any], part: Part, membership: Membership) -> Outcome:
         membership.settle(_SETTLE_SECONDS)
         named = {str(shard.path.absolute()): str(shard.path) for shard in part.reads}
         error.problems = tuple(
-            replace(one, file=None if one.file is None else named.get(one.file, one.file)) for one in error.problems
+            replace(each, file=None if each.file is None else named.get(each.file, each.file))
+            for each in error.problems
         )
         raise
     except ValueError as error:

@@ -102,7 +102,7 @@ class Membership:
             what = f"{self.cluster.name} has had no worker for {self._timeout:g} s"
             raise SystemRefusedError(f"{what}; start some, or wait longer with --worker-timeout", code="engine")
         # One that has died will not answer; another one may come to its address.
-        self._pending = {one: asked for one, asked in self._pending.items() if asked.address in self.members}
+        self._pending = {future: asked for future, asked in self._pending.items() if asked.address in self.members}
         for topic, asked in self._asked.items():
             asked.intersection_update(self.members)
             for address in self.members.keys() - asked:
@@ -124,7 +124,7 @@ class Membership:
         self.watch()
         while self._pending or not self._answered[topic]:
             self._wait()
-            late = [one.address for one in self._pending.values() if one.deadline < monotonic()]
+            late = [asked.address for asked in self._pending.values() if asked.deadline < monotonic()]
             if late:
                 what = f"the worker {late[0]} has not answered for {self._timeout:g} s"
                 raise SystemRefusedError(f"{what}; stop it, or give it longer with --worker-timeout", code="engine")

@@ -74,37 +74,37 @@ class Tally:
             for known, more in zip(self.tile_sums, sums, strict=True):
                 known.extend(*more)
             for name, column in self.columns.items():
-                values, found = getattr(self, name), rows[name]
+                values, new = getattr(self, name), rows[name]
                 if column.merge == "sum":
-                    for (number, _), value in zip(places, found, strict=True):
+                    for (number, _), value in zip(places, new, strict=True):
                         values[number] += value
                 elif column.merge == "max":
-                    self._merge_largest(places, values, found, column.place, rows)
+                    self._merge_largest(places, values, new, column.place, rows)
                 elif column.merge == "first":
-                    for (number, start), index in zip(places, found, strict=True):
+                    for (number, start), index in zip(places, new, strict=True):
                         if index >= 0 and (values[number] < 0 or start + index < values[number]):
                             values[number] = start + index
                 elif column.merge == "bins":
-                    self._merge_bins(places, values, found)
+                    self._merge_bins(places, values, new)
 
     def _merge_largest(
-        self, places: Places, values: array[Any], found: Sequence[Any], place: str, rows: Mapping[str, Any]
+        self, places: Places, values: array[Any], new: Sequence[Any], place: str, rows: Mapping[str, Any]
     ) -> None:
         if not place:
-            for (number, _), value in zip(places, found, strict=True):
+            for (number, _), value in zip(places, new, strict=True):
                 values[number] = max(values[number], value)
             return
         indices = getattr(self, place)
-        for (number, start), value, index in zip(places, found, rows[place], strict=True):
+        for (number, start), value, index in zip(places, new, rows[place], strict=True):
             at = start + index
             if value > values[number] or (value == values[number] > 0 and at < indices[number]):
                 values[number], indices[number] = value, at
 
-    def _merge_bins(self, places: Places, values: array[Any], found: array[Any]) -> None:
+    def _merge_bins(self, places: Places, values: array[Any], new: array[Any]) -> None:
         at = 0
         for number, _ in places:
             bins = slice(self._bounds[number], self._bounds[number + 1])
-            known, more = values[bins], found[at : at + bins.stop - bins.start]
+            known, more = values[bins], new[at : at + bins.stop - bins.start]
             values[bins] = array(values.typecode, map(add, known, more)) if any(known) else more
             at += len(known)
 

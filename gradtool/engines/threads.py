@@ -80,7 +80,9 @@ class Threads:
         threads = max(1, min(threads, budget))
         tasks = (partial(work.work, task, tally=tally) for task in work.tasks(self.backend, destination))
         open_worker = partial(Worker, max(1, budget // threads), self.backend, destination, self._resident)
-        queue = _Queue(chain(destination.tasks(), tasks), open_worker, work.halves, self._counter(work.title, nbytes))
+        queue = _Queue(chain(destination.tasks(), tasks), open_worker, work.halves)
+        if self.progress is not None:
+            queue.progress, queue.whole = partial(self.progress, work.title), nbytes
         try:
             # This thread works itself, unless it must be free to handle Ctrl-C while others work.
             are_small = nbytes <= self._files * _SMALL_BYTES
@@ -108,20 +110,6 @@ class Threads:
     def close(self) -> None:
         """Free what is left on the device for a pass that did not come."""
         self._resident.clear()
-
-    def _counter(self, title: str, whole: int) -> Callable[[int], None] | None:
-        """Return what is told of the bytes that a pass reads."""
-        if self.progress is None:
-            return None
-        progress, done = self.progress, 0
-
-        def count(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            # Holes that are read over count too, so the whole is only an estimate until then.
-            progress(title, done, max(done, whole))
-
-        return count
 
 
 def _descriptors_left() -> int:
@@ -162,12 +150,13 @@ class _Queue:
         tasks: Iterable[Callable[[Worker], None]],
         open_worker: Callable[..., Worker],
         halves: Callable[[Any], Sequence[Any]],
-        on_bytes: Callable[[int], None] | None,
     ) -> None:
         self._tasks: Iterator[Callable[[Worker], None]] = iter(tasks)
         self._open_worker = open_worker
         self._halves = halves
-        self._on_bytes = on_bytes
+        # Told of the bytes that are read, and about how many will be.
+        self.progress: Callable[[int, int], None] | None = None
+        self.whole = self._done = 0
         self._lock = threading.Lock()
         self._stopped = False
         self._working = 0
@@ -203,9 +192,11 @@ class _Queue:
         return [partial(task.func, half, **task.keywords) for half in reversed(self._halves(*task.args))]
 
     def _count(self, nbytes: int) -> None:
-        if self._on_bytes is not None:
+        if self.progress is not None:
             with self._lock:
-                self._on_bytes(nbytes)
+                self._done += nbytes
+                # Holes that are read over count too, so the whole is only an estimate until then.
+                self.progress(self._done, max(self._done, self.whole))
 
     def stop(self, error: BaseException | None = None) -> None:
         with self._lock:

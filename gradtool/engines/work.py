@@ -200,15 +200,15 @@ class _Call:
 class _Pickler(pickle.Pickler):
     """Sends shards as what `_seen` needs to find them again."""
 
-    def reducer_override(self, one: Any) -> Any:
-        if type(one) is not Shard:
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Shard:
             return NotImplemented
-        path, stat = str(one.path.absolute()), one.stat
-        return _seen, (path, one.data_start, one.size, stat.st_ino, stat.st_mtime_ns)
+        path, stat = str(value.path.absolute()), value.stat
+        return _seen, (path, value.data_start, value.size, stat.st_ino, stat.st_mtime_ns)
 
 
 def _seen(path: str, data_start: int, size: int, inode: int, mtime_ns: int) -> Shard:
-    """The shard at a path as it is seen here; one that is yet to be made has no inode."""
+    """The shard at a path as it is seen here; value that is yet to be made has no inode."""
     if not inode:
         return Shard(Path(path), data_start, size, {}, (), os.stat_result([0] * 10))
 

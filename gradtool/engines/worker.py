@@ -111,10 +111,3 @@ class Worker(Channel):
 def reads_files(backend: Backend, destination: Destination, spec: NormSpec) -> bool:
     """Check whether blocks that are looked at are read by the backend: not where they are written afterwards."""
     return not destination.count and backend.reads_files(spec)
-
-
-def block_bytes(backend: Backend, destination: Destination, spec: NormSpec) -> int:
-    """Return the size of blocks that are looked at."""
-    if reads_files(backend, destination, spec):
-        return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
-    return backend.block_bytes

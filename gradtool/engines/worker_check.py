@@ -58,10 +58,10 @@ def report_in(data: object) -> dict[str, Any]:
 
 def _sees(asked: Question) -> bool:
     try:
-        found, _ = patiently(lambda: fresh_status(asked.path).st_ino == asked.inode or None)
+        seen, _ = patiently(lambda: fresh_status(asked.path).st_ino == asked.inode or None)
     except OSError:
         return False
-    return found is not None
+    return seen is not None
 
 
 def _failure_to_write(asked: Question) -> str:

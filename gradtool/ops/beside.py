@@ -108,17 +108,18 @@ def _parts(source: Source, block: Block, *, fills: bool) -> list[_Part]:
 
 
 def _filled(view: memoryview, parts: Sequence[_Part], targets: Sequence[Selected], channel: Channel) -> list[Addend]:
-    """Read parts into memory, one behind the other; where each is."""
+    """Read parts into memory, side by side, and return where each is."""
     addends, runs, offset = [], _Runs(), 0
     for part in parts:
-        span, one, target = part.span, part.selected, targets[part.span.tensor].tensor
-        addends.append(Addend(one.tensor.dtype if one else _ZEROS, offset, span.elements, part.at, part.factor))
-        if one is None:
+        span, selected, target = part.span, part.selected, targets[part.span.tensor].tensor
+        dtype = selected.tensor.dtype if selected else _ZEROS
+        addends.append(Addend(dtype, offset, span.elements, part.at, part.factor))
+        if selected is None:
             view[offset : offset + part.nbytes] = bytes(part.nbytes)
-        elif one.tensor.elements == target.elements:
-            runs.add(one, span.start * (part.nbytes // span.elements), part.nbytes, offset)
+        elif selected.tensor.elements == target.elements:
+            runs.add(selected, span.start * (part.nbytes // span.elements), part.nbytes, offset)
         else:
-            spread(one, target.shape, span, view[offset:], channel)
+            spread(selected, target.shape, span, view[offset:], channel)
         offset += part.nbytes
     for shard, begin, end, to in runs:
         channel.read(shard, begin, view[to : to + end - begin])
@@ -129,11 +130,11 @@ def _filled(view: memoryview, parts: Sequence[_Part], targets: Sequence[Selected
 class _Runs(list[tuple["Shard", int, int, int]]):
     """Bytes of shards and where they go; neighbours in the buffer are mostly neighbours here, and read in one go."""
 
-    def add(self, one: Selected, start: int, size: int, to: int) -> None:
-        begin = one.tensor.begin + start
+    def add(self, selected: Selected, start: int, size: int, to: int) -> None:
+        begin = selected.tensor.begin + start
         if self:
             shard, first, end, at = self[-1]
-            if shard is one.shard and end == begin and at + end - first == to:
+            if shard is selected.shard and end == begin and at + end - first == to:
                 self[-1] = (shard, first, end + size, at)
                 return
-        self.append((one.shard, begin, begin + size, to))
+        self.append((selected.shard, begin, begin + size, to))

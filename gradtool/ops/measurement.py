@@ -48,11 +48,11 @@ class Measurement(Facts, Tally):
         """The sums of tiles."""
         return self.tile_sums[0]
 
-    def add(self, block: Block, found: BlockSums, **more: Any) -> None:
-        """Add what a backend found in the pieces of a block, and a value a piece for each further column."""
+    def add(self, block: Block, sums: BlockSums, **more: Any) -> None:
+        """Add what a backend has summed in the pieces of a block, and a value a piece for each further column."""
         numbers = chain.from_iterable(repeat(span.tensor, tile_count(span.elements)) for span in block.spans)
         places = [(span.tensor, span.start) for span in block.spans]
-        self.merge(places, vars(found) | more, [(numbers, found.sums, found.exponents)])
+        self.merge(places, vars(sums) | more, [(numbers, sums.sums, sums.exponents)])
 
     @property
     def is_finite(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 from gradtool import tuning
 from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.engines.protocol import Part, Result
-from gradtool.engines.worker import block_bytes
+from gradtool.engines.worker import reads_files
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
@@ -109,7 +109,9 @@ class ReadingPass(TensorPass[Result]):
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:
         """Return a larger size where the backend reads blocks itself, and nothing is to be written."""
-        return block_bytes(backend, destination, self.spec)
+        if reads_files(backend, destination, self.spec):
+            return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
+        return backend.block_bytes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -193,12 +195,12 @@ def pieces_of(block: Block) -> list[Piece]:
 def in_file_order(selected: Iterable[Selected]) -> list[Selected]:
     """Sort tensors as passes need them: each once, file by file, in the order of their bytes."""
     tensors: dict[Shard, set[Tensor]] = {}
-    for one in selected:
-        tensors.setdefault(one.shard, set()).add(one.tensor)
-    return [Selected(shard, one) for shard, found in tensors.items() for one in sorted(found, key=lambda t: t.begin)]
+    for shard, tensor in selected:
+        tensors.setdefault(shard, set()).add(tensor)
+    return [Selected(shard, tensor) for shard in tensors for tensor in sorted(tensors[shard], key=lambda t: t.begin)]
 
 
 def by_shard(selected: Sequence[Selected]) -> Wanted:
     """Return the tensors of each file, with their numbers."""
     groups = groupby(enumerate(selected), key=lambda entry: entry[1].shard)
-    return {shard: [(number, one.tensor) for number, one in group] for shard, group in groups}
+    return {shard: [(number, tensor) for number, (_, tensor) in group] for shard, group in groups}

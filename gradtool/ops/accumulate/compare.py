@@ -65,12 +65,12 @@ class Compare(Add):
 
 def compared(session: Session, adding: Add, rows: Sequence[GradientRow]) -> list[GradientRow]:
     """The rows of gradients, with the cosine and the distance of those that are added; `rows` has the others too."""
-    found = iter(session.run(Compare(**vars(adding))).each)
-    return [_row(row, next(found)) if row.taken else row for row in rows]
+    comparisons = iter(session.run(Compare(**vars(adding))).each)
+    return [_row(row, next(comparisons)) if row.taken else row for row in rows]
 
 
-def _row(row: GradientRow, found: Comparison) -> GradientRow:
-    counts = found.all_counts()
+def _row(row: GradientRow, comparison: Comparison) -> GradientRow:
+    counts = comparison.all_counts()
     if counts.nonfinite_a or counts.nonfinite_b or counts.nonfinite_both:
         return replace(row, cosine=math.nan, distance=math.nan)
-    return replace(row, cosine=found.figures().cosine, distance=root(found.tile_sums[0]))
+    return replace(row, cosine=comparison.figures().cosine, distance=root(comparison.tile_sums[0]))

@@ -78,9 +78,9 @@ def refuse_nothing_left(
     """Raise `BadInputError` for a tensor that too few of the gradients have which are left."""
     if trim.dropped is None:
         return
-    for number, one in enumerate(targets):
+    for number, target in enumerate(targets):
         count = sum(fills or number in contribution.tensors for contribution in contributions)
         if 0 < count <= 2 * trim.dropped:
             message = f"trimmed={trim.dropped} needs {2 * trim.dropped + 1} gradients with this tensor, and {count} "
             message += f"{'is' if count == 1 else 'are'} left; nothing written. Use a smaller K, or --reduce median"
-            raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name, code="too-few")
+            raise BadInputError(message, file=target.shard.path, tensor=target.tensor.name, code="too-few")

@@ -86,8 +86,8 @@ class Columns:
         with self._lock:
             self._waiting[first] = groups, grads
             while self._next in self._waiting:
-                count, found = self._waiting.pop(self._next)
-                backend.add_groups(self.totals, found)
+                count, waiting = self._waiting.pop(self._next)
+                backend.add_groups(self.totals, waiting)
                 self._next += count
             return self._next == self._groups
 

@@ -121,13 +121,13 @@ class Patches:
 
     def _refuse_zeros(self, scale: array[float], stretch: tuple[int, int]) -> None:
         """Raise `BadInputError` for a scale that nothing can be divided by."""
-        own = self._layer.scale
-        if own is not None and 0.0 in scale:
+        stored = self._layer.scale
+        if stored is not None and 0.0 in scale:
             what = "plus --scale-offset is" if self._options.scale_offset else "is"
             raise BadInputError(
                 f"{what} 0 in column {stretch[0] + scale.index(0.0)}, which the invertible form divides by",
-                file=own.shard.path,
-                tensor=own.tensor.name,
+                file=stored.shard.path,
+                tensor=stored.tensor.name,
                 code="zero-scale",
             )
 
@@ -141,21 +141,21 @@ def too_large(layer: Layer) -> BadInputError:
 def inverted(options: Options, layer: Layer, squares: Floats) -> Floats:
     """The inverse standard deviation of rows, from the sums of squared distances from their means."""
     with np.errstate(all="ignore"):
-        found: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
-    if np.isinf(found).any():
+        inverse: Floats = 1.0 / np.sqrt(squares / layer.columns + options.norm_eps)
+    if np.isinf(inverse).any():
         message = "has a row of variance 0; --norm-eps must be above 0"
         raise BadInputError(message, file=layer.x.shard.path, tensor=layer.x.tensor.name, code="range")
-    return found
+    return inverse
 
 
 @contextlib.contextmanager
-def _stored(one: Selected, start: int, count: int, worker: Worker) -> Iterator[memoryview]:
-    itemsize = STORAGE[one.tensor.dtype].itemsize
+def _stored(selected: Selected, start: int, count: int, worker: Worker) -> Iterator[memoryview]:
+    itemsize = STORAGE[selected.tensor.dtype].itemsize
     with worker.memory(count * itemsize) as view:
-        worker.read(one.shard, one.tensor.begin + start * itemsize, view)
+        worker.read(selected.shard, selected.tensor.begin + start * itemsize, view)
         yield view
 
 
-def _values(one: Selected, start: int, count: int, worker: Worker, offset: float = -0.0) -> array[float]:
-    with _stored(one, start, count, worker) as stored:
-        return worker.backend.widen(stored, one.tensor.dtype, offset)
+def _values(selected: Selected, start: int, count: int, worker: Worker, offset: float = -0.0) -> array[float]:
+    with _stored(selected, start, count, worker) as stored:
+        return worker.backend.widen(stored, selected.tensor.dtype, offset)

@@ -250,7 +250,7 @@ class Channel:
 
     def _close_oldest(self) -> bool:
         """Close the file that was not used for longest, unless all are borrowed; whether one was closed."""
-        file = next((one for one in self._open if one not in self._borrowed), None)
+        file = next((file for file in self._open if file not in self._borrowed), None)
         if file is None:
             return False
         fd = self._open.pop(file)

@@ -93,7 +93,9 @@ HELPER int halves_exponent(enum dtype dtype)
     {                                                                                                                  \
         for (int64_t j = 0; j < n; j++) {                                                                              \
             uint16_t code = load8(source + j), magnitude = code & 0x7fu;                                               \
-            uint16_t half = !HAS_INFINITY && magnitude == 0x7fu ? 0x7e00u : (uint16_t)(magnitude << (10 - MANTISSA));  \
+            uint16_t half = (uint16_t)(magnitude << (10 - MANTISSA));                                                  \
+            if (EXPONENT < 5 && magnitude >= overflow_of(EXPONENT, MANTISSA, HAS_INFINITY))                            \
+                half = HAS_INFINITY ? half | 0x7c00u : 0x7e00u;                                                        \
             store16(halves + 2 * j, (uint16_t)((code & 0x80u) << 8 | half));                                           \
         }                                                                                                              \
     }                                                                                                                  \

@@ -23,7 +23,7 @@ NARROW(bf16, 16)
 #define NARROW_BYTES(DTYPE, NAME, ...) NARROW(NAME, 8)
 BYTE_TYPES(NARROW_BYTES)
 
-/* A row of any type but F64; so does store_row. */
+/* Loads a row of any type but F64. */
 static void load_row(enum dtype dtype, const char *source, float *row, int n)
 {
     switch (dtype) {

@@ -2,14 +2,17 @@
 
 from array import array
 
+import ml_dtypes
 import numpy as np
 import pytest
-from support import QUIET_NANS, VALUE_TYPES, bits_of, encode, rounded_once
+from support import NUMPY_TYPES, QUIET_NANS, VALUE_TYPES, bits_of, encode, rounded_once
 
 from gradtool.backends.storage import STORAGE
 
 # Of 1, in the types of 16 bits and fewer.
-ULPS = {"F16": 2**-10, "BF16": 2**-7, "F8_E4M3": 2**-3, "F8_E5M2": 2**-2}
+ULPS = {
+    dtype: float(ml_dtypes.finfo(NUMPY_TYPES[dtype]).eps) for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4
+}
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.5]
 
 

@@ -182,12 +182,12 @@ COMMANDS = {command.name: command for command in _COMMANDS}
 
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
-    streams.take_streams()
+    streams.replace_std_streams()
     process.adjust_limits()
     try:
-        process.take_signals()
+        process.install_handlers()
         code = _guarded()
-        process.leave_signals()
+        process.ignore_signals()
         sys.exit(code if process.pending is None else process.interrupted(process.pending))
     except KeyboardInterrupt as error:
         sys.exit(process.interrupted(error))
@@ -205,8 +205,8 @@ def _guarded() -> int:
         return process.fail(Problem("usage", message, hint=hint), exit_code=EXIT_USAGE)
     except (OSError, MemoryError, ImportError) as error:
         process.show_traceback()
-        refused = process.refused(error)
-        return process.fail(*refused.problems, exit_code=refused.exit_code)
+        refusal = process.system_error(error)
+        return process.fail(*refusal.problems, exit_code=refusal.exit_code)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
         process.show_traceback()
         message = f"a bug in gradtool: {type(error).__name__}: {error}"

@@ -102,9 +102,9 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, github, not 'xml'\n"
     done = gradtool(*call, "--json", "--format", "github")
-    message = "--json means --format json; leave out --json or --format github"
-    assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n")
-    assert json.loads(done.stdout)["errors"] == [{"code": "usage", "message": message}]
+    message, hint = "--json contradicts --format github", "remove one of them"
+    assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n  hint: {hint}\n")
+    assert json.loads(done.stdout)["errors"] == [{"code": "usage", "message": message, "hint": hint}]
     assert snapshot(tmp_path) == before
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from gradtool.errors import Problem, shortened
 from gradtool.report import step_summary, text
 from gradtool.report.messages import print_problems, printable
-from gradtool.streams import WorkflowCommands
 from gradtool.wording import as_command
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def show(outcome: Outcome) -> None:
         *_annotations(outcome.command, "error", outcome.problems, outcome.summary),
         *_annotations(outcome.command, "warning", warnings),
     ]
-    sys.stdout.write(WorkflowCommands("".join(lines)))
+    sys.stdout.write("".join(lines))
     print_problems(refused, level="warning")
 
 

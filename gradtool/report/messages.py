@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 _MAX_LINES = 20
 # Characters; a path and a tensor's name may have 4,096 each.
 _MAX_LINE = 20_000
+# What a runner takes for a command: `::` at the beginning of a line, after no more than blanks, borders and escape
+# sequences; `##[` and `##vso[` anywhere. The last character of a match is escaped.
+_COMMAND = re.compile(r"(?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?::|##(?=\w*\[)")
 _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 
@@ -31,7 +35,7 @@ def print_problems(problems: Sequence[Problem], summary: str | None = None, *, l
         entries.append((as_command(summary), shown[-1].hint if shown else None))
     if entries:
         # In one write, so that lines of other processes do not get in between.
-        sys.stderr.write("".join(_lines(entries, level)))
+        sys.stderr.write(without_commands("".join(_lines(entries, level))))
 
 
 def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[str]:
@@ -52,11 +56,16 @@ def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[st
 def printable(text: str) -> str:
     """The text with all control characters, which a terminal might act on, escaped; and the second # of two.
 
-    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. Those that
-    begin a line, such as `::error::x`, are escaped as they are printed (`gradtool.streams`).
+    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. For those
+    that begin a line, such as `::error::x`, see `without_commands`.
     """
     escaped = text if text.isprintable() else text.translate(_ESCAPES)
     return escaped.replace("##", "#\\x23")
+
+
+def without_commands(text: str) -> str:
+    """Escape commands to a runner of CI jobs, in lines that may begin with text out of a file."""
+    return _COMMAND.sub(lambda match: f"{match[0][:-1]}\\x{ord(match[0][-1]):x}", text)
 
 
 class _Escapes(dict[int, str]):

@@ -224,10 +224,10 @@ def test_no_more_annotations_than_github_shows(tmp_path, on_github, count, shown
     found = commands_in(gradtool("norm", path, "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
     if shown < count:
-        assert found[-1][2] == f"and {count - shown} more; --format json names them all"
+        assert found[-1][2] == f"and {count - shown} more; --json names them all"
     found = commands_in(gradtool("clip", path, "--max-norm", "1", "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
-    assert found[-2][2] == f"and {count - 8} more; --format json names them all"
+    assert found[-2][2] == f"and {count - 8} more; --json names them all"
     assert found[-1][2].endswith("Use --nonfinite zero or propagate to continue")
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gradtool.errors import shortened
-from gradtool.wording import as_command
+from gradtool.wording import as_command, option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def print_problems(problems: Sequence[Problem], summary: str | None = None, *, l
     shown = [problem.as_command() for problem in problems[:_MAX_LINES]]
     entries = [(problem.line, problem.hint) for problem in shown]
     if len(problems) > _MAX_LINES:
-        entries.append((f"and {len(problems) - _MAX_LINES} more; --json names them all", entries[-1][1]))
+        entries.append((and_more(len(problems) - _MAX_LINES), entries[-1][1]))
     if summary:
         entries.append((as_command(summary), shown[-1].hint if shown else None))
     if entries:
@@ -51,6 +51,11 @@ def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[st
             said = printable(shortened(text, _MAX_LINE))
             said = _wrapped(said, len(f"{begin}{label}: ")) if is_terminal else said
             yield f"{begin}{_COLOURS[label]}{label}:\x1b[0m {said}\n" if is_coloured else f"{begin}{label}: {said}\n"
+
+
+def and_more(count: int) -> str:
+    """Return what stands for errors, warnings or paths that are not printed."""
+    return f"and {count:,} more; {option('json').command} names them all"
 
 
 def printable(text: str) -> str:

@@ -54,7 +54,7 @@ SHARED = {title: group for title, group in declarations.SHARED.items() if title 
 
 def page() -> str:
     """The whole page."""
-    rows = [(f"[{name}](#gradtool-{name})", summary) for name, (_, summary, _) in COMMANDS.items()]
+    rows = [(f"[{name}](#gradtool-{name})", text.partition("\n")[0]) for name, (_, text) in COMMANDS.items()]
     return PAGE.format(
         commands=table(("command", "what it does"), rows),
         sections="\n\n".join(map(section, COMMANDS.values())),
@@ -64,7 +64,7 @@ def page() -> str:
 
 def section(command: Command) -> str:
     """What there is to say of one command."""
-    text, examples = command.text.rstrip().split("\n\n\b\nExamples:\n")
+    text, examples = command.description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     name, declared = command.name, command.declared
     return COMMAND.format(
         name=name,

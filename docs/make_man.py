@@ -89,7 +89,7 @@ def synopsis(name: str) -> str:
 
 def command(name: str) -> str:
     """What there is to say of a command."""
-    text, examples = COMMANDS[name].text.rstrip().split("\n\n\b\nExamples:\n")
+    text, examples = COMMANDS[name].description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     declared = COMMANDS[name].declared
     own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
     paragraphs = "\n.PP\n".join(paragraph(one) for one in text.split("\n\n"))

@@ -42,11 +42,10 @@ _ALIASES = {
 
 
 class Command(NamedTuple):
-    """A command: the options that it takes, its line in the list of commands, and its help."""
+    """A command: the options that it takes; its line in the list of commands and, after an empty line, its help."""
 
     options: type[Options]
-    summary: str
-    text: str
+    description: str
 
     @property
     def name(self) -> str:
@@ -149,8 +148,9 @@ def app(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
     root.callback(invoke_without_command=True)(_root)
     for name in named or commands:
         cls = type("_Command", (_Command,), {"command": commands[name]})
+        summary, _, text = commands[name].description.partition("\n\n")
         run = _runner(commands[name], is_called=bool(named))
-        root.command(name, cls=cls, help=commands[name].text, short_help=commands[name].summary)(run)
+        root.command(name, cls=cls, help=text, short_help=summary)(run)
     os.environ[_TAKES_SHELL] = "1"
     group: Any = typer.main.get_command(root)
     # No installer: it would edit start-up files.
@@ -201,16 +201,15 @@ def _parameter(field: Declared) -> Parameter:
         how: Any = typer.Argument(metavar=field.metavar)
     else:
         flags = ["/".join(field.flags)] if field.default is True else field.flags
-        complete = _completer(field.choices) if field.choices else None
-        brief = shortened(as_command(field.text), _BRIEF)
-        how = typer.Option(*flags, metavar=field.metavar, help=brief, autocompletion=complete)
+        how = typer.Option(
+            *flags,
+            metavar=field.metavar,
+            help=shortened(as_command(field.text), _BRIEF),
+            autocompletion=(lambda incomplete: _matching(field.choices, incomplete)) if field.choices else None,
+        )
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how])
 
 
-def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
+def _matching(choices: Sequence[str], incomplete: str) -> list[str]:
     """Return what completes a choice, in upper or lower case."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [choice if choice.startswith(incomplete) else choice.lower() for choice in choices]
-
-    return complete
+    return [choice if choice.startswith(incomplete) else choice.lower() for choice in choices]

@@ -51,10 +51,10 @@ class Declared(NamedTuple):
     metavar: str
     range: validators.Range | None
     default: Any
-    unset: str
-    short: str
-    check: Callable[[Wording, Any], Any] | None
     group: str
+    unset: str = ""
+    short: str = ""
+    check: Callable[[Wording, Any], Any] | None = None
     name: str = ""
     hint: Any = None
     types: tuple[Any, ...] = ()
@@ -108,16 +108,15 @@ def field(
     range: validators.Range | None = None,  # noqa: A002
     *,
     default: Any = Parameter.empty,
-    unset: str = "",
-    short: str = "",
-    check: Callable[[Wording, Any], Any] | None = None,
     kw_only: bool = True,
+    **more: Any,
 ) -> Any:
-    """Declare an option, or an argument if it is not `kw_only`; `unset` says what None stands for.
+    """Declare an option, or an argument if it is not `kw_only`.
 
-    `check` converts a value, if its type does not say how.
+    Of the rest, `unset` says what None stands for, `short` is a short flag, and `check` converts a value, if its type
+    does not say how.
     """
-    return Declared(help, metavar, range, default, unset, short, check, "" if kw_only else ARGUMENTS)
+    return Declared(help, metavar, range, default, "" if kw_only else ARGUMENTS, **more)
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, frozen_default=True, field_specifiers=(field,))

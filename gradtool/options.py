@@ -12,6 +12,7 @@ from gradtool.validators import (
     ALL_FINITE,
     AT_LEAST_ONE,
     AT_LEAST_TWO,
+    CALLBACK,
     FINITE,
     FROM_MINUS_ONE_TO_ONE,
     NOT_NAN,
@@ -19,7 +20,6 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
-    callback,
     path_list,
     reduction,
     size,
@@ -142,8 +142,8 @@ class Callback(Options):
 
     progress: Progress | bool | None = field(
         "True for a bar on stderr, or a function of the pass, the bytes done and the total bytes.",
+        range=CALLBACK,
         default=None,
-        check=callback,
     )
 
 

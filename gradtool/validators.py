@@ -50,6 +50,7 @@ AT_LEAST_TWO = Range("at least 2", lambda value: value >= 2)  # noqa: PLR2004
 FINITE = Range("finite", math.isfinite)
 ALL_FINITE = Range("finite", lambda values: all(map(math.isfinite, values)))
 FROM_MINUS_ONE_TO_ONE = Range("from -1 to 1", lambda value: -1 <= value <= 1)
+CALLBACK = Range("a function, True or False", lambda value: callable(value) or isinstance(value, bool))
 NOT_NAN = Range("a number", lambda value: not math.isnan(value))
 
 
@@ -67,13 +68,6 @@ def flag(option: Wording, value: Any) -> bool:
     if not is_flag:
         raise invalid(option, "True or False", value)
     return bool(value)
-
-
-def callback(option: Wording, value: Any) -> Any:
-    """Require a function, or whether to have the usual one."""
-    if not (callable(value) or isinstance(value, bool)):
-        raise invalid(option, "a function, True or False", value)
-    return value
 
 
 def number(option: Wording | str, value: Any) -> float:

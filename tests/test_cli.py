@@ -96,7 +96,7 @@ def test_files_from_standard_input(tmp_path):
 # A dry run imports everything first, for another user may not be able to read this environment.
 AS_NOBODY = """
 import os, sys
-import gradtool.cli, gradtool.permissions
+import gradtool.cli
 gradtool.cli.app(gradtool.cli.COMMANDS, ["clip", sys.argv.pop(), "--max-norm", "1", "--dry-run", "--quiet"])
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from gradtool import options as declarations
 from gradtool.cli import COMMANDS
 from gradtool.command import Command
-from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of, usage_of
+from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of
+from gradtool.wording import as_command, option
 
 PAGE = """\
 # Commands and options
@@ -21,9 +22,11 @@ not have the options under [General](#general). All but `recover`, `info` and `d
 or a function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in
 upper or lower case.
 
-`gradtool --install-completion bash` (or zsh, fish, pwsh) prints a line for the start-up file of your shell, which then
-completes commands, options, their values and paths. It changes no file; `--install-completion bash >> ~/.bashrc` does.
-`--show-completion bash` prints the script that the line runs.
+With `eval "$(gradtool --show-completion bash)"` in `~/.bashrc`, bash completes commands, options, their values and
+paths. For zsh, the line is the same with `zsh`, in `~/.zshrc` below `compinit`. For fish, it is
+`gradtool --show-completion fish | source`, in `~/.config/fish/config.fish`. For PowerShell, it is
+`gradtool --show-completion pwsh | Out-String | Invoke-Expression`, in `$PROFILE`. No command edits these files.
+
 Where gradtool is installed beside the system's programs, `man gradtool` shows this page.
 
 {sections}
@@ -51,7 +54,7 @@ SHARED = {title: group for title, group in declarations.SHARED.items() if title 
 
 def page() -> str:
     """The whole page."""
-    rows = [(f"[{name}](#gradtool-{name})", summary) for name, (_, summary, _) in COMMANDS.items()]
+    rows = [(f"[{name}](#gradtool-{name})", text.partition("\n")[0]) for name, (_, text) in COMMANDS.items()]
     return PAGE.format(
         commands=table(("command", "what it does"), rows),
         sections="\n\n".join(map(section, COMMANDS.values())),
@@ -61,12 +64,12 @@ def page() -> str:
 
 def section(command: Command) -> str:
     """What there is to say of one command."""
-    text, examples = command.text.rstrip().split("\n\n\b\nExamples:\n")
+    text, examples = command.description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     name, declared = command.name, command.declared
     return COMMAND.format(
         name=name,
         text=text,
-        usage=" ".join(["gradtool", name, *usage_of(declared)]),
+        usage=" ".join(["gradtool", name, *command.usage]),
         options=options(one for one in declared if one.group in {ARGUMENTS, OPTIONS}),
         shared=shared_of(declared),
         examples=inspect.cleandoc(examples),
@@ -77,7 +80,7 @@ def shared_of(declared: Sequence[Declared]) -> str:
     """Links to the options that a command shares with others; with their names, if it does not have all of a group."""
     said = []
     for title, group in SHARED.items():
-        own = [f"`{one.flag}`" for one in declared if one.group == title]
+        own = [f"`{option(one.name).command}`" for one in declared if one.group == title]
         some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
         said += [f"[{title}](#{title.lower()}){some}"] if own else []
     return ", ".join(said)
@@ -85,7 +88,8 @@ def shared_of(declared: Sequence[Declared]) -> str:
 
 def options(declared: Iterable[Declared]) -> str:
     """A table of arguments and options."""
-    return table(("option", "meaning", "default"), [(f"`{one.usage}`", one.text, one.default_text) for one in declared])
+    rows = [(f"`{one.usage}`", as_command(one.text), one.default_text) for one in declared]
+    return table(("option", "meaning", "default"), rows)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

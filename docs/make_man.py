@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import gradtool
 from gradtool.cli import COMMANDS
-from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of, usage_of
+from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of
 from gradtool.options import SHARED
+from gradtool.wording import as_command, option
 
 PAGE = r"""
 .\" Made by python docs/make_man.py > docs/gradtool.1. Change gradtool/cli.py
@@ -83,12 +84,12 @@ def page() -> str:
 
 def synopsis(name: str) -> str:
     """How a command is called."""
-    return rf"\fBgradtool {escaped(name)}\fR {escaped(' '.join(usage_of(COMMANDS[name].declared)))}"
+    return rf"\fBgradtool {escaped(name)}\fR {escaped(' '.join(COMMANDS[name].usage))}"
 
 
 def command(name: str) -> str:
     """What there is to say of a command."""
-    text, examples = COMMANDS[name].text.rstrip().split("\n\n\b\nExamples:\n")
+    text, examples = COMMANDS[name].description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     declared = COMMANDS[name].declared
     own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
     paragraphs = "\n.PP\n".join(paragraph(one) for one in text.split("\n\n"))
@@ -108,7 +109,7 @@ def entries(declared: Iterable[Declared]) -> str:
     rows = []
     for one in declared:
         default = f" Default: {one.default_text}." if one.default_text else ""
-        rows.append(f".TP\n{spelled(one)}\n{paragraph(one.text + default)}")
+        rows.append(f".TP\n{spelled(one)}\n{paragraph(as_command(one.text) + default)}")
     return "\n".join(rows)
 
 
@@ -124,7 +125,7 @@ def shared_of(declared: Sequence[Declared]) -> str:
     """The groups of options that a command shares with others; with their names, if it does not have all of them."""
     said = []
     for title, group in SHARED.items():
-        own = [one.flag for one in declared if one.group == title and title != PYTHON]
+        own = [option(one.name).command for one in declared if one.group == title and title != PYTHON]
         some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
         said += [f"{title.upper()} OPTIONS{some}"] if own else []
     return ", ".join(said)

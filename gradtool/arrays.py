@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import sys
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,37 +20,25 @@ else:
 
     class _Numpy:
         def __getattr__(self, name: str) -> Any:
-            found = getattr(importlib.import_module("numpy"), name)
-            setattr(self, name, found)
-            return found
+            value = getattr(importlib.import_module("numpy"), name)
+            setattr(self, name, value)
+            return value
 
     np = _Numpy()
 
 __all__ = ["float64s", "int32s", "int64s", "np", "quiet", "uint64s"]
 
 
-def float64s(count: int) -> array[float]:
-    """So many zeros."""
-    return array("d", bytes(8 * count))
+def _zeros(typecode: str, count: int) -> array[Any]:
+    return array(typecode, bytes(array(typecode).itemsize * count))
 
 
-def int32s(count: int) -> array[int]:
-    """So many zeros."""
-    return array("i", bytes(4 * count))
-
-
-def int64s(count: int) -> array[int]:
-    """So many zeros."""
-    return array("q", bytes(8 * count))
-
-
-def uint64s(count: int) -> array[int]:
-    """So many zeros."""
-    return array("Q", bytes(8 * count))
+# Each makes an array of so many zeros.
+float64s, int32s, int64s, uint64s = (partial(_zeros, typecode) for typecode in "diqQ")
 
 
 def quiet() -> AbstractContextManager[object]:
-    """Without numpy's warnings of NaN, Inf and overflow, in this thread: they are results, and are counted.
+    """Suppress numpy's warnings of NaN, Inf and overflow in this thread: they are results, and are counted.
 
     Where numpy is not imported yet, nothing warns; the functions that may be the first to import it have their own.
     """

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import sys
+from itertools import starmap
 from typing import NoReturn
 
-from gradtool import process, streams
+from gradtool import options, process, streams
 from gradtool.command import Command, UsageProblem, app, usage_message
 from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
-from gradtool.options import (
-    AccumulateOptions,
-    CheckOptions,
-    ClipOptions,
-    DiffOptions,
-    DoctorOptions,
-    InfoOptions,
-    LayerNormOptions,
-    NormOptions,
-    RecoverOptions,
-    ZeroOptions,
-)
 
 EXIT_BUG = 70
 
-_COMMANDS = [
-    Command(
-        NormOptions,
-        "Measure the norm of all tensors, as one vector.",
-        """Measure the norm of all tensors of all paths, as one vector; change nothing.
+# For each command, its line in the list of commands, then its help.
+_TEXTS = {
+    options.NormOptions: """Measure the norm of all tensors, as one vector.
+
+Measure the norm of all tensors of all paths, as one vector; change nothing.
 
 NaN and Inf values are reported, and the exit code is then 1.
 
@@ -37,11 +26,9 @@ Examples:
   gradtool norm rank*.safetensors --concat --json | jq .data.norm
   gradtool norm micro_*.safetensors --by-file --fail-above 5
 """,
-    ),
-    Command(
-        DiffOptions,
-        "Compare two gradient sets.",
-        """Compare the tensors of A with those of B, as one vector and tensor by tensor; change nothing.
+    options.DiffOptions: """Compare two gradient sets.
+
+Compare the tensors of A with those of B, as one vector and tensor by tensor; change nothing.
 
 Tensors match by name, whichever shard they are in and whatever their types. With a limit (--rtol and --atol,
 --max-ulp, --max-rel-l2, --min-cosine, --bits), exits with code 1 if a difference is beyond it.
@@ -52,11 +39,9 @@ Examples:
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
 """,
-    ),
-    Command(
-        CheckOptions,
-        "Check files for damage and suggest fixes.",
-        """Check everything that can be wrong with files and sets; change nothing.
+    options.CheckOptions: """Check files for damage and suggest fixes.
+
+Check everything that can be wrong with files and sets; change nothing.
 
 Exits with code 1 if any fault is found (a damaged header, an index that does not fit, NaN, files left half
 changed). Notes (subnormal values, tensors of zeros, leftovers) do not count, unless --strict is given: healthy
@@ -68,11 +53,9 @@ Examples:
   gradtool check --fast step_*/ --json | jq '.data.per_finding[]'
   gradtool check sums.safetensors --strict && echo healthy
 """,
-    ),
-    Command(
-        InfoOptions,
-        "List tensors, types, sizes and metadata.",
-        """List the tensors of all paths with type, shape and bytes, the totals of each type, and the metadata.
+    options.InfoOptions: """List tensors, types, sizes and metadata.
+
+List the tensors of all paths with type, shape and bytes, the totals of each type, and the metadata.
 
 Only headers are read, of tensors of any type.
 
@@ -82,11 +65,9 @@ Examples:
   gradtool info grads/ --include '^lm_head'
   gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
 """,
-    ),
-    Command(
-        ClipOptions,
-        "Clip by global norm, by tensor, or by value.",
-        """Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
+    options.ClipOptions: """Clip by global norm, by tensor, or by value.
+
+Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
 
 Files are replaced only when all of them are ready. If there is nothing to clip, none is touched.
 
@@ -99,11 +80,9 @@ Examples:
   gradtool clip scaled.safetensors --output clipped.safetensors \\
       --unscale 1024 --max-norm 1.0 --dtype F32
 """,
-    ),
-    Command(
-        AccumulateOptions,
-        "Add gradients in float64, to a buffer or as a new set.",
-        """Add gradients in float64, rounded once at the end: to a buffer in place (--into), or as a new set (--output).
+    options.AccumulateOptions: """Add gradients in float64, to a buffer or as a new set.
+
+Add gradients in float64, rounded once at the end: to a buffer in place (--into), or as a new set (--output).
 
 Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape. Gradients are only read.
 With --into and --output, BUFFER is only read, too, and the sum with it is written.
@@ -116,11 +95,9 @@ Examples:
   gradtool accumulate micro_*.safetensors --output-dir sums \\
       --shard-like model/
 """,
-    ),
-    Command(
-        ZeroOptions,
-        "Set every element to +0.",
-        """Set every element of all tensors of all paths to +0, whatever its type, in place.
+    options.ZeroOptions: """Set every element to +0.
+
+Set every element of all tensors of all paths to +0, whatever its type, in place.
 
 If the file system has holes, no zeros are written, so gigabytes take no longer than kilobytes.
 
@@ -129,11 +106,9 @@ Examples:
   gradtool zero buffer.safetensors
   gradtool zero grads/ --include '^lm_head'
 """,
-    ),
-    Command(
-        LayerNormOptions,
-        "Compute the gradients of layer norms.",
-        """Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
+    options.LayerNormOptions: """Compute the gradients of layer norms.
+
+Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
 The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
 missing. Tensors missing from the Y_grad file are looked up in the other paths, which are never
@@ -149,11 +124,9 @@ Examples:
   gradtool layernorm-backward acts.safetensors \\
       --kind rmsnorm --scale-offset 1 --prefix model.norm
 """,
-    ),
-    Command(
-        RecoverOptions,
-        "Roll crashed runs forward or back.",
-        """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
+    options.RecoverOptions: """Roll crashed runs forward or back.
+
+Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
 
 Afterwards, the files of each such run are all new or all old. A run that is alive is not touched.
 
@@ -162,11 +135,9 @@ Examples:
   gradtool recover grads/
   gradtool recover buffer.safetensors
 """,
-    ),
-    Command(
-        DoctorOptions,
-        "Print diagnostics about this machine and a folder, for bug reports.",
-        """Print diagnostics about this machine and a folder, for bug reports.
+    options.DoctorOptions: """Print diagnostics about this machine and a folder, for bug reports.
+
+Print diagnostics about this machine and a folder, for bug reports.
 
 Nothing is written, and no data is read.
 
@@ -175,19 +146,18 @@ Examples:
   gradtool doctor
   gradtool doctor /mnt/gradients --json | jq .data.file_system
 """,
-    ),
-]
-COMMANDS = {command.name: command for command in _COMMANDS}
+}
+COMMANDS = {command.name: command for command in starmap(Command, _TEXTS.items())}
 
 
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
-    streams.take_streams()
+    streams.replace_std_streams()
     process.adjust_limits()
     try:
-        process.take_signals()
+        process.install_handlers()
         code = _guarded()
-        process.leave_signals()
+        process.ignore_signals()
         sys.exit(code if process.pending is None else process.interrupted(process.pending))
     except KeyboardInterrupt as error:
         sys.exit(process.interrupted(error))
@@ -205,8 +175,8 @@ def _guarded() -> int:
         return process.fail(Problem("usage", message, hint=hint), exit_code=EXIT_USAGE)
     except (OSError, MemoryError, ImportError) as error:
         process.show_traceback()
-        refused = process.refused(error)
-        return process.fail(*refused.problems, exit_code=refused.exit_code)
+        refusal = process.system_error(error)
+        return process.fail(*refusal.problems, exit_code=refusal.exit_code)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
         process.show_traceback()
         message = f"a bug in gradtool: {type(error).__name__}: {error}"

@@ -2,31 +2,34 @@
 
 # No `from __future__ import annotations`: Typer reads those of `run`.
 
-import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from inspect import Parameter, Signature
 from typing import Annotated, Any, NamedTuple, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import gradtool
-from gradtool import completion, process, streams
-from gradtool.declare import ARGUMENTS, GENERAL, PYTHON, Declared, Options, declared_of, usage_of
-from gradtool.formats import chosen_format
+from gradtool import process, report, streams
+from gradtool.declare import ARGUMENTS, GENERAL, PYTHON, Declared, Options, declared_of
+from gradtool.errors import shortened
 from gradtool.options import Display
 from gradtool.report.progress import progress as progress_bar
 from gradtool.store import signals
+from gradtool.wording import as_command
 
 # Every wrong use of the command line is one; where it is defined depends on the version of Typer.
 UsageProblem: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # The columns of names in help, and of the terminal that has room for help beside them.
-_NAMES = 26
-_ROOM = 68
-
+_NAMES, _ROOM = 26, 68
+# Characters of help that a shell shows beside an option; of a longer text, Typer would offer each line.
+_BRIEF = 60
+# With this in the environment, Typer's --show-completion takes the name of a shell instead of guessing it.
+_TAKES_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 
 # What other tools call an option, or what is easily typed for it.
 _ALIASES = {
@@ -39,11 +42,10 @@ _ALIASES = {
 
 
 class Command(NamedTuple):
-    """A command: the options that it takes, its line in the list of commands, and its help."""
+    """A command: the options that it takes; its line in the list of commands and, after an empty line, its help."""
 
     options: type[Options]
-    summary: str
-    text: str
+    description: str
 
     @property
     def name(self) -> str:
@@ -55,24 +57,29 @@ class Command(NamedTuple):
         """Its arguments and options, with those of the display."""
         return [*declared_of(self.options).values(), *declared_of(Display).values()]
 
-    def run(self, **given: Any) -> Any:
-        """Call its function, which is imported only now."""
-        name = self.options.operation
-        return getattr(import_module(gradtool.MODULES[name]), name)(**given)
+    @property
+    def usage(self) -> list[str]:
+        """What follows the name in the line of usage."""
+        arguments = [field for field in self.declared if field.group == ARGUMENTS]
+        return [
+            "[OPTIONS]",
+            *(field.metavar if field.default is Parameter.empty else f"[{field.metavar}]" for field in arguments),
+        ]
 
 
 class _Command(TyperCommand):
     """A command whose help has a heading for each group of options, and is the same for all versions of Typer."""
 
-    declared: Sequence[Declared]
+    command: Command
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - as Typer has it
-        return usage_of(self.declared)
+        return self.command.usage
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as Typer has it
         groups: dict[str, list[tuple[str, str]]] = {}
-        for one in self.declared:
-            groups.setdefault(one.group, []).append((one.usage, one.help))
+        for field in self.command.declared:
+            default = f"  [default: {field.default_text}]" if field.default_text else ""
+            groups.setdefault(field.group, []).append((field.usage, f"{as_command(field.help)}{default}"))
         groups.pop(PYTHON, None)
         groups[GENERAL].append(("-h, --help", "Show this message and exit."))
         for title, rows in groups.items():
@@ -88,7 +95,7 @@ class _Root(TyperGroup):
 
 
 def _write_list(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Names with their help beside them, or below them on a narrow terminal."""
+    """Write names with their help beside them, or below them on a narrow terminal."""
     width = _NAMES if formatter.width >= _ROOM else 2
     with formatter.section(title):
         formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
@@ -109,23 +116,26 @@ def _root(
 def usage_message(error: Any, command: Command | None) -> tuple[str, str]:
     """Return what is wrong with a command line, and where to read how it is used."""
     message = error.format_message().rstrip(".")
-    meant = _ALIASES.get(getattr(error, "option_name", ""))
-    if meant is not None and (command is None or meant.split()[0] in {field.flag for field in command.declared}):
-        message = f"No such option: {error.option_name}; use {meant}"
-    return message, f"see gradtool {command.name} --help" if command else "see gradtool --help"
+    message = message[:1].lower() + message[1:]
+    hint = f"see gradtool {command.name} --help" if command else "see gradtool --help"
+    alias = _ALIASES.get(getattr(error, "option_name", ""), "")
+    if alias and (command is None or any(alias.split()[0] in field.flags for field in command.declared)):
+        message, hint = f"no such option: {error.option_name}", f"use {alias}, or {hint}"
+    return message, hint
 
 
 def app(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
     """Run a command line; return the exit code."""
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:2], "--help"]
-    words = completion.words() if completion.is_requested() else arguments
-    named = [name for name in commands if name in words]
+    completes = "_GRADTOOL_COMPLETE" in os.environ
+    # Typer prepares all options of all commands, needed or not. The list of commands needs none.
+    named = [name for name in commands if name in arguments or completes]
     root = typer.Typer(
         name="gradtool",
         cls=_Root,
         # Shown in the list of commands; for a command, its options would only take time.
-        add_completion=completion.is_requested() or not (named or "--version" in arguments),
+        add_completion=completes or not (named or "--version" in arguments),
         # Plain help: rich would cost as much again as everything else that --help does.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -136,58 +146,70 @@ def app(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
         },
     )
     root.callback(invoke_without_command=True)(_root)
-    # Typer prepares all options of all commands, needed or not. The list of commands needs none.
     for name in named or commands:
-        command = commands[name]
-        declared = command.declared if named else []
-        cls = type("_Declared", (_Command,), {"declared": declared})
-        root.command(name, cls=cls, help=command.text, short_help=command.summary)(_runner(command, declared))
-    os.environ[completion.TAKES_NAME] = "1"
+        cls = type("_Command", (_Command,), {"command": commands[name]})
+        summary, _, text = commands[name].description.partition("\n\n")
+        run = _runner(commands[name], is_called=bool(named))
+        root.command(name, cls=cls, help=text, short_help=summary)(run)
+    os.environ[_TAKES_SHELL] = "1"
     group: Any = typer.main.get_command(root)
-    completion.print_instead_of_installing(group)
+    # No installer: it would edit start-up files.
+    group.params = [parameter for parameter in group.params if parameter.name != "install_completion"]
+    for parameter in group.params:
+        if parameter.name == "show_completion":
+            parameter.metavar, parameter.help = (
+                "SHELL",
+                "Print a script that has bash, zsh, fish or pwsh complete commands.",
+            )
     return int(group.main(arguments, prog_name="gradtool", standalone_mode=False) or 0)
 
 
-def _runner(command: Command, declared: Sequence[Declared]) -> Callable[..., int]:
+def _runner(command: Command, *, is_called: bool) -> Callable[..., int]:
     """Return what Typer calls for a command: it calls the function and shows the result."""
-    shows_progress = any(field.group == PYTHON for field in declared)
+    declared = [field for field in command.declared if is_called and field.group != PYTHON]
 
     def run(*, format: str | None, json: bool, quiet: bool, verbose: bool, **values: Any) -> int:  # noqa: A002
         given = {key: value for key, value in values.items() if value is not None}
-        form = chosen_format(format, json=json)
+        form = report.checked_format(format, json=json)
         if form != "text" or not quiet:
             streams.require_stdout()
-        result = None
+        name, result = command.options.operation, None
         try:
             with progress_bar(command.name, wanted=not quiet) as progress:
-                result = command.run(**given, progress=progress) if shows_progress else command.run(**given)
+                if "progress" in declared_of(command.options):
+                    given["progress"] = progress
+                # Imported only now.
+                result = getattr(import_module(gradtool.module_of(name)), name)(**given)
             return process.finish(command.name, result, form, quiet=quiet, verbose=verbose)
         except KeyboardInterrupt as error:
             # Here and not in main(), because Typer would make an exit code of it and drop the rest.
             return process.interrupted(error, work_done=result is not None or signals.is_committed())
 
-    parameters = [_parameter(field) for field in declared if field.group != PYTHON]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = Signature([*map(_parameter, declared)])  # type: ignore[attr-defined]
     return run
 
 
-def _parameter(field: Declared) -> inspect.Parameter:
+def _parameter(field: Declared) -> Parameter:
     """Make an option for Typer. One that is not given is None, because the function knows the default."""
-    kind, default = _plain(field.types), field.default
-    if not field.is_required and not isinstance(default, bool):
+    # `gradtool.validators` reads numbers.
+    is_several = any(get_origin(kind) in {Iterable, Sequence} for kind in field.types)
+    kind: Any = bool if bool in field.types else list[str] if is_several else str
+    default = field.default
+    if default is not Parameter.empty and kind is not bool:
         kind, default = kind | None, None
     if field.group == ARGUMENTS:
         how: Any = typer.Argument(metavar=field.metavar)
     else:
-        help_of_shell = completion.brief(field.text) if completion.is_requested() else None
-        values = completion.values(field.choices)
-        how = typer.Option(*field.flags, metavar=field.metavar, help=help_of_shell, autocompletion=values)
-    annotation: Any = Annotated[kind, how]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        flags = ["/".join(field.flags)] if field.default is True else field.flags
+        how = typer.Option(
+            *flags,
+            metavar=field.metavar,
+            help=shortened(as_command(field.text), _BRIEF),
+            autocompletion=(lambda incomplete: _matching(field.choices, incomplete)) if field.choices else None,
+        )
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how])
 
 
-def _plain(types: Sequence[Any]) -> Any:
-    """Return the type of a value on the command line: a flag, text, or several; `gradtool.validators` reads numbers."""
-    if bool in types:
-        return bool
-    return list[str] if any(get_origin(one) in {Iterable, Sequence} for one in types) else str
+def _matching(choices: Sequence[str], incomplete: str) -> list[str]:
+    """Return what completes a choice, in upper or lower case."""
+    return [choice if choice.startswith(incomplete) else choice.lower() for choice in choices]

@@ -129,12 +129,12 @@ class DeviceMemoryError(SystemRefusedError):
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The text, with its middle left out if it is longer than `most`."""
+    """Return a text, with its middle left out if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
 def number_of(number: int, thing: str) -> str:
-    """A number of things, in the singular for one: "1 tensor", "2,000 tensors"."""
+    """Count things, in the singular for one: "1 tensor", "2,000 tensors"."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
@@ -175,32 +175,48 @@ def os_errors_about(file: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
-    """The gradtool error for what the operating system reports about a file; a gradtool error stays as it is."""
+    """Return the gradtool error for what the operating system reports about a file; a gradtool error stays as it is."""
     if isinstance(error, GradtoolError):
         return error
     if error.errno in _BAD_INPUT:
         message, code = _BAD_INPUT[error.errno]
         return BadInputError(message, file=file, code=code)
-    if error.errno == errno.EACCES:
-        from gradtool import permissions  # only needed for the error
+    if error.errno == errno.EACCES and (denied := _missing_permission(os.fspath(file))) is not None:
+        refusal = SystemRefusedError(f"{error.strerror}: {denied[1]}", file=denied[0], hint="check its permissions")
+    else:
+        refusal = SystemRefusedError(error.strerror or str(error), file=file, hint=_HINTS.get(error.errno or 0))
+    refusal.errno = error.errno
+    return refusal
 
-        if (denied := permissions.missing(os.fspath(file))) is not None:
-            file, what = denied
-            refused = SystemRefusedError(f"{error.strerror}: {what}", file=file, hint="check its permissions")
-            refused.errno = error.errno
-            return refused
-    refused = SystemRefusedError(error.strerror or str(error), file=file, hint=_HINTS.get(error.errno or 0))
-    refused.errno = error.errno
-    return refused
+
+def _missing_permission(file: str) -> tuple[str, str] | None:
+    """Find the file, or the folder on the way to it, that refuses, and what may not be done to it, if that is plain."""
+    for path in dict.fromkeys((file, os.path.realpath(file))):
+        folders = [path]
+        while (parent := os.path.dirname(folders[0])) not in (folders[0], ""):  # noqa: PTH120 - pathlib is slow to import
+            folders.insert(0, parent)
+        for folder in folders[:-1]:
+            if not _may(folder, os.X_OK):
+                return (folder, "this folder may not be entered") if os.path.isdir(folder) else None  # noqa: PTH112
+        is_folder = os.path.isdir(path)  # noqa: PTH112
+        rights = {os.X_OK: "entered", os.R_OK: "listed"} if is_folder else {os.R_OK: "read"}
+        for right, word in (rights | {os.W_OK: "written to"}).items():
+            if os.path.exists(path) and not _may(path, right):  # noqa: PTH110
+                return path, f"this {'folder' if is_folder else 'file'} may not be {word}"
+    return None
+
+
+def _may(path: str, right: int) -> bool:
+    return os.access(path, right, effective_ids=os.access in os.supports_effective_ids)
 
 
 def unfinished(message: str, file: str | os.PathLike[str] | None) -> SystemRefusedError:
-    """The error for a file that a crashed run, or a live one, may leave half changed."""
+    """Return the error for a file that a crashed run, or a live one, may leave half changed."""
     return SystemRefusedError(message, file=file, code="unfinished")
 
 
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
-    """The error for a file that is no longer the one whose header was read."""
+    """Return the error for a file that is no longer the one whose header was read."""
     return SystemRefusedError(
         "was changed by another program in the meantime", file=file, code="changed", hint="run the command again"
     )

@@ -5,13 +5,14 @@ Python evaluates the annotations, which hold all but names and defaults.
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
-from gradtool.declare import GENERAL, PYTHON, Option, Options, argument
+from gradtool.declare import GENERAL, PYTHON, Options, field
 from gradtool.validators import (
     ALL_FINITE,
     AT_LEAST_ONE,
     AT_LEAST_TWO,
+    CALLBACK,
     FINITE,
     FROM_MINUS_ONE_TO_ONE,
     NOT_NAN,
@@ -19,7 +20,6 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
-    callback,
     path_list,
     reduction,
     size,
@@ -34,19 +34,13 @@ Progress = Callable[[str, int, int], None]
 Format = Literal["text", "json", "jsonl", "github"]
 Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
-Vector = Annotated[
-    Paths, Option("Files, folders or index files; together they form one gradient vector.", "PATH...", check=path_list)
-]
-Sets = Annotated[Paths, Option("Files, folders or index files.", "PATH...", check=path_list)]
-Place = Annotated[StrPath, Option("Folder, or a file in it.", "PATH", unset="the current folder")]
-Gradients = Annotated[Paths, Option("Files, folders or index files; each is one gradient.", "GRAD...", check=path_list)]
 
-_Concat = Annotated[bool, Option("Tensors of the same name in several paths are parts of one vector.")]
-First = Annotated[StrPath, Option("Gradient set that is compared.", "A")]
-Second = Annotated[StrPath, Option("Gradient set that it is compared with.", "B")]
-_NormType = Annotated[float, Option("Order of the norm; inf for the largest magnitude.", "P", ORDER)]
+_VECTOR = "Files, folders or index files; together they form one gradient vector."
+_CONCAT: bool = field("Tensors of the same name in several paths are parts of one vector.", default=False)
+_NORM_TYPE: float = field("Order of the norm; inf for the largest magnitude.", "P", ORDER, default=2.0)
 
 _OUTPUTS = option("output"), option("output_dir")
+_ZERO_WITH_ATOL, _ZERO_WITH_RTOL = say("0 with {}", option("atol")), say("0 with {}", option("rtol"))
 _Z, _PERCENTILE = option("limit", "z=T"), option("limit", "percentile=P")
 
 
@@ -55,14 +49,14 @@ class Names(Options):
 
     title = "Selection"
 
-    include: Annotated[Sequence[str], Option("Only tensors whose name matches REGEX; repeatable.", "REGEX")] = ()
-    exclude: Annotated[Sequence[str], Option("Skip tensors whose name matches REGEX. Can be repeated.", "REGEX")] = ()
+    include: Sequence[str] = field("Only tensors whose name matches REGEX; repeatable.", "REGEX", default=())
+    exclude: Sequence[str] = field("Skip tensors whose name matches REGEX. Can be repeated.", "REGEX", default=())
 
 
 class Located(Options):
     """Where the files of a call are."""
 
-    paths: Sets = argument(default=(), kw_only=False)
+    paths: Paths = field("Files, folders or index files.", "PATH...", default=(), check=path_list, kw_only=False)
 
     @property
     def named(self) -> list[str]:
@@ -75,10 +69,9 @@ class Selection(Names):
 
     title = "Selection"
 
-    files_from: Annotated[
-        StrPath | None,
-        Option("Read more paths from FILE, or from standard input if -; newline or NUL between them.", "FILE"),
-    ] = None
+    files_from: StrPath | None = field(
+        "Read more paths from FILE, or from standard input if -; newline or NUL between them.", "FILE", default=None
+    )
 
 
 class Writing(Options):
@@ -86,16 +79,15 @@ class Writing(Options):
 
     title = "Output"
 
-    output: Annotated[StrPath | None, Option("Write to FILE; leave the input unchanged.", "FILE")] = None
-    output_dir: Annotated[StrPath | None, Option("Write all files to DIR; leave the inputs unchanged.", "DIR")] = None
-    no_clobber: Annotated[bool, Option("Fail if an output file exists, instead of replacing it.")] = False
-    dry_run: Annotated[bool, Option("Do everything except write.")] = False
-    write: Annotated[
-        Literal["replace", "inplace"],
-        Option("Build new files and rename them into place, or overwrite changed bytes under an undo log."),
-    ] = "replace"
-    fsync: Annotated[bool, Option("Sync to disk, to survive a power cut.")] = True
-    lock_timeout: Annotated[float, Option("Seconds to wait for a lock.", "SECONDS", NOT_NEGATIVE_FINITE)] = 0.0
+    output: StrPath | None = field("Write to FILE; leave the input unchanged.", "FILE", default=None)
+    output_dir: StrPath | None = field("Write all files to DIR; leave the inputs unchanged.", "DIR", default=None)
+    no_clobber: bool = field("Fail if an output file exists, instead of replacing it.", default=False)
+    dry_run: bool = field("Do everything except write.", default=False)
+    write: Literal["replace", "inplace"] = field(
+        "Build new files and rename them into place, or overwrite changed bytes under an undo log.", default="replace"
+    )
+    fsync: bool = field("Sync to disk, to survive a power cut.", default=True)
+    lock_timeout: float = field("Seconds to wait for a lock.", "SECONDS", NOT_NEGATIVE_FINITE, default=0.0)
 
 
 class Local(Options):
@@ -103,15 +95,13 @@ class Local(Options):
 
     title = "Compute"
 
-    backend: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, Option("Compute backend.", unset="$GRADTOOL_BACKEND, or auto")
-    ] = None
-    device: Annotated[int | None, Option("GPU number, from 0; only for the cuda backend.", "N", range=NOT_NEGATIVE)] = (
-        None
+    backend: Literal["auto", "cpu", "cuda"] | None = field(
+        "Compute backend.", default=None, unset="$GRADTOOL_BACKEND, or auto"
     )
-    threads: Annotated[
-        int | None, Option("Number of worker threads.", "N", range=AT_LEAST_ONE, unset="one per core, at most 16")
-    ] = None
+    device: int | None = field("GPU number, from 0; only for the cuda backend.", "N", NOT_NEGATIVE, default=None)
+    threads: int | None = field(
+        "Number of worker threads.", "N", AT_LEAST_ONE, default=None, unset="one per core, at most 16"
+    )
 
 
 class Compute(Local):
@@ -119,17 +109,15 @@ class Compute(Local):
 
     title = "Compute"
 
-    engine: Annotated[
-        str | None,
-        Option(
-            "Where tasks run: threads, or dask:ADDRESS for the workers of a Dask scheduler.",
-            "ENGINE",
-            unset="$GRADTOOL_ENGINE, or threads",
-        ),
-    ] = None
-    worker_timeout: Annotated[
-        float, Option("Seconds to wait for a worker of the engine.", "SECONDS", POSITIVE_FINITE)
-    ] = 60.0
+    engine: str | None = field(
+        "Where tasks run: threads, or dask:ADDRESS for the workers of a Dask scheduler.",
+        "ENGINE",
+        default=None,
+        unset="$GRADTOOL_ENGINE, or threads",
+    )
+    worker_timeout: float = field(
+        "Seconds to wait for a worker of the engine.", "SECONDS", POSITIVE_FINITE, default=60.0
+    )
 
 
 class Display(Options):
@@ -137,15 +125,14 @@ class Display(Options):
 
     title = GENERAL
 
-    format: Annotated[
-        Format | None,
-        Option(
-            "Output format: text, JSON, JSON Lines, or text with GitHub annotations.", unset="$GRADTOOL_FORMAT, or text"
-        ),
-    ] = None
-    json: Annotated[bool, Option(say("Same as {}.", option("format", "json")))] = False
-    quiet: Annotated[bool, Option("Print errors only.", short="-q")] = False
-    verbose: Annotated[bool, Option("Print all fields, with the timings of each phase.", short="-v")] = False
+    format: Format | None = field(
+        "Output format: text, JSON, JSON Lines, or text with GitHub annotations.",
+        default=None,
+        unset="$GRADTOOL_FORMAT, or text",
+    )
+    json: bool = field(say("Same as {}.", option("format", "json")), default=False)
+    quiet: bool = field("Print errors only.", default=False, short="-q")
+    verbose: bool = field("Print all fields, with the timings of each phase.", default=False, short="-v")
 
 
 class Callback(Options):
@@ -153,12 +140,11 @@ class Callback(Options):
 
     title = PYTHON
 
-    progress: Annotated[
-        Progress | bool | None,
-        Option(
-            "True for a bar on stderr, or a function of the pass, the bytes done and the total bytes.", check=callback
-        ),
-    ] = None
+    progress: Progress | bool | None = field(
+        "True for a bar on stderr, or a function of the pass, the bytes done and the total bytes.",
+        range=CALLBACK,
+        default=None,
+    )
 
 
 class Reading(Selection, Compute, Callback):
@@ -174,25 +160,23 @@ class NormOptions(Located, Reading):
 
     operation = "norm"
 
-    paths: Vector = argument(default=(), kw_only=False)
+    paths: Paths = field(_VECTOR, "PATH...", default=(), check=path_list, kw_only=False)
 
-    norm_type: _NormType = 2.0
-    per_tensor: Annotated[bool, Option("Report the norm of each tensor, too.")] = False
-    top: Annotated[
-        int | None, Option("Report the K tensors with the largest norms, NaN first.", "K", range=AT_LEAST_ONE)
-    ] = None
-    group: Annotated[
-        Sequence[str], Option("Report the norm of the tensors whose name matches REGEX, too; repeatable.", "REGEX")
-    ] = ()
-    by_file: Annotated[bool, Option("Report the norm of each path by itself, too.")] = False
-    histogram: Annotated[
-        bool, Option("Count values by binary exponent, and say which storage types can hold them.")
-    ] = False
-    concat: _Concat = False
-    fail_above: Annotated[
-        float | None, Option("Report a norm above X as a problem, with exit code 1.", "X", range=NOT_NAN)
-    ] = None
-    ignore_journal: Annotated[bool, Option("Read files even if a run is changing them or crashed.")] = False
+    norm_type: float = _NORM_TYPE
+    per_tensor: bool = field("Report the norm of each tensor, too.", default=False)
+    top: int | None = field("Report the K tensors with the largest norms, NaN first.", "K", AT_LEAST_ONE, default=None)
+    group: Sequence[str] = field(
+        "Report the norm of the tensors whose name matches REGEX, too; repeatable.", "REGEX", default=()
+    )
+    by_file: bool = field("Report the norm of each path by itself, too.", default=False)
+    histogram: bool = field(
+        "Count values by binary exponent, and say which storage types can hold them.", default=False
+    )
+    concat: bool = _CONCAT
+    fail_above: float | None = field(
+        "Report a norm above X as a problem, with exit code 1.", "X", NOT_NAN, default=None
+    )
+    ignore_journal: bool = field("Read files even if a run is changing them or crashed.", default=False)
 
 
 class DiffOptions(Names, Compute, Callback):
@@ -200,43 +184,31 @@ class DiffOptions(Names, Compute, Callback):
 
     operation = "diff"
 
-    a: First = argument(kw_only=False)
-    b: Second = argument(kw_only=False)
+    a: StrPath = field("Gradient set that is compared.", "A", kw_only=False)
+    b: StrPath = field("Gradient set that it is compared with.", "B", kw_only=False)
 
-    map: Annotated[
-        Sequence[str],
-        Option("Rename tensors of A first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT"),
-    ] = ()
-    missing: Annotated[
-        Literal["error", "skip"],
-        Option("Tensors on one side only, or of different shapes: stop, or compare the others."),
-    ] = "error"
-    per_tensor: Annotated[bool, Option("Report the figures of each tensor, too.")] = False
-    top: Annotated[int | None, Option("Report the K tensors that differ most, by rel_l2.", "K", range=AT_LEAST_ONE)] = (
-        None
+    map: Sequence[str] = field(
+        "Rename tensors of A first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", default=()
     )
-    rtol: Annotated[
-        float | None,
-        Option(
-            "Fail where |a - b| > atol + R·|b|.", "R", range=NOT_NEGATIVE_FINITE, unset=say("0 with {}", option("atol"))
-        ),
-    ] = None
-    atol: Annotated[
-        float | None,
-        Option(
-            "Fail where |a - b| > T + rtol·|b|.", "T", range=NOT_NEGATIVE_FINITE, unset=say("0 with {}", option("rtol"))
-        ),
-    ] = None
-    max_ulp: Annotated[
-        int | None, Option("Fail where values are more than N ulps of the coarser type apart.", "N", range=NOT_NEGATIVE)
-    ] = None
-    max_rel_l2: Annotated[
-        float | None, Option("Fail if rel_l2 of all tensors is above X.", "X", range=NOT_NEGATIVE)
-    ] = None
-    min_cosine: Annotated[
-        float | None, Option("Fail if the cosine of all tensors is below X.", "X", range=FROM_MINUS_ONE_TO_ONE)
-    ] = None
-    bits: Annotated[bool, Option("Fail unless all tensors have the same bytes.")] = False
+    missing: Literal["error", "skip"] = field(
+        "Tensors on one side only, or of different shapes: stop, or compare the others.", default="error"
+    )
+    per_tensor: bool = field("Report the figures of each tensor, too.", default=False)
+    top: int | None = field("Report the K tensors that differ most, by rel_l2.", "K", AT_LEAST_ONE, default=None)
+    rtol: float | None = field(
+        "Fail where |a - b| > atol + R·|b|.", "R", NOT_NEGATIVE_FINITE, default=None, unset=_ZERO_WITH_ATOL
+    )
+    atol: float | None = field(
+        "Fail where |a - b| > T + rtol·|b|.", "T", NOT_NEGATIVE_FINITE, default=None, unset=_ZERO_WITH_RTOL
+    )
+    max_ulp: int | None = field(
+        "Fail where values are more than N ulps of the coarser type apart.", "N", NOT_NEGATIVE, default=None
+    )
+    max_rel_l2: float | None = field("Fail if rel_l2 of all tensors is above X.", "X", NOT_NEGATIVE, default=None)
+    min_cosine: float | None = field(
+        "Fail if the cosine of all tensors is below X.", "X", FROM_MINUS_ONE_TO_ONE, default=None
+    )
+    bits: bool = field("Fail unless all tensors have the same bytes.", default=False)
 
 
 class ClipOptions(Located, Rewriting):
@@ -244,74 +216,64 @@ class ClipOptions(Located, Rewriting):
 
     operation = "clip"
 
-    paths: Vector = argument(default=(), kw_only=False)
+    paths: Paths = field(_VECTOR, "PATH...", default=(), check=path_list, kw_only=False)
 
-    max_norm: Annotated[float | None, Option("Maximum norm after clipping.", "C", range=NOT_NEGATIVE)] = None
-    max_value: Annotated[float | None, Option("Clamp each element to [-V, V] instead.", "V", range=NOT_NEGATIVE)] = None
-    norm_type: _NormType = 2.0
-    eps: Annotated[
-        float,
-        Option(
-            "Added to the norm before dividing (torch: 1e-6, Lucid: 1e-7, Optax and Keras: 0).",
-            "E",
-            NOT_NEGATIVE_FINITE,
-        ),
-    ] = 1e-6
-    per_tensor: Annotated[bool, Option("Clip each tensor by its own norm.")] = False
-    agc: Annotated[
-        float | None,
-        Option(
-            "Adaptive gradient clipping: limit each unit (such as a weight row) to R times the norm of its parameters.",
-            "R",
-            range=POSITIVE_FINITE,
-        ),
-    ] = None
-    params: Annotated[
-        StrPath | None, Option(say("Gradient set with the parameters, for {}; only read.", option("agc")), "PATH")
-    ] = None
-    agc_eps: Annotated[
-        float, Option(say("Lower bound on parameter norms for {}.", option("agc")), "E", NOT_NEGATIVE_FINITE)
-    ] = 1e-3
-    group: Annotated[
-        Sequence[str],
-        Option("Clip the tensors whose name matches REGEX to a norm of their own of at most C; repeatable.", "REGEX:C"),
-    ] = ()
-    limit: Annotated[
-        str | None,
-        Option("Adaptive maximum norm, computed from earlier norms: z=T (ZClip) or percentile=P (AutoClip).", "RULE"),
-    ] = None
-    state: Annotated[
-        StrPath | None,
-        Option(say("File that stores the norm history for {}; created if missing.", option("limit")), "FILE"),
-    ] = None
-    warmup: Annotated[
-        int | None,
-        Option(say("Number of norms before {} clips.", _Z), "N", range=AT_LEAST_TWO, unset="25"),
-    ] = None
-    window: Annotated[
-        int | None,
-        Option(say("Number of recent norms used by {}.", _PERCENTILE), "N", range=AT_LEAST_ONE, unset="10000"),
-    ] = None
-    skip_above: Annotated[
-        float | None, Option("Write nothing if the norm is above X, with exit code 1.", "X", range=NOT_NAN)
-    ] = None
-    concat: _Concat = False
-    total_norm: Annotated[
-        float | None, Option("Use this norm instead of the measured one.", "N", range=NOT_NEGATIVE_FINITE)
-    ] = None
-    unscale: Annotated[float, Option("Divide by this loss scale first.", "S", POSITIVE_FINITE)] = 1.0
-    dtype: Annotated[
-        Dtype | None,
-        Option(
-            say("Storage type of the new files, with {} or {} ({}).", *_OUTPUTS, ", ".join(get_args(Dtype))),
-            "TYPE",
-            unset="that of each tensor",
-        ),
-    ] = None
-    nonfinite: Annotated[
-        Literal["error", "propagate", "zero"],
-        Option("NaN and Inf: write nothing, continue as torch does, or set them to 0."),
-    ] = "error"
+    max_norm: float | None = field("Maximum norm after clipping.", "C", NOT_NEGATIVE, default=None)
+    max_value: float | None = field("Clamp each element to [-V, V] instead.", "V", NOT_NEGATIVE, default=None)
+    norm_type: float = _NORM_TYPE
+    eps: float = field(
+        "Added to the norm before dividing (torch: 1e-6, Lucid: 1e-7, Optax and Keras: 0).",
+        "E",
+        NOT_NEGATIVE_FINITE,
+        default=1e-6,
+    )
+    per_tensor: bool = field("Clip each tensor by its own norm.", default=False)
+    agc: float | None = field(
+        "Adaptive gradient clipping: limit each unit (such as a weight row) to R times the norm of its parameters.",
+        "R",
+        POSITIVE_FINITE,
+        default=None,
+    )
+    params: StrPath | None = field(
+        say("Gradient set with the parameters, for {}; only read.", option("agc")), "PATH", default=None
+    )
+    agc_eps: float = field(
+        say("Lower bound on parameter norms for {}.", option("agc")), "E", NOT_NEGATIVE_FINITE, default=1e-3
+    )
+    group: Sequence[str] = field(
+        "Clip the tensors whose name matches REGEX to a norm of their own of at most C; repeatable.",
+        "REGEX:C",
+        default=(),
+    )
+    limit: str | None = field(
+        "Adaptive maximum norm, computed from earlier norms: z=T (ZClip) or percentile=P (AutoClip).",
+        "RULE",
+        default=None,
+    )
+    state: StrPath | None = field(
+        say("File that stores the norm history for {}; created if missing.", option("limit")), "FILE", default=None
+    )
+    warmup: int | None = field(say("Number of norms before {} clips.", _Z), "N", AT_LEAST_TWO, default=None, unset="25")
+    window: int | None = field(
+        say("Number of recent norms used by {}.", _PERCENTILE), "N", AT_LEAST_ONE, default=None, unset="10000"
+    )
+    skip_above: float | None = field(
+        "Write nothing if the norm is above X, with exit code 1.", "X", NOT_NAN, default=None
+    )
+    concat: bool = _CONCAT
+    total_norm: float | None = field(
+        "Use this norm instead of the measured one.", "N", NOT_NEGATIVE_FINITE, default=None
+    )
+    unscale: float = field("Divide by this loss scale first.", "S", POSITIVE_FINITE, default=1.0)
+    dtype: Dtype | None = field(
+        say("Storage type of the new files, with {} or {} ({}).", *_OUTPUTS, ", ".join(get_args(Dtype))),
+        "TYPE",
+        default=None,
+        unset="that of each tensor",
+    )
+    nonfinite: Literal["error", "propagate", "zero"] = field(
+        "NaN and Inf: write nothing, continue as torch does, or set them to 0.", default="error"
+    )
 
 
 class AccumulateOptions(Rewriting):
@@ -319,76 +281,73 @@ class AccumulateOptions(Rewriting):
 
     operation = "accumulate"
 
-    gradients: Gradients = argument(default=(), kw_only=False)
+    gradients: Paths = field(
+        "Files, folders or index files; each is one gradient.", "GRAD...", default=(), check=path_list, kw_only=False
+    )
 
     @property
     def named(self) -> list[str]:
         """The paths of the gradients, as strings."""
         return list(cast("list[str]", self.gradients))
 
-    into: Annotated[
-        StrPath | None,
-        Option(say("Gradient set to add to. It must exist; with {}, it is only read.", option("output")), "BUFFER"),
-    ] = None
-    overwrite: Annotated[bool, Option("Drop the buffer's old content, even NaN.")] = False
-    update: Annotated[bool, Option("Add the gradients, or only check their headers and write nothing.")] = True
-    weight: Annotated[
-        Sequence[float], Option("Weight of a gradient; once for each, in order.", "W", ALL_FINITE, unset="1")
-    ] = ()
-    weight_key: Annotated[
-        str | None, Option("Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY")
-    ] = None
-    mean: Annotated[
-        bool, Option(say("Divide the sum by the sum of the weights; the same as {}.", option("reduce", "mean")))
-    ] = False
-    reduce: Annotated[
-        str | None,
-        Option(
-            "Add the gradients' sum, mean, median, or trimmed=K, the mean without the K smallest and K largest.",
-            "HOW",
-            unset="sum",
-            check=reduction,
-        ),
-    ] = None
-    map: Annotated[
-        Sequence[str],
-        Option("Rename tensors of gradients first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT"),
-    ] = ()
-    missing: Annotated[
-        Literal["error", "skip", "zero"],
-        Option("Tensors that some sets lack: write nothing, leave out the sets that lack them, or count zeros there."),
-    ] = "error"
-    shard_like: Annotated[
-        StrPath | None,
-        Option(say("Shard a new set in {} as the set PATH is: same files, same tensors in each.", _OUTPUTS[1]), "PATH"),
-    ] = None
-    max_shard_size: Annotated[
-        int | str | None,
-        Option(
-            "Shard it into files of at most SIZE, such as 5GB or 1GiB, with an index.", "SIZE", unset="5GB", check=size
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype | None,
-        Option(
-            f"Storage type of a new set: {', '.join(get_args(Dtype))}.",
-            "TYPE",
-            unset="of each tensor, that in the first gradient that has it",
-        ),
-    ] = None
-    max_norm: Annotated[
-        float | None, Option("Maximum norm of the sum; clip it before rounding.", "C", range=NOT_NEGATIVE)
-    ] = None
-    clip_each: Annotated[
-        float | None, Option("Maximum norm of each gradient; clip it before adding.", "C", range=NOT_NEGATIVE)
-    ] = None
-    norm_type: _NormType = 2.0
-    eps: Annotated[float, Option("Added to a norm before dividing by it.", "E", NOT_NEGATIVE_FINITE)] = 1e-6
-    per_gradient: Annotated[bool, Option("Report each gradient, too.")] = False
-    nonfinite: Annotated[
-        Literal["error", "propagate", "skip"],
-        Option("NaN and Inf: write nothing, continue, or skip the gradients that have any."),
-    ] = "error"
+    into: StrPath | None = field(
+        say("Gradient set to add to. It must exist; with {}, it is only read.", option("output")),
+        "BUFFER",
+        default=None,
+    )
+    overwrite: bool = field("Drop the buffer's old content, even NaN.", default=False)
+    update: bool = field("Add the gradients, or only check their headers and write nothing.", default=True)
+    weight: Sequence[float] = field(
+        "Weight of a gradient; once for each, in order.", "W", ALL_FINITE, default=(), unset="1"
+    )
+    weight_key: str | None = field(
+        "Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY", default=None
+    )
+    mean: bool = field(
+        say("Divide the sum by the sum of the weights; the same as {}.", option("reduce", "mean")), default=False
+    )
+    reduce: str | None = field(
+        "Add the gradients' sum, mean, median, or trimmed=K, the mean without the K smallest and K largest.",
+        "HOW",
+        default=None,
+        unset="sum",
+        check=reduction,
+    )
+    map: Sequence[str] = field(
+        "Rename tensors of gradients first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", default=()
+    )
+    missing: Literal["error", "skip", "zero"] = field(
+        "Tensors that some sets lack: write nothing, leave out the sets that lack them, or count zeros there.",
+        default="error",
+    )
+    shard_like: StrPath | None = field(
+        say("Shard a new set in {} as the set PATH is: same files, same tensors in each.", _OUTPUTS[1]),
+        "PATH",
+        default=None,
+    )
+    max_shard_size: int | str | None = field(
+        "Shard it into files of at most SIZE, such as 5GB or 1GiB, with an index.",
+        "SIZE",
+        default=None,
+        unset="5GB",
+        check=size,
+    )
+    dtype: Dtype | None = field(
+        f"Storage type of a new set: {', '.join(get_args(Dtype))}.",
+        "TYPE",
+        default=None,
+        unset="of each tensor, that in the first gradient that has it",
+    )
+    max_norm: float | None = field("Maximum norm of the sum; clip it before rounding.", "C", NOT_NEGATIVE, default=None)
+    clip_each: float | None = field(
+        "Maximum norm of each gradient; clip it before adding.", "C", NOT_NEGATIVE, default=None
+    )
+    norm_type: float = _NORM_TYPE
+    eps: float = field("Added to a norm before dividing by it.", "E", NOT_NEGATIVE_FINITE, default=1e-6)
+    per_gradient: bool = field("Report each gradient, too.", default=False)
+    nonfinite: Literal["error", "propagate", "skip"] = field(
+        "NaN and Inf: write nothing, continue, or skip the gradients that have any.", default="error"
+    )
 
 
 class ZeroOptions(Located, Rewriting):
@@ -396,9 +355,9 @@ class ZeroOptions(Located, Rewriting):
 
     operation = "zero"
 
-    weight_key: Annotated[
-        str | None, Option("Set the weight under KEY in the files' metadata to 0 where there is one.", "KEY")
-    ] = None
+    weight_key: str | None = field(
+        "Set the weight under KEY in the files' metadata to 0 where there is one.", "KEY", default=None
+    )
 
 
 class LayerNormOptions(Located, Rewriting):
@@ -406,29 +365,29 @@ class LayerNormOptions(Located, Rewriting):
 
     operation = "layernorm_backward"
 
-    kind: Annotated[Literal["layernorm", "rmsnorm"], Option("Kind of layer.")] = "layernorm"
-    invertible: Annotated[bool, Option("Read Y (and bias) instead of X (and mean).")] = False
-    affine: Annotated[bool, Option("Layers have a scale; without, it counts as 1 and gets no gradient.")] = True
-    axis: Annotated[int, Option("First axis normalized over; negative ones count from the end.", "N")] = -1
-    norm_eps: Annotated[
-        float, Option("Added to the variance, for statistics that are computed.", "E", NOT_NEGATIVE_FINITE)
-    ] = 1e-5
-    scale_offset: Annotated[float, Option("Added to scale: 1 if weights are stored as gamma - 1.", "S", FINITE)] = 0.0
-    nonfinite: Annotated[
-        Literal["error", "propagate"], Option("NaN and Inf in a result: write nothing, or continue.")
-    ] = "error"
-    prefix: Annotated[Sequence[str], Option("Only the layer with this prefix; repeatable.", "PREFIX")] = ()
-    y_grad: Annotated[str, Option("Name of the output gradient, after the prefix.", "NAME")] = "Y_grad"
-    x: Annotated[str, Option("Name of the input.", "NAME")] = "X"
-    y: Annotated[str, Option("Name of the output, read in the invertible form.", "NAME")] = "Y"
-    scale: Annotated[str, Option("Name of the weight.", "NAME")] = "scale"
-    bias: Annotated[str, Option("Name of the bias, read in the invertible form.", "NAME")] = "bias"
-    mean: Annotated[str, Option("Name of the mean of each row.", "NAME")] = "mean"
-    inv_std_dev: Annotated[str, Option("Name of 1 / sqrt(variance + eps) of each row.", "NAME")] = "inv_std_dev"
-    x_grad: Annotated[str, Option("Name for the gradient of X.", "NAME")] = "X_grad"
-    scale_grad: Annotated[str, Option("Name for the gradient of the weight.", "NAME")] = "scale_grad"
-    bias_grad: Annotated[str, Option("Name for the gradient of the bias.", "NAME")] = "bias_grad"
-    x_grad_in_place: Annotated[bool, Option("Write X_grad in place of Y_grad, which is dropped.")] = False
+    kind: Literal["layernorm", "rmsnorm"] = field("Kind of layer.", default="layernorm")
+    invertible: bool = field("Read Y (and bias) instead of X (and mean).", default=False)
+    affine: bool = field("Layers have a scale; without, it counts as 1 and gets no gradient.", default=True)
+    axis: int = field("First axis normalized over; negative ones count from the end.", "N", default=-1)
+    norm_eps: float = field(
+        "Added to the variance, for statistics that are computed.", "E", NOT_NEGATIVE_FINITE, default=1e-5
+    )
+    scale_offset: float = field("Added to scale: 1 if weights are stored as gamma - 1.", "S", FINITE, default=0.0)
+    nonfinite: Literal["error", "propagate"] = field(
+        "NaN and Inf in a result: write nothing, or continue.", default="error"
+    )
+    prefix: Sequence[str] = field("Only the layer with this prefix; repeatable.", "PREFIX", default=())
+    y_grad: str = field("Name of the output gradient, after the prefix.", "NAME", default="Y_grad")
+    x: str = field("Name of the input.", "NAME", default="X")
+    y: str = field("Name of the output, read in the invertible form.", "NAME", default="Y")
+    scale: str = field("Name of the weight.", "NAME", default="scale")
+    bias: str = field("Name of the bias, read in the invertible form.", "NAME", default="bias")
+    mean: str = field("Name of the mean of each row.", "NAME", default="mean")
+    inv_std_dev: str = field("Name of 1 / sqrt(variance + eps) of each row.", "NAME", default="inv_std_dev")
+    x_grad: str = field("Name for the gradient of X.", "NAME", default="X_grad")
+    scale_grad: str = field("Name for the gradient of the weight.", "NAME", default="scale_grad")
+    bias_grad: str = field("Name for the gradient of the bias.", "NAME", default="bias_grad")
+    x_grad_in_place: bool = field("Write X_grad in place of Y_grad, which is dropped.", default=False)
 
 
 class RecoverOptions(Located):
@@ -436,7 +395,7 @@ class RecoverOptions(Located):
 
     operation = "recover"
 
-    force: Annotated[bool, Option("Continue even if another program has written to a file since.")] = False
+    force: bool = field("Continue even if another program has written to a file since.", default=False)
 
 
 class CheckOptions(Located, Selection, Local, Callback):
@@ -444,8 +403,8 @@ class CheckOptions(Located, Selection, Local, Callback):
 
     operation = "check"
 
-    fast: Annotated[bool, Option("Read headers only, and no values.")] = False
-    strict: Annotated[bool, Option("Treat notes as faults (exit code 1).")] = False
+    fast: bool = field("Read headers only, and no values.", default=False)
+    strict: bool = field("Treat notes as faults (exit code 1).", default=False)
 
 
 class InfoOptions(Located, Selection):
@@ -459,7 +418,7 @@ class DoctorOptions(Options):
 
     operation = "doctor"
 
-    path: Place = argument(default=".", kw_only=False)
+    path: StrPath = field("Folder, or a file in it.", "PATH", default=".", unset="the current folder", kw_only=False)
 
 
 # The options that several operations share, by the title that they have in help.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool import report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
-from gradtool.formats import asked_format
-from gradtool.report.messages import print_problems
+from gradtool.report.messages import print_problems, without_commands
 from gradtool.store import signals
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -25,7 +25,7 @@ pending: Ended | None = None
 # Only the result is left to print. One signal does not stop that; a second one does, because the output may never be
 # read.
 _is_reporting = False
-was_spared = False
+first_signal_ignored = False
 # A signal has taken effect, and no other may interrupt the clean-up that it set off.
 _has_ended = False
 
@@ -39,40 +39,44 @@ class Ended(KeyboardInterrupt):
 
 
 def finish(command: str, result: Any, form: str, *, quiet: bool, verbose: bool) -> int:
-    """Print a result and the problems found; the exit code."""
+    """Print a result and the problems found; return the exit code."""
     start_reporting()
     problems = getattr(result, "problems", ())
     exit_code = EXIT_FOUND if problems else EXIT_OK
     outcome = report.Outcome(command, exit_code, result, problems, quiet=quiet, verbose=verbose)
     try:
         report.show(form, outcome)
+        sys.stdout.flush()
     except (SystemRefusedError, MemoryError) as error:
-        raise SystemRefusedError(f"{refused(error)}; the work itself is done") from error
+        first = system_error(error).problems[0]
+        raise SystemRefusedError(say("{}; the work itself is done", first.message), hint=first.hint) from error
     print_problems(problems)
     print_problems(outcome.warnings, level="warning")
     return exit_code
 
 
 def fail(*problems: Problem, exit_code: int, summary: str | None = None) -> int:
-    """Print what is wrong, as far as that is still possible; the exit code."""
+    """Print what is wrong, as far as that is still possible; return the exit code."""
     start_reporting()
     print_problems(problems, summary)
     if sys.stdout is not None:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         with contextlib.suppress(SystemRefusedError, MemoryError, ImportError):
-            report.show(asked_format(sys.argv[1:]), report.Outcome(command, exit_code, None, problems, summary))
+            form = report.requested_format(sys.argv[1:])
+            report.show(form, report.Outcome(command, exit_code, None, problems, summary))
+            sys.stdout.flush()
     return exit_code
 
 
-def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
-    """The gradtool error for what the system refused unexpectedly."""
+def system_error(error: OSError | MemoryError | ImportError) -> GradtoolError:
+    """Return the gradtool error for what the system refused unexpectedly."""
     # Free the memory of the failed call: printing the error needs it.
     error.__traceback__ = None
     if isinstance(error, ImportError):
-        hint = "install gradtool again or, if memory is limited, raise the limit (ulimit -v or -d)"
+        hint = "install gradtool again, or raise the limit on memory (ulimit -v or -d)"
         return SystemRefusedError(f"cannot load {error.name or 'a module'}", hint=hint)
     if isinstance(error, MemoryError):
-        hint = "use fewer --threads, or raise the limit (ulimit -v or -d)"
+        hint = say("lower {}, or raise the limit on memory (ulimit -v or -d)", option("threads"))
         return SystemRefusedError("out of memory", hint=hint)
     if isinstance(error, GradtoolError):
         return error
@@ -81,12 +85,12 @@ def refused(error: OSError | MemoryError | ImportError) -> GradtoolError:
     try:
         os.getcwd()  # noqa: PTH109 - pathlib is slow to import
     except OSError:
-        return SystemRefusedError("the current folder is gone", hint="change to another one")
+        return SystemRefusedError("the current folder is gone", hint="change to another folder")
     return SystemRefusedError(f"the system refused: {error.strerror or error}")
 
 
 def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
-    """Print which signal ended the run, and what became of the files; the exit code."""
+    """Print which signal ended the run, and what became of the files; return the exit code."""
     global pending  # noqa: PLW0603
     pending = None
     number = error.number if isinstance(error, Ended) else signal.SIGINT
@@ -108,10 +112,10 @@ def show_traceback() -> None:
     if os.environ.get("GRADTOOL_DEBUG"):
         import traceback
 
-        traceback.print_exc()
+        sys.stderr.write(without_commands(traceback.format_exc()))
 
 
-def take_signals() -> None:
+def install_handlers() -> None:
     """Let every signal that asks the process to end do so cleanly."""
     for number in signals.ENDING:
         # One that was ignored at the start, as under nohup, stays ignored; a profiler's handler stays as well.
@@ -125,18 +129,18 @@ def start_reporting() -> None:
     _is_reporting, pending = True, None
 
 
-def leave_signals() -> None:
+def ignore_signals() -> None:
     """Ignore signals from now on: only the exit code is left to return."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    global pending, was_spared, _has_ended  # noqa: PLW0603
+    global pending, first_signal_ignored, _has_ended  # noqa: PLW0603
     if _has_ended:
         return
-    if (_is_reporting or signals.is_committed()) and not was_spared:
-        was_spared = True
+    if (_is_reporting or signals.is_committed()) and not first_signal_ignored:
+        first_signal_ignored = True
         return
     _has_ended = True
     pending = Ended(number)

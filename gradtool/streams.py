@@ -2,93 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import os
 import re
 import select
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gradtool.errors import SystemRefusedError
 
 if TYPE_CHECKING:
     from typing import TextIO
 
-
-# What a runner of CI jobs takes for a command: `::` at the beginning of a line, after no more than blanks, borders and
-# escape sequences; `##[` and `##vso[` anywhere. The last character of a match is escaped.
-_COMMAND = re.compile(r"(?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?::|##(?=\w*\[)")
+_STDERR = 2
 
 
-class WorkflowCommands(str):
-    """Lines that are commands to a runner of CI jobs, and printed as such."""
+class _File(io.FileIO):
+    """A standard stream that waits while a pipe is full. A failure of stdout is an error, one of stderr is ignored."""
 
-    __slots__ = ()
-
-
-class _Stream(io.TextIOBase):
-    """An unbuffered standard stream that writes all or raises `OSError`.
-
-    Python's own drops the rest of a short write if it is unbuffered (PYTHONUNBUFFERED), and gives up on a full
-    non-blocking pipe.
-    """
-
-    encoding = "utf-8"
-    # A name that the terminal's encoding lacks must not fail a call whose files are written.
-    errors = "backslashreplace"
-
-    def __init__(self, fd: int, before: TextIO | None) -> None:
-        self._fd = fd
-        if before is not None:
-            self.encoding = before.encoding
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def isatty(self) -> bool:
-        return os.isatty(self._fd)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if not isinstance(text, WorkflowCommands) and ("::" in text or "##" in text):
-            printed = _COMMAND.sub(lambda match: f"{match[0][:-1]}\\x{ord(match[0][-1]):x}", text)
-        else:
-            printed = text
-        rest = memoryview(printed.encode(self.encoding, self.errors))
-        while rest:
-            try:
-                rest = rest[os.write(self._fd, rest) :]
-            except BlockingIOError:
-                poll = select.poll()
-                poll.register(self._fd, select.POLLOUT)
-                poll.poll()
-        return len(text)
-
-
-class _Stdout(_Stream):
-    """The standard output: a failure is an error."""
-
-    def write(self, text: str) -> int:
+    def write(self, data: Any) -> int:
         try:
-            return super().write(text)
+            while (written := super().write(data)) is None:  # A pipe that does not block is full.
+                poll = select.poll()
+                poll.register(self, select.POLLOUT)
+                poll.poll()
         except OSError as error:
+            if self.fileno() == _STDERR or sys.stdout is None:
+                return memoryview(data).nbytes
             raise lost_stdout(error.strerror or str(error)) from error
+        return written
 
 
-class _Stderr(_Stream):
-    """The standard error: a failure is ignored."""
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            super().write(text)
-        return len(text)
-
-
-def take_streams() -> None:
+def replace_std_streams() -> None:
     """Open missing standard streams, replace Python's, and drop sizes of a terminal that are none."""
     for name in ("COLUMNS", "LINES"):
         # rich reads all that str.isdigit() takes for digits, such as ² or 5,000 nines.
@@ -98,11 +44,20 @@ def take_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            # A data file must not get this descriptor, or a stray message could end up in it. The root folder can be
-            # neither read nor written, and unlike /dev/null it exists in every chroot.
-            os.open(os.sep, getattr(os, "O_PATH", os.O_RDONLY))
-    sys.stdout = cast("TextIO", _Stdout(1, sys.stdout))
-    sys.stderr = cast("TextIO", _Stderr(2, sys.stderr))
+            # A data file must not get this descriptor, or a stray message could end up in it. Writing to the end of a
+            # pipe that is read fails, and unlike /dev/null a pipe exists in every chroot.
+            os.close(os.pipe()[1])
+    # Whoever prints flushes.
+    sys.stdout, sys.stderr = (
+        # A name that the terminal's encoding lacks must not fail a call whose files are written.
+        io.TextIOWrapper(
+            io.BufferedWriter(_File(fd, "w", closefd=False)),
+            encoding="utf-8" if before is None else before.encoding,
+            errors="backslashreplace",
+            line_buffering=fd == _STDERR,
+        )
+        for fd, before in ((1, sys.stdout), (_STDERR, sys.stderr))
+    )
 
 
 def require_stdout() -> None:
@@ -116,6 +71,6 @@ def require_stdout() -> None:
 
 
 def lost_stdout(reason: str) -> SystemRefusedError:
-    """The error for a result that cannot be printed; disables stdout, because more output would not help."""
+    """Return the error for a result that cannot be printed; disable stdout, because more output would not help."""
     sys.stdout = cast("TextIO", None)
     return SystemRefusedError(f"cannot print the result on stdout: {reason}")

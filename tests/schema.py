@@ -6,13 +6,13 @@ import json
 
 import jsonschema
 
-from gradtool.formats import asked_format
+from gradtool.report import requested_format
 
 
 def check_printed(arguments, printed):
     """Check the output of a command line, if that is JSON; one that was killed may have none."""
     words = list(map(str, arguments))
-    form = asked_format(words)
+    form = requested_format(words)
     if not printed or {"--help", "-h"} & set(words):
         return
     if form == "json":

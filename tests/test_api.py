@@ -3,7 +3,6 @@ import inspect
 import math
 import pickle
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ from support import encode, write
 from support import gradtool as command
 
 import gradtool
-from gradtool import api
-from gradtool.cli import app
+from gradtool.cli import COMMANDS
+from gradtool.command import app
 from gradtool.errors import Problem
 
 OPERATIONS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor"]
@@ -42,12 +41,13 @@ def test_command_and_function_have_the_same_arguments_and_defaults(monkeypatch, 
     defaults, calls = options_of(name), []
     module = {"layernorm_backward": "layernorm"}.get(name, name)
     home = importlib.import_module(f"gradtool.ops.{module}")
-    monkeypatch.setattr(home, name, lambda *paths, **options: calls.append((paths, options)) or 1 / 0)
+    monkeypatch.setattr(home, name, lambda **given: calls.append(given) or 1 / 0)
     named, expected = ARGUMENTS.get(name, (["path"], (["path"],)))
+    parameters = inspect.signature(getattr(gradtool, name)).parameters
     with pytest.raises(ZeroDivisionError):
-        app([name.replace("_", "-"), *named, "--quiet"])
-    [(paths, options)] = calls
-    assert paths == expected
+        app(COMMANDS, [name.replace("_", "-"), *named, "--quiet"])
+    [options] = calls
+    assert tuple(options.pop(argument) for argument in parameters if argument not in defaults) == expected
     assert options.pop("progress", None) is None
     assert {key: defaults[key] for key in options} == options
 
@@ -108,44 +108,10 @@ def test_arrays_in_place_of_paths_are_told_how_to_be_saved(given):
         gradtool.norm(given)
 
 
-def test_what_is_said_otherwise_in_python_is_still_said_by_commands():
-    source = "\n".join(path.read_text() for path in Path(gradtool.__path__[0]).rglob("*.py") if path.name != "api.py")
-    for words in api._WORDS:
-        assert words.strip() in source, words
-
-
 def test_progress_must_be_a_function_or_a_switch(tmp_path):
     path = write(tmp_path / "x", {"a": encode([1], "F32")})
     with pytest.raises(gradtool.UsageError, match=r"^progress must be a function, True or False, not 3$"):
         gradtool.norm(path, progress=3)
-
-
-@pytest.mark.parametrize(
-    ("message", "in_python"),
-    [
-        ("Use --nonfinite zero or propagate to continue", 'Use nonfinite="zero" or "propagate" to continue'),
-        ("leave out --write inplace, --output and --bits", 'leave out write="inplace", output and bits=True'),
-        ("--x names it; --threads must be at least 1", "x names it; threads must be at least 1"),
-        ("use --no-update or --no-clobber", "use update=False or no_clobber=True"),
-        ("--include 'a b' matches nothing", "include='a b' matches nothing"),
-        ("use gradtool recover --force", "use gradtool.recover(force=True)"),
-        ("gradtool recover, or the next run", "gradtool.recover(), or the next run"),
-        ("a --name that is no option", "a --name that is no option"),
-        ("PATH is empty; is a shell variable unset?", "path is empty"),
-        ("give --into BUFFER or --output FILE", "give into or output"),
-        ("A must be a path", "a must be a path"),
-        ("--max-rel-l2 must be 0 or more", "max_rel_l2 must be 0 or more"),
-        ("--fsync must be True or False", "fsync must be True or False"),
-        ("--lock-timeout SECONDS waits for it", "lock_timeout waits for it"),
-    ],
-)
-def test_messages_name_arguments(message, in_python):
-    assert api.in_python(message) == in_python
-
-
-def test_an_option_of_one_name_is_what_its_function_has():
-    assert api.in_python("leave out --mean", "accumulate") == "leave out mean=True"
-    assert api.in_python("--mean names it", "layernorm_backward") == "mean names it"
 
 
 def test_a_buffer_that_is_an_array_is_told_so_without_its_values():
@@ -169,26 +135,29 @@ def test_strings_of_numpy_are_paths(tmp_path):
 
 def test_paths_that_a_shell_would_expand_are_to_be_expanded_in_python(tmp_path):
     write(tmp_path / "x", {"a": encode([3, 4], "F32")})
-    with pytest.raises(gradtool.BadInputError, match=r"no such file; ~ is not expanded: use Path\.expanduser$"):
+    with pytest.raises(gradtool.BadInputError, match=r"no such file.*; .*Path\.expanduser"):
         gradtool.norm("~/x")
-    with pytest.raises(gradtool.BadInputError, match=r"no such file; patterns are not expanded: use glob$"):
+    with pytest.raises(gradtool.BadInputError, match=r"no such file.*; .*glob"):
         gradtool.norm(tmp_path / "*")
 
 
 def test_warnings_of_functions_speak_python(tmp_path):
     path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
     (warning,) = gradtool.norm(path, threads=5000).call.warnings
-    assert warning.message == "threads 5000 is more than 256; using 256"
+    assert warning.message.startswith("threads=5000 is more than 256")
+    assert warning.as_command().message.startswith("--threads 5000 is more than 256")
 
 
 def test_errors_of_functions_speak_python_and_those_of_commands_do_not(tmp_path):
     path = write(tmp_path / "x", {"a": encode([math.nan], "F32")})
-    remedy = 'input contains NaN or Inf; nothing written. Use nonfinite="zero" or "propagate" to continue'
     with pytest.raises(gradtool.NonFiniteError) as caught:
         gradtool.clip(path, max_norm=1)
-    assert caught.value.summary == caught.value.args[0] == remedy
-    assert str(caught.value) == f"{remedy}; {path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0"
-    assert "Use --nonfinite zero or propagate to continue" in command("clip", path, "--max-norm", "1").stderr
+    assert caught.value.summary == caught.value.args[0]
+    assert f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0" in str(caught.value)
+    assert 'nonfinite="zero"' in str(caught.value)
+    *_, hint = command("clip", path, "--max-norm", "1").stderr.splitlines()
+    assert hint.startswith("  hint: ")
+    assert "--nonfinite zero" in hint
     with pytest.raises(gradtool.UsageError, match=r"^threads must be at least 1, not 0$"):
         gradtool.clip(path, max_norm=1, threads=0)
 

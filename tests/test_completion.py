@@ -24,7 +24,6 @@ SHELLS = {
     "zsh": ["zsh", "-f", "-i"],
     "fish": ["fish", "--no-config", "--interactive"],
 }
-# What the lines of --install-completion are added to.
 SETUP = {"bash": "", "zsh": "autoload -Uz compinit; compinit -u -D; ", "fish": ""}
 PATIENCE = 20
 
@@ -44,7 +43,7 @@ class Shell:
     """An interactive shell on a terminal of its own."""
 
     def __init__(self, name, folder):
-        printed = gradtool("--install-completion", name)
+        printed = gradtool("--show-completion", name)
         assert printed.returncode == 0, printed
         (folder / "script").write_text(printed.stdout)
         self.shown = ""
@@ -115,7 +114,8 @@ def test_a_shell_completes_commands_options_choices_and_paths(shell):
         ("gradtool norm --backend C", set()),
         ("gradtool norm --backend c", {"cpu", "cuda"}),
         ("gradtool norm --backend=cu", {"cuda"}),
-        ("gradtool --inst", {"--install-completion"}),
+        ("gradtool --sh", {"--show-completion"}),
+        ("gradtool --inst", set()),
         ("gradtool norm ", set()),
         ("gradtool norm x --top ", set()),
         ("gradtool nothing --", {"--help"}),
@@ -138,27 +138,32 @@ def test_options_are_offered_with_their_help():
     assert done.stdout == "--fast\tRead headers only, and no values.\n"
 
 
-@pytest.mark.parametrize("arguments", [["--install-completion", "{}"], ["--install-completion={}"]])
 @pytest.mark.parametrize("shell", [*SHELLS, "pwsh"])
-def test_the_line_for_the_start_up_file_is_printed_and_no_file_is_written(tmp_path, shell, arguments):
-    done = gradtool(*(word.format(shell) for word in arguments), env={"HOME": str(tmp_path)}, cwd=tmp_path)
-    comment, line = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, comment[:19]) == (0, "", "# Add this line to ")
-    assert f"gradtool --show-completion {shell}" in line
+def test_the_script_of_a_shell_is_printed_and_no_file_is_written(tmp_path, shell):
+    for arguments in (["--show-completion", shell], [f"--show-completion={shell}"]):
+        done = gradtool(*arguments, env={"HOME": str(tmp_path)}, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "_GRADTOOL_COMPLETE" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_nothing_installs_the_script():
+    done = gradtool("--install-completion", "bash")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gradtool: error: no such option: --install-completion")
+
+
 @pytest.mark.parametrize("shell", ["tcsh", ""])
-def test_a_shell_that_is_not_known_is_a_usage_error(option, shell):
-    done = gradtool(option, shell)
+def test_a_shell_that_is_not_known_is_a_usage_error(shell):
+    done = gradtool("--show-completion", shell)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"gradtool: error: Invalid value for '{option}': '{shell}' is not one of 'bash'")
-    done = gradtool(option)
+    message = f"gradtool: error: invalid value for '--show-completion': '{shell}' is not one of 'bash'"
+    assert done.stderr.startswith(message)
+    done = gradtool("--show-completion")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"gradtool: error: Option '{option}' requires an argument")
+    assert done.stderr.startswith("gradtool: error: option '--show-completion' requires an argument")
 
 
-def test_help_names_the_options_and_the_help_of_commands_does_not():
-    assert "--install-completion" in gradtool("--help").stdout
-    assert "--install-completion" not in gradtool("norm", "--help").stdout
+def test_help_names_the_option_and_the_help_of_commands_does_not():
+    assert "--show-completion" in gradtool("--help").stdout
+    assert "-completion" not in gradtool("norm", "--help").stdout

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtool.command import COMMANDS, declared_of
-from gradtool.signatures import ARGUMENTS, OPTIONS, PYTHON
+from gradtool.cli import COMMANDS
+from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,13 +31,13 @@ def test_what_is_made_from_the_code_is_up_to_date(script, made):
 
 def test_the_man_page_has_every_command_and_every_option():
     page = (ROOT / "docs/gradtool.1").read_text().replace("\\-", "-")
-    for name in COMMANDS:
+    for name, command in COMMANDS.items():
         section = page.split(f".SS gradtool {name}\n")[1].split("\n.SS ")[0]
-        for one in declared_of(name):
+        for one in command.declared:
             if one.group == OPTIONS:
-                assert f"\\fB{one.flag}\\fR" in section, one.flag
+                assert f"\\fB{one.flags[-1]}\\fR" in section, one.flags[-1]
             elif one.group not in {ARGUMENTS, PYTHON}:
-                assert f"\\fB{one.flag}\\fR" in page, one.flag
+                assert f"\\fB{one.flags[-1]}\\fR" in page, one.flags[-1]
 
 
 @pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")

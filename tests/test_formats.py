@@ -102,9 +102,9 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, github, not 'xml'\n"
     done = gradtool(*call, "--json", "--format", "github")
-    message = "--json means --format json; leave out --json or --format github"
-    assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n")
-    assert json.loads(done.stdout)["errors"] == [{"code": "usage", "message": message}]
+    message, hint = "--json contradicts --format github", "remove one of them"
+    assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n  hint: {hint}\n")
+    assert json.loads(done.stdout)["errors"] == [{"code": "usage", "message": message, "hint": hint}]
     assert snapshot(tmp_path) == before
 
 
@@ -224,10 +224,10 @@ def test_no_more_annotations_than_github_shows(tmp_path, on_github, count, shown
     found = commands_in(gradtool("norm", path, "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
     if shown < count:
-        assert found[-1][2] == f"and {count - shown} more; --format json names them all"
+        assert found[-1][2] == f"and {count - shown} more; --json names them all"
     found = commands_in(gradtool("clip", path, "--max-norm", "1", "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
-    assert found[-2][2] == f"and {count - 8} more; --format json names them all"
+    assert found[-2][2] == f"and {count - 8} more; --json names them all"
     assert found[-1][2].endswith("Use --nonfinite zero or propagate to continue")
 
 

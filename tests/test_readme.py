@@ -101,7 +101,7 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     named = set().union(*(options_in(page.read_text()) for page in PAGES))
     # Of the benchmarks, and of the command without a subcommand; of dask and of sbatch.
     others = {"--timing", "--version", "--scheduler-file", "--port", "--nthreads", "--no-nanny", "--dashboard-address"}
-    others |= {"--install-completion", "--show-completion"}
+    others |= {"--show-completion"}
     others |= {"--interface", "--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
     others |= {"--no-dashboard"}
     assert named - others == everything

@@ -154,7 +154,7 @@ number, where = int(sys.argv[1]), sys.argv[2]
 def strike(*_, **__):
     os.kill(os.getpid(), number)
 if where == "import":
-    gradtool.__getattr__ = strike
+    gradtool.module_of = strike
 else:
     streams.require_stdout = strike
 sys.argv = ["gradtool", "norm", "x"]
@@ -196,7 +196,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 show, waits = report.show, sys.argv.pop(1) == "wait"
 def slowly(*arguments, **options):
     os.write(2, b"printing\\n")
-    while not process.was_spared:
+    while not process.first_signal_ignored:
         time.sleep(0.01)
     os.write(2, b"spared\\n")
     while waits:

@@ -109,9 +109,9 @@ def test_errors_are_coloured_and_wrapped_between_words(tmp_path):
     path = write(tmp_path / "x", {"a": encode([1], "F32")})
     arguments = ["clip", path, "--max-norm", "1", "--max-value", "2", "--output-dir", "a", "--threads", "0"]
     code, shown = on_terminal(*arguments, columns=40)
-    assert (code, shown) == (2, "gradtool: \x1b[1;31merror:\x1b[0m --threads must be at\n  least 1, not 0\n")
+    assert (code, shown) == (2, "gradtool: \x1b[1;31merror:\x1b[0m --threads must be at\n    least 1, not 0\n")
     code, shown = on_terminal(*arguments, NO_COLOR="1", columns=40)
-    assert (code, shown) == (2, "gradtool: error: --threads must be at\n  least 1, not 0\n")
+    assert (code, shown) == (2, "gradtool: error: --threads must be at\n    least 1, not 0\n")
 
 
 def test_a_path_is_not_wrapped(grads):

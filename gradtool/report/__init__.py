@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import UsageError
+from gradtool.validators import one_of
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.errors import Problem
     from gradtool.report.facts import Result
+
+# The module of each format, imported only if that is requested.
+_MODULES = {"text": "text", "json": "json_object", "jsonl": "json_lines", "github": "github"}
+_VARIABLE = "GRADTOOL_FORMAT"
 
 
 class Outcome(NamedTuple):
@@ -31,21 +42,26 @@ class Outcome(NamedTuple):
 
 
 def show(form: str, outcome: Outcome) -> None:
-    """Print how a call ended, in the format of this name; text for any other word."""
-    # Each is only imported if it is asked for.
-    if form == "json":
-        from gradtool.report import json_object
+    """Print how a call ended, in the format of this name; as text for any other word."""
+    import_module(f"gradtool.report.{_MODULES.get(form, 'text')}").show(outcome)
 
-        json_object.show(outcome)
-    elif form == "jsonl":
-        from gradtool.report import json_lines
 
-        json_lines.show(outcome)
-    elif form == "github":
-        from gradtool.report import github
+def checked_format(given: str | None, *, json: bool) -> str:
+    """Return the format asked for by `--format` or `--json`, by default that of GRADTOOL_FORMAT or "text".
 
-        github.show(outcome)
-    else:
-        from gradtool.report import text
+    Raises:
+        UsageError: there is no such format, or the two options contradict each other.
+    """
+    source = _VARIABLE if given is None else option("format")
+    name = one_of(source, (os.environ.get(_VARIABLE) or "text") if given is None else given, _MODULES)
+    if json and given is not None and name != "json":
+        message = say("{} contradicts {}", option("json", True), option("format", name))
+        raise UsageError(message, hint="remove one of them")
+    return "json" if json else name
 
-        text.show(outcome)
+
+def requested_format(arguments: Sequence[str]) -> str:
+    """Return the format that a command line asks for, which may be wrong otherwise, or end before it is parsed."""
+    line = "\0".join(["", *arguments, ""]).partition("\0--\0")[0] + "\0"
+    formats = ["json"] if "\0--json\0" in line else re.findall("\0--format[=\0]([^\0]+)", line)
+    return (formats[-1] if formats else os.environ.get(_VARIABLE) or "text").lower()

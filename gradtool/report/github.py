@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import Problem, shortened
 from gradtool.report import step_summary, text
-from gradtool.report.messages import print_problems, printable
-from gradtool.streams import WorkflowCommands
+from gradtool.report.messages import and_more, print_problems, printable
 from gradtool.wording import as_command
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def show(outcome: Outcome) -> None:
         *_annotations(outcome.command, "error", outcome.problems, outcome.summary),
         *_annotations(outcome.command, "warning", warnings),
     ]
-    sys.stdout.write(WorkflowCommands("".join(lines)))
+    sys.stdout.write("".join(lines))
     print_problems(refused, level="warning")
 
 
@@ -47,8 +46,7 @@ def _annotations(command: str, level: str, problems: Sequence[Problem], summary:
         text = f"{problem.line}. {problem.hint[0].upper()}{problem.hint[1:]}" if problem.hint else problem.line
         yield _annotation(level, f"gradtool {command} ({problem.code})", text, problem.file)
     if len(shown) < len(problems):
-        more = f"and {len(problems) - len(shown):,} more; --format json names them all"
-        yield _annotation(level, f"gradtool {command}", more)
+        yield _annotation(level, f"gradtool {command}", and_more(len(problems) - len(shown)))
     if summary is not None:
         yield _annotation(level, f"gradtool {command}", as_command(summary))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
 from gradtool.errors import shortened
-from gradtool.wording import as_command
+from gradtool.wording import as_command, option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 _MAX_LINES = 20
 # Characters; a path and a tensor's name may have 4,096 each.
 _MAX_LINE = 20_000
+# What a runner takes for a command: `::` at the beginning of a line, after no more than blanks, borders and escape
+# sequences; `##[` and `##vso[` anywhere. The last character of a match is escaped.
+_COMMAND = re.compile(r"(?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?::|##(?=\w*\[)")
 _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 
@@ -26,12 +30,12 @@ def print_problems(problems: Sequence[Problem], summary: str | None = None, *, l
     shown = [problem.as_command() for problem in problems[:_MAX_LINES]]
     entries = [(problem.line, problem.hint) for problem in shown]
     if len(problems) > _MAX_LINES:
-        entries.append((f"and {len(problems) - _MAX_LINES} more; --json names them all", entries[-1][1]))
+        entries.append((and_more(len(problems) - _MAX_LINES), entries[-1][1]))
     if summary:
         entries.append((as_command(summary), shown[-1].hint if shown else None))
     if entries:
         # In one write, so that lines of other processes do not get in between.
-        sys.stderr.write("".join(_lines(entries, level)))
+        sys.stderr.write(without_commands("".join(_lines(entries, level))))
 
 
 def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[str]:
@@ -49,14 +53,24 @@ def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[st
             yield f"{begin}{_COLOURS[label]}{label}:\x1b[0m {said}\n" if is_coloured else f"{begin}{label}: {said}\n"
 
 
+def and_more(count: int) -> str:
+    """Return what stands for errors, warnings or paths that are not printed."""
+    return f"and {count:,} more; {option('json').command} names them all"
+
+
 def printable(text: str) -> str:
     """The text with all control characters, which a terminal might act on, escaped; and the second # of two.
 
-    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. Those that
-    begin a line, such as `::error::x`, are escaped as they are printed (`gradtool.streams`).
+    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. For those
+    that begin a line, such as `::error::x`, see `without_commands`.
     """
     escaped = text if text.isprintable() else text.translate(_ESCAPES)
     return escaped.replace("##", "#\\x23")
+
+
+def without_commands(text: str) -> str:
+    """Escape commands to a runner of CI jobs, in lines that may begin with text out of a file."""
+    return _COMMAND.sub(lambda match: f"{match[0][:-1]}\\x{ord(match[0][-1]):x}", text)
 
 
 class _Escapes(dict[int, str]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import EXIT_OK, Problem, shortened
 from gradtool.report.facts import NONFINITE, data_of, facts_of, field, is_rows, kind_of, short
-from gradtool.report.messages import printable
+from gradtool.report.messages import and_more, printable
 from gradtool.wording import as_command
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _section(outcome: Outcome, room: int) -> bytes:
 def _first(lines: Sequence[str]) -> list[str]:
     """Some of the lines, and how many more there are."""
     more = len(lines) - _MOST_LINES
-    return list(lines) if more <= 0 else [*lines[:_MOST_LINES], f"and {more:,} more; --format json names them all"]
+    return list(lines) if more <= 0 else [*lines[:_MOST_LINES], and_more(more)]
 
 
 def _rows(kind: str, rows: Sequence[dict[str, Any]], room: int) -> bytes:

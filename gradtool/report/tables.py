@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.text import Text
 from gradtool.errors import number_of
 from gradtool.report.bars import STORAGE_NOTE, norm_bars, show_histogram, storage_columns
 from gradtool.report.facts import TOLD, data_of, facts_of, field, is_rows, short
+from gradtool.report.messages import without_commands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +51,12 @@ _MOST_PATHS = 3
 def show_tables(result: Result, *, verbose: bool) -> None:
     """Print the facts of a result, then its rows."""
     console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        _show_result(console, result, verbose=verbose)
+    sys.stdout.write(without_commands(capture.get()))
+
+
+def _show_result(console: Console, result: Result, *, verbose: bool) -> None:
     data = data_of(result)
     labels = list(_labelled(facts_of(result, data, verbose=verbose), data))
     if "wrote" in data:
@@ -99,7 +107,8 @@ def _show_items(console: Console, label: str, items: Sequence[str], taken: int) 
     separator = ", "
     fits = all(cell_len(item) < console.width - taken for item in items)
     if not fits and label in _IN_WORDS:
-        items, separator, fits = ", ".join(items).split(" "), " ", True
+        items, separator = ", ".join(items).split(" "), " "
+        fits = all(cell_len(item) < console.width - taken for item in items)
     indent = taken if fits or label == "wrote" else 2
     lines = _packed(items, console.width - indent, separator=separator)
     text = Text(f"{label:{taken}}" if indent == taken else f"{label}\n  ", style="bold")

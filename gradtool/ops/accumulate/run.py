@@ -75,55 +75,37 @@ def add(
     session: Session, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
 ) -> Outcome:
     """Add the gradients, and clip the sum where there is a limit."""
-    trim, zeros = trim_of(options), options.missing == "zero"
     contributions, warnings = _screen(session, options, buffer.targets, contributions)
     accepted = [contribution for contribution in contributions if contribution.row.taken]
-    if trim is not None and trim.dropped is not None:
-        _check_left(trim.dropped, buffer.targets, accepted, zeros=zeros)
+    _check_left(options, buffer.targets, accepted)
     weight_sum = _sum_of_weights(options, accepted)
     total, hint = _total(options, buffer, accepted)
     metadata, dropped = replace_total(buffer.existing, options.weight_key, total, hint)
     if total is not None and options.weight_key is not None and options.is_new:
         buffer = buffer.with_metadata(total.entries(options.weight_key))
     numbers = sorted({number for contribution in accepted for number in contribution.tensors})
-    if zeros and not options.adds_to_old:
+    if options.missing == "zero" and not options.adds_to_old:
         # Where zeros alone are added, a buffer that is kept stays as it is.
         numbers = list(range(len(buffer.targets)))
-    targets = [buffer.targets[number] for number in numbers]
-    places = {number: place for place, number in enumerate(numbers)}
-    # In the order of their files, in which they may have to be measured.
-    gradients = [Source({places[n]: each.tensors[n] for n in each.tensors}, each.scale) for each in accepted]
-    rule = Rule(options.adds_to_old, weight_sum if options.is_mean else None)
-    adding = Add(
-        targets,
-        NormSpec(options.norm_type),
-        gradients,
-        rule,
-        trim,
-        _divisors(options, targets, numbers, accepted),
-        fills=zeros,
-        is_new=options.is_new,
-        measures_before=rule.keeps,
-    )
+    adding = _adding(options, [buffer.targets[number] for number in numbers], numbers, accepted, weight_sum)
     sum_norm = coef = None
     before: list[Measurement] = []
     if options.max_norm is not None:
-        sums, *before = session.run(replace(adding, rule=rule._replace(rounds=False))).each
+        sums, *before = session.run(replace(adding, rule=adding.rule._replace(rounds=False))).each
         _check_finite(session, options, adding, sums, before)
         sum_norm = sums.norms().whole
         coef = _coef(options, "max_norm", sums, sum_norm)
-        adding = replace(adding, rule=rule._replace(factor=coef), measures_before=False)
+        adding = replace(adding, rule=adding.rule._replace(factor=coef), measures_before=False)
     if options.per_gradient:
         contributions = _compare(session, adding, contributions)
-    with session.writing(output, buffer.files(output, targets, metadata), buffer.indexes) as destination:
+    with session.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = session.run(adding, destination).each
-        before = before or measured
         _check_finite(session, options, adding, after, measured)
         rest = buffer.measure_without(session, numbers, adding.spec)
-    left = len(buffer.targets) - len(numbers)
-    if left and options.is_new:
-        message = f"{number_of(left, 'tensor')} only in gradients that were skipped; zeros in the new set"
-        dropped = [*dropped, Problem("skipped", message)]
+    before = before or measured
+    if options.is_new and len(numbers) < len(buffer.targets):
+        left = number_of(len(buffer.targets) - len(numbers), "tensor")
+        dropped = [*dropped, Problem("skipped", f"{left} only in gradients that were skipped; zeros in the new set")]
     return Outcome(
         targets=buffer.targets,
         after=rest.updated(numbers, after),
@@ -134,6 +116,36 @@ def add(
         sum_norm=sum_norm,
         coef=coef,
         warnings=[*warnings, *dropped],
+    )
+
+
+def _adding(
+    options: AccumulateOptions,
+    targets: Sequence[Selected],
+    numbers: Sequence[int],
+    accepted: Sequence[Contribution],
+    weight_sum: float,
+) -> Add:
+    """Return the pass over the targets that something is added to, which have these numbers; check their divisors."""
+    divisors: list[float] = []
+    if options.is_mean and options.missing == "skip" and any(len(each.tensors) < len(targets) for each in accepted):
+        divisors = [sum_of([each.row.weight for each in accepted if number in each.tensors]) for number in numbers]
+    if 0 in divisors:
+        target = targets[divisors.index(0)]
+        message = "the weights of the gradients that have it add up to 0, so that there is no mean"
+        raise BadInputError(message, file=target.shard.path, tensor=target.tensor.name, code="weight")
+    places = {number: place for place, number in enumerate(numbers)}
+    return Add(
+        targets,
+        NormSpec(options.norm_type),
+        # In the order of their files, in which they may have to be measured.
+        [Source({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
+        Rule(options.adds_to_old, weight_sum if options.is_mean else None),
+        trim_of(options),
+        divisors,
+        fills=options.missing == "zero",
+        is_new=options.is_new,
+        measures_before=options.adds_to_old,
     )
 
 
@@ -228,24 +240,6 @@ def _sum_of_weights(options: AccumulateOptions, contributions: Sequence[Contribu
     return weight_sum
 
 
-def _divisors(
-    options: AccumulateOptions, targets: Sequence[Selected], numbers: Sequence[int], accepted: Sequence[Contribution]
-) -> list[float]:
-    """Return what the sum of each target is divided by, the weights of those that have it; none if all are the same.
-
-    Raises:
-        BadInputError: such weights add up to 0.
-    """
-    if not options.is_mean or options.missing != "skip" or all(len(each.tensors) == len(targets) for each in accepted):
-        return []
-    divisors = [sum_of([each.row.weight for each in accepted if number in each.tensors]) for number in numbers]
-    if 0 in divisors:
-        target = targets[divisors.index(0)]
-        message = "the weights of the gradients that have it add up to 0, so that there is no mean"
-        raise BadInputError(message, file=target.shard.path, tensor=target.tensor.name, code="weight")
-    return divisors
-
-
 def _total(
     options: AccumulateOptions, buffer: Buffer, accepted: Sequence[Contribution]
 ) -> tuple[Weight | None, str | None]:
@@ -269,15 +263,18 @@ def _total(
     return None, say("use {} to start a new total", option("overwrite", True))
 
 
-def _check_left(dropped: int, targets: Sequence[Selected], accepted: Sequence[Contribution], *, zeros: bool) -> None:
-    """Raise `BadInputError` for a tensor that too few of the gradients have which are left."""
-    for number, target in enumerate(targets):
-        count = sum(zeros or number in contribution.tensors for contribution in accepted)
-        if 0 < count <= 2 * dropped:
-            message = f"trimmed={dropped} needs {2 * dropped + 1} gradients with this tensor, but only {count} "
-            message += f"{'is' if count == 1 else 'are'} left; nothing written"
+def _check_left(options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution]) -> None:
+    """Raise `BadInputError` for a tensor that too few of the gradients have for a trimmed mean."""
+    trim = trim_of(options)
+    needed = 0 if trim is None or trim.dropped is None else 2 * trim.dropped + 1
+    for number, target in enumerate(targets if needed else ()):
+        count = sum(options.missing == "zero" or number in contribution.tensors for contribution in accepted)
+        if 0 < count < needed:
+            message = say("{} needs {} gradients with this tensor", option("reduce", options.reduce), needed)
+            message = say("{}, but {} {} left; nothing written", message, count, "is" if count == 1 else "are")
             hint = say("use a smaller K, or {}", option("reduce", "median"))
-            raise BadInputError(message, file=target.shard.path, tensor=target.tensor.name, code="too-few", hint=hint)
+            file, name = target.shard.path, target.tensor.name
+            raise BadInputError(message, file=file, tensor=name, code="too-few", hint=hint)
 
 
 def _check_finite(

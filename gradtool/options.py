@@ -290,6 +290,21 @@ class AccumulateOptions(Rewriting):
         """The paths of the gradients, as strings."""
         return list(cast("list[str]", self.gradients))
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the sum becomes a set of its own, as there is no buffer."""
+        return self.into is None
+
+    @property
+    def adds_to_old(self) -> bool:
+        """Whether the old content of the buffer is part of the result."""
+        return not (self.overwrite or self.is_new)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the sum is divided by the sum of the weights."""
+        return self.mean or self.reduce == "mean"
+
     into: StrPath | None = field(
         say("Gradient set to add to. It must exist; with {}, it is only read.", option("output")),
         "BUFFER",
@@ -354,10 +369,6 @@ class ZeroOptions(Located, Rewriting):
     """The options of `zero`."""
 
     operation = "zero"
-
-    weight_key: str | None = field(
-        "Set the weight under KEY in the files' metadata to 0 where there is one.", "KEY", default=None
-    )
 
 
 class LayerNormOptions(Located, Rewriting):

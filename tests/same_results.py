@@ -12,6 +12,7 @@ from gradtool.reduction import TILE
 _DTYPES = list(STORAGE)
 # Who did it, where, and how long it took.
 _DIFFER = {"seconds", "timings", "backend", "backend_why", "threads", "engine", "workers", "hosts", "retries", "wrote"}
+_DIFFER |= {"call", "output"}
 
 
 def random_set(folder, seed, *, like=None, prefix=""):
@@ -35,6 +36,8 @@ def content_of(folder):
 def facts_of(result):
     """What does not depend on the engine, of a result or of its JSON; floats to the last bit."""
     facts = result if isinstance(result, dict) else asdict(result)
+    # JSON is flat.
+    facts = {**facts, **facts.get("call", {}), **facts.get("output", {})}
     return {key: _without_files(value) for key, value in facts.items() if key not in _DIFFER}
 
 

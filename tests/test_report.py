@@ -137,11 +137,14 @@ def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
 def test_a_total_that_is_dropped_is_warned_of_on_stderr_and_in_json(tmp_path):
     metadata = {"n": "5", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
     path = write(tmp_path / "sum", {"a": encode([1], "F32"), "b": encode([2], "F32")}, metadata)
-    message = "only some of its tensors were zeroed; left out of the new metadata: 'n' = '5'. To keep it true, zero all"
+    message = "total weight removed, as it is not that of the new content: 'n' = '5'"
+    hint = "use --overwrite to store the next total"
     answer = gradtool_json("zero", path, "--include", "a", "--dry-run")
-    assert answer["data"]["warnings"] == [{"code": "weight-dropped", "message": message, "file": str(path)}]
+    assert answer["data"]["warnings"] == [
+        {"code": "weight-dropped", "message": message, "file": str(path), "hint": hint}
+    ]
     done = gradtool("zero", path, "--include", "a")
-    assert (done.returncode, done.stderr) == (0, f"gradtool: warning: {path}: {message}\n")
+    assert (done.returncode, done.stderr) == (0, f"gradtool: warning: {path}: {message}\n  hint: {hint}\n")
     assert "warnings" not in done.stdout
 
 

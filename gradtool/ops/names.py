@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,9 @@ class Prefix(NamedTuple):
     def remedy(self) -> str:
         """The option that makes the names the same."""
         if self.is_extra:
-            return f"use --map {shlex.quote(f'^{re.escape(self.prefix)}=')} to remove it"
+            return say("use {} to remove it", option("map", f"^{re.escape(self.prefix)}="))
         replacement = self.prefix.replace("\\", "\\\\")
-        return f"use --map {shlex.quote(f'^={replacement}')} to add it"
+        return say("use {} to add it", option("map", f"^={replacement}"))
 
 
 def prefix_between(names: Sequence[str], others: Sequence[str]) -> Prefix | None:

@@ -22,7 +22,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines.tally import Column, Tally
 from gradtool.errors import SystemRefusedError
-from gradtool.ops.beside import read_one
+from gradtool.ops.aligned_read import read_one
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Scaling, TensorPass, pieces_of
 from gradtool.store import fs

@@ -10,15 +10,11 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
 from gradtool.ops.passes import TensorPass, by_shard
-from gradtool.ops.results import (
-    OutputSummary,
-    Result,
-    call_summary,
-    output_summary,
-)
+from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
 from gradtool.ops.session import Call, output_options_of
-from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
+from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,52 +52,45 @@ def zero(options: ZeroOptions) -> ZeroResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    key = checked_key(options.weight_key)
     # There is nothing to compute, and next to nothing to copy.
     asked_for(options.engine)
     options = options.replace(engine="threads")
     output_options = output_options_of(options)
     with Call.of(options.named, options, dtypes=None).open_to_write(output_options) as (session, output):
-        metadata = _new_metadata(session, key)
-        files = _files(session, output, metadata.entries)
-        with session.writing(output, files) as destination:
+        metadata, warnings = _without_totals(session)
+        with session.writing(output, _files(session, output, metadata)) as destination:
             session.run(TensorPass((), NormSpec()), destination)
     return ZeroResult(
-        call=call_summary(session, session.selected, why="nothing to compute", warnings=metadata.warnings),
+        call=call_summary(session, session.selected, why="nothing to compute", warnings=warnings),
         output=output_summary(session, output, destination),
     )
 
 
-def _new_metadata(session: Session, key: str | None) -> NewMetadata:
-    """The total weight of what is zeroed is 0: the one that gradtool stored, and the one under a key."""
-    entries: dict[Shard, Mapping[str, str | None]] = {}
+def _without_totals(session: Session) -> tuple[Metadata, list[Problem]]:
+    """Remove the total weight of each set in which values are zeroed."""
+    metadata: dict[Shard, Mapping[str, str | None]] = {}
     warnings: list[Problem] = []
-    for one in session.opened.sets:
-        keys = [name for name in (key, stored_key(one)) if name is not None and has(one, name)]
-        zeroed = session.opened.selected_in(one.shards)
-        if not (keys and any(has_values(chosen.tensor) for chosen in zeroed)):
-            continue
-        if is_whole(one, zeroed):
-            new = changed(one, dict.fromkeys(keys, "0"))
-        else:
-            new = without(one, key, "only some of its tensors were zeroed", "To keep it true, zero all")
-        entries |= new.entries
-        warnings += new.warnings
-    return NewMetadata(entries, warnings)
+    for gradients in session.opened.sets:
+        if any(has_values(tensor) for _, tensor in session.opened.selected_in(gradients.shards)):
+            hint = say("use {} to store the next total", option("overwrite", True))
+            changes, warning = replace_total(gradients, None, None, hint)
+            metadata |= changes
+            warnings += warning
+    return metadata, warnings
 
 
 def _files(session: Session, output: Output, metadata: Metadata) -> list[NewFile]:
-    """The files to be written: copies of what is not zeroed, and zeros."""
-    selected = [one for one in session.selected if one.tensor.nbytes]
-    wanted = by_shard(selected)
+    """Return the files to be written: copies of what is not zeroed, and zeros."""
+    selected = [each for each in session.selected if each.tensor.nbytes]
+    tensors = by_shard(selected)
     files = []
     for file in output.files(selected, metadata):
-        zeros = [(tensor.begin, tensor.end) for _, tensor in wanted.get(file.shard, ())]
+        zeros = [(tensor.begin, tensor.end) for _, tensor in tensors.get(file.shard, ())]
         files.append(file._replace(zeros=zeros, copies=_copies(file.shard, zeros)))
     return files
 
 
 def _copies(shard: Shard, zeros: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """What lies before, between and behind the ranges that are zeroed."""
+    """Return what lies before, between and behind the ranges that are zeroed."""
     edges = [(0, 0), *zeros, (shard.size, shard.size)]
     return [(end, begin, end) for (_, end), (begin, _) in pairwise(edges) if begin > end]

@@ -129,39 +129,35 @@ PLAIN = {"n": "5", "m": "6", "format": "pt"}
 
 @pytest.mark.parametrize("mode", ["replace", "inplace"])
 @pytest.mark.parametrize(
-    ("old", "key", "new"),
+    ("old", "new", "count"),
     [
-        (PLAIN | SUM, None, PLAIN | SUM | {"n": "0"}),
-        (PLAIN | SUM, "m", PLAIN | SUM | {"n": "0", "m": "0"}),
-        (PLAIN, "m", PLAIN | {"m": "0"}),
-        (PLAIN, None, PLAIN),
-        (PLAIN, "other", PLAIN),
-        (SUM | {"n": "0"}, "n", SUM | {"n": "0"}),
+        (PLAIN | SUM, {"m": "6", "format": "pt"}, 1),
+        (PLAIN, PLAIN, 0),
+        (SUM, {}, 0),
+        ({"gradtool.weighted": "sum"}, None, 0),
     ],
 )
-def test_what_is_zeroed_stands_for_no_weight(tmp_path, mode, old, key, new):
+def test_what_is_zeroed_has_no_total(tmp_path, mode, old, new, count):
     path = write(tmp_path / "x", {"a": np.ones(3), "ids": np.arange(3, dtype=np.int32)}, old, padding=7)
-    result = zero(path, weight_key=key, exclude=["ids"], write=mode)
+    result = zero(path, exclude=["ids"], write=mode)
     zeroed = build({"a": np.zeros(3), "ids": np.arange(3, dtype=np.int32)}, old, padding=7)
     shard = read_shard(path)
-    assert (list(shard.metadata.items()), result.call.warnings) == (list(new.items()), ())
+    assert list(shard.metadata.items()) == list((old if new is None else new).items())
     assert path.read_bytes()[shard.data_start :] == zeroed[shard.data_start :]
     assert old != new or path.read_bytes() == zeroed
+    assert [(one.code, one.message) for one in result.call.warnings] == [
+        ("weight-dropped", "total weight removed, as it is not that of the new content: 'n' = '5'")
+    ] * count
 
 
 @pytest.mark.parametrize("mode", ["replace", "inplace"])
-@pytest.mark.parametrize("key", [None, "n", "m"])
-def test_what_is_zeroed_in_part_has_no_total_any_more(tmp_path, mode, key):
+def test_what_is_zeroed_in_part_has_no_total_any_more(tmp_path, mode):
     shards = {"1.safetensors": {"a": np.ones(3)}, "2.safetensors": {"b": np.ones(3)}}
     for name, tensors in shards.items():
         write(tmp_path / "set" / name, tensors, PLAIN | SUM)
-    result = zero(tmp_path / "set", include=["a"], weight_key=key, write=mode)
-    kept = {name: text for name, text in PLAIN.items() if name not in ("n", key)}
-    assert [read_shard(tmp_path / "set" / name).metadata for name in shards] == [kept] * 2
-    (warning,) = result.call.warnings
-    lost = "'m' = '6', 'n' = '5'" if key == "m" else "'n' = '5'"
-    why = "only some of its tensors were zeroed"
-    assert warning.message == f"{why}; left out of the new metadata: {lost}. To keep it true, zero all"
+    result = zero(tmp_path / "set", include=["a"], write=mode)
+    assert [read_shard(tmp_path / "set" / name).metadata for name in shards] == [{"m": "6", "format": "pt"}] * 2
+    assert [one.code for one in result.call.warnings] == ["weight-dropped"]
     assert read(tmp_path / "set" / "2.safetensors")["b"].tolist() == [1, 1, 1]
 
 
@@ -170,8 +166,8 @@ def test_each_set_has_a_total_of_its_own(tmp_path):
     plain = write(tmp_path / "c", {"c": np.ones(3)}, PLAIN)
     paths.append(write(tmp_path / "d", {"d": np.ones(3), "a": np.ones(2)}, PLAIN | SUM))
     result = zero([*paths, plain], include=["^a$"])
-    assert [read_shard(path).metadata.get("n") for path in (*paths, plain)] == ["0", "5", None, "5"]
-    assert [one.file for one in result.call.warnings] == [str(paths[2])]
+    assert [read_shard(path).metadata.get("n") for path in (*paths, plain)] == [None, "5", None, "5"]
+    assert [one.file for one in result.call.warnings] == [str(paths[0]), str(paths[2])]
 
 
 def test_progress_says_that_it_writes(tmp_path):

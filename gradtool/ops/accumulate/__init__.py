@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 
 from gradtool.declare import operation
 from gradtool.errors import UsageError
-from gradtool.ops.accumulate.buffer import OpenBuffer, existing_buffer, new_set
-from gradtool.ops.accumulate.match import match, weights_of
-from gradtool.ops.accumulate.policy import Policy
-from gradtool.ops.accumulate.reduce import refuse_too_few
-from gradtool.ops.accumulate.steps import add, leave
+from gradtool.ops.accumulate.match import Buffer, existing_buffer, match, new_set, weights_of
+from gradtool.ops.accumulate.run import add, skip_update, trim_of
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, statistics
 from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.weights import PREFIX
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.rename import Renames
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from gradtool.ops.accumulate.screen import GradientRow
+    from gradtool.ops.accumulate.match import GradientRow
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,44 +66,79 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    policy = Policy.of(options)
+    _check(options)
     output_options = output_options_of(options)
     into = [] if options.into is None else [existing_buffer(options.into)]
-    created = new_set(policy, output_options) if policy.is_new else None
+    created = new_set(options) if options.is_new else None
     renames = Renames.of(options.map, slice(len(into), None))
     call = Call.of([*into, *options.named], options, renames=renames)
     with call.open_to_write(output_options, writes=len(into), created=created) as (session, output):
-        offered = session.opened.sets[len(into) :]
-        if not offered:
-            raise UsageError("no gradient is given; name a file, a folder or an index, or use --files-from")
-        if policy.trim is not None:
-            refuse_too_few(policy.trim, len(offered))
-        selected = [session.opened.selected_in(one.shards) for one in offered]
+        gradients = session.opened.sets[len(into) :]
+        _check_count(options, len(gradients))
+        selected = [session.opened.selected_in(gradient.shards) for gradient in gradients]
         if created is None:
-            buffer = OpenBuffer(session.opened.selected_in(output.shards), there=output.sets[0])
+            buffer = Buffer(session.opened.selected_in(output.shards), output.sets[0])
         else:
-            buffer = OpenBuffer.create(created, session.opened.selected, offered[0].shards[0].metadata)
-        weights = weights_of(offered, policy.weights, policy.weight_key)
-        matched, gaps = match(buffer.targets, list(zip(offered, selected, strict=True)), weights, policy)
-        done = (add if options.update else leave)(session, policy, buffer, matched, output)
-    # The type of a buffer is its own.
-    remedies = () if policy.is_new else ("Use a buffer of {} to keep them",)
-    losses = loss_warnings(done.targets, done.found, *remedies)
+            buffer = Buffer.create(created, session.opened.selected, gradients[0].shards[0].metadata)
+        weights = weights_of(options, gradients)
+        matched, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
+        done = (add if options.update else skip_update)(session, options, buffer, matched, output)
+    # The type of a buffer cannot be changed by an option.
+    remedies = () if options.is_new else ("Use a buffer of {} to keep them",)
+    warnings = [*gaps, *done.warnings, *loss_warnings(done.targets, done.after, *remedies)]
+    rows = [contribution.row for contribution in done.contributions]
     return AccumulateResult(
-        **statistics(session, done.targets, done.found, warnings=[*gaps, *done.warnings, *losses]),
+        **statistics(session, done.targets, done.after, warnings=warnings),
         output=output_summary(session, output, done.destination),
-        norm_before=done.norm_before,
-        norm_after=done.norm_after,
-        max_norm=policy.max_norm,
+        norm_before=None if done.before is None else done.before.norms().whole,
+        norm_after=done.after.norms().whole,
+        max_norm=options.max_norm,
         sum_norm=done.sum_norm,
         coef=done.coef,
         clipped=done.coef is not None and done.coef != 1,
-        zeros_before=done.zeros_before,
-        taken=sum(row.taken for row in done.rows),
-        skipped=sum(not row.taken for row in done.rows),
-        missing=sum(row.missing for row in done.rows),
-        extra=sum(row.extra for row in done.rows),
+        zeros_before=None if done.before is None else done.before.stored_zeros,
+        taken=sum(row.taken for row in rows),
+        skipped=sum(not row.taken for row in rows),
+        missing=sum(row.missing for row in rows),
+        extra=sum(row.extra for row in rows),
         weight_sum=done.weight_sum,
         updated=options.update,
-        per_gradient=tuple(done.rows if options.per_gradient else ()),
+        per_gradient=tuple(rows if options.per_gradient else ()),
     )
+
+
+def _check(options: AccumulateOptions) -> None:
+    """Raise `UsageError` if options contradict each other."""
+    key, weighs, is_new = options.weight_key, bool(options.weight), options.is_new
+    limits = options.max_norm is not None or options.clip_each is not None
+    shard_like, max_size = options.shard_like is not None, options.max_shard_size is not None
+    is_nowhere = is_new and options.output is None and options.output_dir is None
+    for is_wrong, template, *names in (
+        (key and key.startswith(PREFIX), f"{{}}: keys that begin with {PREFIX!r} are reserved", "weight_key"),
+        (key and weighs, "{} and {} exclude each other", "weight", "weight_key"),
+        (options.mean and options.reduce not in (None, "mean"), "{} excludes any other {}", "mean", "reduce"),
+        (trim_of(options) and (key or weighs), "{} and {} require a sum or a mean", "weight", "weight_key"),
+        (is_nowhere, "{}, {} or {} is required", "into", "output", "output_dir"),
+        (is_new and options.overwrite, "{} requires {}, whose old content it drops", "overwrite", "into"),
+        (not is_new and options.dtype, "{} requires a new set, without {}", "dtype", "into"),
+        (not is_new and shard_like, "{} requires a new set, without {}", "shard_like", "into"),
+        (not is_new and max_size, "{} requires a new set, without {}", "max_shard_size", "into"),
+        (shard_like and options.output_dir is None, "{} requires {}", "shard_like", "output_dir"),
+        (max_size and options.output_dir is None, "{} requires {}", "max_shard_size", "output_dir"),
+        (shard_like and max_size, "{} and {} exclude each other", "shard_like", "max_shard_size"),
+        (not limits and not options.is_default("eps"), "{} requires {} or {}", "eps", "max_norm", "clip_each"),
+    ):
+        if is_wrong:
+            raise UsageError(say(template, *map(option, names)))
+
+
+def _check_count(options: AccumulateOptions, count: int) -> None:
+    """Raise `UsageError` if there is no gradient, or nothing is left when the largest and smallest are dropped."""
+    if not count:
+        raise UsageError(
+            "no gradient given", hint=say("name a file, a folder or an index, or use {}", option("files_from"))
+        )
+    trim = trim_of(options)
+    if trim is not None and trim.dropped is not None and count <= 2 * trim.dropped:
+        needed = f"{2 * trim.dropped + 1} gradients, but {count} {'was' if count == 1 else 'were'} given"
+        raise UsageError(say("{} needs at least {}", option("reduce", options.reduce), needed))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.worker import reads_files
-from gradtool.ops.beside import read_one
+from gradtool.ops.aligned_read import read_one
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import ReadingPass, pieces_of
 from gradtool.reduction import TILE

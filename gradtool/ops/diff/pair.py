@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, Problem
 from gradtool.ops.names import prefix_between
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +78,7 @@ def _unmatched(a: Side, b: Side, only_a: Sequence[Selected], only_b: Sequence[Se
     if found is not None:
         have, lack = ("have", "lack") if found.is_extra else ("lack", "have")
         message = f"{len(only_a)} tensor names {have} the prefix {found.prefix!r}, which those of {b.path} {lack}"
-        return [Problem("extra-tensor", f"{message}; {found.remedy}", str(a.path))]
+        return [Problem("extra-tensor", say("{}; {}", message, found.remedy), str(a.path))]
     return [
         *(Problem("extra-tensor", f"is not in {b.path}", str(one.shard.path), one.tensor.name) for one in only_a),
         *(Problem("missing-tensor", f"is only in {one.shard.path}", str(a.path), one.tensor.name) for one in only_b),

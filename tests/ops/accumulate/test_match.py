@@ -63,7 +63,9 @@ def test_shards_of_one_set_must_have_the_same_weight(tmp_path):
     accumulate(tmp_path / "set", into=path, weight_key="n")
     assert read(path)["b"].tolist() == [2]
     write(tmp_path / "set" / "2.safetensors", {"b": f32(1)}, {"n": "3"})
-    with pytest.raises(BadInputError, match="'n' = 3 in its metadata, where 1.safetensors of the same set has 2"):
+    with pytest.raises(
+        BadInputError, match="'n' = 3 .* in its metadata, but 1.safetensors of the same set has 'n' = 2"
+    ):
         accumulate(tmp_path / "set", into=path, weight_key="n")
     assert refused(BadInputError, tmp_path, path, tmp_path / "set", weight_key="n") == [
         ("weight", None, "2.safetensors")
@@ -83,11 +85,11 @@ def test_every_missing_and_extra_tensor_is_listed(tmp_path):
 
 def test_skip_is_named_as_a_remedy_only_where_it_is_one(tmp_path):
     path, (some, none) = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1)}, {"module.a": f32(1)})
-    remedy = r'Rename tensors, or use missing="skip" to count only what is there, or missing="zero" to count zeros'
-    with pytest.raises(BadInputError, match=rf"nothing written\. {remedy}$"):
+    remedy = 'rename tensors, or use missing="skip" to count only what is there, or missing="zero" to count zeros'
+    with pytest.raises(BadInputError, match=rf"; {remedy}$"):
         accumulate(some, into=path)
     for grads in (none, [some, none]):
-        with pytest.raises(BadInputError, match=r"nothing written\. Rename tensors;"):
+        with pytest.raises(BadInputError, match=r"; rename tensors$"):
             accumulate(grads, into=path)
 
 
@@ -213,7 +215,9 @@ def test_a_new_set_has_every_tensor_as_the_first_that_has_it(tmp_path):
         ("extra-tensor", "c", "g2"), ("missing-tensor", "b", "g3"),
     ]  # fmt: skip
     wide = write(tmp_path / "wide", {"b": f32(1, 2, 3)})
-    with pytest.raises(BadInputError, match=r"shape \[3\] does not broadcast to the first gradient's \[2\]"):
+    with pytest.raises(
+        BadInputError, match=r"shape \[3\] does not broadcast to \[2\], its shape in the first gradient"
+    ):
         accumulate([grads[0], wide], output=tmp_path / "x")
 
 

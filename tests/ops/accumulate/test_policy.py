@@ -56,7 +56,7 @@ def test_no_positional_argument_is_written(tmp_path):
     before = snapshot(tmp_path)
     done = gradtool("accumulate", *grads, "--mean")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gradtool: error: give --into BUFFER or --output FILE\n"
+    assert done.stderr == "gradtool: error: --into, --output or --output-dir is required\n"
     assert snapshot(tmp_path) == before
 
 

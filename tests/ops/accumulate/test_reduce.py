@@ -83,7 +83,7 @@ def test_the_size_of_a_window_and_the_number_of_threads_change_no_bit(tmp_path, 
             tmp_path / f"set{i}", {"1.safetensors": half, "2.safetensors": {k: one[k] for k in one.keys() - half}}
         )
     monkeypatch.setattr(tuning, "WINDOW_BYTES", 8 * 6 * elements)
-    monkeypatch.setattr("gradtool.ops.accumulate.reduce._FEWEST", 1)
+    monkeypatch.setattr("gradtool.ops.accumulate.passes._FEWEST", 1)
     paths = [tmp_path / f"set{i}" for i in range(6)]
     for threads in (1, 3):
         accumulate(paths, output=tmp_path / f"new{threads}", reduce="trimmed=2", threads=threads)
@@ -184,5 +184,4 @@ def test_a_total_weight_is_dropped_with_a_warning(tmp_path):
     result = accumulate(paths, into=tmp_path / "new", reduce="median", overwrite=True)
     (warning,) = result.call.warnings
     assert warning.code == "weight-dropped"
-    assert "--weight-key" not in warning.message
-    assert "weight_key" not in warning.message
+    assert warning.hint is None

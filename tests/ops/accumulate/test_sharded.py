@@ -151,9 +151,9 @@ def test_the_set_that_it_is_sharded_as_is_not_replaced(tmp_path, grads, like):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"into": "g1", "max_shard_size": 1}, "are about a new set; leave out into"),
-        ({"into": "g1", "output_dir": "new", "shard_like": "model"}, "are about a new set; leave out into"),
-        ({"output": "new", "shard_like": "model"}, "make a folder of files; use output_dir"),
+        ({"into": "g1", "max_shard_size": 1}, "max_shard_size requires a new set, without into"),
+        ({"into": "g1", "output_dir": "new", "shard_like": "model"}, "shard_like requires a new set, without into"),
+        ({"output": "new", "shard_like": "model"}, "shard_like requires output_dir"),
         ({"output_dir": "new", "shard_like": "model", "max_shard_size": 1}, "exclude each other"),
         ({"output_dir": "g1"}, "output_dir g1 is no folder"),
         ({"output": "new/"}, "output new/ names a folder or an index, and not a file; use output_dir"),

@@ -1,4 +1,4 @@
-"""The total weight in a buffer's metadata: it is true after every operation, or gone, with a warning."""
+"""The total weight in a buffer's metadata: stored by --weight-key, and removed by what else changes the content."""
 
 import json
 import math
@@ -74,13 +74,12 @@ def test_overwriting_a_file_without_a_total_stores_one_after_its_own_metadata(tm
 
 @MODES
 @pytest.mark.parametrize("mean", [False, True])
-def test_what_is_added_to_a_zeroed_buffer_is_its_total(tmp_path, grads, write_mode, mean):
-    path = made(tmp_path / "buffer", grads[:2], mean=not mean)
-    zeroed = zero(path, write=write_mode)
-    assert zeroed.call.warnings == ()
-    assert metadata_of(path) == {"n": "0"} | (SUM if mean else MEAN)
-    expected = [], {"n": "8"} | (MEAN if mean else SUM), [3.875 if mean else 31]
-    assert added(path, grads, weight_key="n", mean=mean, write=write_mode) == expected
+def test_a_zeroed_buffer_has_no_total_until_it_is_overwritten(tmp_path, grads, write_mode, mean):
+    path = made(tmp_path / "buffer", grads[:2], mean=mean)
+    (warning,) = zero(path, write=write_mode).call.warnings
+    assert (warning.code, warning.file, metadata_of(path)) == ("weight-dropped", str(path), {})
+    (warning,), metadata, values = added(path, grads, weight_key="n", mean=mean, write=write_mode)
+    assert (warning, metadata, values) == ("no total weight stored under 'n'", {}, [3.875 if mean else 31])
 
 
 def test_a_skipped_gradient_does_not_count_towards_the_total(tmp_path, grads):
@@ -97,29 +96,29 @@ def test_a_clipped_sum_stands_for_its_weights_all_the_same(tmp_path, grads):
     assert (metadata_of(path), values_of(path)) == ({"n": "8"} | SUM, [1])
 
 
-NEW = "use gradtool.accumulate([OLD, GRAD, ...]) with output NEW, mean=True and weight_key n"
+AGAIN, KEEP = "use overwrite=True to start a new total", 'use weight_key="n"'
 DROPPED = {
-    "without the key": ({}, {}, "gradients were added without weight_key", "use weight_key n"),
-    "overwritten without the key": ({}, {"overwrite": True}, "overwritten without weight_key", "use weight_key n"),
-    "to a mean": ({"mean": True}, {"weight_key": "n"}, "added to a mean", NEW),
-    "to a mean without the key": ({"mean": True}, {}, "added without weight_key", NEW),
-    "a mean to a sum": ({}, {"weight_key": "n", "mean": True}, "a mean was added to a sum", "leave out mean=True"),
-    "with given weights": ({}, {"weight": [4]}, "gradients were added without weight_key", "use weight_key n"),
-    "with other weights": ({}, {"weight_key": "m"}, "added with weights from 'm'", "use weight_key n"),
+    "without the key": ({}, {}, KEEP),
+    "overwritten without the key": ({}, {"overwrite": True}, KEEP),
+    "to a mean": ({"mean": True}, {"weight_key": "n"}, AGAIN),
+    "to a mean without the key": ({"mean": True}, {}, None),
+    "a mean to a sum": ({}, {"weight_key": "n", "mean": True}, AGAIN),
+    "with given weights": ({}, {"weight": [4]}, KEEP),
+    "with other weights": ({}, {"weight_key": "m"}, AGAIN),
+    "a median": ({}, {"reduce": "median", "overwrite": True}, None),
 }
 
 
 @MODES
 @pytest.mark.parametrize("case", DROPPED)
 def test_a_total_that_is_no_longer_true_is_dropped_with_a_warning(tmp_path, grads, write_mode, case):
-    create, add, why, remedy = DROPPED[case]
+    create, add, hint = DROPPED[case]
     path = made(tmp_path / "buffer", grads[:2], **create)
     grad = write(tmp_path / "grad", {"a": f32(1)}, {"n": "4", "m": "5"})
-    (warning,), metadata, _ = added(path, grad, write=write_mode, **add)
-    assert metadata == {}
-    assert why in warning
-    assert "; left out of the new metadata: 'n' = '4'. " in warning
-    assert remedy in warning
+    (warning,) = accumulate(grad, into=path, write=write_mode, **add).call.warnings
+    assert (warning.code, warning.file, warning.hint) == ("weight-dropped", str(path), hint)
+    assert warning.message == "total weight removed, as it is not that of the new content: 'n' = '4'"
+    assert metadata_of(path) == {}
 
 
 def test_another_key_takes_the_place_of_the_total_when_a_buffer_is_overwritten(tmp_path, grads):
@@ -127,7 +126,7 @@ def test_another_key_takes_the_place_of_the_total_when_a_buffer_is_overwritten(t
     grad = write(tmp_path / "grad", {"a": f32(7)}, {"m": "5"})
     (warning,), metadata, values = added(path, grad, overwrite=True, weight_key="m")
     assert metadata == {"m": "5", "gradtool.weight_key": "m", "gradtool.weighted": "sum"}
-    assert "left out of the new metadata: 'n' = '4'" in warning
+    assert "removed, as it is not that of the new content: 'n' = '4'" in warning
     assert values == [35]
 
 
@@ -135,7 +134,7 @@ def test_an_unmarked_buffer_loses_the_weight_that_is_no_longer_true_and_nothing_
     path = write(tmp_path / "micro", {"a": f32(1)}, {"format": "pt", "n": "3", "m": "1"})
     (warning,), metadata, values = added(path, grads[0], weight_key="n")
     assert (metadata, values) == ({"format": "pt", "m": "1"}, [10])
-    assert "gradients were added to a mean; left out of the new metadata: 'n' = '3'" in warning
+    assert "removed, as it is not that of the new content: 'n' = '3'" in warning
 
 
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"weight": [2]}, {"weight_key": "n"}])
@@ -143,8 +142,9 @@ def test_buffers_without_a_total_get_none(tmp_path, grads, options):
     own = {"n": "3"} if "weight_key" not in options else {"m": "3"}
     path = write(tmp_path / "plain", {"a": f32(1)}, own | {"format": "pt"}, padding=3)
     header = path.read_bytes()[: -values_of(path).__len__() * 4]
-    accumulate(grads[0], into=path, **options)
+    warnings = accumulate(grads[0], into=path, **options).call.warnings
     assert path.read_bytes().startswith(header)
+    assert [one.message for one in warnings] == ["no total weight stored under 'n'"] * ("weight_key" in options)
 
 
 @MODES
@@ -164,7 +164,7 @@ def test_a_part_of_a_buffer_cannot_have_another_total_than_the_rest(tmp_path, wr
     for options in ({"include": ["a"]}, {"include": ["a"], "overwrite": True}):
         made(tmp_path / "sum", grad, exclude=["ids"])
         (warning,), metadata, _ = added(tmp_path / "sum", grad, weight_key="n", write=write_mode, **options)
-        assert "some of its tensors" in warning
+        assert "removed" in warning
         assert metadata == {}
         (tmp_path / "sum").unlink()
     made(tmp_path / "sum", grad, exclude=["ids"])
@@ -176,10 +176,10 @@ def test_a_part_of_a_buffer_cannot_have_another_total_than_the_rest(tmp_path, wr
         made(tmp_path / "sum", grad, exclude=["ids"])
         (gap, warning), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", **options)
         assert "lacks 1 tensor ('b')" in gap
-        assert "some gradients lack tensors; left out of the new metadata: 'n' = '3'" in warning
+        assert "removed, as it is not that of the new content: 'n' = '3'" in warning
         assert metadata == {}
     (gap, warning), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", overwrite=True)
-    assert "no weight under 'n' is true of all. To have one, use missing=\"zero\"" in warning
+    assert warning == "no total weight stored under 'n'"
     assert metadata == {}
     _, metadata, values = added(tmp_path / "sum", only_a, weight_key="n", missing="zero", overwrite=True)
     assert (metadata, values) == ({"n": "2"} | SUM, [10])
@@ -202,8 +202,10 @@ def test_tensors_that_carry_no_values_are_no_part_of_the_buffer(tmp_path):
     path = write(tmp_path / "buffer", {"a": f32(1), "ids": np.arange(3, dtype=np.int32)}, {"n": "0"})
     grad = write(tmp_path / "grad", {"a": f32(1), "ids": np.arange(3, dtype=np.int32)}, {"n": "3"})
     assert added(path, grad, weight_key="n", exclude=["ids"], overwrite=True) == ([], {"n": "3"} | SUM, [3])
+    zero(path, include=["ids"])
+    assert metadata_of(path) == {"n": "3"} | SUM
     zero(path, exclude=["ids"])
-    assert metadata_of(path) == {"n": "0"} | SUM
+    assert metadata_of(path) == {}
 
 
 @MODES
@@ -223,12 +225,14 @@ def test_every_shard_has_the_same_total_even_if_no_tensor_of_it_changes(tmp_path
 def test_shards_that_differ_have_no_total(tmp_path):
     for number, metadata in ((1, {"n": "4"} | SUM), (2, {"n": "4"} | MEAN)):
         write(tmp_path / "set" / f"{number}.safetensors", {f"{'ab'[number - 1]}": f32(1)}, metadata)
-    with pytest.raises(BadInputError, match=r"2.safetensors: has a mean by its metadata, where 1.safetensors of the"):
+    with pytest.raises(
+        BadInputError, match=r"2.safetensors: has 'n' = 4 of a mean .* 1.safetensors of the .* of a sum"
+    ):
         accumulate(tmp_path / "set", output=tmp_path / "new", weight_key="n")
     grad = write(tmp_path / "grad", {"a": f32(5), "b": f32(6)}, {"n": "3"})
     (warning,) = accumulate(grad, into=tmp_path / "set", weight_key="n").call.warnings
     assert (warning.code, warning.file) == ("weight-dropped", str(tmp_path / "set"))
-    assert "its own weight cannot be read" in warning.message
+    assert warning.message.endswith(": 'n' = '4'")
     assert [metadata_of(path) for path in sorted((tmp_path / "set").iterdir())] == [{}, {}]
 
 
@@ -239,7 +243,7 @@ def test_elsewhere_the_copies_get_the_new_total(tmp_path, grads):
     zero(path, output_dir=tmp_path / "zeros")
     assert {one: kept for one, kept in snapshot(tmp_path).items() if one in before} == before
     assert (metadata_of(tmp_path / "out"), values_of(tmp_path / "out")) == ({"n": "8"} | SUM, [31])
-    assert metadata_of(tmp_path / "zeros" / "sum") == {"n": "0"} | SUM
+    assert metadata_of(tmp_path / "zeros" / "sum") == {}
 
 
 def test_a_total_that_has_no_room_in_place_is_refused_and_the_other_way_to_write_makes_room(tmp_path, grads):
@@ -287,12 +291,11 @@ def test_a_sum_is_clipped_as_the_gradient_that_it_stands_for(tmp_path, grads):
     assert (rows[0].norm, rows[0].coef) == (rows[1].norm, rows[1].coef) == (2.75, 1 / 2.75)
 
 
-def test_a_zeroed_sum_adds_nothing_and_has_norm_0(tmp_path, grads):
-    sum_ = made(tmp_path / "sum", grads[:2])
-    zero(sum_)
+def test_a_sum_of_weight_0_is_added_as_it_is(tmp_path, grads):
+    sum_ = write(tmp_path / "sum", {"a": f32(3)}, {"n": "0"} | SUM)
     options = {"mean": True, "weight_key": "n", "clip_each": 9, "per_gradient": True}
     result = accumulate([sum_, grads[2]], output=tmp_path / "new", **options)
-    assert (values_of(tmp_path / "new"), result.per_gradient[0].norm) == ([5], 0)
+    assert (values_of(tmp_path / "new"), result.per_gradient[0].norm) == ([5.75], 3)
 
 
 def test_a_sum_of_other_weights_and_a_mark_that_says_neither_are_refused(tmp_path):
@@ -304,25 +307,10 @@ def test_a_sum_of_other_weights_and_a_mark_that_says_neither_are_refused(tmp_pat
     assert refused(UsageError, tmp_path, path, grad, weight_key="gradtool.weighted") == [("usage", None, None)]
 
 
-@MODES
-@pytest.mark.parametrize("max_norm", [None, 5])
-def test_a_buffer_that_stands_for_no_weight_must_be_zeroed(tmp_path, grads, write_mode, max_norm):
-    options = {"weight_key": "n", "write": write_mode, "max_norm": max_norm}
-    path = write(tmp_path / "buffer", {"a": f32(1e-30)}, {"n": "0"} | MEAN, padding=50)
-    before = path.read_bytes()
-    with pytest.raises(BadInputError, match="'n' = 0 in its metadata, but it is not all zeros; nothing written"):
-        accumulate(grads, into=path, **options)
-    assert path.read_bytes() == before
-    write(path, {"a": f32(-0.0)}, {"n": "0"}, padding=99)
-    accumulate(grads, into=path, **options)
-    assert metadata_of(path) == {"n": "8"} | SUM
-
-
 def test_weights_that_cancel_out_leave_a_sum_that_can_be_added_to(tmp_path, grads):
     minus = write(tmp_path / "minus", {"a": f32(1)}, {"n": "-3"})
     path = made(tmp_path / "sum", [grads[0], minus])
     assert (metadata_of(path), values_of(path)) == ({"n": "0"} | SUM, [6])
-    assert refused(BadInputError, tmp_path, path, grads[2], weight_key="n", mean=True) == [("weight", None, "sum")]
     assert added(path, grads[2], weight_key="n") == ([], {"n": "4"} | SUM, [26])
 
 
@@ -358,16 +346,12 @@ class Tree:
         # Into a buffer that held something else.
         accumulate(self._spare(), output=path, mean="mean" in how, **options)
         del options["dtype"]
-        if "overwrite" in how:
-            accumulate(parts[:1], into=path, overwrite=True, mean="mean" in how, write="inplace", **options)
-            parts = parts[1:]
-        else:
-            zero(path, write="inplace")
-        if how == "zero, then the mean":
-            accumulate(parts, into=path, mean=True, **options)
-        else:
-            for part in parts:
-                accumulate(part, into=path, **options)
+        if how == "overwrite with the mean":
+            accumulate(parts, into=path, overwrite=True, mean=True, write="inplace", **options)
+            return path
+        accumulate(parts[:1], into=path, overwrite=True, write="inplace", **options)
+        for part in parts[1:]:
+            accumulate(part, into=path, **options)
         return path
 
     def _spare(self):
@@ -378,7 +362,7 @@ class Tree:
         return self.folder / "root"
 
 
-HOW = ["alone", "the mean alone", "overwrite, then add", "zero, then add", "zero, then the mean"]
+HOW = ["alone", "the mean alone", "overwrite, then add", "overwrite with the mean"]
 TREES = st.recursive(
     st.just("leaf"),
     lambda parts: st.tuples(st.sampled_from(HOW), st.lists(parts, min_size=1, max_size=3)),

@@ -1,0 +1,166 @@
+"""The parts of other gradient sets that belong to a block, broadcast by numpy's rules, read a batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtool import tuning
+from gradtool.arrays import np
+from gradtool.backends.protocol import Addend
+from gradtool.backends.storage import STORAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.io.blocks import Block, Span
+    from gradtool.store.io.channel import Channel
+
+
+# The type of zeros that no file holds: it takes least room.
+_ZEROS = "F8_E4M3"
+
+
+class Source(NamedTuple):
+    """A gradient set: its tensors by the number of the target that they belong to, and what they are multiplied by."""
+
+    tensors: Mapping[int, Selected]
+    factor: float = 1.0
+
+    def restricted_to(self, numbers: Iterable[int]) -> Source:
+        """Return what belongs to these targets, which are then numbered in this order."""
+        return self._replace(tensors={at: self.tensors[n] for at, n in enumerate(numbers) if n in self.tensors})
+
+
+class _Part(NamedTuple):
+    """What a source has for a span, whose first sum is number `at`; zeros if nothing is selected."""
+
+    span: Span
+    at: int
+    selected: Selected | None
+    dtype: str
+    factor: float
+    nbytes: int
+
+
+def read(
+    sources: Iterable[Source],
+    targets: Sequence[Selected],
+    block: Block,
+    channel: Channel,
+    nbytes: int,
+    *,
+    fills: bool = False,
+) -> Iterator[tuple[memoryview, list[Addend]]]:
+    """Read what the sources have for a block, in order, in batches of about `nbytes`, each valid until the next.
+
+    With `fills`, a source has zeros where it has nothing.
+    """
+    for parts, size in _batches(sources, block, nbytes, fills=fills):
+        with channel.memory(size) as view:
+            yield view, _load(parts, view, targets, channel)
+
+
+@contextlib.contextmanager
+def read_one(
+    tensors: Mapping[int, Selected], targets: Sequence[Selected], block: Block, channel: Channel
+) -> Iterator[tuple[memoryview, list[Addend]]]:
+    """Read what the tensors have for a block, which has some of their targets."""
+    # A single source comes in a single batch.
+    yield from read([Source(tensors)], targets, block, channel, 0)
+
+
+def _batches(sources: Iterable[Source], block: Block, nbytes: int, *, fills: bool) -> Iterator[tuple[list[_Part], int]]:
+    """Put the parts of sources together, with their bytes."""
+    batch: list[_Part] = []
+    filled = 0
+    for source in sources:
+        parts = _parts(source, block, fills=fills)
+        size = sum(part.nbytes for part in parts)
+        if batch and filled + size > nbytes:
+            yield batch, filled
+            batch, filled = [], 0
+        batch += parts
+        filled += size
+    if batch:
+        yield batch, filled
+
+
+def _parts(source: Source, block: Block, *, fills: bool) -> list[_Part]:
+    parts, at = [], 0
+    for span in block.spans:
+        selected = source.tensors.get(span.tensor)
+        if selected is not None or fills:
+            dtype, factor = (selected.tensor.dtype, source.factor) if selected else (_ZEROS, 1.0)
+            parts.append(_Part(span, at, selected, dtype, factor, span.elements * STORAGE[dtype].itemsize))
+        at += span.elements
+    return parts
+
+
+def _load(parts: Sequence[_Part], view: memoryview, targets: Sequence[Selected], channel: Channel) -> list[Addend]:
+    """Read parts into memory, one behind the other, and return where each is."""
+    addends, offset = [], 0
+    # Where bytes are, and where they go. Neighbours in the block are mostly neighbours there, and read in one go.
+    ranges: list[tuple[Shard, int, int, int]] = []
+    for part in parts:
+        span, at, selected, dtype, factor, nbytes = part
+        target = targets[span.tensor].tensor
+        addends.append(Addend(dtype, offset, span.elements, at, factor))
+        if selected is None:
+            view[offset : offset + nbytes] = bytes(nbytes)
+        elif selected.tensor.elements != target.elements:
+            spread(selected, target.shape, span, view[offset:], channel)
+        else:
+            begin = selected.tensor.begin + span.start * (nbytes // span.elements)
+            shard, first, end, to = ranges[-1] if ranges else (None, 0, 0, 0)
+            if shard is selected.shard and end == begin and to + end - first == offset:
+                ranges[-1] = (selected.shard, first, end + nbytes, to)
+            else:
+                ranges.append((selected.shard, begin, begin + nbytes, offset))
+        offset += nbytes
+    for shard, begin, end, to in ranges:
+        channel.read(shard, begin, view[to : to + end - begin])
+    # Side by side what is added to the same sums, still in the order given: the kernels then pass over the sums once.
+    return sorted(addends, key=lambda addend: addend.at)
+
+
+def is_broadcastable(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Check whether a tensor broadcasts to the shape of a target."""
+    if len(shape) > len(target):
+        return False
+    return all(size in (1, wide) for size, wide in zip(reversed(shape), reversed(target), strict=False))
+
+
+def positions(shape: tuple[int, ...], target: tuple[int, ...], start: int, stop: int) -> NDArray[np.int64]:
+    """Return which elements of a tensor those from `start` to `stop` of its broadcast to a target are."""
+    left = np.arange(start, stop, dtype=np.int64)
+    indices = np.zeros_like(left)
+    stride = 1
+    for size, wide in zip(reversed(shape), reversed(target), strict=False):
+        if size != 1:
+            indices += left % wide * stride
+            stride *= size
+        left //= wide
+    return indices
+
+
+def spread(selected: Selected, target: tuple[int, ...], span: Span, view: memoryview, channel: Channel) -> None:
+    """Put the broadcast elements of a span, as they are stored, at the beginning of `view`."""
+    bits = STORAGE[selected.tensor.dtype].bits
+    codes: NDArray[Any] = np.frombuffer(view, bits, span.elements)
+    begin, end = span.start, span.start + span.elements
+    while begin < end:
+        stop = end
+        indices = positions(selected.tensor.shape, target, begin, stop)
+        # A run that wraps round needs both ends of the smaller tensor; half of it, and half again, will not.
+        while (low := int(indices.min())) + max(tuning.WINDOW_ELEMENTS, stop - begin) <= int(indices.max()):
+            stop = begin + (stop - begin) // 2
+            indices = indices[: stop - begin]
+        with channel.memory((int(indices.max()) + 1 - low) * bits.itemsize) as window:
+            channel.read(selected.shard, selected.tensor.begin + low * bits.itemsize, window)
+            codes[begin - span.start : stop - span.start] = np.frombuffer(window, bits)[indices - low]
+        begin = stop

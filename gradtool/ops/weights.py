@@ -1,0 +1,137 @@
+"""The weight of a gradient set, in its metadata: a number that a trainer wrote, or a total that gradtool stored.
+
+A set with KEY = n stands for the weight n. Its content is a mean, unless it is marked as a weighted sum: with a total,
+gradtool stores the key, and whether the content is a sum or a mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool import validators
+from gradtool.backends.storage import STORAGE
+from gradtool.errors import BadInputError, Problem, UsageError, shortened
+from gradtool.reduction import total
+from gradtool.wording import option, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.transaction.output import Metadata
+
+# What keys begin with that gradtool alone writes.
+PREFIX = "gradtool."
+_KEY, _CONTENT = PREFIX + "weight_key", PREFIX + "weighted"
+_SUM, _MEAN = "sum", "mean"
+# Larger whole numbers are written with an exponent.
+_LARGEST_WHOLE = 1 << 63
+_HINT = say("use {} to give the weights", option("weight"))
+
+
+class Weight(NamedTuple):
+    """A weight, and whether the content is the sum that has it, or a mean."""
+
+    value: float
+    is_sum: bool = False
+
+    @property
+    def content(self) -> str:
+        """What the content is, in a word."""
+        return _SUM if self.is_sum else _MEAN
+
+    def entries(self, key: str) -> dict[str, str]:
+        """Return the metadata that say so, under a key."""
+        whole = self.value.is_integer() and abs(self.value) < _LARGEST_WHOLE
+        text = str(int(self.value)) if whole else repr(self.value)
+        return {key: text, _KEY: key, _CONTENT: self.content}
+
+
+def sum_of(weights: Sequence[float]) -> float:
+    """Add up weights; raise `BadInputError` if that overflows."""
+    weight_sum = total(weights)
+    if math.isinf(weight_sum):
+        raise BadInputError("the sum of the weights overflows float64", code="weight")
+    return weight_sum
+
+
+def read_weight(gradients: GradientSet, key: str) -> Weight:
+    """Read the weight of a set from its metadata.
+
+    Raises:
+        BadInputError: a file has no such key, no finite number under it, or a sum of other weights; or shards differ.
+    """
+    (weight, shard), *others = {_weight_of(shard, key): shard for shard in gradients.shards}.items()
+    if not others:
+        return weight
+    (other, other_shard), *_ = others
+    here, there = (f"{key!r} = {each.value:g} of a {each.content}" for each in (other, weight))
+    message = f"has {here} in its metadata, but {shard.path.name} of the same set has {there}"
+    raise BadInputError(message, file=other_shard.path, code="weight", hint=_HINT)
+
+
+def _weight_of(shard: Shard, key: str) -> Weight:
+    text, content = shard.metadata.get(key), shard.metadata.get(_CONTENT, _MEAN)
+    value, sum_key = math.nan, shard.metadata.get(_KEY, key)
+    with contextlib.suppress(UsageError):
+        value = validators.number(key, text)
+    if text is None:
+        message = f"no {key!r} in its metadata"
+    elif not math.isfinite(value):
+        message = f"{key!r} = {shortened(text)!r} in its metadata is not a number"
+    elif content not in {_SUM, _MEAN}:
+        message = f"{_CONTENT!r} = {shortened(content)!r} in its metadata is neither {_SUM!r} nor {_MEAN!r}"
+    elif content == _SUM and sum_key != key:
+        message = f"is a sum weighted by {shortened(sum_key)!r}, so that {key!r} is not its weight"
+    else:
+        return Weight(value, content == _SUM)
+    raise BadInputError(message, file=shard.path, code="weight", hint=_HINT)
+
+
+def stored_key(shards: Iterable[Shard]) -> str | None:
+    """Return the key of the total that gradtool stored in a set; None without one."""
+    return next((shard.metadata[_KEY] for shard in shards if _KEY in shard.metadata), None)
+
+
+def stored_sum(gradients: GradientSet) -> float | None:
+    """Return the total that gradtool stored in a set; None without one, or if the content is a mean."""
+    key = stored_key(gradients.shards)
+    with contextlib.suppress(BadInputError):
+        if key is not None and (weight := read_weight(gradients, key)).is_sum:
+            return weight.value
+    return None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Check whether a weight is about a tensor: neither empty, nor of a type that carries no values."""
+    return tensor.dtype in STORAGE and tensor.nbytes > 0
+
+
+def replace_total(
+    gradients: GradientSet | None, key: str | None, total: Weight | None, hint: str | None
+) -> tuple[Metadata, list[Problem]]:
+    """Store a total under a key in all shards of a set; remove an old one, and what is under the key, with a warning.
+
+    Without a key, and without a total that gradtool stored, nothing changes. A new set is None: it has none to remove.
+    """
+    shards = () if gradients is None else gradients.shards
+    stored = stored_key(shards)
+    if key is None and stored is None:
+        return {}, []
+    entries = {} if key is None or total is None else total.entries(key)
+    keys = [name for name in (key, stored) if name is not None and name not in entries]
+    lost = {name: shard.metadata[name] for name in keys for shard in shards if name in shard.metadata}
+    changes = dict.fromkeys([*keys, *({_KEY, _CONTENT} - entries.keys())]) | entries
+    changed = [shard for shard in shards if any(shard.metadata.get(name) != text for name, text in changes.items())]
+    message = f"no total weight stored under {key!r}"
+    if lost:
+        removed = ", ".join(f"{name!r} = {shortened(text)!r}" for name, text in lost.items())
+        message = f"total weight removed, as it is not that of the new content: {removed}"
+    elif entries or key is None:
+        return dict.fromkeys(changed, changes), []
+    file = None if gradients is None else str(gradients.path)
+    return dict.fromkeys(changed, changes), [Problem("weight-dropped", message, file, hint=hint)]

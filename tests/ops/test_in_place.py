@@ -139,7 +139,7 @@ def test_gradients_of_layers_that_have_no_place_yet_are_refused(tmp_path):
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not in the file yet, and cannot be added in place"):
         layernorm_backward(path, write="inplace")
-    with pytest.raises(BadInputError, match='leave out write="inplace"'):
+    with pytest.raises(BadInputError, match='leave out write="inplace" the first time'):
         layernorm_backward(path, write="inplace", x_grad_in_place=True)
     assert snapshot(tmp_path) == before
 
@@ -147,7 +147,7 @@ def test_gradients_of_layers_that_have_no_place_yet_are_refused(tmp_path):
 def test_an_input_of_a_layer_is_not_overwritten_while_it_is_read(tmp_path):
     path = layers(tmp_path, X_grad=(6, 40), scale_grad=(40,), bias_grad=(40,))
     before = snapshot(tmp_path)
-    with pytest.raises(BadInputError, match="is an input of .* and would be overwritten"):
+    with pytest.raises(BadInputError, match="is an input, and would be overwritten"):
         layernorm_backward(path, write="inplace", y_grad="X_grad")
     assert snapshot(tmp_path) == before
 

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
-from gradtool.errors import UsageError, changed_meanwhile
-from gradtool.ops.layernorm.backward import Backward, LayerPlan
-from gradtool.ops.layernorm.forms import Form, refuse_equal_names
-from gradtool.ops.layernorm.index import new_indexes, refuse_foreign_index
-from gradtool.ops.layernorm.layers import files_with_layers, find_layers, refuse_overwritten_inputs
-from gradtool.ops.layernorm.patches import Options, Patches
-from gradtool.ops.layernorm.placement import apart, beside
-from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_nonfinite_results, rows_of
-from gradtool.ops.layernorm.wide_rows import sum_wide_rows
-from gradtool.ops.passes import in_file_order
-from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
+from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile
+from gradtool.ops.layernorm.backward import Backward, LayerPlan, sum_wide_rows
+from gradtool.ops.layernorm.layers import check_names, files_with_layers, find_layers
+from gradtool.ops.layernorm.patches import Patches
+from gradtool.ops.layernorm.placement import changed_files, check_in_place, new_indexes, separate_files, with_inputs
+from gradtool.ops.passes import Measure, in_file_order
+from gradtool.ops.results import (
+    OutputSummary,
+    Result,
+    call_summary,
+    nonfinite_problems,
+    output_summary,
+    overflow_problems,
+)
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.options import LayerNormOptions
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
+    from gradtool.ops.layernorm.gradients import Gradients
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
     from gradtool.ops.session import Session
+    from gradtool.store.format.gradset import Selected
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer: its shape as `rows` of `columns` elements, the norms of its gradients, and how long it took.
+
+    `scale_grad_norm` is None where there is no scale, and `bias_grad_norm` where there is no bias. GB/s counts what was
+    read and written for the layer.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    x_grad_norm: float
+    scale_grad_norm: float | None
+    bias_grad_norm: float | None
+    seconds: float
+    gb_per_s: float
+    name: str
+    file: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,60 +94,96 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     refuse_engine(options, "layernorm-backward")
-    form = Form.of(options)
-    settings = Options(form, options.norm_eps, options.scale_offset)
     output_options = output_options_of(options)
-    x_grad_in_place = options.x_grad_in_place
-    if x_grad_in_place and output_options.is_elsewhere:
-        raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
-    refuse_equal_names(form, is_elsewhere=output_options.is_elsewhere)
+    _check_options(options, is_elsewhere=output_options.is_elsewhere)
     call = Call.of(options.named, options, dtypes=None)
     opened = output_files = None
-    if len(call.inputs.paths) > 1 or output_options.file is not None:
+    if len(call.inputs.paths) > 1 or options.output is not None:
         # Only the files with a Y_grad get results, and are locked.
         opened = call.open_unlocked(output_options)
-        output_files = files_with_layers(opened, form, options.prefix) or None
+        output_files = files_with_layers(opened, options) or None
     with call.open_to_write(output_options, opened=opened, output_files=output_files) as (session, output):
-        layers = find_layers(session.opened, form, options.prefix)
-        _check_output_files(layers, output_files)
-        files = apart(layers) if output.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
-        if not output.is_elsewhere:
-            refuse_overwritten_inputs(layers)
-            refuse_foreign_index(files, layers)
-        if output_options.in_place:
-            refuse_new_headers(files, layers)
+        layers = find_layers(session.opened, options)
+        for layer in layers:
+            if output_files is not None and layer.y_grad.shard.path not in output_files:
+                # It had none when the files to be locked were chosen.
+                raise changed_meanwhile(layer.y_grad.shard.path)
+        if output.is_elsewhere:
+            files = separate_files(layers)
         else:
-            files = files.with_inputs(layers)
+            files = changed_files(layers, x_grad_in_place=options.x_grad_in_place)
+        if output_options.in_place:
+            check_in_place(layers, files)
+        else:
+            files = with_inputs(files, layers)
+        inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
         with session.writing(output, files.new_files, new_indexes(files, output)) as destination:
-            found = session.run(_backward(session, settings, layers, files), destination)
-            if options.nonfinite == "error":
-                refuse_nonfinite_results(session, layers, files, found)
-            rows = rows_of(layers, found)
+            gradients = session.run(_backward(session, options, layers, files), destination)
+            if options.nonfinite == "error" and not gradients.is_finite:
+                raise _nonfinite(session, inputs, gradients)
+            rows = _rows(layers, gradients)
     return LayerNormResult(
-        call=call_summary(session, in_file_order(one for layer in layers for one in layer.inputs)),
+        call=call_summary(session, inputs),
         output=output_summary(session, output, destination),
         kind=options.kind,
-        invertible=form.invertible,
+        invertible=options.invertible,
         layers=len(layers),
         per_layer=tuple(rows),
     )
 
 
-def _check_output_files(layers: Sequence[Layer], files: set[Path] | None) -> None:
-    """Raise `SystemRefusedError` for a layer in a file that had none when the files to be locked were options."""
-    for layer in layers:
-        if files is not None and layer.y_grad.shard.path not in files:
-            raise changed_meanwhile(layer.y_grad.shard.path)
+def _check_options(options: LayerNormOptions, *, is_elsewhere: bool) -> None:
+    """Raise `UsageError` if the options contradict each other."""
+    if not options.affine and options.scale_offset:
+        raise UsageError(say("{} requires a scale, and {} has none", option("scale_offset"), option("affine", False)))
+    if options.x_grad_in_place and is_elsewhere:
+        outputs = option("output"), option("output_dir")
+        message = "{} changes the input, and cannot be combined with {} or {}"
+        raise UsageError(say(message, option("x_grad_in_place", True), *outputs))
+    check_names(options, is_elsewhere=is_elsewhere)
 
 
-def _backward(session: Session, options: Options, layers: Sequence[Layer], files: Files) -> Backward:
-    """The pass over all layers; what wide rows need is summed first."""
-    patches = [Patches(options, layer) for layer in layers]
-    both = list(zip(layers, patches, strict=True))
-    plain = [
-        LayerPlan(layer, one, None, places, inputs)
-        for (layer, one), places, inputs in zip(both, files.places, files.inputs, strict=True)
-    ]
-    rows = [sum_wide_rows(session, options, layer, one) for layer, one in both]
-    plans = [plan._replace(rows=own) for plan, own in zip(plain, rows, strict=True)]
-    return Backward([read for plan in plans for read in plan.reads], NormSpec(), options, plans)
+def _backward(session: Session, options: LayerNormOptions, layers: Sequence[Layer], files: Files) -> Backward:
+    """Plan the pass over all layers; what wide rows need is summed first."""
+    plans: list[LayerPlan] = []
+    number = 0
+    for layer, outputs, inputs in zip(layers, files.outputs, files.inputs, strict=True):
+        patches = Patches(options, layer)
+        plans.append(LayerPlan(patches, sum_wide_rows(session, patches), outputs, inputs, number))
+        number += len(outputs)
+    return Backward([tensor for plan in plans for tensor in plan.reads], NormSpec(), plans)
+
+
+def _nonfinite(session: Session, inputs: Sequence[Selected], gradients: Gradients) -> NonFiniteError:
+    """Return the error for results that are NaN or Inf, which names the inputs that they come from."""
+    problems = nonfinite_problems(inputs, session.run(Measure(inputs, NormSpec(math.inf))))
+    if problems:
+        message, effect = "input contains NaN or Inf; nothing written", "continue"
+    else:
+        problems = overflow_problems(gradients.selected, gradients)
+        message, effect = "gradients overflow their type; nothing written", "store Inf"
+    return NonFiniteError(message, problems, say("use {} to {}", option("nonfinite", "propagate"), effect))
+
+
+def _rows(layers: Sequence[Layer], gradients: Gradients) -> list[LayerRow]:
+    """Return a row for each layer."""
+    norms, rows = iter(gradients.norms(per_tensor=True).tensors), []
+    for layer, seconds in zip(layers, gradients.seconds, strict=True):
+        x_grad, *others = [next(norms) for _ in layer.outputs]
+        scale_grad, bias_grad = [*others, None, None][:2]
+        nbytes = sum(tensor.nbytes for _, tensor in layer.inputs) + sum(output.nbytes for output in layer.outputs)
+        rows.append(
+            LayerRow(
+                shape=layer.x.tensor.shape,
+                rows=layer.rows,
+                columns=layer.columns,
+                x_grad_norm=x_grad,
+                scale_grad_norm=scale_grad,
+                bias_grad_norm=bias_grad,
+                seconds=seconds,
+                gb_per_s=nbytes / seconds / 1e9 if seconds else 0.0,
+                name=layer.name,
+                file=str(layer.y_grad.shard.path),
+            )
+        )
+    return rows

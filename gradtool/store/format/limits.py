@@ -11,10 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, shortened
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
+
+    from gradtool.wording import Wording
 
 # Headers and indexes usually take 100 to 150 bytes a tensor and reach the limits on tensors first.
 MAX_TEXT = 50_000_000
@@ -75,14 +78,15 @@ def refuse_long_names(path: Path, names: Iterable[str]) -> None:
             raise _over(path, f"the name {shortened(name)!r} has {len(name):,} characters", MAX_NAME, "; rename it")
 
 
-def refuse_new_name(path: Path, tensor: str, new: str, option: str) -> None:
+def refuse_new_name(path: Path, tensor: str, new: str, option: Wording | str) -> None:
     """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
-    what = f"{option} makes the new name {shortened(new)!r}"
+    what = say("{} makes the new name {!r}", option, shortened(new))
     if new == "__metadata__":
-        raise BadInputError(f"{what}, which the format reserves; choose another name", file=path, tensor=tensor)
+        message = say("{}, which the format reserves", what)
+        raise BadInputError(message, file=path, tensor=tensor, hint="choose another name")
     if len(new) > MAX_NAME:
-        what = f"{what} of {len(new):,} characters, where {MAX_NAME:,} are allowed; choose another name"
-        raise BadInputError(what, file=path, tensor=tensor, code="limit")
+        message = say("{} of {:,} characters, where {:,} are allowed", what, len(new), MAX_NAME)
+        raise BadInputError(message, file=path, tensor=tensor, code="limit", hint="choose another name")
 
 
 def _refuse_odd(path: Path, what: str, text: bytes) -> None:

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, encode, gaussian, write
 
 from gradtool import norm
-from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.layernorm.gradients import TileAssembler
-from gradtool.ops.measurement import Measurement
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
 
@@ -29,13 +27,12 @@ class Pieces:
         tensor = shard.tensors[0]
         self._itemsize = STORAGE[tensor.dtype].bits.itemsize
         self._data = path.read_bytes()[tensor.begin : tensor.end]
-        self.measurement = Measurement([Selected(shard, tensor)], NormSpec())
-        self._tiles = TileAssembler(self.measurement, 0, Selected(shard, tensor))
+        self.measurement = TileAssembler([Selected(shard, tensor)])
         self._backend = backend
 
     def add(self, begin, end):
         view = memoryview(bytearray(self._data[begin * self._itemsize : end * self._itemsize]))
-        self._tiles.add(begin, view, view, self._backend)
+        self.measurement.assemble(0, begin, view, view, self._backend)
         # A caller uses its memory again.
         view[:] = b"\xa5" * len(view)
 

@@ -62,9 +62,8 @@ def test_an_input_in_several_other_paths_is_an_error_that_names_them(tmp_path, n
         layernorm_backward([acts, weights, other])
     (problem,) = caught.value.problems
     assert (problem.code, problem.file, problem.tensor) == ("duplicate-name", str(acts), f"n.{name}")
-    assert (
-        problem.message == f"is missing, and in several of the other files: {weights}, {other}; name only one of them"
-    )
+    assert problem.message == f"is missing here, and in several of the other files: {weights}, {other}"
+    assert problem.hint == "name only one of them"
     assert snapshot(tmp_path) == before
 
 
@@ -76,10 +75,8 @@ def test_an_input_that_no_path_has_is_an_error_that_names_all_paths(tmp_path):
         layernorm_backward([acts, others[0], others[1]])
     (problem,) = caught.value.problems
     assert (problem.code, problem.file, problem.tensor) == ("missing-tensor", str(acts), "n.scale")
-    assert problem.message == (
-        f"is missing, here and in {others[0]}, {others[1]}, but needed with 'n.Y_grad'; scale names it, affine=False "
-        "is for layers without weights"
-    )
+    assert problem.message == f"is missing, here and in {others[0]}, {others[1]}, but needed with 'n.Y_grad'"
+    assert problem.hint == 'use scale="NAME" if it has another name, or affine=False for layers without weights'
     with pytest.raises(BadInputError, match=rf"{others[4]} and 3 more, but needed"):
         layernorm_backward([acts, *others])
 
@@ -178,7 +175,7 @@ def test_output_takes_several_paths_if_one_file_gets_results(tmp_path):
     assert sorted(read(tmp_path / "out")) == sorted(f"n.{name}" for name in OUTPUTS)
     assert_results(tmp_path / "out", tensors)
     other = write(tmp_path / "other", layer(SHAPE, prefix="m."))
-    with pytest.raises(UsageError, match="output is one file, but 2 files get results; use output_dir"):
+    with pytest.raises(UsageError, match="output is one file, but 2 files get results"):
         layernorm_backward([acts, weights, other], output=tmp_path / "new")
     layernorm_backward([acts, weights, other], output=tmp_path / "new", prefix=["m"])
     assert list(gradients(tmp_path / "new", "m.")) == [f"m.{name}" for name in OUTPUTS]
@@ -200,9 +197,9 @@ def test_output_takes_a_folder_of_many_files_if_one_of_them_gets_results(tmp_pat
     layernorm_backward(tmp_path / "set", output=tmp_path / "out")
     assert_results(tmp_path / "out", tensors)
     write(tmp_path / "set" / "other.safetensors", layer(SHAPE, prefix="m."))
-    with pytest.raises(UsageError, match="output is one file, but 2 files get results; use output_dir"):
+    with pytest.raises(UsageError, match="output is one file, but 2 files get results"):
         layernorm_backward(tmp_path / "set", output=tmp_path / "new")
-    with pytest.raises(UsageError, match="output is one file, but 2 files get results; use output_dir"):
+    with pytest.raises(UsageError, match="output is one file, but 2 files get results"):
         layernorm_backward([acts, tmp_path / "set" / "other.safetensors"], output=tmp_path / "new")
 
 

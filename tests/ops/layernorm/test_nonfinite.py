@@ -99,7 +99,7 @@ def test_a_constant_row_needs_an_eps(tmp_path):
     tensors = layer((5, 7), statistics=False)
     tensors["X"][2] = 3.0
     path = write(tmp_path / "x", tensors)
-    with pytest.raises(BadInputError, match="row of variance 0; norm_eps"):
+    with pytest.raises(BadInputError, match="row of variance 0; use norm_eps above 0"):
         layernorm_backward(path, norm_eps=0)
     assert layernorm_backward(path).output.files_written == 1
 

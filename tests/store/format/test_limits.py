@@ -9,7 +9,7 @@ from support import snapshot, write, write_index
 
 import gradtool
 from gradtool import BadInputError, UsageError
-from gradtool.ops.layernorm import index as layer_index
+from gradtool.ops.layernorm import placement
 from gradtool.store.format import examine, gradset, index, limits, paths
 
 ONES = np.ones(2, np.float32)
@@ -111,7 +111,7 @@ def test_an_index_of_many_names_is_read_once_for_all_layers(tmp_path, monkeypatc
     for number in range(60):
         os.link(tmp_path / "m.safetensors.index.json", tmp_path / f"m{number}.safetensors.index.json")
     reads = counted(monkeypatch, index, "read_weight_map")
-    folders = counted(monkeypatch, layer_index, "mapped_in")
+    folders = counted(monkeypatch, placement, "mapped_in")
     assert gradtool.layernorm_backward(files).layers == 2
     assert (len(reads), folders) == (1, [tmp_path])
 

@@ -88,7 +88,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         matched, gaps = match(buffer.targets, list(zip(offered, selected, strict=True)), weights, policy)
         done = (add if options.update else leave)(session, policy, buffer, matched, output)
     # The type of a buffer is its own.
-    remedies = () if policy.is_new else ("Use a buffer of {} to keep them",)
+    remedies = () if policy.is_new else ("use a buffer of {} to keep them",)
     losses = loss_warnings(done.targets, done.found, *remedies)
     return AccumulateResult(
         **statistics(session, done.targets, done.found, warnings=[*gaps, *done.warnings, *losses]),

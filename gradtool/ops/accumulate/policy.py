@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.backends.protocol import NormSpec, Trim
 from gradtool.errors import BadInputError, UsageError
-from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef
+from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef
 from gradtool.ops.totals import checked_key
 from gradtool.reduction import total
 

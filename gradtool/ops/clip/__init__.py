@@ -11,14 +11,7 @@ from gradtool.errors import NonFiniteError, Problem
 from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.groups import groups_of
-from gradtool.ops.results import (
-    OutputSummary,
-    Statistics,
-    loss_warnings,
-    output_summary,
-    overflow_problems,
-    statistics,
-)
+from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, overflow_problems, statistics
 from gradtool.ops.session import Call, output_options_of, refuse_engine
 from gradtool.options import ClipOptions
 from gradtool.store.transaction.destination import DISCARD
@@ -162,21 +155,14 @@ def clip(options: ClipOptions) -> ClipResult:
         ),
         per_group=tuple(
             GroupClip(
-                group=group.pattern,
-                tensors=len(group.numbers),
-                norm_before=was,
-                norm_after=now,
-                coef=None if limit is None else decision.coefs[group.numbers[0]],
-                clipped=any(decision.clipped[number] for number in group.numbers),
+                pattern,
+                len(numbers),
+                was,
+                now,
+                coef=None if pattern is None and options.max_norm is None else decision.coefs[numbers[0]],
+                clipped=any(decision.clipped[number] for number in numbers),
             )
-            # The last limit is that of all other tensors, if there are any.
-            for group, limit, was, now in zip(
-                groups,
-                [*(limit for _, limit in limits), options.max_norm],
-                norms.groups,
-                norms_after.groups,
-                strict=False,
-            )
+            for (pattern, numbers), was, now in zip(groups, norms.groups, norms_after.groups, strict=True)
         ),
         max_norm=options.max_norm,
         max_value=options.max_value,
@@ -200,13 +186,7 @@ def clip(options: ClipOptions) -> ClipResult:
 def _write(
     session: Session, output: Output, options: ClipOptions, decision: Decision
 ) -> tuple[Destination, Measurement, Sequence[Problem]]:
-    """Write what changes, or everything in another type, and the state.
-
-    Returns where it was written, what all tensors are now, and what to warn of.
-
-    Raises:
-        NonFiniteError: a result overflows its type, and may not.
-    """
+    """Write what changes, and the state; return where it was written, what all tensors are now, and what to warn of."""
     if decision.scaling is None:
         return DISCARD, decision.before, ()
     work: TensorPass[Measurement] = decision.scaling

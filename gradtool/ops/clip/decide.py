@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 _SMALLEST_NORMAL32 = 2.0**-126
 _LIMITS = ("max_norm", "max_value", "group", "limit", "agc")
 _REQUIRES = {"params": "agc", "agc_eps": "agc", "agc": "params", "limit": "state", "state": "limit"}
-# What an option does, and those that this excludes.
 _AGC = "max_norm max_value norm_type eps per_tensor total_norm group limit state warmup window skip_above"
+# What an option does, and those that this excludes.
 _EXCLUDES = {
-    "agc": ("limits each unit by the L2 norm of its parameters", _AGC.split()),
-    "max_value": ("uses no norm", ["max_norm", "limit", "per_tensor", "group", "total_norm", "eps"]),
-    "limit": ("applies to the global norm", ["per_tensor", "group"]),
-    "per_tensor": ("limits the norm of each tensor", ["group", "total_norm"]),
-    "group": ("limits the norm of each group", ["total_norm"]),
+    "agc": ("limits each unit by the L2 norm of its parameters", _AGC),
+    "max_value": ("uses no norm", "max_norm limit per_tensor group total_norm eps"),
+    "limit": ("applies to the global norm", "per_tensor group"),
+    "per_tensor": ("limits the norm of each tensor", "group total_norm"),
+    "group": ("limits the norm of each group", "total_norm"),
 }
 
 
 def check_options(options: ClipOptions) -> None:
     """Raise `UsageError` for options that need or exclude others, or whose text says nothing."""
-    given = {name for name in {*_LIMITS, *_REQUIRES, *_EXCLUDES, *_EXCLUDES["agc"][1]} if not options.is_default(name)}
+    given = {name for name in vars(options) if not options.is_default(name)}
     for name, (what, others) in _EXCLUDES.items():
-        for other in others if name in given else ():
-            if other in given:
+        for other in others.split():
+            if {name, other} <= given:
                 raise UsageError(say("{} {} and cannot be combined with {}", option(name), what, option(other)))
     for name, other in _REQUIRES.items():
         if name in given and other not in given:
@@ -59,8 +59,7 @@ def check_options(options: ClipOptions) -> None:
     if given.isdisjoint(_LIMITS):
         raise UsageError(say("one of {}, {}, {}, {} and {} is required", *map(option, _LIMITS)))
     if options.agc is not None and options.nonfinite == "zero":
-        hint = say("use {}", option("nonfinite", "propagate"))
-        raise UsageError(say("{} cannot be combined with {}", option("agc"), option("nonfinite", "zero")), hint=hint)
+        raise UsageError(say("{} cannot be combined with {}", option("agc"), option("nonfinite", "zero")))
     if options.dtype is not None and options.output is None and options.output_dir is None:
         raise UsageError(say("{} requires {} or {}", option("dtype"), option("output"), option("output_dir")))
     group_limits(options)
@@ -175,14 +174,14 @@ def _decide_each(
     for number, ((_, tensor), coef) in enumerate(zip(selected, coefs, strict=True)):
         # NaN goes through.
         factor = (1.0 if coef >= 1 else coef) / options.unscale
-        rounded = _rounded_factor(tensor.dtype, factor)
-        if coef and (coef < SMALLEST_NORMAL or not _is_precise(tensor.dtype, factor)):
+        rounded, is_precise = _rounded(tensor.dtype, factor)
+        if coef and (coef < SMALLEST_NORMAL or not is_precise):
             small = coef if coef < SMALLEST_NORMAL else factor
             raise out_of_range(selected[number], small, "clip in several steps")
         is_clamped = before.max_abs[number] / options.unscale > clamps[tensor.dtype]
         drops = options.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
         # A coefficient so near to 1 that it rounds to 1 clips nothing.
-        clipped.append(is_clamped or (not coef >= 1 and _rounded_factor(tensor.dtype, coef) != 1))
+        clipped.append(is_clamped or (not coef >= 1 and _rounded(tensor.dtype, coef)[0] != 1))
         if options.dtype is not None or (tensor.elements and (rounded != 1 or is_clamped or drops)):
             factors[number] = rounded
     scaling = Rewrite([selected[number] for number in factors], before.spec, list(factors.values()), clamp)
@@ -190,17 +189,13 @@ def _decide_each(
     return Decision(before, norms, last if has_one else None, coefs, clipped, scaling, list(factors))
 
 
+# It is nearly always called with the same few numbers for all tensors.
 @lru_cache(maxsize=64)
-def _rounded_factor(dtype: str, value: float) -> float:
-    """Round a number to the type of the factors of a storage type; nearly always the same few for all tensors."""
-    return STORAGE["F64" if dtype == "F64" else "F32"].rounded(value)
-
-
-@lru_cache(maxsize=64)
-def _is_precise(dtype: str, factor: float) -> bool:
-    """Check whether the type of the factors has a normal number for one that is not 0; True for NaN."""
-    rounded = _rounded_factor(dtype, factor)
-    return not (rounded < (SMALLEST_NORMAL if dtype == "F64" else _SMALLEST_NORMAL32) or math.isinf(rounded))
+def _rounded(dtype: str, factor: float) -> tuple[float, bool]:
+    """Round a factor to its type for a storage type, and check whether that is normal and finite, or NaN."""
+    rounded = STORAGE["F64" if dtype == "F64" else "F32"].rounded(factor)
+    smallest = SMALLEST_NORMAL if dtype == "F64" else _SMALLEST_NORMAL32
+    return rounded, not (rounded < smallest or math.isinf(rounded))
 
 
 def out_of_range(selected: Selected, coef: float, hint: str) -> BadInputError:

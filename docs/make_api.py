@@ -57,7 +57,7 @@ RESULT = """\
 ```"""
 PAGES = {
     "gradtool.backends.differences": "[Numerics](numerics.md#differences)",
-    "gradtool.ops.limits": "[numerics](numerics.md#limits-that-learn)",
+    "gradtool.ops.clip.limits": "[numerics](numerics.md#limits-that-learn)",
     "gradtool.reduction": "[numerics](numerics.md#norms-and-sums)",
 }
 _WIDTH = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
 
+# Below, a float64 loses precision, and then is 0.
+SMALLEST_NORMAL = sys.float_info.min
 COLUMNS = {name: Column(*fact) for name, fact in FACTS.items()}
 
 
@@ -89,3 +92,20 @@ class Measurement(Facts, Tally):
         if not self.spec.drop_nonfinite and any(self.nan[number] for number in numbers):
             return math.nan
         return max((self.max_abs[number] for number in numbers), default=0.0) / unscale
+
+
+def is_limit(limit: float | None) -> bool:
+    """Check whether there is a norm that is above a limit."""
+    return limit is not None and limit < math.inf
+
+
+def clip_coef(limit: float | None, norm: float, eps: float) -> float:
+    """Return the coefficient limit / (norm + eps), infinite where there is nothing to clip; NaN goes through.
+
+    It is 0 for a limit of 0 or an infinite norm. A quotient that underflows is the smallest number above 0.
+    """
+    # An infinite limit changes nothing, not even where the norm is infinite too.
+    if limit is None or not is_limit(limit) or norm + eps == 0:
+        return math.inf
+    is_zero = limit == 0 or math.isinf(norm)
+    return limit / (norm + eps) or (0.0 if is_zero else math.ulp(0.0))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool.errors import NonFiniteError, Problem, number_of
+from gradtool.errors import Problem, number_of
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,28 +146,24 @@ def statistics(
     }
 
 
-def loss_warnings(
-    selected: Sequence[Selected],
-    written: Measurement,
-    remedy: str = "Use --dtype {} with --output or --output-dir to keep them",
-) -> list[Problem]:
+def loss_warnings(selected: Sequence[Selected], written: Measurement, remedy: str = "") -> list[Problem]:
     """Warn if more than 0.1 % of the values other than 0 became 0 or subnormal in the tensors that were written.
 
-    The remedy has a place for a type that holds them.
+    The remedy has a place for a type that holds them; without one, it is the option for the type of new files.
     """
     zeros, subnormals = sum(written.new_zeros), max(0, sum(written.new_subnormals))
-    nonzero = sum(one.tensor.elements for one in selected) - sum(written.zeros) + zeros
+    nonzero = sum(tensor.elements for _, tensor in selected) - sum(written.zeros) + zeros
     if (zeros + subnormals) * _LOSSES <= nonzero:
         return []
     losses = zip(selected, written.new_zeros, written.new_subnormals, strict=True)
-    dtypes = sorted({one.tensor.dtype for one, zeros, subnormals in losses if zeros or subnormals > 0})
+    dtypes = sorted({entry.tensor.dtype for entry, zeros, subnormals in losses if zeros or subnormals > 0})
     message = f"of {number_of(nonzero, 'value')} other than 0, {zeros:,} became 0 and {subnormals:,} more than before "
     message += f"are subnormal: too small for {' and '.join(dtypes)}"
-    if dtypes != ["F64"]:
-        # F32 has no smaller exponents than BF16.
-        wider = "F64" if {"F32", "BF16", "F64"} & set(dtypes) else "F32"
-        message += f". {remedy.format(wider)}"
-    return [Problem("underflow", message)]
+    # F32 has no smaller exponents than BF16.
+    wider = "F64" if {"F32", "BF16", "F64"} & set(dtypes) else "F32"
+    outputs = option("output"), option("output_dir")
+    hint = remedy.format(wider) or say("use {} with {} or {} to keep them", option("dtype", wider), *outputs)
+    return [Problem("underflow", message, hint=None if dtypes == ["F64"] else hint)]
 
 
 def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:
@@ -193,17 +190,3 @@ def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list
             message = f"{what}, the first at index {written.first_nonfinite[number]}"
             problems.append(Problem("overflow", message, str(one.shard.path), one.tensor.name))
     return problems
-
-
-def refuse_nonfinite(selected: Sequence[Selected], found: Measurement, remedy: str) -> None:
-    """Raise `NonFiniteError` for tensors that contain NaN or Inf."""
-    problems = nonfinite_problems(selected, found)
-    if problems:
-        raise NonFiniteError(f"input contains NaN or Inf; nothing written. {remedy}", problems)
-
-
-def refuse_overflow(selected: Sequence[Selected], written: Measurement) -> None:
-    """Raise `NonFiniteError` for tensors whose results overflow their type."""
-    problems = overflow_problems(selected, written)
-    if problems:
-        raise NonFiniteError("results overflow their type; nothing written. Use a larger --unscale", problems)

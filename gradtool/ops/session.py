@@ -15,6 +15,7 @@ from gradtool.errors import Problem, UsageError
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.transaction.destination import DISCARD, Discard
 from gradtool.store.transaction.inputs import Inputs, open_to_read
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.output import Output
     from gradtool.store.transaction.output_options import OutputOptions
     from gradtool.store.transaction.small import SmallFile
+    from gradtool.wording import Wording
 
 
 @dataclass(frozen=True)
@@ -182,11 +184,12 @@ def output_options_of(options: Rewriting) -> OutputOptions:
     )
 
 
-def refuse_engine(options: Compute, command: str) -> None:
+def refuse_engine(options: Compute, what: Wording | str) -> None:
     """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
     engine = asked_for(options.engine)
     if engine.address is not None:
-        raise UsageError(f"{command} runs on one machine; use --engine threads instead of {engine.name}")
+        hint = say("use {} instead of {}", option("engine", "threads"), engine.name)
+        raise UsageError(say("{} runs on one machine", what), hint=hint)
 
 
 class Session:

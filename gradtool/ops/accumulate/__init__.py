@@ -84,7 +84,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         matched, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
         done = (add if options.update else skip_update)(session, options, buffer, matched, output)
     # The type of a buffer cannot be changed by an option.
-    remedies = () if options.is_new else ("Use a buffer of {} to keep them",)
+    remedies = () if options.is_new else ("use a buffer of {} to keep them",)
     warnings = [*gaps, *done.warnings, *loss_warnings(done.targets, done.after, *remedies)]
     rows = [contribution.row for contribution in done.contributions]
     return AccumulateResult(

@@ -10,8 +10,8 @@ from gradtool.backends.protocol import NormSpec, Rule, Trim
 from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of
 from gradtool.ops.accumulate.passes import Add, Compare
 from gradtool.ops.aligned_read import Source
-from gradtool.ops.clip_policy import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.diff.figures import root
+from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.passes import Measure, TensorPass
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.ops.weights import Weight, has_values, replace_total, stored_key, stored_sum, sum_of

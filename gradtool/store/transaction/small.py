@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import UsageError, from_os_error
 from gradtool.store import fs
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.replace import Replacement
+    from gradtool.wording import Wording
 
 
 class SmallFile(NamedTuple):
@@ -37,13 +39,14 @@ def write_small(replacement: Replacement, file: SmallFile, *, is_new: bool) -> N
         raise from_os_error(error, file.path) from error
 
 
-def refuse_to_replace(sets: Sequence[GradientSet], what: str, targets: Sequence[Path]) -> None:
+def refuse_to_replace(sets: Sequence[GradientSet], what: Wording | str, targets: Sequence[Path]) -> None:
     """Raise `UsageError` for a target that is a file of sets that are only read; `what` they are."""
     files = [path for one in sets for path in (*(shard.path for shard in one.shards), one.index) if path is not None]
     read = set(map(os.path.realpath, files))
     for target in targets:
         if os.path.realpath(target) in read:
-            raise UsageError(f"{target} is a file of {what}, which would be replaced; write to another file")
+            what = say("{} is a file of {}, which would be replaced", target, what)
+            raise UsageError(what, hint="write to another file")
 
 
 def refuse_among(targets: Sequence[Path], states: Sequence[Path]) -> None:

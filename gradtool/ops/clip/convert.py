@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule
 from gradtool.backends.storage import STORAGE
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Scaling, TensorPass, pieces_of
+from gradtool.ops.passes import Scaling, TensorPass, by_shard, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import reindexed
@@ -34,20 +34,17 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 8 * TILE
 
 
-def converted(
-    output: Output, scaling: Scaling, dtype: str
-) -> tuple[Convert, Sequence[Selected], Sequence[NewFile], Sequence[SmallFile]]:
-    """Return a pass that stores what another one scales in a type, the tensors there, the new files and the indexes.
+def converted(output: Output, scaling: Scaling, dtype: str) -> tuple[Convert, list[NewFile], list[SmallFile]]:
+    """Return a pass that stores what another one scales in a type, the new files and the indexes.
 
     Raises:
         BadInputError: the header of a new file would be beyond the limits of what is read.
     """
-    names: dict[Shard, set[str]] = {shard: set() for shard in output.shards}
-    for one in scaling.selected:
-        names[one.shard].add(one.tensor.name)
-    files = {shard: _new_file(shard, own, dtype) for shard, own in names.items()}
-    tensors = {shard: {tensor.name: tensor for tensor in placed} for shard, (_, placed) in files.items()}
-    targets = [Selected(one.shard, tensors[one.shard][one.tensor.name]) for one in scaling.selected]
+    wanted = by_shard(scaling.selected)
+    names = {shard: {tensor.name for _, tensor in wanted.get(shard, ())} for shard in output.shards}
+    files = {shard: _new_file(shard, names[shard], dtype) for shard in output.shards}
+    placed = {(shard, tensor.name): tensor for shard, (_, tensors) in files.items() for tensor in tensors}
+    targets = [Selected(shard, placed[shard, tensor.name]) for shard, tensor in scaling.selected]
     indexes = []
     for owner in output.sets:
         if owner.index is not None:
@@ -56,20 +53,19 @@ def converted(
             indexes.append(SmallFile(owner.index, stat, reindexed(owner.index, tensors_of, content)))
     # The pass measures what is stored, so nothing needs to be summed where it scales.
     quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
-    work = Convert(scaling.selected, scaling.spec, quick, targets)
-    return work, targets, [file for file, _ in files.values()], indexes
+    return Convert(scaling.selected, scaling.spec, quick, targets), [file for file, _ in files.values()], indexes
 
 
 def _new_file(shard: Shard, names: Collection[str], dtype: str) -> tuple[NewFile, Sequence[Tensor]]:
-    """The new file of a shard in which the named tensors have another type, and the tensors in it."""
-    tensors = [new_tensor(one.name, dtype, one.shape) if one.name in names else one for one in shard.tensors]
+    """Return the new file of a shard in which the named tensors have another type, and the tensors in it."""
+    tensors = [new_tensor(old.name, dtype, old.shape) if old.name in names else old for old in shard.tensors]
     header, placed, size, copies = b"", shard.tensors, shard.size, [(0, shard.data_start, 0)]
     if any(new.dtype != old.dtype for new, old in zip(tensors, shard.tensors, strict=True)):
         # As the format's writers have it: larger elements first, so that every tensor is aligned.
-        header, new = lay_out(shard.path, sorted(tensors, key=lambda one: -BITS[one.dtype]), shard.metadata)
+        header, new = lay_out(shard.path, sorted(tensors, key=lambda tensor: -BITS[tensor.dtype]), shard.metadata)
         placed, size, copies = new.tensors, new.size, []
-    begins = {one.name: one.begin for one in placed}
-    copies += [(one.begin, one.end, begins[one.name]) for one in shard.tensors if one.name not in names]
+    begins = {tensor.name: tensor.begin for tensor in placed}
+    copies += [(old.begin, old.end, begins[old.name]) for old in shard.tensors if old.name not in names]
     return NewFile(shard, size, header, copies), placed
 
 
@@ -115,8 +111,7 @@ class Convert(TensorPass[Measurement]):
                     written.new_zeros[number] += zeros
                     written.new_subnormals[number] += subnormals
                 tally.add(block, written)
-                for span, piece in zip(block.spans, targets, strict=True):
-                    itemsize = STORAGE[piece.dtype].itemsize
+                for span, (dtype, offset, elements) in zip(block.spans, targets, strict=True):
+                    itemsize = STORAGE[dtype].itemsize
                     begin = self.targets[span.tensor].tensor.begin + span.start * itemsize
-                    content = new[piece.offset : piece.offset + piece.elements * itemsize]
-                    worker.destination.put(worker, block.shard, begin, content)
+                    worker.destination.put(worker, block.shard, begin, new[offset : offset + elements * itemsize])

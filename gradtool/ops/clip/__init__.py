@@ -1,0 +1,210 @@
+"""Clips gradients by their global norm, by the norm of each group or tensor, or by value."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradtool.declare import operation
+from gradtool.errors import NonFiniteError, Problem
+from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
+from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
+from gradtool.ops.groups import groups_of
+from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, overflow_problems, statistics
+from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.options import ClipOptions
+from gradtool.store.transaction.destination import DISCARD
+from gradtool.wording import option, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import TensorPass
+    from gradtool.ops.session import Session
+    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.transaction.output import Output
+
+
+@dataclass(frozen=True)
+class TensorClip:
+    """What was done to one tensor."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm_before: float
+    norm_after: float
+    coef: float
+    clipped: bool
+
+
+@dataclass(frozen=True)
+class GroupClip:
+    """What was done to the tensors that a regular expression matches; without one, to those in no group.
+
+    `coef` is None where nothing limits them.
+    """
+
+    group: str | None
+    tensors: int
+    norm_before: float
+    norm_after: float
+    coef: float | None
+    clipped: bool
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ClipResult(Statistics):
+    """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
+
+    `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
+    the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
+    `limit` came to, None where `z` does not clip, and `steps` counts the norms that its state has seen. `zeros` counts
+    what was written, and `zeros_before` what was there. A norm above `skip_above` is one of the `problems`; then
+    nothing was written.
+    """
+
+    headline = ("norm_before", "norm_after", "coef", "clipped")
+
+    output: OutputSummary
+    per_tensor: tuple[TensorClip, ...] = ()
+    per_group: tuple[GroupClip, ...] = ()
+    max_norm: float | None = None
+    max_value: float | None = None
+    total_norm: float | None = None
+    unscale: float
+    agc: float | None = None
+    units: int | None = None
+    units_clipped: int | None = None
+    limit: float | None = None
+    state: str | None = None
+    steps: int | None = None
+    norm_before: float
+    norm_after: float
+    coef: float | None = None
+    clipped: bool
+    zeros_before: int
+    problems: tuple[Problem, ...] = ()
+
+
+@operation(ClipOptions)
+def clip(options: ClipOptions) -> ClipResult:
+    """Scale all selected tensors of all paths, taken as one vector, to a norm of at most `max_norm`, in place.
+
+    coef = max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_; eps=1e-7 gives Lucid's clip_grad_norm, eps=0
+    that of Optax and Keras. If coef < 1, every element becomes round(g · coef), with coef rounded to float32 (F64:
+    float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
+    `gradtool.norm`.
+
+    A `group` REGEX:C clips the tensors whose name matches REGEX to C, by their own norm; all other tensors are clipped
+    to `max_norm`, by theirs, or are left as they are without it.
+
+    A `limit` follows from the norms of earlier calls, which the file `state` keeps: "z=2.5" is ZClip (arXiv
+    2504.02507), "percentile=10" is AutoClip (arXiv 2007.14469); `gradtool.ops.clip.limits` has their formulas. With
+    `max_norm` too, the smaller one counts. The state is written together with the gradients, or by itself where nothing
+    is clipped.
+
+    With `agc` each unit, such as a row of a weight, becomes round(g · agc · max(‖w‖, agc_eps) / ‖g‖) where its norm is
+    larger than agc · max(‖w‖, agc_eps); w are the parameters of the same unit, from `params`. This is adaptive gradient
+    clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis counts outputs, as torch has them.
+
+    With `dtype`, the selected tensors are stored in another type in new files, rounded once. A warning says so if many
+    values become 0 or subnormal.
+
+    Raises:
+        NonFiniteError: a value is NaN or Inf, or a result overflows its type; nothing is written.
+        UsageError: an option is invalid, or contradicts another one.
+        BadInputError: a file, index, tensor or state is invalid, a tensor is in two groups, or a coefficient is out of
+            range for its type.
+        BackendUnavailableError: the backend is not available.
+        SystemRefusedError: reading or writing failed; nothing is written.
+    """
+    check_options(options)
+    limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)
+    if options.agc is not None:
+        refuse_engine(options, option("agc"))
+    output_options = output_options_of(options)._replace(state=None if state is None else str(state))
+    call = Call.of(options.named, options, unique_names=not options.concat)
+    with call.open_to_write(output_options) as (session, output), contextlib.ExitStack() as stack:
+        selected, groups = session.selected, groups_of(session.selected, [pattern for pattern, _ in limits])
+        if options.agc is None:
+            state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
+            decision = decide(options, session, groups, state_file)
+        else:
+            from gradtool.ops.clip.units import clip_units  # only needed for this
+
+            output, decision = stack.enter_context(clip_units(options, session, output))  # noqa: PLW2901
+        destination, after, warnings = _write(session, output, options, decision)
+        before, norms = decision.before, decision.norms
+        norms_after = norms
+        if decision.scaling is not None:
+            members = [group.numbers for group in groups]
+            norms_after = after.norms(per_tensor=options.per_tensor, groups=members)
+    return ClipResult(
+        **statistics(session, selected, before, unscale=options.unscale, after=after, warnings=warnings),
+        output=output_summary(session, output, destination),
+        per_tensor=tuple(
+            TensorClip(tensor.name, str(shard.path), tensor.dtype, tensor.shape, was, now, coef, clipped)
+            # There are no norms of tensors unless `per_tensor` asks for them.
+            for (shard, tensor), was, now, coef, clipped in zip(
+                selected, norms.tensors, norms_after.tensors, decision.coefs, decision.clipped, strict=False
+            )
+        ),
+        per_group=tuple(
+            GroupClip(
+                pattern,
+                len(numbers),
+                was,
+                now,
+                coef=None if pattern is None and options.max_norm is None else decision.coefs[numbers[0]],
+                clipped=any(decision.clipped[number] for number in numbers),
+            )
+            for (pattern, numbers), was, now in zip(groups, norms.groups, norms_after.groups, strict=True)
+        ),
+        max_norm=options.max_norm,
+        max_value=options.max_value,
+        total_norm=options.total_norm,
+        unscale=options.unscale,
+        agc=options.agc,
+        units=decision.units[0],
+        units_clipped=decision.units[1],
+        limit=decision.limit,
+        state=output_options.state,
+        steps=None if decision.state_file is None else decision.state_file.state.steps,
+        norm_before=norms.whole,
+        norm_after=norms_after.whole,
+        coef=decision.coef,
+        clipped=any(decision.clipped),
+        zeros_before=before.stored_zeros,
+        problems=tuple(decision.problems),
+    )
+
+
+def _write(
+    session: Session, output: Output, options: ClipOptions, decision: Decision
+) -> tuple[Destination, Measurement, Sequence[Problem]]:
+    """Write what changes, and the state; return where it was written, what all tensors are now, and what to warn of."""
+    if decision.scaling is None:
+        return DISCARD, decision.before, ()
+    work: TensorPass[Measurement] = decision.scaling
+    targets, indexes = work.selected, None
+    if options.dtype is None:
+        files = output.files(targets)
+    else:
+        from gradtool.ops.clip.convert import converted  # only needed for this
+
+        work, files, indexes = converted(output, decision.scaling, options.dtype)
+        targets = work.targets
+    state = None if decision.state_file is None else decision.state_file.content()
+    with session.writing(output, files, indexes, state) as destination:
+        after = session.run(work, destination)
+        problems = overflow_problems(targets, after) if options.nonfinite != "propagate" else ()
+        if problems:
+            hint = say("use a larger {}", option("unscale"))
+            raise NonFiniteError("results overflow their type; nothing written", problems, hint)
+    # All is lost on purpose where values are limited to 0.
+    losses = () if options.max_value == 0 else loss_warnings(targets, after)
+    return destination, decision.before.updated(decision.numbers, after), losses

@@ -1,0 +1,207 @@
+"""Decides what clipping does to each tensor, and checks which options go together."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool import validators
+from gradtool.arrays import np
+from gradtool.backends.protocol import NormSpec
+from gradtool.backends.storage import STORAGE
+from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
+from gradtool.ops.clip.limits import rule_from_options, state_path
+from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
+from gradtool.ops.passes import Measure, Rewrite
+from gradtool.ops.results import nonfinite_problems
+from gradtool.wording import option, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradtool.ops.clip.limits import StateFile
+    from gradtool.ops.groups import Group
+    from gradtool.ops.measurement import Measurement, Norms
+    from gradtool.ops.passes import Scaling
+    from gradtool.ops.session import Session
+    from gradtool.options import ClipOptions
+    from gradtool.store.format.gradset import Selected
+
+    # A norm that may be limited: its maximum, the norm, and the numbers of its tensors.
+    _Scope = tuple[float | None, float, Sequence[int]]
+
+# Below, a float32 loses precision, and then is 0.
+_SMALLEST_NORMAL32 = 2.0**-126
+_LIMITS = ("max_norm", "max_value", "group", "limit", "agc")
+_REQUIRES = {"params": "agc", "agc_eps": "agc", "agc": "params", "limit": "state", "state": "limit"}
+_AGC = "max_norm max_value norm_type eps per_tensor total_norm group limit state warmup window skip_above"
+# What an option does, and those that this excludes.
+_EXCLUDES = {
+    "agc": ("limits each unit by the L2 norm of its parameters", _AGC),
+    "max_value": ("uses no norm", "max_norm limit per_tensor group total_norm eps"),
+    "limit": ("applies to the global norm", "per_tensor group"),
+    "per_tensor": ("limits the norm of each tensor", "group total_norm"),
+    "group": ("limits the norm of each group", "total_norm"),
+}
+
+
+def check_options(options: ClipOptions) -> None:
+    """Raise `UsageError` for options that need or exclude others, or whose text says nothing."""
+    given = {name for name in vars(options) if not options.is_default(name)}
+    for name, (what, others) in _EXCLUDES.items():
+        for other in others.split():
+            if {name, other} <= given:
+                raise UsageError(say("{} {} and cannot be combined with {}", option(name), what, option(other)))
+    for name, other in _REQUIRES.items():
+        if name in given and other not in given:
+            raise UsageError(say("{} requires {}", option(name), option(other)))
+    if given.isdisjoint(_LIMITS):
+        raise UsageError(say("one of {}, {}, {}, {} and {} is required", *map(option, _LIMITS)))
+    if options.agc is not None and options.nonfinite == "zero":
+        raise UsageError(say("{} cannot be combined with {}", option("agc"), option("nonfinite", "zero")))
+    if options.dtype is not None and options.output is None and options.output_dir is None:
+        raise UsageError(say("{} requires {} or {}", option("dtype"), option("output"), option("output_dir")))
+    group_limits(options)
+    rule_from_options(options)
+    state_path(options)
+
+
+def group_limits(options: ClipOptions) -> list[tuple[str, float]]:
+    """Return the regular expression and the maximum norm of each group; raises `UsageError` for what is not REGEX:C."""
+    limits = []
+    for text in options.group:
+        pattern, _, limit = text.rpartition(":")
+        if not pattern:
+            raise UsageError(say("{} must be REGEX:C, such as '^lm_head:0.5', not {!r}", option("group"), text))
+        name = say("the C of {}", option("group", text))
+        max_norm = validators.number(name, limit)
+        if not validators.NOT_NEGATIVE.holds(max_norm):
+            raise UsageError(say("{} must be {}, not {!r}", name, validators.NOT_NEGATIVE.words, max_norm))
+        limits.append((pattern, max_norm))
+    return limits
+
+
+def check_finite(
+    options: ClipOptions, selected: Sequence[Selected], sums: Measurement, what: str = "input contains NaN or Inf"
+) -> None:
+    """Raise `NonFiniteError` for tensors that contain NaN or Inf, unless the options say what becomes of these."""
+    problems = nonfinite_problems(selected, sums) if options.nonfinite == "error" else ()
+    if problems:
+        ways = option("nonfinite", "zero"), option("nonfinite", "propagate")
+        hint = say("use {} or {} to continue", *ways) if options.agc is None else say("use {} to continue", ways[1])
+        raise NonFiniteError(f"{what}; nothing written", problems, hint)
+
+
+class Decision(NamedTuple):
+    """What was measured, and what follows: the coefficient of each tensor, whether it is clipped, and the pass to run.
+
+    The pass rewrites the tensors with these `numbers`; with `problems` there is none. `coef` is the one coefficient of
+    all, or None where there is no such thing, and `limit` that of the rule, whose state is in `state_file`. `units` are
+    how many there are, and how many are clipped.
+    """
+
+    before: Measurement
+    norms: Norms
+    coef: float | None
+    coefs: Sequence[float]
+    clipped: Sequence[bool]
+    scaling: Scaling | None = None
+    numbers: Sequence[int] = ()
+    limit: float | None = None
+    state_file: StateFile | None = None
+    units: tuple[int | None, int | None] = (None, None)
+    problems: Sequence[Problem] = ()
+
+
+def decide(options: ClipOptions, session: Session, groups: Sequence[Group], state_file: StateFile | None) -> Decision:
+    """Measure gradients, and decide what becomes of each tensor.
+
+    Raises:
+        NonFiniteError: a value is NaN or Inf.
+        BadInputError: a norm overflows, or a coefficient is out of range for its type.
+    """
+    selected = session.selected
+    spec = NormSpec(options.norm_type, drop_nonfinite=options.nonfinite == "zero")
+    before = session.run(Measure(selected, spec, keep_on_device=True))
+    check_finite(options, selected, before)
+    members = [group.numbers for group in groups]
+    norms = before.norms(per_tensor=options.per_tensor, groups=members, unscale=options.unscale)
+    scopes = _scopes(options, groups, norms, len(selected))
+    limited = [norm for limit, norm, _ in scopes if state_file or is_limit(limit)]
+    if before.is_finite and math.inf in limited:
+        hint = say("use {} to limit the values first", option("max_value"))
+        raise BadInputError("the norm overflows float64; nothing written", hint=hint)
+    norm = norms.whole if options.total_norm is None else options.total_norm
+    if options.skip_above is not None and not norm <= options.skip_above:
+        what = "is NaN, which is not within" if math.isnan(norm) else f"{norm!r} is above"
+        what = say("the norm {} the limit {!r} of {}; nothing written", what, options.skip_above, option("skip_above"))
+        ones, no, problems = [1.0] * len(selected), [False] * len(selected), [Problem("above-limit", what)]
+        return Decision(before, norms, 1.0, ones, no, state_file=state_file, problems=problems)
+    limit = math.inf
+    if state_file is not None:
+        limit, state = state_file.rule.learn(state_file.state, norm)
+        state_file = state_file._replace(state=state)
+        options = options.replace(max_norm=min(limit, math.inf if options.max_norm is None else options.max_norm))
+        scopes = _scopes(options, groups, norms, len(selected))
+    decision = _decide_each(options, selected, scopes, before, norms)
+    return decision._replace(limit=None if math.isinf(limit) else limit, state_file=state_file)
+
+
+def _scopes(options: ClipOptions, groups: Sequence[Group], norms: Norms, tensors: int) -> list[_Scope]:
+    """Return the norms that may be limited."""
+    if options.per_tensor:
+        return [(options.max_norm, norm, [number]) for number, norm in enumerate(norms.tensors)]
+    if groups:
+        # The last limit is that of all other tensors, if there are any.
+        limits = [*(limit for _, limit in group_limits(options)), options.max_norm]
+        return list(zip(limits, norms.groups, (group.numbers for group in groups), strict=False))
+    return [(options.max_norm, norms.whole if options.total_norm is None else options.total_norm, range(tensors))]
+
+
+def _decide_each(
+    options: ClipOptions, selected: Sequence[Selected], scopes: Sequence[_Scope], before: Measurement, norms: Norms
+) -> Decision:
+    """Decide what becomes of each tensor, given the norms that are limited."""
+    last, coefs = math.inf, [math.inf] * len(selected)
+    for limit, norm, numbers in scopes:
+        last = clip_coef(limit, norm, options.eps)
+        for number in numbers:
+            coefs[number] = last
+    clamp = math.inf if options.max_value is None else abs(options.max_value)
+    clamps = {dtype: STORAGE[dtype].rounded(clamp) for dtype in {tensor.dtype for _, tensor in selected}}
+    clipped, factors = [], {}
+    for number, ((_, tensor), coef) in enumerate(zip(selected, coefs, strict=True)):
+        # NaN goes through.
+        factor = (1.0 if coef >= 1 else coef) / options.unscale
+        rounded, is_precise = _rounded(tensor.dtype, factor)
+        if coef and (coef < SMALLEST_NORMAL or not is_precise):
+            small = coef if coef < SMALLEST_NORMAL else factor
+            raise out_of_range(selected[number], small, "clip in several steps")
+        is_clamped = before.max_abs[number] / options.unscale > clamps[tensor.dtype]
+        drops = options.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
+        # A coefficient so near to 1 that it rounds to 1 clips nothing.
+        clipped.append(is_clamped or (not coef >= 1 and _rounded(tensor.dtype, coef)[0] != 1))
+        if options.dtype is not None or (tensor.elements and (rounded != 1 or is_clamped or drops)):
+            factors[number] = rounded
+    scaling = Rewrite([selected[number] for number in factors], before.spec, list(factors.values()), clamp)
+    has_one = options.max_norm is not None and not (options.per_tensor or options.group)
+    return Decision(before, norms, last if has_one else None, coefs, clipped, scaling, list(factors))
+
+
+# It is nearly always called with the same few numbers for all tensors.
+@lru_cache(maxsize=64)
+def _rounded(dtype: str, factor: float) -> tuple[float, bool]:
+    """Round a factor to its type for a storage type, and check whether that is normal and finite, or NaN."""
+    rounded = STORAGE["F64" if dtype == "F64" else "F32"].rounded(factor)
+    smallest = SMALLEST_NORMAL if dtype == "F64" else _SMALLEST_NORMAL32
+    return rounded, not (rounded < smallest or math.isinf(rounded))
+
+
+def out_of_range(selected: Selected, coef: float, hint: str) -> BadInputError:
+    """Make the error for a coefficient that the type of the factors of a tensor cannot hold."""
+    shard, tensor = selected
+    work = np.finfo(STORAGE[tensor.dtype].work)
+    bounds = f"{work.dtype} ({work.tiny:.3g} to {work.max:.3g}), its type for {tensor.dtype}"
+    what = f"the coefficient {coef!r} is out of range for {bounds}; nothing written"
+    return BadInputError(what, file=shard.path, tensor=tensor.name, hint=hint)

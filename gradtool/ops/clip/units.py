@@ -1,0 +1,286 @@
+"""Adaptive gradient clipping (`clip --agc`): each unit is limited by the norm of its own parameters.
+
+A unit is what belongs to one output: a row of a linear layer's weight, a filter of a convolution. Frameworks that store
+outputs first (torch: OI, OIHW) have it at one index of the first axis. A tensor with at most one axis longer than 1, as
+a bias or a scale, is a single unit. There may be half as many units as elements, so their factors are not held in
+memory: the first pass writes them to an unnamed temporary file, from which the second pass reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from array import array
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from gradtool import tuning
+from gradtool.backends.protocol import NormSpec, Stored, UnitCounts, UnitLimits, Units
+from gradtool.backends.storage import STORAGE
+from gradtool.backends.units import norms_of, set_factors
+from gradtool.engines.tally import Column, Tally
+from gradtool.errors import BadInputError, Problem, SystemRefusedError
+from gradtool.ops.aligned_read import read_one
+from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
+from gradtool.ops.measurement import Measurement
+from gradtool.ops.passes import Measure, Scaling, TensorPass, pieces_of
+from gradtool.store import fs
+from gradtool.store.format.gradset import refuse_dtypes, refuse_shared_names
+from gradtool.store.transaction.inputs import Inputs, open_to_read
+from gradtool.store.transaction.small import refuse_to_replace
+from gradtool.wording import option, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradtool.backends.protocol import BlockSums, Data, Factors, Piece
+    from gradtool.engines.worker import Loaded, Worker
+    from gradtool.ops.session import Session
+    from gradtool.options import ClipOptions
+    from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.output import Output
+
+    # Consecutive units: the number of their tensor, that of the first, their factors, and what is counted of them.
+    UnitFactors = tuple[int, int, Factors, UnitCounts]
+
+
+@contextlib.contextmanager
+def clip_units(options: ClipOptions, session: Session, output: Output) -> Iterator[tuple[Output, Decision]]:
+    """Decide what becomes of each unit. New files may be read by those who may read gradients and parameters.
+
+    Raises:
+        UsageError: a file of the parameters would be replaced.
+        BadInputError: the parameters do not fit the gradients, or a coefficient is out of range for its type.
+        NonFiniteError: a gradient or a parameter is NaN or Inf.
+        SystemRefusedError: a file cannot be read, or may be half changed; or there is no room for the factors.
+    """
+    grads, spec = session.selected, NormSpec()
+    sets, params = _parameters(options, grads, output)
+    limits = UnitLimits(options.agc or 0.0, options.agc_eps, options.unscale)
+    with contextlib.closing(FactorFile(grads)) as file:
+        before, units = session.run(ComputeUnitFactors(grads, spec, params, limits, file))
+        check_finite(options, grads, before)
+        suspects = [param for param, count in zip(params, units.nonfinite, strict=True) if count]
+        if suspects and options.nonfinite == "error":
+            # The norm of finite parameters may overflow, too.
+            check_finite(options, suspects, session.run(Measure(suspects, spec)), "a parameter is NaN or Inf")
+        for number, unit in enumerate(units.beyond):
+            if unit >= 0:
+                factor = memoryview(bytearray(8)).cast("d")
+                file.read(number, unit, factor)
+                hint = say("use a larger {}, or clip in several steps", option("agc"))
+                raise out_of_range(grads[number], factor[0], hint)
+        numbers = [number for number, count in enumerate(units.changed) if count or options.dtype is not None]
+        scaling = ScaleUnits([grads[number] for number in numbers], spec, numbers, file)
+        clipped = [count > 0 for count in units.clipped]
+        counts = sum(units_of(grad)[0] for grad in grads), sum(units.clipped)
+        norms = before.norms(unscale=options.unscale)
+        yield output.made_of(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
+
+
+def _parameters(
+    options: ClipOptions, grads: Sequence[Selected], output: Output
+) -> tuple[Sequence[GradientSet], Sequence[Selected]]:
+    """Open the parameters of gradients: their sets, and for each gradient the tensor of the same name and shape."""
+    opened = open_to_read(Inputs([os.fspath(options.params or "")]))
+    refuse_to_replace(opened.sets, option("params"), output.targets)
+    refuse_shared_names(opened.selected)
+    by_name = {param.tensor.name: param for param in opened.selected}
+    problems = []
+    for shard, tensor in grads:
+        param = by_name.get(tensor.name)
+        if param is None:
+            missing = say("is missing from {}", option("params", options.params))
+            problems.append(Problem("missing-tensor", missing, str(shard.path), tensor.name))
+        elif param.tensor.shape != tensor.shape:
+            shape = f"has shape {list(param.tensor.shape)}, but its gradient has {list(tensor.shape)}"
+            problems.append(Problem("shape", shape, str(param.shard.path), tensor.name))
+    if problems:
+        raise BadInputError.from_problems(problems, say("use {} to skip tensors", option("exclude")))
+    params = [by_name[grad.tensor.name] for grad in grads]
+    refuse_dtypes(params, tuple(STORAGE))
+    return opened.sets, params
+
+
+def units_of(selected: Selected) -> tuple[int, int]:
+    """Return how many units a tensor has, and how many consecutive elements each of them has."""
+    shape, elements = selected.tensor.shape, selected.tensor.elements
+    if not elements:
+        return 0, 1
+    count = shape[0] if sum(size > 1 for size in shape) > 1 else 1
+    return count, elements // count
+
+
+class FactorFile:
+    """The factors of all units, float64, tensor after tensor in an unnamed temporary file.
+
+    Raises:
+        SystemRefusedError: the folder for temporary files, TMPDIR, has no room.
+    """
+
+    def __init__(self, grads: Sequence[Selected]) -> None:
+        import tempfile  # slow to import
+
+        self._begins = list(accumulate((8 * units_of(grad)[0] for grad in grads), initial=0))
+        self._folder = tempfile.gettempdir()
+        with self._errors():
+            self._file = tempfile.TemporaryFile(dir=self._folder, prefix="gradtool-", buffering=0)  # noqa: SIM115
+        self.close = self._file.close
+
+    def write(self, tensor: int, first: int, factors: Factors) -> None:
+        """Write the factors of consecutive units of a tensor."""
+        with self._errors():
+            fs.write_all(self._file.fileno(), [factors.cast("B")], self._begins[tensor] + 8 * first)
+
+    def read(self, tensor: int, first: int, factors: Factors) -> None:
+        """Read the factors of consecutive units of a tensor."""
+        view, begin = factors.cast("B"), self._begins[tensor] + 8 * first
+        with self._errors():
+            while view:
+                count = os.preadv(self._file.fileno(), [view], begin)
+                if not count:
+                    raise OSError(errno.EIO, "the temporary file is shorter than what was written")
+                view, begin = view[count:], begin + count
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"cannot store the factors of units: {error.strerror}"
+            raise SystemRefusedError(what, file=self._folder, hint="set TMPDIR to another folder") from error
+
+
+class UnitTally(Tally):
+    """What is counted of the units of gradients, as `UnitCounts` has it; units take the place of elements."""
+
+    clipped: array[int]
+    changed: array[int]
+    nonfinite: array[int]
+    beyond: array[int]
+
+    def __init__(self, grads: Sequence[Selected]) -> None:
+        sums = dict.fromkeys(UnitCounts._fields, Column("q", "sum"))
+        super().__init__(sums | {"beyond": Column("q", "first")}, [], [1] * len(grads))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
+    """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
+
+    title = "comparing"
+    by_tensor = ("params",)
+
+    params: Sequence[Selected]
+    limits: UnitLimits
+    file: FactorFile
+
+    @property
+    def beside(self) -> Sequence[Selected]:
+        """The parameters."""
+        return self.params
+
+    def tally(self) -> tuple[Measurement, UnitTally]:
+        """Begin with nothing, of all gradients and of all units."""
+        return Measurement(self.selected, self.spec), UnitTally(self.selected)
+
+    def work(self, block: Block, worker: Worker, tally: tuple[Measurement, UnitTally]) -> None:
+        """Compute the factors of the units that begin in a block."""
+        with worker.load(block) as loaded, contextlib.ExitStack() as stack:
+            measured = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
+            units = [*self._whole_units(loaded, worker, stack), *self._cut_unit(block, worker, stack)]
+            # Nothing is added before all is known: a device that has no room gets the block in halves.
+            sums, counts = tally
+            sums.add(block, measured)
+            for tensor, first, factors, counted in units:
+                counts.merge([(tensor, first)], {name: [count] for name, count in counted._asdict().items()}, [])
+                self.file.write(tensor, first, factors)
+
+    def _whole_units(self, loaded: Loaded, worker: Worker, stack: contextlib.ExitStack) -> Iterator[UnitFactors]:
+        """Compute the factors of units of which all elements are in a block; the stack owns their memory."""
+        whole = {}
+        for span in loaded.block.spans:
+            size = units_of(self.selected[span.tensor])[1]
+            units = range(-(-span.start // size), (span.start + span.elements) // size)
+            if units:
+                whole[span.tensor] = span, size, units
+        if not whole:
+            return
+        sides = {number: self.params[number] for number in whole}
+        beside, addends = stack.enter_context(read_one(sides, self.selected, loaded.block, worker))
+        room = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in whole.values()))).cast("d")
+        for (span, size, units), addend in zip(whole.values(), addends, strict=True):
+            start, count = units.start * size - span.start, len(units) * size
+            grads = _stored(loaded.view, span.dtype, span.offset, start, count)
+            params = _stored(beside, addend.dtype, addend.offset, start, count)
+            factors, room = room[: len(units)], room[len(units) :]
+            counts = worker.backend.unit_factors(grads, params, size, self.limits, factors)
+            yield span.tensor, units.start, factors, counts
+
+    def _cut_unit(self, block: Block, worker: Worker, stack: contextlib.ExitStack) -> Iterator[UnitFactors]:
+        """Read the last unit of a block, if it goes on behind it, and compute its factor.
+
+        It is read in parts if it is longer than a patch.
+        """
+        for span in block.spans[-1:]:
+            grad, param = self.selected[span.tensor], self.params[span.tensor]
+            size, backend, factors = units_of(grad)[1], worker.backend, memoryview(bytearray(8)).cast("d")
+            unit, rest = divmod(span.start + span.elements, size)
+            if not rest or unit * size < span.start:
+                return
+            room, reads = min(size, tuning.PATCH_ELEMENTS), []
+            for side in (grad, param):
+                view = stack.enter_context(worker.memory(room * STORAGE[side.tensor.dtype].itemsize))
+                reads.append((partial(_read, worker, side, view), side.tensor.dtype))
+            if size <= tuning.PATCH_ELEMENTS:
+                grads, params = (Stored(read(unit * size, size), dtype) for read, dtype in reads)
+                counts = backend.unit_factors(grads, params, size, self.limits, factors)
+            else:
+                norms = [norms_of(*read, range(unit, unit + 1), size, backend) for read in reads]
+                counts = set_factors(norms[0], norms[1], self.limits, grad.tensor.dtype, factors)
+            yield span.tensor, unit, factors, counts
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaleUnits(Scaling):
+    """Multiplies each unit by its factor, and measures what is written; `numbers` are those of tensors in the file."""
+
+    numbers: Sequence[int]
+    file: FactorFile
+
+    def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
+        """Multiply each unit by its factor, which has the type that the stored values call for."""
+        units, ranges, count = [], [], 0
+        for span in block.spans:
+            size = units_of(self.selected[span.tensor])[1]
+            first, phase = divmod(span.start, size)
+            end = -(-(span.start + span.elements) // size)
+            units.append(Units(size, phase, count))
+            ranges.append((self.numbers[span.tensor], first, slice(count, count + end - first)))
+            count += end - first
+        with worker.memory(8 * count) as memory:
+            factors = memory.cast("d")
+            for span, piece, (number, first, place) in zip(block.spans, pieces, ranges, strict=True):
+                self.file.read(number, first, factors[place])
+                if span.dtype != piece.dtype:
+                    factors[place] = array("d", array("f", factors[place]))
+            return worker.backend.scale_units(data, pieces, units, factors, self.spec)
+
+
+def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> Stored:
+    """Return `count` elements from number `start` on, of those that begin at byte `offset` of a view."""
+    itemsize = STORAGE[dtype].itemsize
+    begin = offset + start * itemsize
+    return Stored(view[begin : begin + count * itemsize], dtype)
+
+
+def _read(worker: Worker, selected: Selected, view: memoryview, start: int, elements: int) -> memoryview:
+    """Read consecutive elements of a tensor into memory."""
+    itemsize = STORAGE[selected.tensor.dtype].itemsize
+    part = view[: elements * itemsize]
+    worker.read(selected.shard, selected.tensor.begin + start * itemsize, part)
+    return part

@@ -1,11 +1,14 @@
-"""How many values of some tensors have which binary exponent, and which storage types would hold them."""
+"""What `norm` reports on request: binary exponents, the storage types that could hold them, and rows.
+
+Imported only if a call asks for them.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.tally import Column
@@ -20,48 +23,9 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.inputs import OpenSets
 
 _COLUMNS = {"counts": Column("q", "bins"), "largest_finite": Column("d", "max")}
-
-
-class Histograms(Measurement):
-    """A measurement with a histogram of each tensor; `largest_finite` are magnitudes."""
-
-    counts: array[int]
-    largest_finite: array[float]
-
-    def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
-        bins = {dtype: storage.bins for dtype, storage in STORAGE.items()}
-        # An empty tensor is in no block, and has no bins.
-        self._bins = [bins[one.tensor.dtype] if one.tensor.elements else range(0) for one in selected]
-        super().__init__(selected, spec, _COLUMNS, [len(own) for own in self._bins])
-
-    def exponents(self, first: int, end: int) -> dict[int, int]:
-        """The exponents of consecutive tensors, those with the numbers from `first` up to `end`, and their counts."""
-        total: dict[int, int] = {}
-        for bins, alike in groupby(range(first, end), key=self._bins.__getitem__):
-            numbers = list(alike)
-            begin, stop = self._bounds[numbers[0]], self._bounds[numbers[-1] + 1]
-            for at, exponent in enumerate(bins):
-                total[exponent] = total.get(exponent, 0) + sum(self.counts[begin + at : stop : len(bins)])
-        return {exponent: total[exponent] for exponent in sorted(total) if total[exponent]}
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Profile(ReadingPass[Histograms]):
-    """Measures tensors, and counts their exponents while a block is still in the cache."""
-
-    title: ClassVar = "measuring"
-
-    def tally(self) -> Histograms:
-        """Begin with nothing."""
-        return Histograms(self.selected, self.spec)
-
-    def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
-        """Sum a block, and count its exponents."""
-        with worker.view(block, self.spec) as data:
-            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
-        tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
 
 
 @dataclass(frozen=True)
@@ -90,13 +54,96 @@ class StorageRange:
     max_scale_log2: int | None
 
 
-def histogram_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
-    """A row for each exponent that occurs, the smallest first."""
-    return tuple(ExponentCount(exponent, counts[exponent]) for exponent in sorted(counts))
+@dataclass(frozen=True)
+class TensorNorm:
+    """Statistics of one tensor; `max_abs` leaves NaN out."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class TensorHistogram(TensorNorm):
+    """The same, and how many values have which exponent."""
+
+    histogram: tuple[ExponentCount, ...]
+
+
+@dataclass(frozen=True)
+class FileNorm:
+    """Statistics of one path, which is `file` as it was given; `max_abs` leaves NaN out."""
+
+    file: str
+    tensors: int
+    elements: int
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class FileHistogram(FileNorm):
+    """The same, and how many values have which exponent."""
+
+    histogram: tuple[ExponentCount, ...]
+
+
+class Histograms(Measurement):
+    """A measurement with a histogram of each tensor; `largest_finite` are magnitudes."""
+
+    counts: array[int]
+    largest_finite: array[float]
+
+    def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
+        bins = {dtype: storage.bins for dtype, storage in STORAGE.items()}
+        # An empty tensor is in no block, and has no bins.
+        self._bins = [bins[one.tensor.dtype] if one.tensor.elements else range(0) for one in selected]
+        super().__init__(selected, spec, _COLUMNS, [len(exponents) for exponents in self._bins])
+
+    def exponents(self, first: int, end: int) -> dict[int, int]:
+        """Count the exponents, in order, of the tensors with the numbers from `first` up to `end`."""
+        total: dict[int, int] = {}
+        for bins, alike in groupby(range(first, end), key=self._bins.__getitem__):
+            numbers = list(alike)
+            begin, stop = self._bounds[numbers[0]], self._bounds[numbers[-1] + 1]
+            for at, exponent in enumerate(bins):
+                total[exponent] = total.get(exponent, 0) + sum(self.counts[begin + at : stop : len(bins)])
+        return {exponent: total[exponent] for exponent in sorted(total) if total[exponent]}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CountExponents(ReadingPass[Histograms]):
+    """Measures tensors, and counts their exponents while a block is still in the cache."""
+
+    title: ClassVar = "measuring"
+
+    def tally(self) -> Histograms:
+        """Begin with nothing."""
+        return Histograms(self.selected, self.spec)
+
+    def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
+        """Sum a block, and count its exponents."""
+        with worker.view(block, self.spec) as data:
+            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
+        tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
+
+
+def exponent_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
+    """Return a row for each exponent."""
+    return tuple(ExponentCount(exponent, count) for exponent, count in counts.items())
 
 
 def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[StorageRange]:
-    """A row for each storage type, from the counts of exponents and the largest finite magnitude."""
+    """Yield a row for each storage type, from the counts of exponents and the largest finite magnitude."""
     for dtype, storage in STORAGE.items():
         room = _room(dtype, largest) if counts else 0
         over = sum(count for exponent, count in counts.items() if exponent > storage.top)
@@ -113,9 +160,67 @@ def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[Storag
         )
 
 
+def whole_rows(measurement: Measurement) -> tuple[tuple[ExponentCount, ...], tuple[StorageRange, ...]]:
+    """Return the rows of all tensors together; none if their exponents were not counted."""
+    if not isinstance(measurement, Histograms):
+        return (), ()
+    counts, largest = measurement.exponents(0, len(measurement)), max(measurement.largest_finite, default=0.0)
+    return exponent_rows(counts), tuple(storage_ranges(counts, largest))
+
+
 def _room(dtype: str, largest: float) -> int:
-    """The largest k for which largest·2^k, rounded to a type, does not overflow."""
+    """Return the largest k for which largest·2^k, rounded to a type, does not overflow."""
     mantissa, exponent = math.frexp(largest)
     top = STORAGE[dtype].top
     overflows = not math.isfinite(STORAGE[dtype].rounded(math.ldexp(mantissa, top)))
     return top - exponent - overflows
+
+
+def tensor_rows(
+    selected: Sequence[Selected], measurement: Measurement, norms: Sequence[float], top: int | None
+) -> list[TensorNorm]:
+    """Return a row for each norm of a tensor, or for the `top` largest ones, NaN first."""
+    rows = []
+    for number, norm in enumerate(norms):
+        shard, tensor = selected[number]
+        row = TensorNorm(
+            name=tensor.name,
+            file=str(shard.path),
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            norm=norm,
+            max_abs=measurement.max_abs[number],
+            nan=measurement.nan[number],
+            inf=measurement.inf[number],
+            zeros=measurement.zeros[number],
+        )
+        rows.append(_with_histogram(row, TensorHistogram, measurement, number, number + 1))
+    return rows if top is None else sorted(rows, key=lambda row: (not math.isnan(row.norm), -row.norm))[:top]
+
+
+def file_rows(paths: Sequence[str], opened: OpenSets, measurement: Measurement) -> Iterator[FileNorm]:
+    """Yield a row for each path."""
+    first = 0
+    for path, gradset in zip(paths, opened.sets, strict=True):
+        selected = opened.selected_in(gradset.shards)
+        end = first + len(selected)
+        sums = measurement.between(first, end)
+        row = FileNorm(
+            file=path,
+            tensors=len(selected),
+            elements=sum(one.tensor.elements for one in selected),
+            norm=sums.norms().whole,
+            max_abs=sums.largest,
+            nan=sum(sums.nan),
+            inf=sum(sums.inf),
+            zeros=sum(sums.zeros),
+        )
+        yield _with_histogram(row, FileHistogram, measurement, first, end)
+        first = end
+
+
+def _with_histogram(row: Any, wider: type[Any], measurement: Measurement, first: int, end: int) -> Any:
+    """Return the row of some tensors as the wider type, if their exponents were counted."""
+    if not isinstance(measurement, Histograms):
+        return row
+    return wider(**vars(row), histogram=exponent_rows(measurement.exponents(first, end)))

@@ -11,7 +11,6 @@ from gradtool.engines.tally import Tallies
 from gradtool.ops.accumulate.add import Add
 from gradtool.ops.beside import read
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.diff.figures import root
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +69,6 @@ def compared(session: Session, adding: Add, rows: Sequence[GradientRow]) -> list
 
 
 def _row(row: GradientRow, found: Comparison) -> GradientRow:
-    counts = found.all_counts()
-    if counts.nonfinite_a or counts.nonfinite_b or counts.nonfinite_both:
+    if any(map(any, (found.nonfinite_a, found.nonfinite_b, found.nonfinite_both))):
         return replace(row, cosine=math.nan, distance=math.nan)
-    return replace(row, cosine=found.figures().cosine, distance=root(found.tile_sums[0]))
+    return replace(row, cosine=found.metrics().cosine, distance=found.distance())

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, Problem, UsageError, number_of, shortened
 from gradtool.ops.broadcast import is_broadcastable
-from gradtool.ops.names import prefix_between
 from gradtool.ops.totals import Total, total_of
+from gradtool.store.format.rename import prefix_problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,11 +99,10 @@ def _unmatched(
     gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], policy: Policy
 ) -> list[Problem]:
     """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
-    prefix, whole = prefix_between([one.tensor.name for one in extra], missing), _whole(policy)
+    whole = _whole(policy)
+    prefix = prefix_problem([one.tensor.name for one in extra], missing, gradient.path, whole)
     if prefix is not None:
-        have, lack = ("have", "lack") if prefix.is_extra else ("lack", "have")
-        message = f"{len(extra)} tensor names {have} the prefix {prefix.prefix!r}, which those of {whole} {lack}"
-        return [Problem("extra-tensor", f"{message}; {prefix.remedy}", str(gradient.path))]
+        return [prefix]
     if policy.missing != "error":
         message = f"has no tensor of the buffer's; --missing {policy.missing} needs at least one"
         return [] if policy.is_new else [Problem("missing-tensor", message, str(gradient.path))]

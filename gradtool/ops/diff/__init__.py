@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
-from gradtool.ops.diff.compare import Compare
-from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
-from gradtool.ops.diff.gates import Gates, nonfinite_problems
-from gradtool.ops.diff.pair import Pairs, Side, UnmatchedRow, pair
+from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
+from gradtool.ops.diff.pairs import Pairs, Side, UnmatchedRow, pair
+from gradtool.ops.diff.thresholds import any_set, exceeded, must_be_close, nonfinite_problems, tolerance_of
 from gradtool.ops.results import Result, call_summary
 from gradtool.ops.session import Call
 from gradtool.options import DiffOptions
 from gradtool.store.format.rename import Renames
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from gradtool.errors import Problem
     from gradtool.ops.diff.comparison import Comparison
 
@@ -62,24 +59,12 @@ class DiffResult(Result):
     """
 
     headline = (
-        "rel_l2",
-        "cosine",
-        "max_abs_diff",
-        "max_abs_diff_tensor",
-        "max_abs_diff_index",
-        "max_rel_diff",
-        "max_rel_diff_tensor",
-        "max_rel_diff_index",
-        "max_ulp",
-        "max_ulp_tensor",
-        "max_ulp_index",
-        "differing",
-        "nonfinite_a",
-        "nonfinite_b",
-        "nonfinite_both",
-        "not_close",
-        "unmatched",
-    )
+        "rel_l2", "cosine",
+        "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index",
+        "max_rel_diff", "max_rel_diff_tensor", "max_rel_diff_index",
+        "max_ulp", "max_ulp_tensor", "max_ulp_index",
+        "differing", "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched",
+    )  # fmt: skip
 
     rel_l2: float
     cosine: float
@@ -124,75 +109,68 @@ def diff(options: DiffOptions) -> DiffResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    gates = Gates.of(options)
-    opening = Call.of(
+    call = Call.of(
         [os.fspath(options.a), os.fspath(options.b)],
         options,
         renames=Renames.of(options.map, slice(1)),
         may_repeat=True,
     )
-    with opening.open_to_read() as session:
+    with call.open_to_read() as session:
         sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
         pairs = pair(*sides, skip=options.missing == "skip")
-        found = session.run(Compare(pairs.a, NormSpec(), pairs.b, gates.tolerance))
-        whole = found.figures()
-        rows = _rows(pairs, found, gates) if options.per_tensor or options.top is not None else []
-        call = call_summary(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))
+        comparison = session.run(Compare(pairs.a, NormSpec(), pairs.b, tolerance_of(options)))
+        metrics = comparison.metrics()
+        rows = _rows(pairs, comparison, options) if options.per_tensor or options.top is not None else []
+        has_limits = any_set(options)
+        summary = call_summary(session, pairs.a, warnings=() if has_limits else nonfinite_problems(pairs, comparison))
         return DiffResult(
-            call=replace(call, bytes=call.bytes + sum(one.tensor.nbytes for one in pairs.b)),
-            **whole._asdict(),
-            **_facts(pairs, found, gates),
+            call=replace(summary, bytes=summary.bytes + sum(one.tensor.nbytes for one in pairs.b)),
+            **metrics._asdict(),
+            **_counts(options, {name: sum(getattr(comparison, name)) for name in COUNTS}),
+            **_maxima(pairs, comparison),
             unmatched=len(pairs.unmatched),
-            per_tensor=tuple(rows if options.top is None else _worst(rows, options.top)),
+            per_tensor=tuple(rows),
             per_unmatched=tuple(pairs.unmatched),
-            problems=tuple(gates.problems(pairs, found, whole) if gates.is_any else ()),
+            problems=tuple(exceeded(options, pairs, comparison, metrics) if has_limits else ()),
         )
 
 
-_MAXIMA = {"max_abs_diff": MAX_ABS, "max_rel_diff": MAX_REL, "max_ulp": ULPS}
+def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
+    """Return the counts, without the one that has no meaning if nothing must be close."""
+    return counts if must_be_close(options) else counts | {"not_close": None}
 
 
-def _facts(pairs: Pairs, found: Comparison, gates: Gates) -> dict[str, Any]:
-    """The counts of all tensors, and the maxima over them; of equal ones, that of the first name."""
-    facts = _counts(found.all_counts(), gates)
-    names = [one.tensor.name for one in pairs.a]
-    for key, which in _MAXIMA.items():
-        values = getattr(found, which)
-        largest = max(values, default=0)
-        equal = [number for number, value in enumerate(values) if value == largest]
-        number = min(equal, key=names.__getitem__) if largest else None
-        facts[key] = largest
-        facts[f"{key}_tensor"] = None if number is None else names[number]
-        facts[f"{key}_index"] = None if number is None else found.maximum(which, number)[1]
-    return facts
+def _maxima(pairs: Pairs, comparison: Comparison) -> dict[str, Any]:
+    """Return the maxima over all tensors, and where they are; of equal ones, that of the first name."""
+    maxima: dict[str, Any] = {}
+    for name, index in zip(MAXIMA, INDICES, strict=True):
+        values = getattr(comparison, name)
+        maxima[name] = largest = max(values, default=0)
+        equal = [(pairs.a[number].tensor.name, number) for number, value in enumerate(values) if value == largest]
+        tensor, number = min(equal) if largest else (None, 0)
+        maxima |= {f"{name}_tensor": tensor, index: getattr(comparison, index)[number] if largest else None}
+    return maxima
 
 
-def _counts(counts: Counts, gates: Gates) -> dict[str, Any]:
-    return counts._asdict() | ({} if gates.is_close else {"not_close": None})
-
-
-def _rows(pairs: Pairs, found: Comparison, gates: Gates) -> list[TensorDiff]:
+def _rows(pairs: Pairs, comparison: Comparison, options: DiffOptions) -> list[TensorDiff]:
+    """Return a row for each tensor, or for the `top` ones with the largest rel_l2, NaN or Inf on one side first."""
     rows = []
-    for number, (one, other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
-        maxima: dict[str, Any] = {}
-        for key, which in _MAXIMA.items():
-            maxima[key], index = found.maximum(which, number)
-            maxima[f"{key}_index"] = index if maxima[key] else None
+    for number, ((shard, tensor), other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
+        values: dict[str, Any] = {name: getattr(comparison, name)[number] for name in (*MAXIMA, *INDICES)}
+        values |= {index: None for name, index in zip(MAXIMA, INDICES, strict=True) if not values[name]}
         rows.append(
             TensorDiff(
-                name=one.tensor.name,
-                file=str(one.shard.path),
-                dtype_a=one.tensor.dtype,
+                name=tensor.name,
+                file=str(shard.path),
+                dtype_a=tensor.dtype,
                 dtype_b=other.tensor.dtype,
-                shape=one.tensor.shape,
-                **found.figures_of(number)._asdict(),
-                **maxima,
-                **_counts(found.counts_of(number), gates),
+                shape=tensor.shape,
+                **comparison.metrics(number)._asdict(),
+                **values,
+                **_counts(options, {name: getattr(comparison, name)[number] for name in COUNTS}),
             )
         )
-    return rows
-
-
-def _worst(rows: Sequence[TensorDiff], count: int) -> list[TensorDiff]:
-    """Those with the largest rel_l2; before them, those with NaN or Inf on one side only."""
-    return sorted(rows, key=lambda row: (not row.nonfinite_a + row.nonfinite_b, -row.rel_l2, -row.max_abs_diff))[:count]
+    if options.top is None:
+        return rows
+    rows.sort(key=lambda row: (not row.nonfinite_a + row.nonfinite_b, -row.rel_l2, -row.max_abs_diff))
+    return rows[: options.top]

@@ -98,7 +98,7 @@ def test_missing_kernels_are_named_with_a_remedy(tmp_path):
     assert "\ncpu_backend\tnumpy, because the compiled kernels are missing: " in done.stdout
     assert done.stderr.startswith("gradtool: warning: numpy, because the compiled kernels are missing: ")
     assert done.stderr.endswith(
-        "which is several times slower; install gradtool again on a machine with a C compiler\n"
+        "which is several times slower\n  hint: install gradtool again on a machine with a C compiler\n"
     )
 
 

@@ -238,6 +238,11 @@ class DiffOptions(Names, Compute, Callback):
     ] = None
     bits: Annotated[bool, Option("Fail unless all tensors have the same bytes.")] = False
 
+    @property
+    def must_be_close(self) -> bool:
+        """Tell whether there is a limit on the differences of values."""
+        return self.rtol is not None or self.atol is not None
+
 
 class ClipOptions(Located, Rewriting):
     """The options of `clip`."""

@@ -537,16 +537,16 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     """The parts of the pass cover it, and what they find fits together."""
     from gradtool.backends.cpu import NumpyBackend
     from gradtool.engines.threads import Threads
+    from gradtool.ops.diff import pair
     from gradtool.ops.diff.comparison import Compare
-    from gradtool.ops.diff.pairs import Side, pair
     from gradtool.store.transaction.destination import DISCARD
     from gradtool.store.transaction.inputs import Inputs
 
     sizes = random_set(tmp_path / "a", 5)
     random_set(tmp_path / "b", 6, like=sizes)
     opened = Inputs([str(tmp_path / "a"), str(tmp_path / "b")]).open()
-    pairs = pair(*(Side(one.path, opened.selected_in(one.shards)) for one in opened.sets), skip=False)
-    one = Compare(pairs.a, NormSpec(), pairs.b, Tolerance())
+    a, b, _ = pair(opened, skip=False)
+    one = Compare(a, NormSpec(), b, Tolerance())
     expected = Threads(NumpyBackend()).run(one)
     whole = one.tally()
     for part in one.parts(DISCARD):
@@ -566,7 +566,7 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     with pytest.raises(ValueError, match="sums of other tensors"):
         whole.merge_part(part.places, lie)
     with pytest.raises(ValueError, match="other tensors"):
-        whole.merge_part([(0, 0)] * (len(pairs.a) + 1), expected)
+        whole.merge_part([(0, 0)] * (len(a) + 1), expected)
 
 
 def test_the_samples_differ_as_their_values_do():

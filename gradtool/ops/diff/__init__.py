@@ -6,19 +6,24 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.declare import operation
+from gradtool.errors import BadInputError, Problem
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
-from gradtool.ops.diff.pairs import Pairs, Side, UnmatchedRow, pair
-from gradtool.ops.diff.thresholds import any_set, exceeded, must_be_close, nonfinite_problems, tolerance_of
+from gradtool.ops.diff.thresholds import any_set, exceeded, nonfinite_problems
 from gradtool.ops.results import Result, call_summary
 from gradtool.ops.session import Call
 from gradtool.options import DiffOptions
-from gradtool.store.format.rename import Renames
+from gradtool.store.format.rename import Renames, prefix_problem
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from gradtool.errors import Problem
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
     from gradtool.ops.diff.comparison import Comparison
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.inputs import OpenSets
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,17 @@ class TensorDiff:
     nonfinite_both: int
     norm_a: float
     norm_b: float
+
+
+@dataclass(frozen=True)
+class UnmatchedRow:
+    """A tensor that is not compared: `why` is "only a", "only b" or "shape". One that is not there has no shape."""
+
+    name: str
+    file: str
+    why: str
+    shape_a: tuple[int, ...] | None
+    shape_b: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,46 +132,92 @@ def diff(options: DiffOptions) -> DiffResult:
         may_repeat=True,
     )
     with call.open_to_read() as session:
-        sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
-        pairs = pair(*sides, skip=options.missing == "skip")
-        comparison = session.run(Compare(pairs.a, NormSpec(), pairs.b, tolerance_of(options)))
-        metrics = comparison.metrics()
-        rows = _rows(pairs, comparison, options) if options.per_tensor or options.top is not None else []
-        has_limits = any_set(options)
-        summary = call_summary(session, pairs.a, warnings=() if has_limits else nonfinite_problems(pairs, comparison))
+        a, b, unmatched = pair(session.opened, skip=options.missing == "skip")
+        tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
+        comparison = session.run(Compare(a, NormSpec(), b, tolerance))
+        metrics, has_limits = comparison.metrics(), any_set(options)
+        rows = _rows(a, b, comparison, options) if options.per_tensor or options.top is not None else []
+        summary = call_summary(session, a, warnings=() if has_limits else nonfinite_problems(a, comparison))
         return DiffResult(
-            call=replace(summary, bytes=summary.bytes + sum(one.tensor.nbytes for one in pairs.b)),
+            call=replace(summary, bytes=summary.bytes + sum(one.tensor.nbytes for one in b)),
             **metrics._asdict(),
             **_counts(options, {name: sum(getattr(comparison, name)) for name in COUNTS}),
-            **_maxima(pairs, comparison),
-            unmatched=len(pairs.unmatched),
+            **_maxima(a, comparison),
+            unmatched=len(unmatched),
             per_tensor=tuple(rows),
-            per_unmatched=tuple(pairs.unmatched),
-            problems=tuple(exceeded(options, pairs, comparison, metrics) if has_limits else ()),
+            per_unmatched=tuple(unmatched),
+            problems=tuple(exceeded(options, a, b, comparison, metrics) if has_limits else ()),
         )
+
+
+def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected], list[UnmatchedRow]]:
+    """Return the tensors of A and of B that are compared, those of the same name and shape, and all others.
+
+    Raises:
+        BadInputError: a tensor is only in one of them, or has another shape in the other, unless `skip`; or nothing is
+            left. Every such tensor is named.
+    """
+    a, b = ({one.tensor.name: one for one in opened.selected_in(gradset.shards)} for gradset in opened.sets)
+    pairs = [(one, b[name]) for name, one in a.items() if name in b]
+    same = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
+    unmatched = [_unmatched(one, "only a", one.tensor.shape, None) for name, one in a.items() if name not in b]
+    unmatched += [_unmatched(one, "only b", None, one.tensor.shape) for name, one in b.items() if name not in a]
+    shapes = ((x, x.tensor.shape, y.tensor.shape) for x, y in pairs)
+    unmatched += [_unmatched(x, "shape", a_shape, b_shape) for x, a_shape, b_shape in shapes if a_shape != b_shape]
+    if unmatched and not (skip and same):
+        hint = say("use {} to compare only those whose names and shapes match", option("missing", "skip"))
+        a_path, b_path = (gradset.path for gradset in opened.sets)
+        error = BadInputError.from_problems(list(_problems(unmatched, a_path, b_path)), hint if same else None)
+        error.summary = "no tensor is left to compare" if skip else None
+        raise error
+    return [x for x, _ in same], [y for _, y in same], unmatched
+
+
+def _unmatched(
+    one: Selected, why: str, shape_a: tuple[int, ...] | None, shape_b: tuple[int, ...] | None
+) -> UnmatchedRow:
+    return UnmatchedRow(one.tensor.name, str(one.shard.path), why, shape_a, shape_b)
+
+
+def _problems(unmatched: Sequence[UnmatchedRow], a: Path, b: Path) -> Iterator[Problem]:
+    """Yield a problem for each tensor, but a single one for names that differ by a prefix."""
+    only_a, only_b = ([row.name for row in unmatched if row.why == why] for why in ("only a", "only b"))
+    prefix = prefix_problem(only_a, only_b, a, b)
+    if prefix is not None:
+        yield prefix
+    for row in unmatched:
+        if row.why == "shape":
+            message = f"shape {list(row.shape_a or ())} is not {list(row.shape_b or ())}, the shape in {b}"
+            yield Problem("shape", message, row.file, row.name)
+        elif prefix is None and row.why == "only a":
+            yield Problem("extra-tensor", f"is not in {b}", row.file, row.name)
+        elif prefix is None:
+            yield Problem("missing-tensor", f"is only in {row.file}", str(a), row.name)
 
 
 def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
     """Return the counts, without the one that has no meaning if nothing must be close."""
-    return counts if must_be_close(options) else counts | {"not_close": None}
+    return counts if options.must_be_close else counts | {"not_close": None}
 
 
-def _maxima(pairs: Pairs, comparison: Comparison) -> dict[str, Any]:
+def _maxima(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
     """Return the maxima over all tensors, and where they are; of equal ones, that of the first name."""
     maxima: dict[str, Any] = {}
     for name, index in zip(MAXIMA, INDICES, strict=True):
         values = getattr(comparison, name)
         maxima[name] = largest = max(values, default=0)
-        equal = [(pairs.a[number].tensor.name, number) for number, value in enumerate(values) if value == largest]
+        equal = [(a[number].tensor.name, number) for number, value in enumerate(values) if value == largest]
         tensor, number = min(equal) if largest else (None, 0)
         maxima |= {f"{name}_tensor": tensor, index: getattr(comparison, index)[number] if largest else None}
     return maxima
 
 
-def _rows(pairs: Pairs, comparison: Comparison, options: DiffOptions) -> list[TensorDiff]:
+def _rows(
+    a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, options: DiffOptions
+) -> list[TensorDiff]:
     """Return a row for each tensor, or for the `top` ones with the largest rel_l2, NaN or Inf on one side first."""
     rows = []
-    for number, ((shard, tensor), other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
+    for number, ((shard, tensor), other) in enumerate(zip(a, b, strict=True)):
         values: dict[str, Any] = {name: getattr(comparison, name)[number] for name in (*MAXIMA, *INDICES)}
         values |= {index: None for name, index in zip(MAXIMA, INDICES, strict=True) if not values[name]}
         rows.append(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, Any
 
-from gradtool.backends.protocol import Tolerance
 from gradtool.errors import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradtool.ops.diff.comparison import Comparison, Metrics
-    from gradtool.ops.diff.pairs import Pairs
     from gradtool.options import DiffOptions
+    from gradtool.store.format.gradset import Selected
 
 # Tensors that are named where the limit is one for all of them together.
 _MAX_NAMED = 3
@@ -20,91 +20,61 @@ _MAX_NAMED = 3
 
 def any_set(options: DiffOptions) -> bool:
     """Tell whether there is a limit at all."""
-    limits = (options.max_ulp, options.max_rel_l2, options.min_cosine)
-    return options.bits or must_be_close(options) or any(limit is not None for limit in limits)
+    limits = (options.rtol, options.atol, options.max_ulp, options.max_rel_l2, options.min_cosine)
+    return options.bits or any(limit is not None for limit in limits)
 
 
-def must_be_close(options: DiffOptions) -> bool:
-    """Tell whether values must be close."""
-    return options.rtol is not None or options.atol is not None
-
-
-def tolerance_of(options: DiffOptions) -> Tolerance:
-    """Return what counts as close."""
-    return Tolerance(options.atol or 0.0, options.rtol or 0.0)
-
-
-def exceeded(options: DiffOptions, pairs: Pairs, comparison: Comparison, metrics: Metrics) -> list[Problem]:
+def exceeded(
+    options: DiffOptions, a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, metrics: Metrics
+) -> list[Problem]:
     """List what exceeds the limits: all tensors as one vector, then tensor by tensor, the worst first."""
     problems = []
-    if options.max_rel_l2 is not None and not metrics.rel_l2 <= options.max_rel_l2:
-        message = f"rel_l2 {metrics.rel_l2!r} is above the limit {options.max_rel_l2!r}"
-        problems.append(_of_all(message, pairs, comparison, "rel_l2", sign=-1))
-    if options.min_cosine is not None and not metrics.cosine >= options.min_cosine:
-        message = f"cosine {metrics.cosine!r} is below the limit {options.min_cosine!r}"
-        problems.append(_of_all(message, pairs, comparison, "cosine", sign=1))
-    problems += nonfinite_problems(pairs, comparison)
-    if must_be_close(options):
-        absolute, relative = tolerance_of(options)
-        problems += _by_tensor(
-            pairs,
-            comparison.not_close,
-            lambda number: (
-                f"{comparison.not_close[number]:,} of {pairs.a[number].tensor.elements:,} values differ by more than "
-                f"{absolute!r} + {relative!r}·|b|; max_abs_diff {comparison.max_abs_diff[number]!r} at index "
-                f"{comparison.max_abs_diff_index[number]}"
-            ),
-        )
+    for name, limit, sign in (("rel_l2", options.max_rel_l2, -1), ("cosine", options.min_cosine, 1)):
+        value = getattr(metrics, name)
+        if limit is not None and not sign * value >= sign * limit:
+            message = f"{name} {value!r} is {'below' if sign > 0 else 'above'} the limit {limit!r}"
+            if len(a) > 1:
+                values = [(getattr(comparison.metrics(number), name), one.tensor.name) for number, one in enumerate(a)]
+                values.sort(key=lambda entry: sign * entry[0])
+                worst = ", ".join(f"{tensor!r} ({value:.3g})" for value, tensor in values[:_MAX_NAMED])
+                message += f"; worst: {worst}"
+            problems.append(Problem("different", message))
+    problems += nonfinite_problems(a, comparison)
+    if options.must_be_close:
+        message = f"{{:,}} of {{:,}} values differ by more than {options.atol or 0.0!r} + {options.rtol or 0.0!r}·|b|; "
+        message += "max_abs_diff {!r} at index {}"
+        counts = comparison.not_close
+        elements = [one.tensor.elements for one in a]
+        maxima = comparison.max_abs_diff, comparison.max_abs_diff_index
+        problems += _by_tensor(a, counts, message, counts, elements, *maxima)
     if (limit := options.max_ulp) is not None:
-        problems += _by_tensor(
-            pairs,
-            [ulps if ulps > limit else 0 for ulps in comparison.max_ulp],
-            lambda number: (
-                f"max_ulp {comparison.max_ulp[number]:,} at index {comparison.max_ulp_index[number]} "
-                f"is above the limit {limit:,}"
-            ),
-        )
+        ulps = [ulps if ulps > limit else 0 for ulps in comparison.max_ulp]
+        message = f"max_ulp {{:,}} at index {{}} is above the limit {limit:,}"
+        problems += _by_tensor(a, ulps, message, ulps, comparison.max_ulp_index)
     if options.bits:
-        problems += _by_tensor(pairs, comparison.differing_bits, lambda number: _bits(pairs, comparison, number))
+        counts = comparison.differing_bits
+        messages = [
+            f"{count:,} of {x.elements:,} values have other bits"
+            if x.dtype == y.dtype
+            else f"type {x.dtype} is not {y.dtype}, so the bytes differ"
+            for count, (_, x), (_, y) in zip(counts, a, b, strict=True)
+        ]
+        problems += _by_tensor(a, counts, "{}", messages)
     return problems
 
 
-def nonfinite_problems(pairs: Pairs, comparison: Comparison) -> list[Problem]:
+def nonfinite_problems(a: Sequence[Selected], comparison: Comparison) -> list[Problem]:
     """Return a problem for each tensor with NaN or Inf that the other side does not have."""
-    a, b = comparison.nonfinite_a, comparison.nonfinite_b
-    counts = [x + y for x, y in zip(a, b, strict=True)]
-    return list(
-        _by_tensor(
-            pairs,
-            counts,
-            lambda number: f"{a[number]:,} NaN or Inf in A and {b[number]:,} in B that the other does not have",
-            code="nonfinite",
-        )
-    )
-
-
-def _bits(pairs: Pairs, comparison: Comparison, number: int) -> str:
-    a, b = pairs.a[number].tensor, pairs.b[number].tensor
-    if a.dtype != b.dtype:
-        return f"type {a.dtype} is not {b.dtype}, so the bytes differ"
-    return f"{comparison.differing_bits[number]:,} of {a.elements:,} values have other bits"
+    counts = comparison.nonfinite_a, comparison.nonfinite_b
+    message = "{:,} NaN or Inf in A and {:,} in B that the other does not have"
+    return list(_by_tensor(a, list(map(add, *counts)), message, *counts, code="nonfinite"))
 
 
 def _by_tensor(
-    pairs: Pairs, extents: Sequence[int], describe: Callable[[int], str], code: str = "different"
+    tensors: Sequence[Selected], extents: Sequence[int], message: str, *columns: Sequence[Any], code: str = "different"
 ) -> Iterator[Problem]:
-    """Yield a problem for each tensor with an extent above 0, the largest first."""
+    """Yield a problem for each tensor with an extent above 0, the largest first; its message has values of columns."""
     numbers = [number for number, extent in enumerate(extents) if extent]
     for number in sorted(numbers, key=lambda number: -extents[number]):
-        shard, tensor = pairs.a[number]
-        yield Problem(code, describe(number), str(shard.path), tensor.name)
-
-
-def _of_all(message: str, pairs: Pairs, comparison: Comparison, metric: str, *, sign: int) -> Problem:
-    """Return the problem of all tensors together, which names those with the worst metric."""
-    if len(pairs.a) > 1:
-        values = [(getattr(comparison.metrics(number), metric), one) for number, one in enumerate(pairs.a)]
-        values.sort(key=lambda entry: sign * entry[0])
-        worst = ", ".join(f"{one.tensor.name!r} ({value:.3g})" for value, one in values[:_MAX_NAMED])
-        message = f"{message}; worst: {worst}"
-    return Problem("different", message)
+        shard, tensor = tensors[number]
+        yield Problem(code, message.format(*(column[number] for column in columns)), str(shard.path), tensor.name)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import NormSpec
     from gradtool.engines.worker import Worker
+    from gradtool.options import NormOptions
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.inputs import OpenSets
@@ -137,90 +138,83 @@ class CountExponents(ReadingPass[Histograms]):
         tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
 
 
-def exponent_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
-    """Return a row for each exponent."""
+def rows_of(
+    opened: OpenSets, paths: Sequence[str], options: NormOptions, measurement: Measurement, norms: Sequence[float]
+) -> dict[str, Any]:
+    """Return the rows that the options of a call ask for, from the norms of tensors if these are among them."""
+    tensors = [_tensor_row(opened.selected[number], measurement, number, norm) for number, norm in enumerate(norms)]
+    if options.top is not None:
+        tensors = sorted(tensors, key=lambda row: (not math.isnan(row.norm), -row.norm))[: options.top]
+    rows: dict[str, Any] = {"per_tensor": tuple(tensors)}
+    if options.by_file:
+        rows["per_file"] = tuple(_file_rows(opened, paths, measurement))
+    if isinstance(measurement, Histograms):
+        counts, largest = measurement.exponents(0, len(measurement)), max(measurement.largest_finite, default=0.0)
+        rows |= {"histogram": _exponent_rows(counts), "per_dtype": tuple(storage_ranges(counts, largest))}
+    return rows
+
+
+def _tensor_row(one: Selected, measurement: Measurement, number: int, norm: float) -> TensorNorm:
+    row = TensorNorm(
+        name=one.tensor.name,
+        file=str(one.shard.path),
+        dtype=one.tensor.dtype,
+        shape=one.tensor.shape,
+        norm=norm,
+        max_abs=measurement.max_abs[number],
+        nan=measurement.nan[number],
+        inf=measurement.inf[number],
+        zeros=measurement.zeros[number],
+    )
+    if not isinstance(measurement, Histograms):
+        return row
+    return TensorHistogram(**vars(row), histogram=_exponent_rows(measurement.exponents(number, number + 1)))
+
+
+def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement) -> Iterator[FileNorm]:
+    first = 0
+    for path, gradset in zip(paths, opened.sets, strict=True):
+        selected = opened.selected_in(gradset.shards)
+        end = first + len(selected)
+        part = measurement.between(first, end)
+        row = FileNorm(
+            file=path,
+            tensors=len(selected),
+            elements=sum(one.tensor.elements for one in selected),
+            norm=part.norms().whole,
+            max_abs=part.largest,
+            nan=sum(part.nan),
+            inf=sum(part.inf),
+            zeros=sum(part.zeros),
+        )
+        if isinstance(measurement, Histograms):
+            row = FileHistogram(**vars(row), histogram=_exponent_rows(measurement.exponents(first, end)))
+        yield row
+        first = end
+
+
+def _exponent_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
     return tuple(ExponentCount(exponent, count) for exponent, count in counts.items())
 
 
 def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[StorageRange]:
     """Yield a row for each storage type, from the counts of exponents and the largest finite magnitude."""
+
+    def count(least: float, above: float) -> int:
+        return sum(number for exponent, number in counts.items() if least <= exponent < above)
+
+    mantissa, exponent = math.frexp(largest)
     for dtype, storage in STORAGE.items():
-        room = _room(dtype, largest) if counts else 0
-        over = sum(count for exponent, count in counts.items() if exponent > storage.top)
+        # The largest k for which largest·2^k, rounded to the type, does not overflow.
+        overflows = not math.isfinite(storage.rounded(math.ldexp(mantissa, storage.top)))
+        room = storage.top - exponent - overflows if counts else 0
+        over = count(storage.top + 1, math.inf)
         yield StorageRange(
             dtype=dtype,
             overflow_at_least=max(over, int(room < 0)),
             overflow_at_most=over + counts.get(storage.top, 0) if room < 0 else 0,
-            to_subnormal=sum(
-                count for exponent, count in counts.items() if storage.least - 1 <= exponent < storage.normal
-            ),
-            to_zero=sum(count for exponent, count in counts.items() if exponent < storage.least - 1),
+            to_subnormal=count(storage.least - 1, storage.normal),
+            to_zero=count(-math.inf, storage.least - 1),
             min_scale_log2=storage.normal - min(counts) if counts else None,
             max_scale_log2=room if counts else None,
         )
-
-
-def whole_rows(measurement: Measurement) -> tuple[tuple[ExponentCount, ...], tuple[StorageRange, ...]]:
-    """Return the rows of all tensors together; none if their exponents were not counted."""
-    if not isinstance(measurement, Histograms):
-        return (), ()
-    counts, largest = measurement.exponents(0, len(measurement)), max(measurement.largest_finite, default=0.0)
-    return exponent_rows(counts), tuple(storage_ranges(counts, largest))
-
-
-def _room(dtype: str, largest: float) -> int:
-    """Return the largest k for which largest·2^k, rounded to a type, does not overflow."""
-    mantissa, exponent = math.frexp(largest)
-    top = STORAGE[dtype].top
-    overflows = not math.isfinite(STORAGE[dtype].rounded(math.ldexp(mantissa, top)))
-    return top - exponent - overflows
-
-
-def tensor_rows(
-    selected: Sequence[Selected], measurement: Measurement, norms: Sequence[float], top: int | None
-) -> list[TensorNorm]:
-    """Return a row for each norm of a tensor, or for the `top` largest ones, NaN first."""
-    rows = []
-    for number, norm in enumerate(norms):
-        shard, tensor = selected[number]
-        row = TensorNorm(
-            name=tensor.name,
-            file=str(shard.path),
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            norm=norm,
-            max_abs=measurement.max_abs[number],
-            nan=measurement.nan[number],
-            inf=measurement.inf[number],
-            zeros=measurement.zeros[number],
-        )
-        rows.append(_with_histogram(row, TensorHistogram, measurement, number, number + 1))
-    return rows if top is None else sorted(rows, key=lambda row: (not math.isnan(row.norm), -row.norm))[:top]
-
-
-def file_rows(paths: Sequence[str], opened: OpenSets, measurement: Measurement) -> Iterator[FileNorm]:
-    """Yield a row for each path."""
-    first = 0
-    for path, gradset in zip(paths, opened.sets, strict=True):
-        selected = opened.selected_in(gradset.shards)
-        end = first + len(selected)
-        sums = measurement.between(first, end)
-        row = FileNorm(
-            file=path,
-            tensors=len(selected),
-            elements=sum(one.tensor.elements for one in selected),
-            norm=sums.norms().whole,
-            max_abs=sums.largest,
-            nan=sum(sums.nan),
-            inf=sum(sums.inf),
-            zeros=sum(sums.zeros),
-        )
-        yield _with_histogram(row, FileHistogram, measurement, first, end)
-        first = end
-
-
-def _with_histogram(row: Any, wider: type[Any], measurement: Measurement, first: int, end: int) -> Any:
-    """Return the row of some tensors as the wider type, if their exponents were counted."""
-    if not isinstance(measurement, Histograms):
-        return row
-    return wider(**vars(row), histogram=exponent_rows(measurement.exponents(first, end)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
@@ -82,26 +82,18 @@ def norm(options: NormOptions) -> NormResult:
         else:
             measurement = session.run(Measure(selected, spec))
         norms = measurement.norms(per_tensor=wants_tensors, groups=[group.numbers for group in groups])
-        histogram: tuple[ExponentCount, ...] = ()
-        ranges: tuple[StorageRange, ...] = ()
-        tensors: list[TensorNorm] = []
-        files: list[FileNorm] = []
+        rows: dict[str, Any] = {"histogram": (), "per_dtype": (), "per_tensor": (), "per_file": ()}
         if options.histogram or wants_tensors or options.by_file:
-            from gradtool.ops.histogram import file_rows, tensor_rows, whole_rows
+            from gradtool.ops.histogram import rows_of
 
-            histogram, ranges = whole_rows(measurement)
-            tensors = tensor_rows(selected, measurement, norms.tensors, options.top)
-            files = list(file_rows(call.inputs.paths, session.opened, measurement)) if options.by_file else []
-        limited = [(row.norm, row.file) for row in files] if options.by_file else [(norms.whole, None)]
+            rows |= rows_of(session.opened, call.inputs.paths, options, measurement, norms.tensors)
+        limited = [(row.norm, row.file) for row in rows["per_file"]] if options.by_file else [(norms.whole, None)]
         problems = nonfinite_problems(selected, measurement)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
             **statistics(session, selected, measurement),
             norm=norms.whole,
-            histogram=histogram,
-            per_dtype=ranges,
-            per_tensor=tuple(tensors),
-            per_file=tuple(files),
+            **rows,
             per_group=tuple(
                 GroupNorm(group.pattern, len(group.numbers), value)
                 for group, value in zip(groups, norms.groups, strict=True)

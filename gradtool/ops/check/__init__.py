@@ -155,7 +155,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     notes = list(dict.fromkeys(problem for severity, problem in findings if severity == "note"))
     _require_readable(unreadable, [problem for each in examined for problem in each.strangers], faults)
     problems = [*faults, *notes] if options.strict else faults
-    rows = counts_by_dtype(selected, counts)
+    rows = counts_by_dtype(selected, valued, counts)
     totals = {name: sum(getattr(row, name) or 0 for row in rows) if counts is not None else None for name in COUNTS}
     seconds = perf_counter() - began
     return CheckResult(

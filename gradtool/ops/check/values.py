@@ -85,30 +85,17 @@ class DtypeCounts:
     saturated: int | None
 
 
-def counts_by_dtype(selected: Sequence[Selected], counts: ValueCounts | None) -> list[DtypeCounts]:
-    """Return a row for each type, that with most bytes first; the counts are those of the types that carry values."""
-    groups: dict[str, list[Selected]] = {}
-    numbers: dict[str, list[int]] = {}
-    number = 0
-    for one in selected:
-        dtype = one.tensor.dtype
-        groups.setdefault(dtype, []).append(one)
-        if counts is not None and dtype in STORAGE:
-            numbers.setdefault(dtype, []).append(number)
-            number += 1
-    rows = [
-        DtypeCounts(
-            dtype=dtype,
-            tensors=len(group),
-            elements=sum(one.tensor.elements for one in group),
-            bytes=sum(one.tensor.nbytes for one in group),
-            **{
-                name: sum(map(getattr(counts, name).__getitem__, numbers[dtype])) if dtype in numbers else None
-                for name in COUNTS
-            },
-        )
-        for dtype, group in groups.items()
-    ]
+def counts_by_dtype(
+    selected: Sequence[Selected], valued: Sequence[Selected], counts: ValueCounts | None
+) -> list[DtypeCounts]:
+    """Return a row for each type, that with most bytes first; the counts are those of the `valued` tensors."""
+    rows = []
+    for dtype in dict.fromkeys(one.tensor.dtype for one in selected):
+        tensors = [one.tensor for one in selected if one.tensor.dtype == dtype]
+        numbers = [number for number, one in enumerate(valued) if one.tensor.dtype == dtype]
+        sums = {name: sum(getattr(counts, name)[n] for n in numbers) if counts and numbers else None for name in COUNTS}
+        elements, nbytes = (sum(getattr(tensor, key) for tensor in tensors) for key in ("elements", "nbytes"))
+        rows.append(DtypeCounts(dtype, len(tensors), elements, nbytes, **sums))
     return sorted(rows, key=lambda row: (-row.bytes, row.dtype))
 
 

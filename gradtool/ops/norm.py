@@ -103,5 +103,7 @@ def norm(options: NormOptions) -> NormResult:
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:
-    relation = "not within" if math.isnan(norm) else "above"
-    return Problem("above-limit", f"norm {norm!r} is {relation} the limit {limit!r}", file)
+    message = f"the norm {norm!r} is above the limit {limit!r}"
+    if math.isnan(norm):
+        message = f"the norm is NaN, which is not within the limit {limit!r}"
+    return Problem("above-limit", message, file)

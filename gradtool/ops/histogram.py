@@ -107,7 +107,7 @@ class Histograms(Measurement):
     def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
         bins = {dtype: storage.bins for dtype, storage in STORAGE.items()}
         # An empty tensor is in no block, and has no bins.
-        self._bins = [bins[one.tensor.dtype] if one.tensor.elements else range(0) for one in selected]
+        self._bins = [bins[tensor.dtype] if tensor.elements else range(0) for _, tensor in selected]
         super().__init__(selected, spec, _COLUMNS, [len(exponents) for exponents in self._bins])
 
     def exponents(self, first: int, end: int) -> dict[int, int]:
@@ -154,12 +154,13 @@ def rows_of(
     return rows
 
 
-def _tensor_row(one: Selected, measurement: Measurement, number: int, norm: float) -> TensorNorm:
+def _tensor_row(selected: Selected, measurement: Measurement, number: int, norm: float) -> TensorNorm:
+    shard, tensor = selected
     row = TensorNorm(
-        name=one.tensor.name,
-        file=str(one.shard.path),
-        dtype=one.tensor.dtype,
-        shape=one.tensor.shape,
+        name=tensor.name,
+        file=str(shard.path),
+        dtype=tensor.dtype,
+        shape=tensor.shape,
         norm=norm,
         max_abs=measurement.max_abs[number],
         nan=measurement.nan[number],
@@ -180,7 +181,7 @@ def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement)
         row = FileNorm(
             file=path,
             tensors=len(selected),
-            elements=sum(one.tensor.elements for one in selected),
+            elements=sum(tensor.elements for _, tensor in selected),
             norm=part.norms().whole,
             max_abs=part.largest,
             nan=sum(part.nan),

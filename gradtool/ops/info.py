@@ -97,7 +97,7 @@ def info(options: InfoOptions) -> InfoResult:
     for _, tensor in selected:
         groups[tensor.dtype].append(tensor)
     totals = [DtypeTotal(dtype, *_totals(group)) for dtype, group in groups.items()]
-    tensors, elements, nbytes = _totals([one.tensor for one in selected])
+    tensors, elements, nbytes = _totals([tensor for _, tensor in selected])
     return InfoResult(
         files=len(shards),
         tensors=tensors,

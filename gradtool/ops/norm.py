@@ -50,7 +50,7 @@ class NormResult(Statistics):
 
 @operation(NormOptions)
 def norm(options: NormOptions) -> NormResult:
-    """The norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
+    """Compute the norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
 
     (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.

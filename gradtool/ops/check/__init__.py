@@ -130,7 +130,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
         each.strangers = [problem for problem in each.strangers if problem not in half_changed]
     sets = _distinct(examined)
     selected = _select(sets, examined, options)
-    valued = [one for one in selected if one.tensor.dtype in STORAGE]
+    valued = [entry for entry in selected if entry.tensor.dtype in STORAGE]
     engine, counts, clock = None, None, Clock()
     if not options.fast:
         engine = local(options, options.progress if callable(options.progress) else None)[0]
@@ -144,12 +144,10 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
             unreadable += error.problems
         finally:
             engine.close()
-    findings = [finding for each in examined for finding in _set_findings(each)]
-    findings += [_leftover_finding(left, named) for left in remains]
-    findings += [("fault", problem) for problem in others if problem.code == "unfinished"]
-    findings += [
-        finding for shard in dict.fromkeys(one.shard for one in selected) for finding in _layout_findings(shard)
-    ]
+    unfinished = [problem for problem in others if problem.code == "unfinished"]
+    findings = [*_findings(named, examined, remains, unfinished)]
+    for shard in dict.fromkeys(shard for shard, _ in selected):
+        findings += _layout_findings(shard)
     findings += value_findings(valued, counts) if counts is not None else ()
     faults = list(dict.fromkeys(problem for severity, problem in findings if severity == "fault"))
     notes = list(dict.fromkeys(problem for severity, problem in findings if severity == "note"))
@@ -167,8 +165,8 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
         warnings=() if options.strict else tuple(notes),
         files=sum(len(gradset.shards) for gradset in sets),
         tensors=len(selected),
-        elements=sum(one.tensor.elements for one in selected),
-        bytes=sum(one.tensor.nbytes for one in selected),
+        elements=sum(tensor.elements for _, tensor in selected),
+        bytes=sum(tensor.nbytes for _, tensor in selected),
         backend=None if engine is None else engine.workers.backend,
         backend_why=None if engine is None else engine.workers.why,
         threads=max(1, clock.workers),
@@ -221,13 +219,21 @@ def _select(sets: Sequence[GradientSet], examined: Sequence[Examined], options: 
         raise
 
 
-def _set_findings(examined: Examined) -> Iterator[tuple[Severity, Problem]]:
-    """Yield what headers and an index show."""
-    for problem in examined.faults:
-        yield "fault", replace(problem, hint=problem.hint or "copy the file again, or write it anew")
-    for file in examined.unmapped:
-        message = f"the index {examined.index.name if examined.index else ''} does not name it, so it is not read"
-        yield "note", Problem("unmapped-file", message, str(file), hint="add its tensors to the index, or move it away")
+def _findings(
+    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Remains], unfinished: Sequence[Problem]
+) -> Iterator[tuple[Severity, Problem]]:
+    """Yield what headers, indexes and the files of runs show."""
+    for each in examined:
+        for problem in each.faults:
+            yield "fault", replace(problem, hint=problem.hint or "copy the file again, or write it anew")
+        for file in each.unmapped:
+            message = f"the index {each.index.name if each.index else ''} does not name it, so it is not read"
+            hint = "add its tensors to the index, or move it away"
+            yield "note", Problem("unmapped-file", message, str(file), hint=hint)
+    for left in remains:
+        yield _leftover_finding(left, named)
+    for problem in unfinished:
+        yield "fault", problem
 
 
 def _leftover_finding(left: Remains, named: Sequence[str]) -> tuple[Severity, Problem]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Tensor
     from gradtool.store.io.blocks import Block
 
     Severity = Literal["fault", "note"]
@@ -90,9 +91,9 @@ def counts_by_dtype(
 ) -> list[DtypeCounts]:
     """Return a row for each type, that with most bytes first; the counts are those of the `valued` tensors."""
     rows = []
-    for dtype in dict.fromkeys(one.tensor.dtype for one in selected):
-        tensors = [one.tensor for one in selected if one.tensor.dtype == dtype]
-        numbers = [number for number, one in enumerate(valued) if one.tensor.dtype == dtype]
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in selected):
+        tensors = [tensor for _, tensor in selected if tensor.dtype == dtype]
+        numbers = [number for number, (_, tensor) in enumerate(valued) if tensor.dtype == dtype]
         sums = {name: sum(getattr(counts, name)[n] for n in numbers) if counts and numbers else None for name in COUNTS}
         elements, nbytes = (sum(getattr(tensor, key) for tensor in tensors) for key in ("elements", "nbytes"))
         rows.append(DtypeCounts(dtype, len(tensors), elements, nbytes, **sums))
@@ -102,9 +103,8 @@ def counts_by_dtype(
 def value_findings(selected: Sequence[Selected], counts: ValueCounts) -> Iterator[tuple[Severity, Problem]]:
     """Yield what the values show, tensor by tensor; then a note for each file with tensors of zeros."""
     zero: dict[Shard, list[str]] = {}
-    for number, one in enumerate(selected):
-        shard, tensor = one
-        yield from _tensor_findings(one, counts, number)
+    for number, (shard, tensor) in enumerate(selected):
+        yield from _tensor_findings(tensor, str(shard.path), counts, number)
         if tensor.elements and counts.zeros[number] == tensor.elements:
             zero.setdefault(shard, []).append(tensor.name)
     for shard, names in zero.items():
@@ -114,8 +114,7 @@ def value_findings(selected: Sequence[Selected], counts: ValueCounts) -> Iterato
         yield "note", Problem("all-zero", message, str(shard.path), names[0] if len(names) == 1 else None, hint)
 
 
-def _tensor_findings(one: Selected, counts: ValueCounts, number: int) -> Iterator[tuple[Severity, Problem]]:
-    tensor, file = one.tensor, str(one.shard.path)
+def _tensor_findings(tensor: Tensor, file: str, counts: ValueCounts, number: int) -> Iterator[tuple[Severity, Problem]]:
     nan, inf, saturated, subnormal = (
         column[number] for column in (counts.nan, counts.inf, counts.saturated, counts.subnormal)
     )

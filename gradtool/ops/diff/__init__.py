@@ -109,7 +109,7 @@ class DiffResult(Result):
 
 @operation(DiffOptions)
 def diff(options: DiffOptions) -> DiffResult:
-    """How far the tensors of A are from those of B, as one vector and tensor by tensor; they match by name.
+    """Compare the tensors of A with those of B of the same name, as one vector and tensor by tensor.
 
     rel_l2 is ‖a-b‖/‖b‖, and the cosine Σab/(‖a‖·‖b‖). All is computed in float64, in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
@@ -139,7 +139,7 @@ def diff(options: DiffOptions) -> DiffResult:
         rows = _rows(a, b, comparison, options) if options.per_tensor or options.top is not None else []
         summary = call_summary(session, a, warnings=() if has_limits else nonfinite_problems(a, comparison))
         return DiffResult(
-            call=replace(summary, bytes=summary.bytes + sum(one.tensor.nbytes for one in b)),
+            call=replace(summary, bytes=summary.bytes + sum(tensor.nbytes for _, tensor in b)),
             **metrics._asdict(),
             **_counts(options, {name: sum(getattr(comparison, name)) for name in COUNTS}),
             **_maxima(a, comparison),
@@ -157,11 +157,11 @@ def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected
         BadInputError: a tensor is only in one of them, or has another shape in the other, unless `skip`; or nothing is
             left. Every such tensor is named.
     """
-    a, b = ({one.tensor.name: one for one in opened.selected_in(gradset.shards)} for gradset in opened.sets)
-    pairs = [(one, b[name]) for name, one in a.items() if name in b]
+    a, b = ({x.tensor.name: x for x in opened.selected_in(gradset.shards)} for gradset in opened.sets)
+    pairs = [(x, b[name]) for name, x in a.items() if name in b]
     same = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
-    unmatched = [_unmatched(one, "only a", one.tensor.shape, None) for name, one in a.items() if name not in b]
-    unmatched += [_unmatched(one, "only b", None, one.tensor.shape) for name, one in b.items() if name not in a]
+    unmatched = [_unmatched(x, "only a", x.tensor.shape, None) for name, x in a.items() if name not in b]
+    unmatched += [_unmatched(y, "only b", None, y.tensor.shape) for name, y in b.items() if name not in a]
     shapes = ((x, x.tensor.shape, y.tensor.shape) for x, y in pairs)
     unmatched += [_unmatched(x, "shape", a_shape, b_shape) for x, a_shape, b_shape in shapes if a_shape != b_shape]
     if unmatched and not (skip and same):
@@ -174,9 +174,9 @@ def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected
 
 
 def _unmatched(
-    one: Selected, why: str, shape_a: tuple[int, ...] | None, shape_b: tuple[int, ...] | None
+    selected: Selected, why: str, shape_a: tuple[int, ...] | None, shape_b: tuple[int, ...] | None
 ) -> UnmatchedRow:
-    return UnmatchedRow(one.tensor.name, str(one.shard.path), why, shape_a, shape_b)
+    return UnmatchedRow(selected.tensor.name, str(selected.shard.path), why, shape_a, shape_b)
 
 
 def _problems(unmatched: Sequence[UnmatchedRow], a: Path, b: Path) -> Iterator[Problem]:

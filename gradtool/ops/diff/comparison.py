@@ -147,7 +147,7 @@ class Compare(ReadingPass[Comparison]):
     def block_bytes(self, backend: Backend, destination: Destination) -> int:
         """Return a size that, with what a block is compared with, is about as large as usual."""
         nbytes = max(super().block_bytes(backend, destination), 2 * backend.block_bytes)
-        a, b = ([STORAGE[one.tensor.dtype].itemsize for one in side] for side in (self.selected, self.others))
+        a, b = ([STORAGE[tensor.dtype].itemsize for _, tensor in side] for side in (self.selected, self.others))
         return max(TILE * max(a), nbytes * min(a) // (min(a) + max(b))) if a else nbytes
 
     def work(self, block: Block, worker: Worker, tally: Comparison) -> None:

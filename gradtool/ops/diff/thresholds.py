@@ -34,9 +34,11 @@ def exceeded(
         if limit is not None and not sign * value >= sign * limit:
             message = f"{name} {value!r} is {'below' if sign > 0 else 'above'} the limit {limit!r}"
             if len(a) > 1:
-                values = [(getattr(comparison.metrics(number), name), one.tensor.name) for number, one in enumerate(a)]
+                values = [
+                    (getattr(comparison.metrics(number), name), tensor.name) for number, (_, tensor) in enumerate(a)
+                ]
                 values.sort(key=lambda entry: sign * entry[0])
-                worst = ", ".join(f"{tensor!r} ({value:.3g})" for value, tensor in values[:_MAX_NAMED])
+                worst = ", ".join(f"{tensor_name!r} ({metric:.3g})" for metric, tensor_name in values[:_MAX_NAMED])
                 message += f"; worst: {worst}"
             problems.append(Problem("different", message))
     problems += nonfinite_problems(a, comparison)
@@ -44,7 +46,7 @@ def exceeded(
         message = f"{{:,}} of {{:,}} values differ by more than {options.atol or 0.0!r} + {options.rtol or 0.0!r}·|b|; "
         message += "max_abs_diff {!r} at index {}"
         counts = comparison.not_close
-        elements = [one.tensor.elements for one in a]
+        elements = [tensor.elements for _, tensor in a]
         maxima = comparison.max_abs_diff, comparison.max_abs_diff_index
         problems += _by_tensor(a, counts, message, counts, elements, *maxima)
     if (limit := options.max_ulp) is not None:

@@ -70,9 +70,9 @@ class GradtoolError(Exception):
 
     @classmethod
     def from_problems(cls, problems: Sequence[Problem], hint: str | None = None) -> Self:
-        """Make an error of one or more problems; the hint is for all of them."""
+        """Make an error of one or more problems; the hint is for those that have none of their own."""
         error = cls(problems[0].message)
-        error.problems = tuple(replace(problem, hint=hint or problem.hint) for problem in problems)
+        error.problems = tuple(replace(problem, hint=problem.hint or hint) for problem in problems)
         return error
 
     def __str__(self) -> str:

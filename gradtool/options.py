@@ -210,6 +210,11 @@ class DiffOptions(Names, Compute, Callback):
     )
     bits: bool = field("Fail unless all tensors have the same bytes.", default=False)
 
+    @property
+    def must_be_close(self) -> bool:
+        """Tell whether there is a limit on the differences of values."""
+        return self.rtol is not None or self.atol is not None
+
 
 class ClipOptions(Located, Rewriting):
     """The options of `clip`."""

@@ -35,9 +35,9 @@ def content_of(folder):
 
 def facts_of(result):
     """What does not depend on the engine, of a result or of its JSON; floats to the last bit."""
-    facts = result if isinstance(result, dict) else asdict(result)
-    # JSON is flat.
-    facts = {**facts, **facts.get("call", {}), **facts.get("output", {})}
+    facts = dict(result) if isinstance(result, dict) else asdict(result)
+    for summary in ("call", "output"):
+        facts |= facts.pop(summary, {})
     return {key: _without_files(value) for key, value in facts.items() if key not in _DIFFER}
 
 

@@ -1,11 +1,14 @@
-"""How many values of some tensors have which binary exponent, and which storage types would hold them."""
+"""What `norm` reports on request: binary exponents, the storage types that could hold them, and rows.
+
+Imported only if a call asks for them.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.tally import Column
@@ -18,50 +21,12 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import NormSpec
     from gradtool.engines.worker import Worker
+    from gradtool.options import NormOptions
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.inputs import OpenSets
 
 _COLUMNS = {"counts": Column("q", "bins"), "largest_finite": Column("d", "max")}
-
-
-class Histograms(Measurement):
-    """A measurement with a histogram of each tensor; `largest_finite` are magnitudes."""
-
-    counts: array[int]
-    largest_finite: array[float]
-
-    def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
-        bins = {dtype: storage.bins for dtype, storage in STORAGE.items()}
-        # An empty tensor is in no block, and has no bins.
-        self._bins = [bins[one.tensor.dtype] if one.tensor.elements else range(0) for one in selected]
-        super().__init__(selected, spec, _COLUMNS, [len(own) for own in self._bins])
-
-    def exponents(self, first: int, end: int) -> dict[int, int]:
-        """The exponents of consecutive tensors, those with the numbers from `first` up to `end`, and their counts."""
-        total: dict[int, int] = {}
-        for bins, alike in groupby(range(first, end), key=self._bins.__getitem__):
-            numbers = list(alike)
-            begin, stop = self._bounds[numbers[0]], self._bounds[numbers[-1] + 1]
-            for at, exponent in enumerate(bins):
-                total[exponent] = total.get(exponent, 0) + sum(self.counts[begin + at : stop : len(bins)])
-        return {exponent: total[exponent] for exponent in sorted(total) if total[exponent]}
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Profile(ReadingPass[Histograms]):
-    """Measures tensors, and counts their exponents while a block is still in the cache."""
-
-    title: ClassVar = "measuring"
-
-    def tally(self) -> Histograms:
-        """Begin with nothing."""
-        return Histograms(self.selected, self.spec)
-
-    def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
-        """Sum a block, and count its exponents."""
-        with worker.view(block, self.spec) as data:
-            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
-        tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
 
 
 @dataclass(frozen=True)
@@ -90,32 +55,167 @@ class StorageRange:
     max_scale_log2: int | None
 
 
-def histogram_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
-    """A row for each exponent that occurs, the smallest first."""
-    return tuple(ExponentCount(exponent, counts[exponent]) for exponent in sorted(counts))
+@dataclass(frozen=True)
+class TensorNorm:
+    """Statistics of one tensor; `max_abs` leaves NaN out."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class TensorHistogram(TensorNorm):
+    """The same, and how many values have which exponent."""
+
+    histogram: tuple[ExponentCount, ...]
+
+
+@dataclass(frozen=True)
+class FileNorm:
+    """Statistics of one path, which is `file` as it was given; `max_abs` leaves NaN out."""
+
+    file: str
+    tensors: int
+    elements: int
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class FileHistogram(FileNorm):
+    """The same, and how many values have which exponent."""
+
+    histogram: tuple[ExponentCount, ...]
+
+
+class Histograms(Measurement):
+    """A measurement with a histogram of each tensor; `largest_finite` are magnitudes."""
+
+    counts: array[int]
+    largest_finite: array[float]
+
+    def __init__(self, selected: Sequence[Selected], spec: NormSpec) -> None:
+        bins = {dtype: storage.bins for dtype, storage in STORAGE.items()}
+        # An empty tensor is in no block, and has no bins.
+        self._bins = [bins[tensor.dtype] if tensor.elements else range(0) for _, tensor in selected]
+        super().__init__(selected, spec, _COLUMNS, [len(exponents) for exponents in self._bins])
+
+    def exponents(self, first: int, end: int) -> dict[int, int]:
+        """Count the exponents, in order, of the tensors with the numbers from `first` up to `end`."""
+        total: dict[int, int] = {}
+        for bins, alike in groupby(range(first, end), key=self._bins.__getitem__):
+            numbers = list(alike)
+            begin, stop = self._bounds[numbers[0]], self._bounds[numbers[-1] + 1]
+            for at, exponent in enumerate(bins):
+                total[exponent] = total.get(exponent, 0) + sum(self.counts[begin + at : stop : len(bins)])
+        return {exponent: total[exponent] for exponent in sorted(total) if total[exponent]}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CountExponents(ReadingPass[Histograms]):
+    """Measures tensors, and counts their exponents while a block is still in the cache."""
+
+    title: ClassVar = "measuring"
+
+    def tally(self) -> Histograms:
+        """Begin with nothing."""
+        return Histograms(self.selected, self.spec)
+
+    def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
+        """Sum a block, and count its exponents."""
+        with worker.view(block, self.spec) as data:
+            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
+        tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
+
+
+def rows_of(
+    opened: OpenSets, paths: Sequence[str], options: NormOptions, measurement: Measurement, norms: Sequence[float]
+) -> dict[str, Any]:
+    """Return the rows that the options of a call ask for, from the norms of tensors if these are among them."""
+    tensors = [_tensor_row(opened.selected[number], measurement, number, norm) for number, norm in enumerate(norms)]
+    if options.top is not None:
+        tensors = sorted(tensors, key=lambda row: (not math.isnan(row.norm), -row.norm))[: options.top]
+    rows: dict[str, Any] = {"per_tensor": tuple(tensors)}
+    if options.by_file:
+        rows["per_file"] = tuple(_file_rows(opened, paths, measurement))
+    if isinstance(measurement, Histograms):
+        counts, largest = measurement.exponents(0, len(measurement)), max(measurement.largest_finite, default=0.0)
+        rows |= {"histogram": _exponent_rows(counts), "per_dtype": tuple(storage_ranges(counts, largest))}
+    return rows
+
+
+def _tensor_row(selected: Selected, measurement: Measurement, number: int, norm: float) -> TensorNorm:
+    shard, tensor = selected
+    row = TensorNorm(
+        name=tensor.name,
+        file=str(shard.path),
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        norm=norm,
+        max_abs=measurement.max_abs[number],
+        nan=measurement.nan[number],
+        inf=measurement.inf[number],
+        zeros=measurement.zeros[number],
+    )
+    if not isinstance(measurement, Histograms):
+        return row
+    return TensorHistogram(**vars(row), histogram=_exponent_rows(measurement.exponents(number, number + 1)))
+
+
+def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement) -> Iterator[FileNorm]:
+    first = 0
+    for path, gradset in zip(paths, opened.sets, strict=True):
+        selected = opened.selected_in(gradset.shards)
+        end = first + len(selected)
+        part = measurement.between(first, end)
+        row = FileNorm(
+            file=path,
+            tensors=len(selected),
+            elements=sum(tensor.elements for _, tensor in selected),
+            norm=part.norms().whole,
+            max_abs=part.largest,
+            nan=sum(part.nan),
+            inf=sum(part.inf),
+            zeros=sum(part.zeros),
+        )
+        if isinstance(measurement, Histograms):
+            row = FileHistogram(**vars(row), histogram=_exponent_rows(measurement.exponents(first, end)))
+        yield row
+        first = end
+
+
+def _exponent_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
+    return tuple(ExponentCount(exponent, count) for exponent, count in counts.items())
 
 
 def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[StorageRange]:
-    """A row for each storage type, from the counts of exponents and the largest finite magnitude."""
+    """Yield a row for each storage type, from the counts of exponents and the largest finite magnitude."""
+
+    def count(least: float, above: float) -> int:
+        return sum(number for exponent, number in counts.items() if least <= exponent < above)
+
+    mantissa, exponent = math.frexp(largest)
     for dtype, storage in STORAGE.items():
-        room = _room(dtype, largest) if counts else 0
-        over = sum(count for exponent, count in counts.items() if exponent > storage.top)
+        # The largest k for which largest·2^k, rounded to the type, does not overflow.
+        overflows = not math.isfinite(storage.rounded(math.ldexp(mantissa, storage.top)))
+        room = storage.top - exponent - overflows if counts else 0
+        over = count(storage.top + 1, math.inf)
         yield StorageRange(
             dtype=dtype,
             overflow_at_least=max(over, int(room < 0)),
             overflow_at_most=over + counts.get(storage.top, 0) if room < 0 else 0,
-            to_subnormal=sum(
-                count for exponent, count in counts.items() if storage.least - 1 <= exponent < storage.normal
-            ),
-            to_zero=sum(count for exponent, count in counts.items() if exponent < storage.least - 1),
+            to_subnormal=count(storage.least - 1, storage.normal),
+            to_zero=count(-math.inf, storage.least - 1),
             min_scale_log2=storage.normal - min(counts) if counts else None,
             max_scale_log2=room if counts else None,
         )
-
-
-def _room(dtype: str, largest: float) -> int:
-    """The largest k for which largest·2^k, rounded to a type, does not overflow."""
-    mantissa, exponent = math.frexp(largest)
-    top = STORAGE[dtype].top
-    overflows = not math.isfinite(STORAGE[dtype].rounded(math.ldexp(mantissa, top)))
-    return top - exponent - overflows

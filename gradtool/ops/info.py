@@ -18,9 +18,9 @@ from gradtool.store.format.listing import listing_of
 from gradtool.store.format.paths import PATH_MISSING, read_path_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.tensors import Tensor
 
 
 @dataclass(frozen=True)
@@ -82,33 +82,43 @@ def info(options: InfoOptions) -> InfoResult:
         SystemRefusedError: a file cannot be read.
     """
     began = perf_counter()
-    named = options.named
+    paths = options.named
     if options.files_from is not None:
-        named += read_path_list(os.fspath(options.files_from)).paths
-    if not named:
+        paths += read_path_list(os.fspath(options.files_from)).paths
+    if not paths:
         raise UsageError(PATH_MISSING)
-    sets = [_outlined(path) for path in dict.fromkeys(named)]
+    sets = [_outline_of(path) for path in dict.fromkeys(paths)]
     selected = select(sets, options.include, options.exclude)
-    shards = [shard for one in sets for shard in one.shards]
+    shards = [shard for gradset in sets for shard in gradset.shards]
+    rows = [
+        TensorRow(tensor.name, str(shard.path), tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected
+    ]
+    groups: dict[str, list[Tensor]] = defaultdict(list)
+    for _, tensor in selected:
+        groups[tensor.dtype].append(tensor)
+    totals = [DtypeTotal(dtype, *_totals(group)) for dtype, group in groups.items()]
+    tensors, elements, nbytes = _totals([tensor for _, tensor in selected])
     return InfoResult(
         files=len(shards),
-        tensors=len(selected),
-        elements=sum(one.tensor.elements for one in selected),
-        bytes=sum(one.tensor.nbytes for one in selected),
+        tensors=tensors,
+        elements=elements,
+        bytes=nbytes,
         seconds=perf_counter() - began,
-        per_dtype=tuple(_totals(selected)),
+        per_dtype=tuple(sorted(totals, key=lambda row: (-row.bytes, row.dtype))),
         per_metadata=tuple(
-            MetadataRow(key, value, str(one.path)) for one in shards for key, value in one.metadata.items()
+            MetadataRow(key, value, str(shard.path)) for shard in shards for key, value in shard.metadata.items()
         ),
-        per_tensor=tuple(
-            TensorRow(one.tensor.name, str(one.shard.path), one.tensor.dtype, one.tensor.shape, one.tensor.nbytes)
-            for one in selected
-        ),
+        per_tensor=tuple(rows),
     )
 
 
-def _outlined(path: str) -> GradientSet:
-    """A set as its headers describe it."""
+def _totals(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Count tensors, their elements and their bytes."""
+    return len(tensors), sum(tensor.elements for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+
+
+def _outline_of(path: str) -> GradientSet:
+    """Return a set as its headers describe it."""
     listing = listing_of(path)
     if listing.index is None:
         shards = tuple(read_outline(file, is_named=listing.is_named) for file in listing.files)
@@ -116,20 +126,3 @@ def _outlined(path: str) -> GradientSet:
         files = dict.fromkeys(read_weight_map(listing.index, is_named=listing.is_named).values())
         shards = tuple(read_mapped(listing.index, file, read_outline) for file in files)
     return GradientSet(listing.path, shards, listing.index)
-
-
-def _totals(selected: Iterable[Selected]) -> list[DtypeTotal]:
-    """The totals of each type, the type with most bytes first."""
-    groups: dict[str, list[Selected]] = defaultdict(list)
-    for one in selected:
-        groups[one.tensor.dtype].append(one)
-    rows = [
-        DtypeTotal(
-            dtype=dtype,
-            tensors=len(group),
-            elements=sum(one.tensor.elements for one in group),
-            bytes=sum(one.tensor.nbytes for one in group),
-        )
-        for dtype, group in groups.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.bytes, row.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
@@ -16,9 +16,8 @@ from gradtool.ops.session import Call
 from gradtool.options import NormOptions
 
 if TYPE_CHECKING:
-    from gradtool.ops.histogram import ExponentCount, Histograms, StorageRange
+    from gradtool.ops.histogram import ExponentCount, FileNorm, StorageRange, TensorNorm
     from gradtool.ops.measurement import Measurement
-    from gradtool.ops.norm_rows import FileNorm, TensorNorm
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class GroupNorm:
 
 @dataclass(frozen=True, repr=False)
 class NormResult(Statistics):
-    """What was found in all selected tensors, taken as one vector.
+    """Statistics of all selected tensors, taken as one vector.
 
     With `histogram`, there is a row for each exponent that occurs, one in `per_dtype` for each storage type that the
     values could be stored in, and the rows of tensors and files are of the types that have a histogram, too.
@@ -51,7 +50,7 @@ class NormResult(Statistics):
 
 @operation(NormOptions)
 def norm(options: NormOptions) -> NormResult:
-    """The norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
+    """Compute the norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
 
     (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
@@ -70,56 +69,37 @@ def norm(options: NormOptions) -> NormResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    top, limit = options.top, options.fail_above
-    by_file = options.by_file
-    call = Call.of(options.named, options, unique_names=not (options.concat or by_file))
+    limit, wants_tensors = options.fail_above, options.per_tensor or options.top is not None
+    call = Call.of(options.named, options, unique_names=not (options.concat or options.by_file))
     with call.open_to_read(ignore_unfinished=options.ignore_journal) as session:
-        groups = groups_of(session.selected, options.group)
-        spec = NormSpec(options.norm_type)
-        exponents = None
-        found: Measurement
+        selected, spec = session.selected, NormSpec(options.norm_type)
+        groups = groups_of(selected, options.group)
+        measurement: Measurement
         if options.histogram:
-            from gradtool.ops.histogram import Profile  # only needed for this, as all that is imported so late
+            from gradtool.ops.histogram import CountExponents  # imported only if a call needs it
 
-            found = exponents = session.run(Profile(session.selected, spec))
+            measurement = session.run(CountExponents(selected, spec))
         else:
-            found = session.run(Measure(session.selected, spec))
-        histogram, ranges = _histogram(exponents)
-        wants_rows = options.per_tensor or top is not None
-        norms = found.norms(per_tensor=wants_rows, groups=[group.numbers for group in groups])
-        rows: list[TensorNorm] = []
-        files: list[FileNorm] = []
-        if wants_rows or by_file:
-            from gradtool.ops.norm_rows import file_rows, tensor_rows
+            measurement = session.run(Measure(selected, spec))
+        norms = measurement.norms(per_tensor=wants_tensors, groups=[group.numbers for group in groups])
+        rows: dict[str, Any] = {"histogram": (), "per_dtype": (), "per_tensor": (), "per_file": ()}
+        if options.histogram or wants_tensors or options.by_file:
+            from gradtool.ops.histogram import rows_of
 
-            rows = tensor_rows(session, found, exponents, norms.tensors, top)
-            files = list(file_rows(call.inputs.paths, session, found, exponents)) if by_file else []
-        limited = [(row.norm, row.file) for row in files] if by_file else [(norms.whole, None)]
-        problems = nonfinite_problems(session.selected, found)
+            rows |= rows_of(session.opened, call.inputs.paths, options, measurement, norms.tensors)
+        limited = [(row.norm, row.file) for row in rows["per_file"]] if options.by_file else [(norms.whole, None)]
+        problems = nonfinite_problems(selected, measurement)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
-            **statistics(session, session.selected, found),
+            **statistics(session, selected, measurement),
             norm=norms.whole,
-            histogram=histogram,
-            per_dtype=ranges,
-            per_tensor=tuple(rows),
-            per_file=tuple(files),
+            **rows,
             per_group=tuple(
                 GroupNorm(group.pattern, len(group.numbers), value)
                 for group, value in zip(groups, norms.groups, strict=True)
             ),
             problems=tuple(problems),
         )
-
-
-def _histogram(exponents: Histograms | None) -> tuple[tuple[ExponentCount, ...], tuple[StorageRange, ...]]:
-    """What the exponents of all tensors say, if they were counted."""
-    if exponents is None:
-        return (), ()
-    from gradtool.ops.histogram import histogram_rows, storage_ranges
-
-    counts = exponents.exponents(0, len(exponents))
-    return histogram_rows(counts), tuple(storage_ranges(counts, max(exponents.largest_finite, default=0.0)))
 
 
 def _above(norm: float, limit: float, file: str | None) -> Problem:

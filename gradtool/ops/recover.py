@@ -57,30 +57,32 @@ def recover(options: RecoverOptions) -> RecoverResult:
         BadInputError: there is no such folder.
         SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
     """
-    force = options.force
-    named = options.named
-    if not named:
-        raise UsageError("no path is given; name a file, a folder or an index")
-    refuse_urls(named)
+    if not options.named:
+        raise UsageError("no path is given", hint="name a file, a folder or an index")
+    refuse_urls(options.named)
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0
-    for place, was_there in _places(named, problems).items():
+    for scope, was_there in _scopes(options.named, problems).items():
         try:
             with signals.deferred():
-                found, swept = recover_at(place, force=force)
+                outcomes, orphans = recover_at(scope, force=options.force)
         except GradtoolError as error:
-            if was_there and not os.path.lexists(place.folder):
+            if was_there and not os.path.lexists(scope.folder):
                 continue  # A run had made it, and it was just removed.
-            found, swept = [error], 0
+            outcomes, orphans = [error], 0
         except KeyboardInterrupt as error:
-            error.add_note(f"runs recovered before: {len(rows)}; gradtool recover continues")
+            error.add_note(f"runs recovered before: {len(rows)}; run it again to continue")
             raise
-        removed += swept
-        _sort(found, rows, problems)
-    missing = [path for path in named if not is_there(path)]
+        removed += orphans
+        for outcome in outcomes:
+            if isinstance(outcome, Recovered):
+                rows.append(RunRow(outcome.outcome, outcome.files, outcome.pid, str(outcome.log)))
+            else:
+                problems += _problems_of(outcome)
+    missing = [path for path in options.named if not is_there(path)]
     if problems:
-        raise _failed(problems, rows)
+        raise _error(problems, rows)
     if missing and not rows:
         from gradtool.store.format.missing import no_such_file  # only needed for the error
 
@@ -89,34 +91,29 @@ def recover(options: RecoverOptions) -> RecoverResult:
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 
 
-def _sort(found: Iterable[Recovered | InUse | GradtoolError], rows: list[RunRow], problems: list[Problem]) -> None:
-    """Add a row for what was recovered, and a problem for what was not."""
-    for one in found:
-        if isinstance(one, Recovered):
-            rows.append(RunRow(one.outcome, one.files, one.pid, str(one.log)))
-        elif isinstance(one, InUse):
-            problems.append(Problem("in-use", f"in use by {one.log.who}", str(one.log.path)))
-        else:
-            problems += one.problems
+def _problems_of(outcome: InUse | GradtoolError) -> Sequence[Problem]:
+    """Return why a run could not be recovered."""
+    if isinstance(outcome, InUse):
+        return [Problem("in-use", f"in use by {outcome.log.who}", str(outcome.log.path))]
+    return outcome.problems
 
 
-def _failed(problems: Sequence[Problem], rows: Sequence[RunRow]) -> GradtoolError:
-    """The error for runs that could not be recovered; it names those that were, so that a script knows what is done."""
+def _error(problems: Iterable[Problem], rows: Iterable[RunRow]) -> GradtoolError:
+    """Return the error for runs that could not be recovered; it names those that were, so that a script knows."""
     # One run may be found from several places.
     distinct = list(dict.fromkeys(problems))
-    kind = BadInputError if {one.code for one in distinct} <= {"missing-file"} else SystemRefusedError
+    kind = BadInputError if {problem.code for problem in distinct} <= {"missing-file"} else SystemRefusedError
     error = kind.from_problems(distinct)
-    if rows:
-        error.summary = "; ".join(f"recovered all the same, and {row.outcome}: {row.file}" for row in rows)
+    error.summary = "; ".join(f"already recovered ({row.outcome}): {row.file}" for row in rows) or None
     return error
 
 
-def _places(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
-    """What the paths are about, and whether its folder is there; of the others, what is wrong with them."""
-    places: dict[Scope, bool] = {}
+def _scopes(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
+    """Return what the paths are about, and whether its folder is there; add what is wrong with the others."""
+    scopes: dict[Scope, bool] = {}
     for path in paths:
         try:
-            places |= {place: os.path.lexists(place.folder) for place in Scope.of(path)}
+            scopes |= {scope: os.path.lexists(scope.folder) for scope in Scope.of(path)}
         except SystemRefusedError as error:
             problems += error.problems
-    return places
+    return scopes

@@ -428,7 +428,7 @@ def test_a_worker_that_lies_is_not_believed(tmp_path, pool, lie):
     assert soon(lambda: snapshot(tmp_path) == before)
 
 
-@pytest.mark.parametrize("place", ["differing", "place_of_max_abs"])
+@pytest.mark.parametrize("place", ["differing", "max_abs_diff_index"])
 def test_a_difference_has_no_count_below_zero(place):
     compared = Comparison([None])
     answer = wire.packed(compared)

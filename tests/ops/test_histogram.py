@@ -14,7 +14,7 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
-from gradtool.ops.histogram import Histograms, Profile, storage_ranges
+from gradtool.ops.histogram import CountExponents, Histograms, storage_ranges
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
@@ -240,7 +240,7 @@ def opened(tmp_path):
 
 
 def test_parts_are_put_where_they_belong(opened):
-    profile = Profile(opened.selected, NormSpec())
+    profile = CountExponents(opened.selected, NormSpec())
     put = profile.tally()
     for part in profile.parts(DISCARD):
         put.merge_part(part.places, unpacked(packed(counted(part.work).compact()), part.work.tally()))
@@ -257,7 +257,7 @@ def counted(profile):
 
 
 def test_empty_bins_are_not_sent(opened):
-    found = counted(Profile(opened.selected[:2], NormSpec()))
+    found = counted(CountExponents(opened.selected[:2], NormSpec()))
     sent = packed(found)
     assert len(sent) < 4000 < 8 * len(found.counts)
     assert unpacked(sent, Histograms(opened.selected[:2], NormSpec())).counts.tobytes() == found.counts.tobytes()

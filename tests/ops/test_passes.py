@@ -7,8 +7,8 @@ from support import write
 
 from gradtool import tuning
 from gradtool.backends.protocol import NormSpec, Tolerance
-from gradtool.ops.diff.compare import Compare
-from gradtool.ops.histogram import Profile
+from gradtool.ops.diff.comparison import Compare
+from gradtool.ops.histogram import CountExponents
 from gradtool.ops.passes import Measure
 from gradtool.store.transaction.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.transaction.inputs import Inputs
@@ -25,7 +25,7 @@ def test_only_a_pass_that_writes_nothing_has_a_backend_read_for_itself(tmp_path)
     counts = {}
     passes = (
         measure,
-        Profile(opened.selected, NormSpec()),
+        CountExponents(opened.selected, NormSpec()),
         Compare(opened.selected, NormSpec(), opened.selected, Tolerance()),
     )
     for name, reads, destination in (("reads", True, DISCARD), ("writes", True, in_place), ("cannot", False, DISCARD)):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from gradtool.errors import NO_SUCH_FILE, BadInputError, Problem, UsageError, number_of, shortened
 from gradtool.ops.aligned_read import is_broadcastable
 from gradtool.ops.measurement import Measurement
-from gradtool.ops.names import prefix_between
 from gradtool.ops.passes import Measure
 from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import Selected, open_sets
@@ -19,6 +18,7 @@ from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
+from gradtool.store.format.rename import prefix_problem
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.small import SmallFile
 from gradtool.wording import option, say
@@ -232,11 +232,9 @@ def _unmatched(
     options: AccumulateOptions, gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], whole: str
 ) -> list[Problem]:
     """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
-    prefix = prefix_between([each.tensor.name for each in extra], missing)
+    prefix = prefix_problem([each.tensor.name for each in extra], missing, gradient.path, whole)
     if prefix is not None:
-        have, lack = ("have", "lack") if prefix.is_extra else ("lack", "have")
-        message = f"{len(extra)} tensor names {have} the prefix {prefix.prefix!r}, which those of {whole} {lack}"
-        return [Problem("extra-tensor", message, str(gradient.path), hint=prefix.remedy)]
+        return [prefix]
     if options.missing != "error":
         message = say("has no tensor of the buffer; {} needs at least one", option("missing", options.missing))
         return [] if options.is_new else [Problem("missing-tensor", message, str(gradient.path))]

@@ -10,7 +10,6 @@ from gradtool.backends.protocol import NormSpec, Rule, Trim
 from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of
 from gradtool.ops.accumulate.passes import Add, Compare
 from gradtool.ops.aligned_read import Source
-from gradtool.ops.diff.figures import root
 from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.passes import Measure, TensorPass
 from gradtool.ops.results import nonfinite_problems, overflow_problems
@@ -224,9 +223,9 @@ def _compare(session: Session, adding: Add, contributions: Sequence[Contribution
     for contribution in contributions:
         if contribution.row.taken:
             comparison = next(comparisons)
-            counts, cosine, distance = comparison.all_counts(), math.nan, math.nan
-            if not (counts.nonfinite_a or counts.nonfinite_b or counts.nonfinite_both):
-                cosine, distance = comparison.figures().cosine, root(comparison.tile_sums[0])
+            cosine = distance = math.nan
+            if not any(map(any, (comparison.nonfinite_a, comparison.nonfinite_b, comparison.nonfinite_both))):
+                cosine, distance = comparison.metrics().cosine, comparison.distance()
             contribution = contribution.with_row(cosine=cosine, distance=distance)  # noqa: PLW2901
         compared.append(contribution)
     return compared

@@ -1,35 +1,38 @@
-"""Judges gradient sets as a doctor would: what is wrong with them, how serious it is, and what helps."""
+"""Checks gradient sets: what is wrong with them, how serious it is, and what helps.
+
+A fault is wrong whatever the data is for: other commands refuse it, or read something else than what was meant. A note
+may be as it should be, which only those can tell who know the data; healthy files have some.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.engines.choose import local
-from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError
-from gradtool.ops.check.census import TakeCensus
-from gradtool.ops.check.counts import DtypeCounts, by_dtype, total
-from gradtool.ops.check.findings import Finding, of_layout, of_remains, of_set, of_values
+from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError, number_of
+from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.session import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.examine import examine
+from gradtool.store.format.examine import examine, is_aligned, listed, unaligned_in
 from gradtool.store.format.gradset import GradientSet, select
 from gradtool.store.format.paths import PATH_MISSING, read_path_list
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.remains import remains_at
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from gradtool.engines.threads import Threads
-    from gradtool.ops.check.census import Census
+    from gradtool.ops.check.values import Severity
     from gradtool.store.format.examine import Examined
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
     from gradtool.store.transaction.remains import Remains
 
 # Files that are replaced while they are read are read again so often.
@@ -37,8 +40,20 @@ _TRIES = 3
 
 
 @dataclass(frozen=True)
+class Finding:
+    """A "fault" or a "note": its code, what it is, what helps, and the tensor and file it is about."""
+
+    severity: Literal["fault", "note"]
+    code: str
+    message: str
+    remedy: str
+    name: str | None
+    file: str
+
+
+@dataclass(frozen=True)
 class CheckResult:
-    """What was found, as `per_finding`: `faults`, and `notes`, which healthy files have too.
+    """All findings, as `per_finding`: `faults`, and `notes`, which healthy files have too.
 
     The set is `sound` if it has no fault, with `strict` no note either. `problems` and `warnings` tell the findings
     once more. With `fast`, nothing is counted.
@@ -94,133 +109,158 @@ def check(options: CheckOptions) -> CheckResult:
         raise UsageError(PATH_MISSING)
     for tries in range(1, _TRIES + 1):
         try:
-            return _Visit(list(dict.fromkeys(named)), options).result()
+            return _check(list(dict.fromkeys(named)), options)
         except SystemRefusedError as error:
-            if tries == _TRIES or any(one.code != "changed" for one in error.problems):
+            if tries == _TRIES or any(problem.code != "changed" for problem in error.problems):
                 raise
     raise AssertionError
 
 
-class _Visit:
-    """One look at everything."""
-
-    def __init__(self, named: Sequence[str], options: CheckOptions) -> None:
-        self._began, self._named, self._options = perf_counter(), named, options
-        self._examined = [examine(path) for path in named]
-        self._remains, errors = remains_at(named)
-        self._refused = [one for seen in self._examined for one in seen.refused]
-        self._refused += [one for error in errors for one in error.problems if one.code != "unfinished"]
-        self._unclear = [one for error in errors for one in error.problems if one.code == "unfinished"]
-        for seen in self._examined:
-            seen.strangers = [one for one in seen.strangers if not self._is_half_changed(seen, one)]
-        self._selected = self._select()
-        progress = options.progress
-        self._engine = None if options.fast else local(options, progress if callable(progress) else None)[0]
-
-    def result(self) -> CheckResult:
-        """What was found; raised if it is about something else than safetensors files."""
-        valued = [one for one in self._selected if one.tensor.dtype in STORAGE]
-        census = None if self._engine is None else self._take(self._engine, valued)
-        findings = list(dict.fromkeys(self._findings(valued, census)))
-        self._refuse(findings)
-        faults = [one for one in findings if one.severity == "fault"]
-        notes = [one for one in findings if one.severity == "note"]
-        problems = [one.problem for one in (faults + notes if self._options.strict else faults)]
-        rows = by_dtype(self._selected, valued, census)
-        summary, clock = (self._engine.workers, self._engine.clock) if self._engine else (None, Clock())
-        seconds = perf_counter() - self._began
-        return CheckResult(
-            sound=not problems,
-            faults=len(faults),
-            notes=len(notes),
-            fast=self._options.fast,
-            nan=total(rows, "nan", census),
-            inf=total(rows, "inf", census),
-            zeros=total(rows, "zeros", census),
-            subnormal=total(rows, "subnormal", census),
-            saturated=total(rows, "saturated", census),
-            warnings=() if self._options.strict else tuple(one.problem for one in notes),
-            files=sum(len(one.shards) for one in self._sets()),
-            tensors=len(self._selected),
-            elements=sum(one.tensor.elements for one in self._selected),
-            bytes=sum(one.tensor.nbytes for one in self._selected),
-            backend=None if summary is None else summary.backend,
-            backend_why=None if summary is None else summary.why,
-            threads=max(1, clock.workers),
-            seconds=seconds,
-            timings=Timings.of(clock, 0.0, seconds),
-            per_dtype=tuple(rows),
-            per_finding=tuple(faults + notes),
-            problems=tuple(problems),
-        )
-
-    def _is_half_changed(self, seen: Examined, one: Problem) -> bool:
-        """Whether a stranger may be a file that a run has left half changed; it is then a fault."""
-        folder = Path(os.path.realpath(one.file or ".")).parent
-        is_half = one.code != "missing-file" and any(
-            left.folder == folder and left.kind in ("writing", "unfinished") for left in self._remains
-        )
-        seen.faults += [one] if is_half else []
-        return is_half
-
-    def _sets(self) -> list[GradientSet]:
-        """What could be read; each file once."""
-        seen: set[tuple[int, int]] = set()
-        sets = []
-        for one in self._examined:
-            new = [shard for shard in one.shards if shard.identity not in seen]
-            seen |= {shard.identity for shard in new}
-            sets.append(GradientSet(Path(one.path), tuple(new), one.index))
-        return sets
-
-    def _select(self) -> list[Selected]:
+def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
+    """Look at everything once."""
+    began = perf_counter()
+    examined = [examine(path) for path in named]
+    remains, errors = remains_at(named)
+    others = [problem for error in errors for problem in error.problems]
+    unreadable = [problem for each in examined for problem in each.refused]
+    unreadable += [problem for problem in others if problem.code != "unfinished"]
+    for each in examined:
+        half_changed = [problem for problem in each.strangers if _may_be_half_changed(problem, remains)]
+        each.faults += half_changed
+        each.strangers = [problem for problem in each.strangers if problem not in half_changed]
+    sets = _distinct(examined)
+    selected = _select(sets, examined, options)
+    valued = [entry for entry in selected if entry.tensor.dtype in STORAGE]
+    engine, counts, clock = None, None, Clock()
+    if not options.fast:
+        engine = local(options, options.progress if callable(options.progress) else None)[0]
+        clock = engine.clock
         try:
-            return select(self._sets(), self._options.include, self._options.exclude)
-        except BadInputError:
-            # The names may be those of a file that could not be read.
-            if any(one.faults or one.strangers or one.refused for one in self._examined):
-                return []
-            raise
-
-    def _take(self, engine: Threads, valued: Sequence[Selected]) -> Census | None:
-        try:
-            census: Census = engine.run(TakeCensus(valued))
+            counts = engine.run(CountValues(valued))
         except SystemRefusedError as error:
-            # What is not about a file is not about what is checked.
-            if not all(one.file for one in error.problems):
+            # An error that names no file, such as one of the GPU, says nothing about the set.
+            if not all(problem.file for problem in error.problems):
                 raise
-            self._refused += error.problems
-            return None
+            unreadable += error.problems
         finally:
             engine.close()
-        return census
+    unfinished = [problem for problem in others if problem.code == "unfinished"]
+    findings = [*_findings(named, examined, remains, unfinished)]
+    for shard in dict.fromkeys(shard for shard, _ in selected):
+        findings += _layout_findings(shard)
+    findings += value_findings(valued, counts) if counts is not None else ()
+    faults = list(dict.fromkeys(problem for severity, problem in findings if severity == "fault"))
+    notes = list(dict.fromkeys(problem for severity, problem in findings if severity == "note"))
+    _require_readable(unreadable, [problem for each in examined for problem in each.strangers], faults)
+    problems = [*faults, *notes] if options.strict else faults
+    rows = counts_by_dtype(selected, valued, counts)
+    totals = {name: sum(getattr(row, name) or 0 for row in rows) if counts is not None else None for name in COUNTS}
+    seconds = perf_counter() - began
+    return CheckResult(
+        sound=not problems,
+        faults=len(faults),
+        notes=len(notes),
+        fast=options.fast,
+        **totals,
+        warnings=() if options.strict else tuple(notes),
+        files=sum(len(gradset.shards) for gradset in sets),
+        tensors=len(selected),
+        elements=sum(tensor.elements for _, tensor in selected),
+        bytes=sum(tensor.nbytes for _, tensor in selected),
+        backend=None if engine is None else engine.workers.backend,
+        backend_why=None if engine is None else engine.workers.why,
+        threads=max(1, clock.workers),
+        seconds=seconds,
+        timings=Timings.of(clock, 0.0, seconds),
+        per_dtype=tuple(rows),
+        per_finding=(*(_row("fault", fault) for fault in faults), *(_row("note", note) for note in notes)),
+        problems=tuple(problems),
+    )
 
-    def _findings(self, valued: Sequence[Selected], census: Census | None) -> Iterable[Finding]:
-        for one in self._examined:
-            yield from of_set(one)
-        yield from (of_remains(one, _as_named(one, self._named)) for one in self._remains)
-        for problem in self._unclear:
-            yield Finding("fault", problem.code, problem.message, "", None, problem.file or "")
-        for shard in dict.fromkeys(one.shard for one in self._selected):
-            yield from of_layout(shard)
-        if census is not None:
-            yield from of_values(valued, census)
 
-    def _refuse(self, findings: Sequence[Finding]) -> None:
-        """Raise if something is no safetensors file, or could not be read; with all that was found besides."""
-        strangers = [one for seen in self._examined for one in seen.strangers]
-        told = [*self._refused, *strangers]
-        if told:
-            kind = SystemRefusedError if self._refused else BadInputError
-            if not all(one.code == "changed" for one in told):
-                told += [one.problem for one in findings if one.severity == "fault"]
-            raise kind.from_problems(list(dict.fromkeys(told)))
+def _row(severity: Severity, problem: Problem) -> Finding:
+    return Finding(severity, problem.code, problem.message, problem.hint or "", problem.tensor, problem.file or "")
 
 
-def _as_named(one: Remains, named: Iterable[str]) -> str:
-    """The folder to recover, as it was named if it was."""
-    for path in named:
-        folder = path if os.path.isdir(path) else os.path.dirname(path) or "."  # noqa: PTH112, PTH120 - as it was typed
-        if os.path.realpath(folder) == str(one.folder):
-            return folder
-    return str(one.folder)
+def _require_readable(unreadable: list[Problem], strangers: list[Problem], faults: list[Problem]) -> None:
+    """Raise if something is no safetensors file, or could not be read; with all faults besides."""
+    if problems := [*unreadable, *strangers]:
+        kind = SystemRefusedError if unreadable else BadInputError
+        is_in_flux = all(problem.code == "changed" for problem in problems)
+        raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
+
+
+def _may_be_half_changed(problem: Problem, remains: Sequence[Remains]) -> bool:
+    """Tell whether a run may have left the file half changed, so that it is no safetensors file any more."""
+    folder = Path(os.path.realpath(problem.file or ".")).parent
+    return problem.code != "missing-file" and any(
+        left.folder == folder and left.kind in ("writing", "unfinished") for left in remains
+    )
+
+
+def _distinct(examined: Sequence[Examined]) -> list[GradientSet]:
+    """Return the sets that could be read; each file once."""
+    seen: set[tuple[int, int]] = set()
+    sets = []
+    for each in examined:
+        new = [shard for shard in each.shards if shard.identity not in seen]
+        seen |= {shard.identity for shard in new}
+        sets.append(GradientSet(Path(each.path), tuple(new), each.index))
+    return sets
+
+
+def _select(sets: Sequence[GradientSet], examined: Sequence[Examined], options: CheckOptions) -> list[Selected]:
+    try:
+        return select(sets, options.include, options.exclude)
+    except BadInputError:
+        # The names may be those of a file that could not be read.
+        if any(each.faults or each.strangers or each.refused for each in examined):
+            return []
+        raise
+
+
+def _findings(
+    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Remains], unfinished: Sequence[Problem]
+) -> Iterator[tuple[Severity, Problem]]:
+    """Yield what headers, indexes and the files of runs show."""
+    for each in examined:
+        for problem in each.faults:
+            yield "fault", replace(problem, hint=problem.hint or "copy the file again, or write it anew")
+        for file in each.unmapped:
+            message = f"the index {each.index.name if each.index else ''} does not name it, so it is not read"
+            hint = "add its tensors to the index, or move it away"
+            yield "note", Problem("unmapped-file", message, str(file), hint=hint)
+    for left in remains:
+        yield _leftover_finding(left, named)
+    for problem in unfinished:
+        yield "fault", problem
+
+
+def _leftover_finding(left: Remains, named: Sequence[str]) -> tuple[Severity, Problem]:
+    """Return what a run has left; the hint names the folder to recover, as it is `named` if it is."""
+    folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
+    same = (folder for folder in folders if os.path.realpath(folder) == str(left.folder))
+    files = f"{number_of(left.files, 'file')} of {left.nbytes:,} bytes"
+    code, message = {
+        "writing": ("in-use", f"a run ({left.who}) is changing files at this moment, or has crashed"),
+        "unfinished": ("unfinished", f"a run ({left.who}) has crashed and left files half changed"),
+        "crashed": ("leftover", f"a run ({left.who}) has crashed and left {files}; all others are whole"),
+        "orphan": ("leftover", f"a run that has no log has left {files}"),
+    }[left.kind]
+    template = "wait for it, or run {}" if code == "in-use" else "run {}"
+    hint = say(template, call("recover", next(same, str(left.folder))))
+    return "note" if code == "leftover" else "fault", Problem(code, message, str(left.path), hint=hint)
+
+
+def _layout_findings(shard: Shard) -> Iterator[tuple[Severity, Problem]]:
+    """Yield a note if the data of a file is not aligned."""
+    unaligned = [tensor.name for tensor in unaligned_in(shard)]
+    if not is_aligned(shard):
+        what = f"the data begins at byte {shard.data_start:,}, which is no multiple of 8"
+    elif unaligned:
+        verb = "begins" if len(unaligned) == 1 else "begin"
+        what = f"{number_of(len(unaligned), 'tensor')} {verb} within an element's size: {listed(unaligned)}"
+    else:
+        return
+    message = f"{what}; programs that map the file must copy what is not aligned"
+    yield "note", Problem("unaligned", message, str(shard.path), hint="save it again with the safetensors library")

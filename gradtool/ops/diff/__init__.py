@@ -6,22 +6,24 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.declare import operation
-from gradtool.ops.diff.compare import Compare
-from gradtool.ops.diff.comparison import MAX_ABS, MAX_REL, ULPS, Counts
-from gradtool.ops.diff.gates import Gates, nonfinite_problems
-from gradtool.ops.diff.pair import Pairs, Side, UnmatchedRow, pair
+from gradtool.errors import BadInputError, Problem
+from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
+from gradtool.ops.diff.thresholds import any_set, exceeded, nonfinite_problems
 from gradtool.ops.results import Result, call_summary
 from gradtool.ops.session import Call
 from gradtool.options import DiffOptions
-from gradtool.store.format.rename import Renames
+from gradtool.store.format.rename import Renames, prefix_problem
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-    from gradtool.errors import Problem
     from gradtool.ops.diff.comparison import Comparison
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.transaction.inputs import OpenSets
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,17 @@ class TensorDiff:
     norm_b: float
 
 
+@dataclass(frozen=True)
+class UnmatchedRow:
+    """A tensor that is not compared: `why` is "only a", "only b" or "shape". One that is not there has no shape."""
+
+    name: str
+    file: str
+    why: str
+    shape_a: tuple[int, ...] | None
+    shape_b: tuple[int, ...] | None
+
+
 @dataclass(frozen=True, repr=False)
 class DiffResult(Result):
     """How far A is from B, as one vector. `tensors` and `elements` count those that are compared, `bytes` both sides.
@@ -62,24 +75,12 @@ class DiffResult(Result):
     """
 
     headline = (
-        "rel_l2",
-        "cosine",
-        "max_abs_diff",
-        "max_abs_diff_tensor",
-        "max_abs_diff_index",
-        "max_rel_diff",
-        "max_rel_diff_tensor",
-        "max_rel_diff_index",
-        "max_ulp",
-        "max_ulp_tensor",
-        "max_ulp_index",
-        "differing",
-        "nonfinite_a",
-        "nonfinite_b",
-        "nonfinite_both",
-        "not_close",
-        "unmatched",
-    )
+        "rel_l2", "cosine",
+        "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index",
+        "max_rel_diff", "max_rel_diff_tensor", "max_rel_diff_index",
+        "max_ulp", "max_ulp_tensor", "max_ulp_index",
+        "differing", "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched",
+    )  # fmt: skip
 
     rel_l2: float
     cosine: float
@@ -108,7 +109,7 @@ class DiffResult(Result):
 
 @operation(DiffOptions)
 def diff(options: DiffOptions) -> DiffResult:
-    """How far the tensors of A are from those of B, as one vector and tensor by tensor; they match by name.
+    """Compare the tensors of A with those of B of the same name, as one vector and tensor by tensor.
 
     rel_l2 is ‖a-b‖/‖b‖, and the cosine Σab/(‖a‖·‖b‖). All is computed in float64, in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
@@ -124,75 +125,114 @@ def diff(options: DiffOptions) -> DiffResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    gates = Gates.of(options)
-    opening = Call.of(
+    call = Call.of(
         [os.fspath(options.a), os.fspath(options.b)],
         options,
         renames=Renames.of(options.map, slice(1)),
         may_repeat=True,
     )
-    with opening.open_to_read() as session:
-        sides = [Side(one.path, session.opened.selected_in(one.shards)) for one in session.opened.sets]
-        pairs = pair(*sides, skip=options.missing == "skip")
-        found = session.run(Compare(pairs.a, NormSpec(), pairs.b, gates.tolerance))
-        whole = found.figures()
-        rows = _rows(pairs, found, gates) if options.per_tensor or options.top is not None else []
-        call = call_summary(session, pairs.a, warnings=() if gates.is_any else nonfinite_problems(pairs, found))
+    with call.open_to_read() as session:
+        a, b, unmatched = pair(session.opened, skip=options.missing == "skip")
+        tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
+        comparison = session.run(Compare(a, NormSpec(), b, tolerance))
+        metrics, has_limits = comparison.metrics(), any_set(options)
+        rows = _rows(a, b, comparison, options) if options.per_tensor or options.top is not None else []
+        summary = call_summary(session, a, warnings=() if has_limits else nonfinite_problems(a, comparison))
         return DiffResult(
-            call=replace(call, bytes=call.bytes + sum(one.tensor.nbytes for one in pairs.b)),
-            **whole._asdict(),
-            **_facts(pairs, found, gates),
-            unmatched=len(pairs.unmatched),
-            per_tensor=tuple(rows if options.top is None else _worst(rows, options.top)),
-            per_unmatched=tuple(pairs.unmatched),
-            problems=tuple(gates.problems(pairs, found, whole) if gates.is_any else ()),
+            call=replace(summary, bytes=summary.bytes + sum(tensor.nbytes for _, tensor in b)),
+            **metrics._asdict(),
+            **_counts(options, {name: sum(getattr(comparison, name)) for name in COUNTS}),
+            **_maxima(a, comparison),
+            unmatched=len(unmatched),
+            per_tensor=tuple(rows),
+            per_unmatched=tuple(unmatched),
+            problems=tuple(exceeded(options, a, b, comparison, metrics) if has_limits else ()),
         )
 
 
-_MAXIMA = {"max_abs_diff": MAX_ABS, "max_rel_diff": MAX_REL, "max_ulp": ULPS}
+def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected], list[UnmatchedRow]]:
+    """Return the tensors of A and of B that are compared, those of the same name and shape, and all others.
+
+    Raises:
+        BadInputError: a tensor is only in one of them, or has another shape in the other, unless `skip`; or nothing is
+            left. Every such tensor is named.
+    """
+    a, b = ({x.tensor.name: x for x in opened.selected_in(gradset.shards)} for gradset in opened.sets)
+    pairs = [(x, b[name]) for name, x in a.items() if name in b]
+    same = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
+    unmatched = [_unmatched(x, "only a", x.tensor.shape, None) for name, x in a.items() if name not in b]
+    unmatched += [_unmatched(y, "only b", None, y.tensor.shape) for name, y in b.items() if name not in a]
+    shapes = ((x, x.tensor.shape, y.tensor.shape) for x, y in pairs)
+    unmatched += [_unmatched(x, "shape", a_shape, b_shape) for x, a_shape, b_shape in shapes if a_shape != b_shape]
+    if unmatched and not (skip and same):
+        hint = say("use {} to compare only those whose names and shapes match", option("missing", "skip"))
+        a_path, b_path = (gradset.path for gradset in opened.sets)
+        error = BadInputError.from_problems(list(_problems(unmatched, a_path, b_path)), hint if same else None)
+        error.summary = "no tensor is left to compare" if skip else None
+        raise error
+    return [x for x, _ in same], [y for _, y in same], unmatched
 
 
-def _facts(pairs: Pairs, found: Comparison, gates: Gates) -> dict[str, Any]:
-    """The counts of all tensors, and the maxima over them; of equal ones, that of the first name."""
-    facts = _counts(found.all_counts(), gates)
-    names = [one.tensor.name for one in pairs.a]
-    for key, which in _MAXIMA.items():
-        values = getattr(found, which)
-        largest = max(values, default=0)
-        equal = [number for number, value in enumerate(values) if value == largest]
-        number = min(equal, key=names.__getitem__) if largest else None
-        facts[key] = largest
-        facts[f"{key}_tensor"] = None if number is None else names[number]
-        facts[f"{key}_index"] = None if number is None else found.maximum(which, number)[1]
-    return facts
+def _unmatched(
+    selected: Selected, why: str, shape_a: tuple[int, ...] | None, shape_b: tuple[int, ...] | None
+) -> UnmatchedRow:
+    return UnmatchedRow(selected.tensor.name, str(selected.shard.path), why, shape_a, shape_b)
 
 
-def _counts(counts: Counts, gates: Gates) -> dict[str, Any]:
-    return counts._asdict() | ({} if gates.is_close else {"not_close": None})
+def _problems(unmatched: Sequence[UnmatchedRow], a: Path, b: Path) -> Iterator[Problem]:
+    """Yield a problem for each tensor, but a single one for names that differ by a prefix."""
+    only_a, only_b = ([row.name for row in unmatched if row.why == why] for why in ("only a", "only b"))
+    prefix = prefix_problem(only_a, only_b, a, b)
+    if prefix is not None:
+        yield prefix
+    for row in unmatched:
+        if row.why == "shape":
+            message = f"shape {list(row.shape_a or ())} is not {list(row.shape_b or ())}, the shape in {b}"
+            yield Problem("shape", message, row.file, row.name)
+        elif prefix is None and row.why == "only a":
+            yield Problem("extra-tensor", f"is not in {b}", row.file, row.name)
+        elif prefix is None:
+            yield Problem("missing-tensor", f"is only in {row.file}", str(a), row.name)
 
 
-def _rows(pairs: Pairs, found: Comparison, gates: Gates) -> list[TensorDiff]:
+def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
+    """Return the counts, without the one that has no meaning if nothing must be close."""
+    return counts if options.must_be_close else counts | {"not_close": None}
+
+
+def _maxima(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
+    """Return the maxima over all tensors, and where they are; of equal ones, that of the first name."""
+    maxima: dict[str, Any] = {}
+    for name, index in zip(MAXIMA, INDICES, strict=True):
+        values = getattr(comparison, name)
+        maxima[name] = largest = max(values, default=0)
+        equal = [(a[number].tensor.name, number) for number, value in enumerate(values) if value == largest]
+        tensor, number = min(equal) if largest else (None, 0)
+        maxima |= {f"{name}_tensor": tensor, index: getattr(comparison, index)[number] if largest else None}
+    return maxima
+
+
+def _rows(
+    a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, options: DiffOptions
+) -> list[TensorDiff]:
+    """Return a row for each tensor, or for the `top` ones with the largest rel_l2, NaN or Inf on one side first."""
     rows = []
-    for number, (one, other) in enumerate(zip(pairs.a, pairs.b, strict=True)):
-        maxima: dict[str, Any] = {}
-        for key, which in _MAXIMA.items():
-            maxima[key], index = found.maximum(which, number)
-            maxima[f"{key}_index"] = index if maxima[key] else None
+    for number, ((shard, tensor), other) in enumerate(zip(a, b, strict=True)):
+        values: dict[str, Any] = {name: getattr(comparison, name)[number] for name in (*MAXIMA, *INDICES)}
+        values |= {index: None for name, index in zip(MAXIMA, INDICES, strict=True) if not values[name]}
         rows.append(
             TensorDiff(
-                name=one.tensor.name,
-                file=str(one.shard.path),
-                dtype_a=one.tensor.dtype,
+                name=tensor.name,
+                file=str(shard.path),
+                dtype_a=tensor.dtype,
                 dtype_b=other.tensor.dtype,
-                shape=one.tensor.shape,
-                **found.figures_of(number)._asdict(),
-                **maxima,
-                **_counts(found.counts_of(number), gates),
+                shape=tensor.shape,
+                **comparison.metrics(number)._asdict(),
+                **values,
+                **_counts(options, {name: getattr(comparison, name)[number] for name in COUNTS}),
             )
         )
-    return rows
-
-
-def _worst(rows: Sequence[TensorDiff], count: int) -> list[TensorDiff]:
-    """Those with the largest rel_l2; before them, those with NaN or Inf on one side only."""
-    return sorted(rows, key=lambda row: (not row.nonfinite_a + row.nonfinite_b, -row.rel_l2, -row.max_abs_diff))[:count]
+    if options.top is None:
+        return rows
+    rows.sort(key=lambda row: (not row.nonfinite_a + row.nonfinite_b, -row.rel_l2, -row.max_abs_diff))
+    return rows[: options.top]

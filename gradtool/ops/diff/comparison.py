@@ -1,86 +1,191 @@
-"""What tells the tensors of two gradient sets apart, collected block by block."""
+"""The pass of a comparison: two gradient sets side by side, block by block, and the metrics of how far they differ."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from gradtool.backends.protocol import Piece
+from gradtool.backends.storage import STORAGE
 from gradtool.engines.tally import Column, Tally
-from gradtool.ops.diff.figures import Figures
-from gradtool.reduction import TILE, TileSums
+from gradtool.engines.worker import reads_files
+from gradtool.ops.aligned_read import read_one
+from gradtool.ops.passes import ReadingPass, pieces_of
+from gradtool.reduction import TILE, TileSums, scaled_total
+from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from array import array
+    from collections.abc import Iterator, Sequence
 
-    from gradtool.backends.protocol import BlockDifferences
+    from gradtool.backends.protocol import Backend, BlockDifferences, Tolerance
+    from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
+    from gradtool.store.transaction.destination import Destination
 
-# The maxima of `BlockDifferences`, in order.
-MAXIMA = MAX_ABS, MAX_REL, ULPS = "max_abs", "max_rel", "ulps"
-_SUMS, _EXPONENTS = 4, 3
+    # A number m·2^k as m and k, with 0.5 <= |m| < 1, or m = 0.
+    Scaled = tuple[float, int]
+
+# In the order of `BlockDifferences.maxima` and `BlockDifferences.counts`.
+MAXIMA = ("max_abs_diff", "max_rel_diff", "max_ulp")
+COUNTS = ("differing", "differing_bits", "not_close", "nonfinite_a", "nonfinite_b", "nonfinite_both")
+# The index of the first element that has each maximum.
+INDICES = tuple(f"{name}_index" for name in MAXIMA)
+_COLUMNS = {name: Column("Q" if name == "max_ulp" else "d", "max", place=f"{name}_index") for name in MAXIMA}
+_COLUMNS |= {name: Column("q", "place") for name in INDICES} | {name: Column("q", "sum") for name in COUNTS}
+# Parts of a block that are smaller on average are read first, all of them: each part takes Python some time.
+_PART_BYTES = 64 << 10
 
 
-class Counts(NamedTuple):
-    """How many elements, in the order of `BlockDifferences.counts`."""
+class Metrics(NamedTuple):
+    """‖a-b‖/‖b‖, the cosine of the angle between a and b, and their norms."""
 
-    differing: int
-    differing_bits: int
-    not_close: int
-    nonfinite_a: int
-    nonfinite_b: int
-    nonfinite_both: int
-
-
-# The index of the first element that has a maximum.
-_PLACE = "place_of_{}"
-_COLUMNS = {name: Column("Q" if name == ULPS else "d", "max", place=_PLACE.format(name)) for name in MAXIMA}
-_COLUMNS |= {_PLACE.format(name): Column("q", "place") for name in MAXIMA}
-_COLUMNS |= {name: Column("q", "sum") for name in Counts._fields}
+    rel_l2: float
+    cosine: float
+    norm_a: float
+    norm_b: float
 
 
 class Comparison(Tally):
     """The differences of some tensors; the tile sums are those of (a-b)², a², b² and ab.
 
-    They have the exponents of the sums themselves, which for squares are twice those of tiles.
+    Their exponents are those of the sums themselves, which for squares are twice those of tiles.
     """
 
+    max_abs_diff: array[float]
+    max_abs_diff_index: array[int]
+    max_ulp: array[int]
+    max_ulp_index: array[int]
+    differing_bits: array[int]
+    not_close: array[int]
+    nonfinite_a: array[int]
+    nonfinite_b: array[int]
+    nonfinite_both: array[int]
+
     def __init__(self, targets: Sequence[Selected]) -> None:
-        sums = [TileSums(1.0, signed=which == _SUMS - 1, finite=True) for which in range(_SUMS)]
+        sums = [TileSums(1.0, signed=is_signed, finite=True) for is_signed in (False, False, False, True)]
         super().__init__(_COLUMNS, sums, [1] * len(targets))
 
-    def add(self, block: Block, found: BlockDifferences) -> None:
-        """Add what a backend found in the tiles of a block."""
+    def add(self, block: Block, differences: BlockDifferences) -> None:
+        """Add the differences in the tiles of a block."""
         places = [
             (span.tensor, start)
             for span in block.spans
             for start in range(span.start, span.start + span.elements, TILE)
         ]
-        rows = dict(zip(MAXIMA, found.maxima, strict=True))
-        rows |= {_PLACE.format(name): found.places[which :: len(MAXIMA)] for which, name in enumerate(MAXIMA)}
-        rows |= {name: found.counts[which :: len(Counts._fields)] for which, name in enumerate(Counts._fields)}
-        of_gaps, of_a, of_b = (found.exponents[which::_EXPONENTS] for which in range(_EXPONENTS))
-        pairs = (of_gaps, of_gaps), (of_a, of_a), (of_b, of_b), (of_a, of_b)
+        rows = dict(zip(MAXIMA, differences.maxima, strict=True))
+        rows |= {name: differences.places[at :: len(INDICES)] for at, name in enumerate(INDICES)}
+        rows |= {name: differences.counts[at :: len(COUNTS)] for at, name in enumerate(COUNTS)}
+        gaps, a, b = (differences.exponents[at::3] for at in range(3))
         numbers = [number for number, _ in places]
-        sums = [(numbers, found.sums[which::_SUMS], map(add, *pair)) for which, pair in enumerate(pairs)]
-        self.merge(places, rows, sums)
+        exponents = enumerate(((gaps, gaps), (a, a), (b, b), (a, b)))
+        self.merge(places, rows, [(numbers, differences.sums[at::4], map(add, *pair)) for at, pair in exponents])
 
-    def figures(self) -> Figures:
-        """Those of all tensors, as one vector."""
-        return Figures.of(self.tile_sums)
+    def metrics(self, number: int | None = None) -> Metrics:
+        """Compute the metrics of one tensor, or of all tensors as one vector."""
+        parts = self.tile_sums if number is None else [sums.between(number, number + 1) for sums in self.tile_sums]
+        gaps, a, b, products = (scaled_total(sums.sums, sums.exponents) for sums in parts)
+        norm_a, norm_b = _root(a), _root(b)
+        return Metrics(_quotient(_root(gaps), norm_b), _cosine(a, b, products), _number(norm_a), _number(norm_b))
 
-    def figures_of(self, number: int) -> Figures:
-        """Those of one tensor."""
-        return Figures.of([sums.between(number, number + 1) for sums in self.tile_sums])
+    def distance(self) -> float:
+        """Compute ‖a-b‖ of all tensors as one vector."""
+        return _number(_root(scaled_total(self.tile_sums[0].sums, self.tile_sums[0].exponents)))
 
-    def maximum(self, which: str, number: int) -> tuple[Any, int]:
-        """Return a maximum of a tensor, and the index of the first element that has it."""
-        return getattr(self, which)[number], getattr(self, _PLACE.format(which))[number]
 
-    def all_counts(self) -> Counts:
-        """Those of all tensors."""
-        return Counts(*(sum(getattr(self, name)) for name in Counts._fields))
+def _root(square: Scaled) -> Scaled:
+    mantissa, exponent = square
+    return math.sqrt(mantissa * (1 + exponent % 2)), exponent // 2
 
-    def counts_of(self, number: int) -> Counts:
-        """Those of one tensor."""
-        return Counts(*(getattr(self, name)[number] for name in Counts._fields))
+
+def _number(scaled: Scaled) -> float:
+    """Return the number, infinite where it is beyond float64."""
+    try:
+        return math.ldexp(*scaled)
+    except OverflowError:
+        return math.inf
+
+
+def _quotient(x: Scaled, y: Scaled) -> float:
+    """Return x/y, with 0/0 = 0 and any other x/0 infinite."""
+    if not y[0]:
+        return math.inf if x[0] else 0.0
+    return _number((x[0] / y[0], x[1] - y[1]))
+
+
+def _cosine(a: Scaled, b: Scaled, products: Scaled) -> float:
+    """Return Σab / √(Σa²·Σb²), which is 1 to the last bit where a and b are equal; 1 for two zeros, 0 for one."""
+    if not a[0] or not b[0]:
+        return float(a[0] == b[0])
+    exponent = a[1] + b[1]
+    root = math.sqrt(a[0] * b[0] * (1 + exponent % 2))
+    return max(-1.0, min(1.0, _number((products[0] / root, products[1] - exponent // 2))))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compare(ReadingPass[Comparison]):
+    """Compares each of the selected tensors with the other in its place."""
+
+    title: ClassVar = "comparing"
+    by_tensor = ("others",)
+
+    others: Sequence[Selected]
+    tolerance: Tolerance
+
+    @property
+    def beside(self) -> Sequence[Selected]:
+        """The tensors that the selected ones are compared with."""
+        return self.others
+
+    def tally(self) -> Comparison:
+        """Begin with nothing."""
+        return Comparison(self.selected)
+
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:
+        """Return a size that, with what a block is compared with, is about as large as usual."""
+        nbytes = max(super().block_bytes(backend, destination), 2 * backend.block_bytes)
+        a, b = ([STORAGE[tensor.dtype].itemsize for _, tensor in side] for side in (self.selected, self.others))
+        return max(TILE * max(a), nbytes * min(a) // (min(a) + max(b))) if a else nbytes
+
+    def work(self, block: Block, worker: Worker, tally: Comparison) -> None:
+        """Compare a block, which the backend reads if it can, part by part."""
+        reads = reads_files(worker.backend, worker.destination, self.spec)
+        parts = list(_side_by_side(block, self.others)) if reads else []
+        if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
+            self._load(block, worker, tally)
+            return
+        for a_part, b_part in parts:
+            with worker.file_block(a_part, sides=2) as a, worker.file_block(b_part, sides=2) as b:
+                differences = worker.backend.differences(a, pieces_of(a_part), b, pieces_of(b_part), self.tolerance)
+            tally.add(a_part, differences)
+
+    def _load(self, block: Block, worker: Worker, tally: Comparison) -> None:
+        """Read a block and all that it is compared with, and compare them."""
+        beside = {span.tensor: self.others[span.tensor] for span in block.spans}
+        with worker.load(block) as a, read_one(beside, self.selected, block, worker) as (view, addends):
+            pieces = [Piece(addend.dtype, addend.offset, addend.elements) for addend in addends]
+            b = worker.backend.to_device(view, align=pieces[0].offset)
+            differences = worker.backend.differences(a.data, pieces_of(block), b, pieces, self.tolerance)
+        tally.add(block, differences)
+
+
+def _side_by_side(block: Block, others: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:
+    """Cut a block into parts, each with a block of the tensors it is compared with, which follow one another there."""
+    a_spans: list[Span] = []
+    b_spans: list[Span] = []
+    shard, end = block.shard, 0
+    for span in block.spans:
+        b_shard, tensor = others[span.tensor]
+        itemsize = STORAGE[tensor.dtype].itemsize
+        begin = tensor.begin + span.start * itemsize
+        if a_spans and (b_shard is not shard or not 0 <= begin - end <= BRIDGE_BYTES):
+            yield block_around(block.shard, a_spans), block_around(shard, b_spans)
+            a_spans, b_spans = [], []
+        shard, end = b_shard, begin + span.elements * itemsize
+        a_spans.append(span._replace(offset=block.begin + span.offset))
+        b_spans.append(span._replace(dtype=tensor.dtype, offset=begin))
+    if a_spans:
+        yield block_around(block.shard, a_spans), block_around(shard, b_spans)

@@ -6,12 +6,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError, Problem, UsageError
 from gradtool.store.format.limits import refuse_new_name
 from gradtool.store.format.patterns import apply, compiled, matching
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from gradtool.store.format.gradset import GradientSet
 
@@ -83,3 +85,32 @@ def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
         for shard in one.shards
     )
     return replace(one, shards=tuple(shards))
+
+
+def prefix_problem(names: Sequence[str], other_names: Sequence[str], path: Path, other: object) -> Problem | None:
+    """Return the problem of a set whose names differ from those of another by a prefix, such as DDP's `module.`.
+
+    The names are those that the other set lacks; None if there is no such prefix.
+    """
+    for longer, shorter, have, lack, change in (
+        (names, other_names, "have", "lack", "remove"),
+        (other_names, names, "lack", "have", "add"),
+    ):
+        prefix = _common_prefix(shorter, longer)
+        if prefix is not None:
+            rule = f"^{re.escape(prefix)}=" if change == "remove" else "^=" + prefix.replace("\\", r"\\")
+            message = f"{len(names)} tensor names {have} the prefix {prefix!r}, which those of {other} {lack}"
+            return Problem("extra-tensor", message, str(path), hint=say("use {} to {} it", option("map", rule), change))
+    return None
+
+
+def _common_prefix(names: Sequence[str], longer: Sequence[str]) -> str | None:
+    """Return the prefix that makes all of the names the longer ones."""
+    if len(names) != len(longer):
+        return None
+    for name in longer:
+        if names[0] and name.endswith(names[0]):
+            prefix = name.removesuffix(names[0])
+            if {prefix + short for short in names} == set(longer):
+                return prefix
+    return None

@@ -13,7 +13,7 @@ from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems, refuse_nonfinite
 from gradtool.ops.units import ComputeUnitFactors
 from gradtool.store.transaction.inputs import Inputs, open_to_read
-from gradtool.store.transaction.small import refuse_to_replace
+from gradtool.store.transaction.small import check_not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,11 +86,11 @@ def parameters_of(
         BadInputError: a file is invalid, or a tensor is missing or has another shape or a type without values.
         SystemRefusedError: a file cannot be read, or may be half changed.
     """
-    from gradtool.store.format.gradset import refuse_dtypes, refuse_shared_names
+    from gradtool.store.format.gradset import check_dtypes, require_unique_names
 
     opened = open_to_read(Inputs([policy.params]))
-    refuse_to_replace(opened.sets, "--params", targets)
-    refuse_shared_names(opened.selected)
+    check_not_replaced(opened.sets, "--params", targets)
+    require_unique_names(opened.selected)
     home = {one.tensor.name: one for one in opened.selected}
     problems = []
     for one in selected:
@@ -104,7 +104,7 @@ def parameters_of(
     if problems:
         raise BadInputError.from_problems(problems, "nothing written. Leave tensors out with --exclude")
     params = [home[one.tensor.name] for one in selected]
-    refuse_dtypes(params, tuple(STORAGE))
+    check_dtypes(params, tuple(STORAGE))
     return opened.sets, params
 
 

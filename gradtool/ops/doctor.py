@@ -17,7 +17,7 @@ from gradtool.backends.choose import choose
 from gradtool.declare import operation
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import DoctorOptions
-from gradtool.store.format.paths import refuse_urls
+from gradtool.store.format.paths import require_local
 from gradtool.store.io.workers import default_threads
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         SystemRefusedError: the file system of the folder fails.
     """
     named = os.fspath(options.path)
-    refuse_urls([named])
+    require_local([named])
     cpu = choose("cpu")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = [

@@ -10,7 +10,7 @@ from gradtool.declare import operation
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.options import RecoverOptions
 from gradtool.store import signals
-from gradtool.store.format.paths import is_there, refuse_urls
+from gradtool.store.format.paths import is_there, require_local
 from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
@@ -61,7 +61,7 @@ def recover(options: RecoverOptions) -> RecoverResult:
     named = options.named
     if not named:
         raise UsageError("no path is given; name a file, a folder or an index")
-    refuse_urls(named)
+    require_local(named)
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0

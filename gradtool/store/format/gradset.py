@@ -101,7 +101,7 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     return selected
 
 
-def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
+def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
     """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
     for one in selected:
         if one.tensor.dtype not in supported:
@@ -111,7 +111,7 @@ def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can
             raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name, code="dtype")
 
 
-def refuse_shared_names(selected: Iterable[Selected]) -> None:
+def require_unique_names(selected: Iterable[Selected]) -> None:
     """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
     home: dict[str, Shard] = {}
     for shard, tensor in selected:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store import system
-from gradtool.store.format.limits import MAX_TEXT, refuse_large_header, refuse_long, refuse_long_names
-from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
+from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
+from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, parse, tensor_of
 from gradtool.store.links import open_to_read
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
     """
     with _judged(path, is_named=is_named) as (fd, status):
         text = _read_header(path, fd, status.st_size)
-        refuse_unclear(path, text, status.st_size)
+        check_fields(path, text, status.st_size)
         return _shard(path, text, status, *_parsed(path, text))
 
 
@@ -98,8 +98,8 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     """
     size = 8 + len(text) + nbytes
     try:
-        refuse_long(path, "the header", len(text))
-        refuse_large_header(path, text)
+        check_length(path, "the header", len(text))
+        check_header_size(path, text)
         if (refusal := _refusal(path, text, size)) is not None:
             raise _explain(path, text, size, shortened(str(refusal), 400))
     except BadInputError as error:
@@ -159,7 +159,7 @@ def read_regular(path: Path, most: int | None = None, *, is_named: bool = True) 
         SystemRefusedError: it cannot be read, or changed meanwhile; or another user's link leads there.
     """
     with _opened(path, is_named=is_named) as (fd, status):
-        refuse_long(path, "the file", status.st_size, most)
+        check_length(path, "the file", status.st_size, most)
         content = _pread(fd, status.st_size, 0)
         if len(content) != status.st_size or not is_unchanged(fd, status):
             raise changed_meanwhile(path)
@@ -214,7 +214,7 @@ def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
     """The metadata and the tensors of a sound header."""
     header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
-    refuse_long_names(path, header)
+    check_name_lengths(path, header)
     data_start = 8 + len(text)
     tensors = []
     while header:
@@ -238,7 +238,7 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
     text = _pread(fd, length, 8)
     if len(text) < length:
         raise changed_meanwhile(path)
-    refuse_large_header(path, text)
+    check_header_size(path, text)
     return text
 
 
@@ -258,7 +258,7 @@ def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
     judged = emptied(text)
     try:
         deserialize(len(judged).to_bytes(8, "little") + judged)  # type: ignore[no-untyped-call]
-        refuse_wrong_offsets(path, text, size)
+        check_offsets(path, text, size)
     except (SafetensorError, ValueError) as error:
         return error
     return None
@@ -328,7 +328,7 @@ def _other_format(path: Path, fd: int, size: int) -> BadInputError | None:
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
     """What is wrong with a file that the library refused; its own `verdict` if we find nothing."""
     try:
-        refuse_wrong_offsets(path, text, size)
+        check_offsets(path, text, size)
     except BadInputError as error:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):

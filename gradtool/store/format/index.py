@@ -13,10 +13,10 @@ from gradtool.store.format.header import read_regular
 from gradtool.store.format.layout import encoded
 from gradtool.store.format.limits import (
     MAX_TEXT,
-    refuse_large_index,
-    refuse_long,
-    refuse_long_names,
-    refuse_many_shards,
+    check_index_size,
+    check_length,
+    check_name_lengths,
+    check_shard_count,
 )
 from gradtool.store.format.paths import is_file_name
 
@@ -66,19 +66,19 @@ def new_index(path: Path, document: Mapping[str, Any]) -> bytes:
         BadInputError: it could not be read again.
     """
     text = encoded(document, indent=2) + b"\n"
-    refuse_long(path, "the index", len(text))
+    check_length(path, "the index", len(text))
     _weight_map_in(path, text)
     return text
 
 
 def _weight_map_in(index: Path, text: bytes) -> dict[str, str]:
-    refuse_large_index(index, text)
+    check_index_size(index, text)
     try:
         document = json.loads(text, object_pairs_hook=partial(_without_duplicates, index))
         weight_map: dict[str, Any] = document["weight_map"]
-        refuse_long_names(index, weight_map)
+        check_name_lengths(index, weight_map)
         files = list(weight_map.values())
-        refuse_long_names(index, (file for file in files if isinstance(file, str)))
+        check_name_lengths(index, (file for file in files if isinstance(file, str)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, BadInputError):
             raise
@@ -91,7 +91,7 @@ def _weight_map_in(index: Path, text: bytes) -> dict[str, str]:
             raise BadInputError(message, file=index, tensor=name)
     if not weight_map:
         raise BadInputError("the index maps no tensor", file=index)
-    refuse_many_shards(index, files)
+    check_shard_count(index, files)
     return weight_map
 
 

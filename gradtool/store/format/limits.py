@@ -39,43 +39,43 @@ _OF_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
 _OF_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
 
 
-def refuse_long(path: Path, what: str, length: int, most: int | None = None) -> None:
+def check_length(path: Path, what: str, length: int, most: int | None = None) -> None:
     """Raise `BadInputError` for a header, an index or a state with too many bytes; called before it is read."""
     limit = MAX_TEXT if most is None else most
     if length > limit:
         raise _over(path, f"{what} has {length:,} bytes", limit)
 
 
-def refuse_large_header(path: Path, text: bytes) -> None:
+def check_header_size(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for a header that would cost too much to parse."""
-    _refuse_odd(path, "the header", text)
+    _check_odd_text(path, "the header", text)
     count = _count(text, _OF_TENSOR)
     if count > MAX_TENSORS:
         raise _over(path, f"the header is as large as that of {count:,} tensors", MAX_TENSORS, "; split the file")
 
 
-def refuse_large_index(path: Path, text: bytes) -> None:
+def check_index_size(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for an index that would cost too much to parse."""
-    _refuse_odd(path, "the index", text)
+    _check_odd_text(path, "the index", text)
     count = _count(text, _OF_MAPPING)
     if count > MAX_MAPPED:
         raise _over(path, f"the index is as large as that of {count:,} tensors", MAX_MAPPED, "; split the set")
 
 
-def refuse_many_shards(path: Path, files: Iterable[Any]) -> None:
+def check_shard_count(path: Path, files: Iterable[Any]) -> None:
     """Raise `BadInputError` for an index of too many files; called before one of them is looked for."""
     if (count := len(set(files))) > MAX_SHARDS:
         raise _over(path, f"the index names {count:,} shards", MAX_SHARDS)
 
 
-def refuse_long_names(path: Path, names: Iterable[str]) -> None:
+def check_name_lengths(path: Path, names: Iterable[str]) -> None:
     """Raise `BadInputError` for a name of a tensor or a shard that is too long."""
     for name in names:
         if len(name) > MAX_NAME:
             raise _over(path, f"the name {shortened(name)!r} has {len(name):,} characters", MAX_NAME, "; rename it")
 
 
-def refuse_new_name(path: Path, tensor: str, new: str, option: str) -> None:
+def check_new_name(path: Path, tensor: str, new: str, option: str) -> None:
     """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
     what = f"{option} makes the new name {shortened(new)!r}"
     if new == "__metadata__":
@@ -85,7 +85,7 @@ def refuse_new_name(path: Path, tensor: str, new: str, option: str) -> None:
         raise BadInputError(what, file=path, tensor=tensor, code="limit")
 
 
-def _refuse_odd(path: Path, what: str, text: bytes) -> None:
+def _check_odd_text(path: Path, what: str, text: bytes) -> None:
     if len(text) > MAX_ODD_TEXT and not (text.isascii() and b"\\" not in text):
         raise _over(path, f"{what} has {len(text):,} bytes that are not all plain ASCII", MAX_ODD_TEXT)
 

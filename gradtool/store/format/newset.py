@@ -47,7 +47,7 @@ class NewSet(NamedTuple):
             firsts.setdefault(one.tensor.name, one)
         tensors = [new_tensor(name, self.dtype or tensor.dtype, tensor.shape) for name, (_, tensor) in firsts.items()]
         if self.like is not None:
-            _refuse_unknown(self.like, list(firsts.values()))
+            _require_places(self.like, list(firsts.values()))
             return _in_files_of(self.like, tensors, self.path)
         if self.shard_bytes is None:
             return {self.path: tensors}
@@ -81,7 +81,7 @@ class NewSet(NamedTuple):
         return [*files, *([] if index is None else [index[0]])]
 
 
-def _refuse_unknown(like: GradientSet, selected: Sequence[Selected]) -> None:
+def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
     """Raise `BadInputError` for tensors that have no place in the files of a set, or if there is no tensor at all."""
     known = {tensor.name for shard in like.shards for tensor in shard.tensors}
     message = f"is not in {like.path} (--shard-like); name the set of the same model, or use --exclude"

@@ -47,14 +47,14 @@ def is_there(path: str) -> bool:
     return True
 
 
-def refuse_urls(paths: Iterable[str]) -> None:
+def require_local(paths: Iterable[str]) -> None:
     """Raise `BadInputError` for the first URL, unless there is a file of that name."""
     for path in paths:
         if (message := url_message(path)) is not None and not is_there(path):
             raise BadInputError(message, file=path, code="missing-file")
 
 
-def refuse_output(path: str) -> None:
+def check_output_path(path: str) -> None:
     """Raise `BadInputError` for an output whose folder the shell, or a mount, should have provided."""
     if _URL.match(path):
         message = "is a URL, which gradtool cannot write to; name a local path and upload the result"

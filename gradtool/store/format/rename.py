@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, UsageError
-from gradtool.store.format.limits import refuse_new_name
+from gradtool.store.format.limits import check_new_name
 from gradtool.store.format.patterns import apply, compiled, matching
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
     for shard in one.shards:
         for tensor in shard.tensors:
             new = names[tensor.name]
-            refuse_new_name(shard.path, tensor.name, new, "--map")
+            check_new_name(shard.path, tensor.name, new, "--map")
             other = home.setdefault(new, tensor.name)
             if other != tensor.name:
                 message = f"--map gives it the name {new!r}, and {other!r} too"

@@ -100,7 +100,7 @@ class Crashed:
             self._put_back(force=force)
         elif home.revoked:
             if not force:
-                self._refuse_foreign_moves()
+                self._check_moves()
             self._take()
             move_back(self._folders, home.run, home.moves, fsync=True)
         else:
@@ -116,7 +116,7 @@ class Crashed:
         with contextlib.suppress(OSError):  # The disk may be full.
             self._append(taken={"pid": os.getpid(), "host": HOST})
 
-    def _refuse_foreign_moves(self) -> None:
+    def _check_moves(self) -> None:
         """Refuse to undo a rename whose result is gone."""
         for move in self._home.moves:
             folder = self._folders[move.folder]

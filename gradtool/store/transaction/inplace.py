@@ -57,9 +57,9 @@ class InPlace:
 
     def __enter__(self) -> Self:
         for target in self._targets:
-            _refuse_unwritable(target, fsync=self._transaction.fsync)
+            _require_writable(target, fsync=self._transaction.fsync)
             signals.deliver()
-        self._refuse_full_disk()
+        self._require_disk_space()
         folders = self._transaction.targets.folders
         changes = [
             (folders.index(one.file.folder), one.file.name, one.stat.st_size, one.stat.st_ino) for one in self._targets
@@ -148,7 +148,7 @@ class InPlace:
             reason = f"all files were written, but the run could not be ended: {problem.message}"
             raise SystemRefusedError(f"{reason}; run gradtool recover to try again", file=problem.file) from error
 
-    def _refuse_full_disk(self) -> None:
+    def _require_disk_space(self) -> None:
         """Refuse now what would run out of disk space later: undo logs in the home, and holes that are filled."""
         home = self._transaction.home
         folders = {home.identity[0]: home}
@@ -184,7 +184,7 @@ class InPlace:
             raise unfinished(message, problem.file) from error
 
 
-def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
+def _require_writable(target: Target, *, fsync: bool) -> None:
     """Refuse now what could not be written later, while nothing is changed.
 
     Bytes that are not overwritten are not saved either, so they must be on the disk, no matter who wrote them.

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.gradset import open_sets, refuse_dtypes, refuse_shared_names, select
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.format.gradset import check_dtypes, open_sets, require_unique_names, select
+from gradtool.store.transaction.readers import require_finished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,9 +65,9 @@ class Inputs(NamedTuple):
             sets = self.renames.applied(sets)
         selected = select(sets, self.include, self.exclude)
         if self.unique_names and len(sets) > 1:
-            refuse_shared_names(selected)
+            require_unique_names(selected)
         if self.dtypes is not None:
-            refuse_dtypes(selected, self.dtypes)
+            check_dtypes(selected, self.dtypes)
         return OpenSets(sets, selected)
 
     def places(self, error: GradtoolError | None = None) -> list[Scope]:
@@ -93,11 +93,11 @@ def open_to_read(inputs: Inputs) -> OpenSets:
     try:
         opened = inputs.open()
     except BadInputError as error:
-        from gradtool.store.transaction.guard import refuse_unfinished_at  # only needed for the error
+        from gradtool.store.transaction.guard import require_finished_at  # only needed for the error
 
         # A half-changed file may be what is wrong.
         for place in inputs.places(error):
-            refuse_unfinished_at(place)
+            require_finished_at(place)
         raise
-    refuse_unfinished(shard.path for shard in opened.shards)
+    require_finished(shard.path for shard in opened.shards)
     return opened

@@ -15,7 +15,7 @@ from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output, explained
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.transaction.readers import require_finished
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def open_to_write(
         for target in (*output.targets, *output.states):
             transaction.locate(target)
         read = [*(shard.path for shard in opened.shards), *output.states]
-        refuse_unfinished(read, own=transaction.id)
+        require_finished(read, own=transaction.id)
         yield opened, output.held_by(transaction) if is_held else output
 
 

@@ -18,10 +18,10 @@ from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.orders import Ordered
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.transaction.readers import require_finished
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import SmallFile, refuse_among, refuse_to_replace, write_small
-from gradtool.store.transaction.targets import Targets, refuse_collisions
+from gradtool.store.transaction.small import SmallFile, check_not_replaced, check_states, write_small
+from gradtool.store.transaction.targets import Targets, check_collisions
 from gradtool.store.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -80,16 +80,16 @@ class Output(NamedTuple):
         if created is not None:
             output = output._replace(created=created.targets(opened.selected))
         if created is not None and created.like is not None:
-            refuse_to_replace([created.like], "--shard-like", output.created)
+            check_not_replaced([created.like], "--shard-like", output.created)
             output = output.made_of([created.like])
         if options.file is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
             count = None if output_files is None else len(output_files)
             what = "takes a single input file" if count is None else f"is one file, but {count} files get results"
             raise UsageError(f"--output {what}; use --output-dir for several files")
         if options.is_elsewhere:
-            refuse_collisions(output.targets, shards, indexes, output.shards)
-        refuse_among(output.targets, output.states)
-        output.refuse_existing()
+            check_collisions(output.targets, shards, indexes, output.shards)
+        check_states(output.targets, output.states)
+        output.check_existing()
         return output
 
     @property
@@ -139,7 +139,7 @@ class Output(NamedTuple):
             return (str(self.options.file or self.folder),) if shards else ()
         return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
 
-    def refuse_existing(self) -> None:
+    def check_existing(self) -> None:
         """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
         if self.options.no_clobber:
             there = [Problem("exists", "already exists", str(one)) for one in self.targets if os.path.lexists(one)]
@@ -175,7 +175,7 @@ class Output(NamedTuple):
             if self.states:
                 # What a path that leads nowhere is refused by, in a dry run too.
                 Targets((), self.folder, self.states).close()
-            refuse_unfinished(one for one in self.states if one.parent.is_dir())
+            require_finished(one for one in self.states if one.parent.is_dir())
             yield self
             return
         with self._locked() as transaction:
@@ -205,7 +205,7 @@ class Output(NamedTuple):
         sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
         with self._locked() as transaction:
             # Another run may have written them while this one waited for its locks.
-            self.refuse_existing()
+            self.check_existing()
             if self.options.in_place and files:
                 targets = [_target_of(transaction, file) for file in files]
                 with InPlace(transaction, targets, sources) as in_place:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gradtool.errors import UsageError
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.format.paths import refuse_output
+from gradtool.store.format.paths import check_output_path
 
 
 class OutputOptions(NamedTuple):
@@ -54,7 +54,7 @@ class OutputOptions(NamedTuple):
                 "--output-dir - is not supported: results are files, not streams. Use ./- for a folder named -"
             )
         for path in filter(None, (self.file, self.folder, self.state)):
-            refuse_output(path)
+            check_output_path(path)
         if self.in_place and self.is_elsewhere:
             raise UsageError("--write inplace changes files that are there; leave out --output and --output-dir")
         if self.file is not None and self.folder is not None:

@@ -114,7 +114,7 @@ class Replacement:
             SystemRefusedError: another program changed a file since it was read, or a sync or a rename failed; all
                 files are as they were.
         """
-        self.orders.refuse_missing()
+        self.orders.require_all_built()
         makes_new = any(staged.original is None for staged in self._staged)
         # Of thousands of files, only a few differ.
         sources = list({rights_of(path, before) for path, before in self._sources}) if makes_new else []

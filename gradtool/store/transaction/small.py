@@ -37,7 +37,7 @@ def write_small(replacement: Replacement, file: SmallFile, *, is_new: bool) -> N
         raise from_os_error(error, file.path) from error
 
 
-def refuse_to_replace(sets: Sequence[GradientSet], what: str, targets: Sequence[Path]) -> None:
+def check_not_replaced(sets: Sequence[GradientSet], what: str, targets: Sequence[Path]) -> None:
     """Raise `UsageError` for a target that is a file of sets that are only read; `what` they are."""
     files = [path for one in sets for path in (*(shard.path for shard in one.shards), one.index) if path is not None]
     read = set(map(os.path.realpath, files))
@@ -46,7 +46,7 @@ def refuse_to_replace(sets: Sequence[GradientSet], what: str, targets: Sequence[
             raise UsageError(f"{target} is a file of {what}, which would be replaced; write to another file")
 
 
-def refuse_among(targets: Sequence[Path], states: Sequence[Path]) -> None:
+def check_states(targets: Sequence[Path], states: Sequence[Path]) -> None:
     """Raise `UsageError` for a state that is the file of a gradient or an index, which are written too."""
     real = {os.path.realpath(target) for target in targets}
     for state in states:

@@ -22,7 +22,7 @@ from gradtool.errors import (
 )
 from gradtool.store import system
 from gradtool.store.fs import Folder, open_folder
-from gradtool.store.links import MAX_LINKS, Link, Walk, foreign_links, loop, refuse_foreign
+from gradtool.store.links import MAX_LINKS, Link, Walk, check_links, foreign_links, loop
 from gradtool.store.transaction.files import PREFIX
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Way(NamedTuple):
                 status = opened.status(name)
             kind = "folder" if status is None or stat.S_ISDIR(status.st_mode) else "file"
             real = opened.path if status is None else opened.path / name
-            refuse_foreign(path, self.links, real, opened.owner if status is None else status.st_uid, kind)
+            check_links(path, self.links, real, opened.owner if status is None else status.st_uid, kind)
         return opened
 
 
@@ -134,12 +134,12 @@ class Targets:
 
     def _add(self, path: Path, *, is_new: bool) -> None:
         if is_new:
-            _refuse_name(path, path.name)
+            _check_name(path, path.name)
             self._new[path] = path.name
             self._located[path] = self.folders[0], path.name
             return
         way, name = self._follow(path)
-        _refuse_name(path, name)
+        _check_name(path, name)
         folder = way.folder(path, name)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
@@ -183,7 +183,7 @@ class Targets:
         return _Way(known, walk.links)
 
 
-def refuse_foreign_link(path: str) -> None:
+def check_links_of(path: str) -> None:
     """Refuse a path that another user's link leads to a file that is not theirs; other errors are ignored."""
     try:
         Targets([Path(path)]).close()
@@ -192,7 +192,7 @@ def refuse_foreign_link(path: str) -> None:
             raise
 
 
-def refuse_collisions(
+def check_collisions(
     targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = (), originals: Iterable[Shard] = ()
 ) -> None:
     """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file.
@@ -223,7 +223,7 @@ def refuse_collisions(
             raise UsageError(f"{target} is not a regular file; use --dry-run to write nothing")
 
 
-def _refuse_name(path: Path, name: str) -> None:
+def _check_name(path: Path, name: str) -> None:
     """Refuse a target that recovery would take for what a run has left, and remove."""
     if name.startswith(PREFIX):
         what = f"names that begin with {PREFIX} are those of temporary files, which gradtool recover removes"

@@ -68,7 +68,7 @@ class Transaction:
 
     def register(self) -> None:
         """Write the log to the home, and a pointer to it to every other folder."""
-        self._refuse_too_many()
+        self._check_log_size()
         with os_errors_about(self.home.path):
             self._lock_home()
             self._write_log()
@@ -142,7 +142,7 @@ class Transaction:
                 self._end()
                 self._unmake()
 
-    def _refuse_too_many(self) -> None:
+    def _check_log_size(self) -> None:
         """Raise `BadInputError` now for a log that would become too large later."""
         file = self.home.path
         moves = []

@@ -9,7 +9,7 @@ from support import write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError
 from gradtool.store.format import gradset
-from gradtool.store.format.gradset import refuse_dtypes, select
+from gradtool.store.format.gradset import check_dtypes, select
 from gradtool.store.format.paths import read_path_list
 
 ONES = np.ones(2, np.float32)
@@ -200,8 +200,8 @@ def test_a_pattern_that_is_none_is_a_usage_error(tmp_path):
 def test_an_unsupported_type_is_named_with_the_way_out(tmp_path):
     sets = open_sets(write(tmp_path / "x", {"a": ONES, "ids.0": np.ones(2, np.int32)}))
     with pytest.raises(BadInputError, match=r"tensor 'ids.0': has type I32.*--exclude '\^ids\\.0\$'"):
-        refuse_dtypes(select(sets), ["F32"])
-    refuse_dtypes(select(sets, exclude=[r"^ids\.0$"]), ["F32"])
+        check_dtypes(select(sets), ["F32"])
+    check_dtypes(select(sets, exclude=[r"^ids\.0$"]), ["F32"])
 
 
 def test_an_index_of_a_link_finds_the_shards_beside_the_link(tmp_path):

@@ -16,7 +16,7 @@ from tiers import EXHAUSTIVE
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.log import line_of
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.transaction.readers import require_finished
 
 
 def one_file(folder, name="x.safetensors", value=3.0):
@@ -211,7 +211,7 @@ def test_a_folder_that_may_not_be_listed_is_no_hindrance_to_reading(tmp_path, mo
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(os, "listdir", refuse)
-    refuse_unfinished([path])
+    require_finished([path])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace, staging
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
-from gradtool.store.transaction.targets import refuse_collisions
+from gradtool.store.transaction.targets import check_collisions
 from gradtool.store.transaction.transaction import Transaction
 
 LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
@@ -647,20 +647,20 @@ def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
 def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
     shards = shards_of(tmp_path)
     with pytest.raises(UsageError, match="two inputs"):
-        refuse_collisions([tmp_path / "x", tmp_path / "x"], shards)
+        check_collisions([tmp_path / "x", tmp_path / "x"], shards)
     with pytest.raises(UsageError, match="is an input"):
-        refuse_collisions([shards[0].path], shards)
+        check_collisions([shards[0].path], shards)
     (tmp_path / "link").symlink_to(tmp_path / "x")
     with pytest.raises(UsageError, match="two inputs"):
-        refuse_collisions([tmp_path / "x", tmp_path / "link"], shards)
-    refuse_collisions([tmp_path / "x", tmp_path / "y"], shards)
+        check_collisions([tmp_path / "x", tmp_path / "link"], shards)
+    check_collisions([tmp_path / "x", tmp_path / "y"], shards)
 
 
 def test_only_regular_files_are_written_over(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for target in (tmp_path / "fifo", Path("/dev/null"), tmp_path):
         with pytest.raises(UsageError, match="not a regular file|is a folder"):
-            refuse_collisions([target], [])
+            check_collisions([target], [])
 
 
 def test_the_rights_of_many_files_are_compared_as_few(tmp_path, monkeypatch):

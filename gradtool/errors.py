@@ -129,12 +129,12 @@ class DeviceMemoryError(SystemRefusedError):
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The text, with its middle left out if it is longer than `most`."""
+    """Leave out the middle of a text that is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
 def number_of(number: int, thing: str) -> str:
-    """A number of things, in the singular for one: "1 tensor", "2,000 tensors"."""
+    """Name a number of things, in the singular for one: "1 tensor", "2,000 tensors"."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
@@ -175,7 +175,7 @@ def os_errors_about(file: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError:
-    """The gradtool error for what the operating system reports about a file; a gradtool error stays as it is."""
+    """Return the gradtool error for what the operating system reports about a file; keep one that is one already."""
     if isinstance(error, GradtoolError):
         return error
     if error.errno in _BAD_INPUT:
@@ -194,13 +194,13 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
     return refused
 
 
-def unfinished(message: str, file: str | os.PathLike[str] | None) -> SystemRefusedError:
-    """The error for a file that a crashed run, or a live one, may leave half changed."""
-    return SystemRefusedError(message, file=file, code="unfinished")
+def unfinished(message: str, file: str | os.PathLike[str] | None, hint: str) -> SystemRefusedError:
+    """Return the error for a file that a crashed run, or a live one, may leave half changed."""
+    return SystemRefusedError(message, file=file, code="unfinished", hint=hint)
 
 
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
-    """The error for a file that is no longer the one whose header was read."""
+    """Return the error for a file that is no longer the one whose header was read."""
     return SystemRefusedError(
         "was changed by another program in the meantime", file=file, code="changed", hint="run the command again"
     )

@@ -1,4 +1,4 @@
-"""What a permission is missing for: the file, or a folder on the way to it. Asked only after the system has refused."""
+"""Which file, or folder on the way to it, a permission is missing for. Asked only after the system has refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def missing(file: str) -> tuple[str, str] | None:
-    """The file or folder that refuses, and what may not be done to it; None if that cannot be told."""
+    """Find the file or folder that refuses, and what may not be done to it; None if that cannot be told."""
     for path in dict.fromkeys((file, os.path.realpath(file))):
-        for folder in [str(one) for one in reversed(Path(path).parents)]:
+        for folder in map(str, reversed(Path(path).parents)):
             if not _may(folder, os.X_OK):
                 return (folder, "this folder may not be entered") if os.path.isdir(folder) else None  # noqa: PTH112
-        found = _missing_for(path)
-        if found is not None:
-            return path, found
+        what = _missing_for(path)
+        if what is not None:
+            return path, what
     return None
 
 

@@ -203,7 +203,7 @@ class FileBlock(NamedTuple):
 class BlockHistogram(NamedTuple):
     """How many values have which binary exponent: the bins of one piece after those of another.
 
-    The bins of a type are those of `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
+    The bins of a type are those of `gradtool.backends.storage`; `largest` is the largest finite magnitude of a piece.
     """
 
     counts: array[int]

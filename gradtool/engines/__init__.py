@@ -134,7 +134,7 @@ class Cluster(Protocol):
     def stranded(self) -> Collection[Future[Any]]:
         """The calls that wait for workers that are not alive."""
 
-    def why(self, error: BaseException) -> str:
+    def why(self, error: BaseException) -> tuple[str, str | None]:
         """What happened to a call that the cluster gave up."""
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from gradtool.store import signals
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.orders import Ordered
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -82,7 +83,8 @@ class Workers:
         """Run a pass, part by part."""
         found, whole, done = one.empty(), one.nbytes(destination), 0
         if not isinstance(one, DivisiblePass):
-            raise UsageError(f"--engine {self.name} cannot do this; use --engine threads")
+            what = say("{} cannot do this", option("engine", self.name))
+            raise UsageError(what, hint=say("use {}", option("engine", "threads")))
         roll, parts = self._known_roll(), one.parts(destination)
         for order in list(destination.orders.values())[:1]:
             roll.call_to_write(order.folder, order.run)
@@ -198,7 +200,8 @@ def _result(future: Future[Any], part: Part, roll: Roll) -> Done:
         # One that has joined meanwhile and is not fit explains it better.
         roll.settle(_SETTLE_SECONDS)
         file = part.reads[0].path if part.reads and not isinstance(error, CancelledError) else None
-        raise SystemRefusedError(roll.cluster.why(error), file=file, code="engine") from error
+        what, hint = roll.cluster.why(error)
+        raise SystemRefusedError(what, file=file, code="engine", hint=hint) from error
     try:
         return outcome(answer, part)
     except GradtoolError as error:
@@ -213,4 +216,5 @@ def _result(future: Future[Any], part: Part, roll: Roll) -> Done:
 
 
 def _foreign() -> SystemRefusedError:
-    return SystemRefusedError("a worker returned something else than was asked for; run again", code="engine")
+    what = "a worker returned something else than was asked for"
+    return SystemRefusedError(what, code="engine", hint="run the command again")

@@ -16,14 +16,16 @@ from gradtool.engines.work import HOST, process
 from gradtool.errors import GradtoolError
 from gradtool.store.fs import Folder
 from gradtool.store.late import fresh_status, patiently
+from gradtool.wording import Text, as_command, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 # What is known of a worker that has not answered.
-_NOTHING: dict[str, Any] = dict.fromkeys(("version", "host", "process", "error", "backend", "why", "refused"), "")
-_NOTHING |= {"user": 0, "sees": False}
+_NOTHING: dict[str, Any] = dict.fromkeys(("version", "host", "process", "error", "backend", "why"), "")
+# What the backend says, and a hint: each as Python words it, and as the command does.
+_NOTHING |= {"user": 0, "sees": False, "refused": [""] * 4}
 
 
 class Question(NamedTuple):
@@ -43,9 +45,12 @@ def answer(question: tuple[Any, ...]) -> bytes:
     facts |= {"user": os.geteuid(), "sees": _sees(asked)}
     try:
         choice = choose(asked.backend, asked.device)
-        facts |= {"backend": choice.backend.name, "why": choice.why}
+        facts |= {"backend": choice.backend.name, "why": as_command(choice.why)}
     except GradtoolError as error:
-        facts["refused"] = str(error)
+        (problem,) = error.problems
+        facts["refused"] = [
+            wording for text in (problem.message, problem.hint or "") for wording in (str(text), as_command(text))
+        ]
     if facts["sees"] and asked.probe is not None:
         facts["error"] = _failure_to_write(asked)
     return wire.packed(facts)
@@ -75,20 +80,20 @@ def _failure_to_write(asked: Question) -> str:
     return ""
 
 
-def complaint(facts: Mapping[str, Any], question: Question) -> str | None:
-    """What is wrong with a worker, after its answer, and the remedy; None if nothing is."""
+def complaint(facts: Mapping[str, Any], question: Question) -> tuple[str, str | None] | None:
+    """Say what is wrong with a worker, after its answer, with a hint; None if nothing is."""
     who = f"the worker on {facts['host']}"
     folder = Path(question.path).parent
     if facts["version"] != __version__:
-        return f"{who} has gradtool {facts['version']}, this is {__version__}; install the same version there"
+        return f"{who} has gradtool {facts['version']}, this is {__version__}", "install the same version there"
     if not facts["sees"]:
-        remedy = "mount the same file system there, at the same path"
-        return f"{who} does not see {question.path}; {remedy}"
-    if facts["refused"]:
-        return f"{who}: {facts['refused']}"
+        return f"{who} does not see {question.path}", "mount the same file system there, at the same path"
+    if any(facts["refused"]):
+        message, command, hint, hint_of_command = facts["refused"]
+        return say("{}: {}", who, Text(message, command)), Text(hint, hint_of_command) or None
     if question.probe is not None and facts["user"] != os.geteuid():
-        remedy = "start the workers as the user who runs the command"
-        return f"{who} runs as user {facts['user']}, and this command as user {os.geteuid()}; {remedy}"
+        what = f"{who} runs as user {facts['user']}, and this command as user {os.geteuid()}"
+        return what, "start the workers as the user who runs the command"
     if facts["error"]:
-        return f"{who} cannot make files in {folder}: {facts['error']}; make it writable there"
+        return f"{who} cannot make files in {folder}: {facts['error']}", "make it writable there"
     return None

@@ -13,7 +13,7 @@ from gradtool.ops.passes import Measure
 from gradtool.ops.results import nonfinite_problems, refuse_nonfinite
 from gradtool.ops.units import ComputeUnitFactors
 from gradtool.store.transaction.inputs import Inputs, open_to_read
-from gradtool.store.transaction.small import check_not_replaced
+from gradtool.store.transaction.output_checks import check_not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ def parameters_of(
     from gradtool.store.format.gradset import check_dtypes, require_unique_names
 
     opened = open_to_read(Inputs([policy.params]))
-    check_not_replaced(opened.sets, "--params", targets)
+    check_not_replaced(opened.sets, "params", targets)
     require_unique_names(opened.selected)
     home = {one.tensor.name: one for one in opened.selected}
     problems = []

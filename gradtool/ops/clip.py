@@ -22,9 +22,10 @@ from gradtool.ops.results import (
     refuse_overflow,
     statistics,
 )
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call
 from gradtool.options import ClipOptions
 from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,9 +144,8 @@ def clip(options: ClipOptions) -> ClipResult:
 
         return clip_units(options)
     policy, state = Policy.of(options), state_path(options)
-    output_options = output_options_of(options)._replace(state=None if state is None else str(state))
     call = Call.of(options.named, options, unique_names=not options.concat)
-    with call.open_to_write(output_options) as (session, output):
+    with call.open_to_write(options, WritePlan(state=state)) as (session, output):
         groups = groups_of(session.selected, [one.pattern for one in policy.groups])
         kept = None if policy.rule is None or state is None else Kept.read(state, policy.rule, policy.norm_type)
         before = session.run(Measure(session.selected, policy.spec, leaves=True))

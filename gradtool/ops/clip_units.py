@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from gradtool.ops.agc import AgcPolicy, measure_units, parameters_of
 from gradtool.ops.clip import ClipResult, write_scaled
 from gradtool.ops.results import output_summary, statistics
-from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.session import Call, refuse_engine
 from gradtool.ops.units import FactorFile, ScaleUnits, units_of
+from gradtool.wording import option
 
 if TYPE_CHECKING:
     from gradtool.options import ClipOptions
@@ -22,10 +23,9 @@ def clip_units(options: ClipOptions) -> ClipResult:
         BadInputError: a tensor has no parameters, or they do not fit it.
     """
     policy = AgcPolicy.of(options)
-    refuse_engine(options, "clip --agc")
-    output_options = output_options_of(options)
+    refuse_engine(options, option("agc"))
     call = Call.of(options.named, options, unique_names=not options.concat)
-    with call.open_to_write(output_options) as (session, output):
+    with call.open_to_write(options) as (session, output):
         sets, params = parameters_of(policy, session.selected, output.targets)
         with FactorFile.create(session.selected) as file:
             before, units = measure_units(session, policy, params, file)

@@ -172,9 +172,9 @@ def _folder_facts(named: str) -> Mapping[str, Any]:
     """What there is to say of the folder of a path."""
     place = Path(named).resolve()
     if not place.exists():
-        from gradtool.store.format.missing import no_such_file  # only needed for the error
+        from gradtool.store.format.hints import no_such_file  # only needed for the error
 
-        raise BadInputError(no_such_file(named), file=named, code="missing-file")
+        raise BadInputError.from_problems([no_such_file(named)])
     path = place if place.is_dir() else place.parent
     with os_errors_about(path):
         disk = os.statvfs(path)

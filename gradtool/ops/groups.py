@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
 from gradtool.store.format.patterns import compiled, matching
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.store.format.gradset import Selected
 
-OPTION = "--group"
+OPTION = "group"
 
 
 class Group(NamedTuple):
@@ -45,6 +46,6 @@ def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Gro
 
 
 def _in_two(one: Selected, first: str, second: str) -> BadInputError:
-    what = f"is in two groups, {OPTION} {first!r} and {OPTION} {second!r}"
-    remedy = "narrow one of the regular expressions, or leave the tensor out with --exclude"
-    return BadInputError(f"{what}; {remedy}", file=one.shard.path, tensor=one.tensor.name, code="two-groups")
+    what = say("is in two groups, {} and {}", option(OPTION, first), option(OPTION, second))
+    hint = say("narrow one of the regular expressions, or skip the tensor with {}", option("exclude"))
+    return BadInputError(what, file=one.shard.path, tensor=one.tensor.name, code="two-groups", hint=hint)

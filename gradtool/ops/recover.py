@@ -82,9 +82,9 @@ def recover(options: RecoverOptions) -> RecoverResult:
     if problems:
         raise _failed(problems, rows)
     if missing and not rows:
-        from gradtool.store.format.missing import no_such_file  # only needed for the error
+        from gradtool.store.format.hints import no_such_file  # only needed for the error
 
-        raise BadInputError(no_such_file(missing[0]), file=missing[0], code="missing-file")
+        raise BadInputError.from_problems([no_such_file(missing[0])])
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 

@@ -10,7 +10,7 @@ from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
 from gradtool.ops.passes import NOTHING, by_shard
 from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call
 from gradtool.ops.totals import NewMetadata, changed, checked_key, has, has_values, is_whole, stored_key, without
 from gradtool.options import ZeroOptions
 
@@ -54,8 +54,7 @@ def zero(options: ZeroOptions) -> ZeroResult:
     # There is nothing to compute, and next to nothing to copy.
     asked_for(options.engine)
     options = options.replace(engine="threads")
-    output_options = output_options_of(options)
-    with Call.of(options.named, options, dtypes=None).open_to_write(output_options) as (session, output):
+    with Call.of(options.named, options, dtypes=None).open_to_write(options) as (session, output):
         metadata = _new_metadata(session, key)
         files = _files(session, output, metadata.entries)
         with session.writing(output, files) as destination:

@@ -38,8 +38,8 @@ def check_links(path: Path, links: Iterable[Link], file: str | Path, owner: int,
     for link in links:
         if link.owner != owner:
             whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}"
-            raise SystemRefusedError(f"{what}, {file}; name that {kind} itself to use it", file=path, code="link")
+            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}, {file}"
+            raise SystemRefusedError(what, file=path, code="link", hint=f"name that {kind} itself to use it")
 
 
 def loop() -> OSError:

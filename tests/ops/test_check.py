@@ -100,7 +100,7 @@ def test_nan_and_inf_are_a_fault_of_their_tensor_with_the_command_that_helps(tmp
     (finding,) = result.per_finding
     assert finding.message == "1 NaN, 1 Inf, the first at index 1"
     assert finding.remedy == f"gradtool clip {path} --max-norm inf --nonfinite zero sets them to 0"
-    assert result.problems[0].message == f"{finding.message}; {finding.remedy}"
+    assert (result.problems[0].message, result.problems[0].hint) == (finding.message, finding.remedy)
     remedy = finding.remedy.removesuffix(" sets them to 0").split()
     assert command(*remedy[1:]).returncode == 0
     assert check(path).sound
@@ -480,7 +480,7 @@ def test_the_keys_of_the_json_are_documented(tmp_path):
     (finding,) = answer["data"]["per_finding"]
     assert list(finding) == ["severity", "code", "message", "remedy", "name", "file"]
     (error,) = answer["errors"]
-    assert error["message"] == f"{finding['message']}; {finding['remedy']}"
+    assert (error["message"], error["hint"]) == (finding["message"], finding["remedy"])
     (row,) = answer["data"]["per_dtype"]
     assert list(row) == [
         *("dtype", "tensors", "elements", "bytes", "nan", "inf", "zeros", "subnormal", "saturated"),
@@ -496,7 +496,8 @@ def test_lines_have_a_finding_each_and_errors_and_warnings_go_to_stderr(tmp_path
         ["finding", "note", "all-zero"],
     ]
     assert ["sound", "no"] in lines
-    assert [line.split(":")[1].strip() for line in done.stderr.splitlines()] == ["error", "warning"]
+    levels = [line.split(":")[-2 if line.startswith("  ") else 1].strip() for line in done.stderr.splitlines()]
+    assert levels == ["error", "hint", "warning", "hint"]
 
 
 @pytest.mark.parametrize("columns", [80, 40])

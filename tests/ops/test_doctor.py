@@ -106,7 +106,7 @@ def test_missing_kernels_are_named_with_a_remedy(tmp_path):
     ("path", "code", "message"),
     [
         ("nope", 3, "nope: no such file"),
-        ("", 2, "PATH is empty; is a shell variable unset?"),
+        ("", 2, "PATH is empty"),
         ("https://host/x", 3, "https://host/x: is a URL, which gradtool cannot read"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_path_that_leads_nowhere_is_an_error(tmp_path, path, code, message):
     done = command("doctor", path, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"gradtool: error: {message}")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.count("gradtool: ") == 1
 
 
 def test_the_keys_are_the_same_in_all_formats(tmp_path):

@@ -141,7 +141,7 @@ def test_a_tensor_in_two_groups_is_refused_with_both(path):
         clip(path, group=["block:1", "bias:2"])
     (problem,) = caught.value.problems
     assert (problem.code, problem.tensor, problem.file) == ("two-groups", "block.0.bias", str(path / "2.safetensors"))
-    assert "group='block' and group='bias'" in problem.message
+    assert 'group="block" and group="bias"' in problem.message
     assert snapshot(path) == before
 
 

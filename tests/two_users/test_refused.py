@@ -68,7 +68,7 @@ def test_what_is_refused_is_named_and_nothing_is_changed(place, call):
     words = [f"{place}/{word}" if word.partition("/")[0] in FOLDERS else word for word in call.split()]
     answer = run_as(ALICE, *words)
     assert (answer.code, answer.out) == (5, "")
-    line = f"{place / culprit}: Permission denied: {what}; check its permissions"
+    line = f"{place / culprit}: Permission denied: {what}\n  hint: check its permissions"
     assert answer.err == f"gradtool: error: {line}\n"
     assert files_of(place) == before
 
@@ -76,7 +76,7 @@ def test_what_is_refused_is_named_and_nothing_is_changed(place, call):
 def test_a_link_into_a_folder_that_may_not_be_entered_names_that_folder(place):
     (place / "open/link.safetensors").symlink_to(place / "shut/x.safetensors")
     answer = run_as(ALICE, "norm", place / "open/link.safetensors")
-    assert answer.err == f"gradtool: error: {place}/shut: Permission denied: {ENTERED}; check its permissions\n"
+    assert answer.err == f"gradtool: error: {place}/shut: Permission denied: {ENTERED}\n  hint: check its permissions\n"
 
 
 def test_what_may_be_read_is_read_though_its_folder_may_not_be_listed_or_written(place):

@@ -13,9 +13,10 @@ from gradtool.ops.accumulate.policy import Policy
 from gradtool.ops.accumulate.reduce import refuse_too_few
 from gradtool.ops.accumulate.steps import add, leave
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, statistics
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.rename import Renames
+from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
     from gradtool.ops.accumulate.screen import GradientRow
@@ -68,12 +69,11 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     policy = Policy.of(options)
-    output_options = output_options_of(options)
     into = [] if options.into is None else [existing_buffer(options.into)]
-    created = new_set(policy, output_options) if policy.is_new else None
-    renames = Renames.of(options.map, slice(len(into), None))
+    created = new_set(policy, options) if policy.is_new else None
+    renames = Renames.parse(options.map, slice(len(into), None))
     call = Call.of([*into, *options.named], options, renames=renames)
-    with call.open_to_write(output_options, writes=len(into), created=created) as (session, output):
+    with call.open_to_write(options, WritePlan(len(into), created)) as (session, output):
         offered = session.opened.sets[len(into) :]
         if not offered:
             raise UsageError("no gradient is given; name a file, a folder or an index, or use --files-from")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -17,6 +18,7 @@ from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.small import SmallFile
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +28,9 @@ if TYPE_CHECKING:
     from gradtool.ops.accumulate.policy import Policy
     from gradtool.ops.session import Session
     from gradtool.ops.totals import Total
-    from gradtool.options import StrPath
+    from gradtool.options import AccumulateOptions, StrPath
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.output import Metadata, Output
-    from gradtool.store.transaction.output_options import OutputOptions
 
 # As huggingface_hub has it.
 _SHARD_BYTES = 5 * 10**9
@@ -40,18 +41,20 @@ def existing_buffer(path: StrPath) -> str:
     path = os.fspath(path)
     if is_there(path):
         return path
-    from gradtool.store.format.missing import no_such_file  # only needed for the error
+    from gradtool.store.format.hints import no_such_file  # only needed for the error
 
-    # The reason why, or the path that may be meant, comes last.
-    message = no_such_file(path).replace(NO_SUCH_FILE, f"{NO_SUCH_FILE}; to write the sum alone, use --output", 1)
-    raise BadInputError(message, file=path, code="missing-file")
+    problem = no_such_file(path)
+    if problem.message == NO_SUCH_FILE:
+        hint = say("use {} to write the sum alone", option("output"))
+        problem = replace(problem, hint=say("{} Or {}", problem.hint, hint) if problem.hint else hint)
+    raise BadInputError.from_problems([problem])
 
 
-def new_set(policy: Policy, options: OutputOptions) -> NewSet:
+def new_set(policy: Policy, options: AccumulateOptions) -> NewSet:
     """Return the set that will hold the sum alone: one file or, in a folder, shards."""
     like = None if policy.shard_like is None else open_sets([policy.shard_like])[0]
-    shard_bytes = None if like is not None or options.folder is None else policy.max_shard_size or _SHARD_BYTES
-    return NewSet(Path(options.file or options.folder or ""), policy.dtype, like, shard_bytes)
+    shard_bytes = None if like is not None or options.output_dir is None else policy.max_shard_size or _SHARD_BYTES
+    return NewSet(Path(options.output or options.output_dir or ""), policy.dtype, like, shard_bytes)
 
 
 class OpenBuffer(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.engines.choose import local
-from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError
+from gradtool.errors import BadInputError, Problem, SystemRefusedError
 from gradtool.ops.check.census import TakeCensus
 from gradtool.ops.check.counts import DtypeCounts, by_dtype, total
 from gradtool.ops.check.findings import Finding, of_layout, of_remains, of_set, of_values
@@ -19,7 +19,7 @@ from gradtool.ops.session import Timings
 from gradtool.options import CheckOptions
 from gradtool.store.format.examine import examine
 from gradtool.store.format.gradset import GradientSet, select
-from gradtool.store.format.paths import PATH_MISSING, read_path_list
+from gradtool.store.format.paths import no_path_error, read_path_list
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.remains import remains_at
 
@@ -91,7 +91,7 @@ def check(options: CheckOptions) -> CheckResult:
     if options.files_from is not None:
         named += read_path_list(os.fspath(options.files_from)).paths
     if not named:
-        raise UsageError(PATH_MISSING)
+        raise no_path_error()
     for tries in range(1, _TRIES + 1):
         try:
             return _Visit(list(dict.fromkeys(named)), options).result()

@@ -45,17 +45,13 @@ class Finding:
     @property
     def problem(self) -> Problem:
         """The same as an error or a warning."""
-        text = f"{self.message}; {self.remedy}" if self.remedy else self.message
-        return Problem(self.code, text, self.file, self.name)
+        return Problem(self.code, self.message, self.file, self.name, self.remedy or None)
 
 
 def of_problem(problem: Problem) -> Finding:
-    """A fault of a file or an index, whose message ends with what helps."""
-    message, _, remedy = problem.message.rpartition("; ")
-    # Not where a name in quotes has the semicolon.
-    if not message or "'" in remedy or '"' in remedy:
-        message, remedy = problem.message, "copy the file again, or write it anew"
-    return Finding("fault", problem.code, message, remedy, problem.tensor, problem.file or "")
+    """Return the fault of a file or an index that a problem is."""
+    remedy = problem.hint or "copy the file again, or write it anew"
+    return Finding("fault", problem.code, problem.message, remedy, problem.tensor, problem.file or "")
 
 
 def of_set(one: Examined) -> Iterator[Finding]:

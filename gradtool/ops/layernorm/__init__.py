@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradtool import wording
 from gradtool.declare import operation
 from gradtool.errors import UsageError, changed_meanwhile
 from gradtool.ops.layernorm.backward import Backward, LayerPlan
@@ -17,8 +18,9 @@ from gradtool.ops.layernorm.rows import LayerRow, refuse_new_headers, refuse_non
 from gradtool.ops.layernorm.wide_rows import sum_wide_rows
 from gradtool.ops.passes import in_file_order
 from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
-from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.session import Call, refuse_engine
 from gradtool.options import LayerNormOptions
+from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,28 +68,27 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    refuse_engine(options, "layernorm-backward")
+    refuse_engine(options, wording.call("layernorm_backward"))
     form = Form.of(options)
     settings = Options(form, options.norm_eps, options.scale_offset)
-    output_options = output_options_of(options)
     x_grad_in_place = options.x_grad_in_place
-    if x_grad_in_place and output_options.is_elsewhere:
+    if x_grad_in_place and options.is_elsewhere:
         raise UsageError("--x-grad-in-place changes the input, which --output leaves alone")
-    refuse_equal_names(form, is_elsewhere=output_options.is_elsewhere)
+    refuse_equal_names(form, is_elsewhere=options.is_elsewhere)
     call = Call.of(options.named, options, dtypes=None)
     opened = output_files = None
-    if len(call.inputs.paths) > 1 or output_options.file is not None:
+    if len(call.inputs.paths) > 1 or options.output is not None:
         # Only the files with a Y_grad get results, and are locked.
-        opened = call.open_unlocked(output_options)
+        opened = call.open_unlocked(options)
         output_files = files_with_layers(opened, form, options.prefix) or None
-    with call.open_to_write(output_options, opened=opened, output_files=output_files) as (session, output):
+    with call.open_to_write(options, WritePlan(output_files=output_files), opened) as (session, output):
         layers = find_layers(session.opened, form, options.prefix)
         _check_output_files(layers, output_files)
         files = apart(layers) if output.is_elsewhere else beside(layers, x_grad_in_place=x_grad_in_place)
         if not output.is_elsewhere:
             refuse_overwritten_inputs(layers)
             refuse_foreign_index(files, layers)
-        if output_options.in_place:
+        if options.in_place:
             refuse_new_headers(files, layers)
         else:
             files = files.with_inputs(layers)

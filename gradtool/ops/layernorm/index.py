@@ -33,7 +33,7 @@ def refuse_foreign_index(files: Files, layers: Sequence[Layer]) -> None:
 
 def new_indexes(files: Files, output: Output) -> list[SmallFile]:
     """The indexes that must be written: those that change, or all where the output is elsewhere."""
-    if output.options.file is not None:
+    if output.options.output is not None:
         return []
     found = []
     for one in output.sets:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError
-from gradtool.ops.layernorm.forms import flag_of
 from gradtool.ops.layernorm.lookup import Lookup, stem
 from gradtool.store.format.gradset import Selected, check_dtypes
 from gradtool.store.format.layout import new_tensor
 from gradtool.store.format.limits import check_new_name
+from gradtool.wording import option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ def _layer(one: Found, lookup: Lookup, form: Form) -> Layer:
     for role, of in like.items():
         if of is not None and role in form.results:
             name = one.prefix + form.suffixes[role]
-            check_new_name(of.shard.path, of.tensor.name, name, flag_of(role))
+            check_new_name(of.shard.path, of.tensor.name, name, option(role))
             outputs.append(new_tensor(name, of.tensor.dtype, of.tensor.shape))
     layer = Layer(stem(one.prefix), one.owner, one.y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
     check_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)

@@ -25,6 +25,7 @@ from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
 from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, parse, tensor_of
 from gradtool.store.links import open_to_read
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,8 +105,8 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
             raise _explain(path, text, size, shortened(str(refusal), 400))
     except BadInputError as error:
         (one,) = error.problems
-        message = f"nothing written, because the new header would be refused: {one.message}"
-        raise BadInputError(message, file=path, tensor=one.tensor, code=one.code) from error
+        message = say("nothing written, because the new header would be invalid: {}", one.message)
+        raise BadInputError(message, file=path, tensor=one.tensor, code=one.code, hint=one.hint) from error
     shard = _shard(path, text, os.stat_result([0] * 10), *_parsed(path, text))
     return len(text).to_bytes(8, "little") + text, replace(shard, size=size)
 
@@ -174,7 +175,8 @@ def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result
         try:
             status = os.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
-                raise BadInputError("is a folder, not a file; name the folder itself, or rename it", file=path)
+                hint = "name the folder itself, or rename it"
+                raise BadInputError("is a folder, not a file", file=path, hint=hint)
             if not stat.S_ISREG(status.st_mode):
                 raise BadInputError("is not a regular file", file=path)
             yield fd, status
@@ -312,17 +314,17 @@ def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
         return BadInputError(f"is not a safetensors file: {size} bytes are too few", file=path)
     length = int.from_bytes(start, "little")
     if length > MAX_TEXT:
-        what = f"is not a safetensors file, or its header is over the limit: {length:,} bytes"
-        return BadInputError(f"{what}, where {MAX_TEXT:,} are allowed; split such a large file", file=path)
-    what = f"truncated: the header says {length:,} bytes of header, the file has {size:,} bytes"
-    return BadInputError(f"{what}; copy it again", file=path)
+        what = f"is not a safetensors file, or its header exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
+        return BadInputError(what, file=path, hint="split the file if it is that large")
+    what = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
+    return BadInputError(what, file=path, hint="copy it again")
 
 
 def _other_format(path: Path, fd: int, size: int) -> BadInputError | None:
     """The error for a refused file that is something else than a safetensors file."""
-    from gradtool.store.format import sniff  # only needed for what is refused
+    from gradtool.store.format.filetypes import HEAD, not_safetensors_error  # only needed for what is refused
 
-    return sniff.foreign(path, _pread(fd, sniff.HEAD, 0), size)
+    return not_safetensors_error(path, _pread(fd, HEAD, 0), size)
 
 
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:

@@ -160,6 +160,9 @@ def _check_file_size(path: Path, tensors: list[Tensor], expected: int, size: int
     if expected > size:
         whole = [tensor.name for tensor in tensors if data_start + tensor.end <= size]
         last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
-        raise BadInputError(f"truncated: {says} ({expected - size:,} missing); {last}; copy it again", file=path)
-    if expected < size:
-        raise BadInputError(f"trailing bytes: {says} ({size - expected:,} too many); copy it again", file=path)
+        what = f"truncated: {says} ({expected - size:,} missing); {last}"
+    elif expected < size:
+        what = f"trailing bytes: {says} ({size - expected:,} too many)"
+    else:
+        return
+    raise BadInputError(what, file=path, hint="copy it again")

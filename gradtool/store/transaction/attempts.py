@@ -80,7 +80,7 @@ class Attempt:
             raise self._ended() from None
 
     def _ended(self) -> SystemRefusedError:
-        what = f"{self._order.permit} is not seen; the run has ended, or the folder is not shared with it"
+        what = f"{self._order.permit} is missing: the run has ended, or the folder is not shared with it"
         return SystemRefusedError(what, file=self._order.folder, code="changed")
 
     def finish(self) -> Built:

@@ -15,6 +15,7 @@ from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
 from gradtool.store.transaction.targets import check_links_of
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -103,8 +104,8 @@ def home_of(log: Log) -> Log | None:
     if not log.path.exists():
         return None
     what = f"belongs to an unfinished run whose log {log.home} is missing"
-    remedy = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
-    raise unfinished(f"{what}; {remedy}", log.path)
+    hint = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
+    raise unfinished(what, log.path, hint)
 
 
 def logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
@@ -123,5 +124,9 @@ def _require_finished(log: Log, file: Path) -> None:
     home = home_of(log)
     if home is not None and home.is_unfinished:
         what = f"may be half changed by a run ({home.who}) that is still writing, or crashed"
-        remedy = "wait for it, or use gradtool recover; gradtool norm --ignore-journal reads the file as it is"
-        raise unfinished(f"{what}; {remedy}", file)
+        hint = say(
+            "wait for it, run {}, or use {} to read the file as it is",
+            call("recover", str(file)),
+            call("norm", ignore_journal=True),
+        )
+        raise unfinished(what, file, hint)

@@ -12,11 +12,13 @@ from gradtool.store.format.gradset import check_dtypes, open_sets, require_uniqu
 from gradtool.store.transaction.readers import require_finished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
+    from pathlib import Path
 
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
+    from gradtool.store.format.newset import NewSet
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.rename import Renames
     from gradtool.store.transaction.guard import Scope
@@ -40,6 +42,24 @@ class OpenSets:
     @cached_property
     def _by_shard(self) -> dict[Shard, list[Selected]]:
         return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
+
+
+class WritePlan(NamedTuple):
+    """What a call writes, besides what its options say: the first `writes` of its sets, or all.
+
+    Or else those with one of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that is
+    written together with the sets, and says what a later call must know of this one. With `by_workers`, other processes
+    build new files.
+    """
+
+    writes: int | None = None
+    created: NewSet | None = None
+    output_files: Collection[Path] | None = None
+    state: Path | None = None
+    by_workers: bool = False
+
+
+EVERYTHING = WritePlan()
 
 
 class Inputs(NamedTuple):

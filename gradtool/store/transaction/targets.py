@@ -6,7 +6,6 @@ looked up twice, and a link that another user made is followed only to files of 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
@@ -24,11 +23,10 @@ from gradtool.store import system
 from gradtool.store.fs import Folder, open_folder
 from gradtool.store.links import MAX_LINKS, Link, Walk, check_links, foreign_links, loop
 from gradtool.store.transaction.files import PREFIX
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from gradtool.store.format.header import Shard
 
 
 class _Way(NamedTuple):
@@ -167,9 +165,9 @@ class Targets:
                 try:
                     self._followed[path] = self._opened_folder(absolute)
                 except (FileNotFoundError, NotADirectoryError) as error:
-                    from gradtool.store.format.missing import no_such_folder  # only needed for the error
+                    from gradtool.store.format.hints import no_such_folder  # only needed for the error
 
-                    raise BadInputError(no_such_folder(path), file=path, code="missing-file") from error
+                    raise BadInputError.from_problems([no_such_folder(path)]) from error
         return self._followed[path]
 
     def _opened_folder(self, path: str) -> _Way:
@@ -184,7 +182,7 @@ class Targets:
 
 
 def check_links_of(path: str) -> None:
-    """Refuse a path that another user's link leads to a file that is not theirs; other errors are ignored."""
+    """Raise `SystemRefusedError` if another user's link leads a path to a file that is not theirs; ignore all else."""
     try:
         Targets([Path(path)]).close()
     except GradtoolError as error:
@@ -192,39 +190,8 @@ def check_links_of(path: str) -> None:
             raise
 
 
-def check_collisions(
-    targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = (), originals: Iterable[Shard] = ()
-) -> None:
-    """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file.
-
-    `originals` are the inputs that would be replaced without an output.
-    """
-    inputs, replaceable = {shard.identity for shard in shards}, {shard.identity for shard in originals}
-    for index in indexes:
-        with contextlib.suppress(OSError):
-            inputs.add((index.stat().st_dev, index.stat().st_ino))
-    seen: set[str] = set()
-    for target in targets:
-        real = os.path.realpath(target)
-        if real in seen:
-            raise UsageError(f"two inputs would be written to {target}; use one --output-dir for each")
-        seen.add(real)
-        try:
-            status = target.stat()
-        except OSError:
-            continue  # It does not exist, or writing will say what is wrong.
-        identity = status.st_dev, status.st_ino
-        if identity in inputs:
-            remedy = "leave out the output option to replace it" if identity in replaceable else "use another output"
-            raise UsageError(f"{target} is an input; {remedy}")
-        if stat.S_ISDIR(status.st_mode):
-            raise UsageError(f"{target} is a folder; use --output-dir to write into it")
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{target} is not a regular file; use --dry-run to write nothing")
-
-
 def _check_name(path: Path, name: str) -> None:
-    """Refuse a target that recovery would take for what a run has left, and remove."""
+    """Raise `UsageError` for a target that recovery would take for what a run has left, and remove."""
     if name.startswith(PREFIX):
-        what = f"names that begin with {PREFIX} are those of temporary files, which gradtool recover removes"
-        raise UsageError(f"{path}: {what}; use another name")
+        what = say("names that begin with {} are those of temporary files, which {} removes", PREFIX, call("recover"))
+        raise UsageError(what, file=path, hint="use another name")

@@ -210,9 +210,9 @@ def _may(path: str, right: int) -> bool:
     return os.access(path, right, effective_ids=os.access in os.supports_effective_ids)
 
 
-def unfinished(message: str, file: str | os.PathLike[str] | None) -> SystemRefusedError:
+def unfinished(message: str, file: str | os.PathLike[str] | None, hint: str) -> SystemRefusedError:
     """Return the error for a file that a crashed run, or a live one, may leave half changed."""
-    return SystemRefusedError(message, file=file, code="unfinished")
+    return SystemRefusedError(message, file=file, code="unfinished", hint=hint)
 
 
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:

@@ -89,6 +89,21 @@ class Writing(Options):
     fsync: bool = field("Sync to disk, to survive a power cut.", default=True)
     lock_timeout: float = field("Seconds to wait for a lock.", "SECONDS", NOT_NEGATIVE_FINITE, default=0.0)
 
+    @property
+    def in_place(self) -> bool:
+        """Check whether files are overwritten, under an undo log."""
+        return self.write == "inplace"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Check whether the inputs are left alone."""
+        return self.output is not None or self.output_dir is not None
+
+    @property
+    def only_reads(self) -> bool:
+        """Check whether no input is written."""
+        return self.dry_run or self.is_elsewhere
+
 
 class Local(Options):
     """What does the arithmetic in this process."""

@@ -13,7 +13,7 @@ from gradtool import report
 from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
 from gradtool.report.messages import print_problems, without_commands
 from gradtool.store import signals
-from gradtool.wording import option, say
+from gradtool.wording import as_command, option, say
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -99,7 +99,7 @@ def interrupted(error: KeyboardInterrupt, *, work_done: bool = False) -> int:
         word += f" by signal {number} ({signal.strsignal(number)})"
     # Whatever changes files notes how far it got.
     notes = ["the work itself is done"] if work_done else getattr(error, "__notes__", ["no file was changed"])
-    problem, exit_code = Problem("interrupted", "; ".join([word, *notes])), 128 + number
+    problem, exit_code = Problem("interrupted", "; ".join([word, *map(as_command, notes)])), 128 + number
     if not work_done:
         return fail(problem, exit_code=exit_code)
     # The result may be half printed; another JSON object after it would not help.

@@ -53,9 +53,10 @@ def left_in(folder):
 
 
 def told_once(answer, *words):
-    """That the answer is exit code 5 with one line about the error, which has the words."""
+    """That the answer is exit code 5 with one error, which has the words, or whose hint has them."""
     assert answer.code == 5, answer
-    lines = [line for line in answer.err.splitlines() if line.startswith("gradtool: error: ")]
+    said = answer.err.replace("\n  hint: ", "; ").splitlines()
+    lines = [line for line in said if line.startswith("gradtool: error: ")]
     assert len(lines) == 1, answer
     assert "Traceback" not in answer.err
     for word in words:

@@ -108,7 +108,9 @@ def test_an_error_spells_out_what_a_terminal_would_act_upon(tmp_path, make):
     done = gradtool("norm", *make(tmp_path), "--quiet")
     assert done.returncode in {1, 2, 3}
     refuse_raw(done.stdout + done.stderr)
-    assert [line.partition(":")[0] for line in done.stderr.splitlines()] in (["gradtool"], ["gradtool", "  hint"])
+    message, *hints = done.stderr.splitlines()
+    assert message.startswith("gradtool: error: ")
+    assert [hint[:8] for hint in hints] in ([], ["  hint: "])
     assert "end" in done.stderr
     assert "\\u202e" in done.stderr
     as_json = gradtool("norm", *make(tmp_path), "--json").stdout

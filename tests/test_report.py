@@ -19,6 +19,7 @@ from terminal import on_terminal
 
 from gradtool import norm
 from gradtool.backends.choose import choose
+from gradtool.wording import as_command
 
 CALL_KEYS = [
     "warnings",
@@ -262,7 +263,7 @@ def test_many_problems_are_cut_off_on_stderr_and_whole_in_json(tmp_path):
 
 def test_the_result_says_what_computed():
     why = gradtool_json("norm", SAMPLES / "buffer.safetensors")["data"]["backend_why"]
-    assert why == choose().why
+    assert why == as_command(choose().why)
 
 
 PROGRESS = """

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BackendUnavailableError, UsageError
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend
@@ -23,12 +24,9 @@ def asked_for(name: str | None) -> str | None:
     """The name of the backend that is asked for, if not here then by GRADTOOL_BACKEND; `UsageError` if none has it."""
     asked = os.environ.get("GRADTOOL_BACKEND", "").lower() or None if name is None else name
     if asked not in (None, "auto", "cpu", "cuda"):
-        raise UsageError(f"{_source(name)}no backend is called {asked!r}; there are auto, cpu and cuda")
+        source = "GRADTOOL_BACKEND" if name is None else option("backend")
+        raise UsageError(say("{} must be auto, cpu or cuda, not {!r}", source, asked))
     return asked
-
-
-def _source(name: str | None) -> str:
-    return "" if name is not None else "GRADTOOL_BACKEND: "
 
 
 def choose(name: str | None = None, device: int | None = None) -> Choice:
@@ -49,12 +47,17 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
         try:
             gpu = open_device(device or 0)
         except BackendUnavailableError as error:
-            raise BackendUnavailableError(f"{_source(name)}{error}") from error
+            if name is not None:
+                raise
+            (problem,) = error.problems
+            raise BackendUnavailableError(say("GRADTOOL_BACKEND: {}", problem.message), hint=problem.hint) from error
         return Choice(CudaBackend(gpu), gpu.name)
     if device is not None:
-        raise UsageError("--device is the number of a GPU; it needs --backend cuda")
+        raise UsageError(say("{} requires {}", option("device"), option("backend", "cuda")))
     cpu = _cpu()
-    return cpu._replace(why=f"{cpu.why}; auto leaves GPUs to --backend cuda") if asked == "auto" else cpu
+    if asked == "cpu":
+        return cpu
+    return cpu._replace(why=say("{}; auto leaves GPUs to {}", cpu.why, option("backend", "cuda")))
 
 
 def _cpu() -> Choice:

@@ -10,6 +10,7 @@ from gradtool.backends.choose import asked_for as backend_asked_for
 from gradtool.backends.choose import choose as choose_backend
 from gradtool.engines.threads import Threads, default_threads
 from gradtool.errors import UsageError
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
@@ -29,11 +30,11 @@ class Asked(NamedTuple):
 
 def asked_for(given: str | None) -> Asked:
     """The engine asked for, by default that of GRADTOOL_ENGINE or "threads"; `UsageError` if there is none."""
-    source = "--engine" if given is not None else "GRADTOOL_ENGINE"
+    source = "GRADTOOL_ENGINE" if given is None else option("engine")
     name = (os.environ.get("GRADTOOL_ENGINE") or "threads") if given is None else given
     kind, _, address = name.partition(":")
     if name != "threads" and (kind != "dask" or not address):
-        raise UsageError(f"{source} must be threads or dask:ADDRESS, not {name!r}")
+        raise UsageError(say("{} must be threads or dask:ADDRESS, not {!r}", source, name))
     return Asked(name, address or None)
 
 

@@ -28,6 +28,7 @@ from gradtool.engines.protocol import WorkerInfo
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
 from gradtool.store.format.header import read_regular
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -44,6 +45,8 @@ _FILE_BYTES = 1 << 20
 _LEAST_PATIENCE, _PATIENCE_FOR_EACH = 5.0, 0.05
 _MOST_SLOTS = 1024
 _ADDRESS = re.compile(r".*://.*|[^/]+:\d+", re.DOTALL)
+# An option of Dask's command.
+_START_WITH_FILE = "`dask scheduler --scheduler-file`"
 _INSTALL = "install it here and on the workers: pip install 'gradtool[dask]'"
 
 
@@ -55,7 +58,8 @@ class Dask:
         try:
             client = _imported()
         except ImportError as error:
-            raise BackendUnavailableError(f"Dask cannot be loaded ({error}); {_INSTALL}", code="engine") from error
+            what = f"Dask cannot be loaded: {error}"
+            raise BackendUnavailableError(what, code="engine", hint=_INSTALL) from error
         where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
         # What it would log, we report.
         self._muted = _mute()
@@ -69,8 +73,8 @@ class Dask:
             self._unmute()
             said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
             what = f"{self.name} does not answer: {said or type(error).__name__}"
-            remedy = "start one with `dask scheduler`, or correct --engine"
-            raise SystemRefusedError(f"{what}; {remedy}", code="engine") from error
+            hint = say("start one with `dask scheduler`, or correct {}", option("engine"))
+            raise SystemRefusedError(what, code="engine", hint=hint) from error
         except BaseException:
             self._unmute()
             raise
@@ -161,18 +165,18 @@ class Dask:
         asyncio.run_coroutine_threadsafe(deliver(), self._client.loop.asyncio_loop)
         return result
 
-    def why(self, error: BaseException) -> str:
-        """What happened to a call that Dask gave up."""
+    def why(self, error: BaseException) -> tuple[str, str | None]:
+        """Say what happened to a call that Dask gave up, with a hint."""
         if type(error).__name__ == "KilledWorker":
-            remedy = "see their logs; --threads and smaller shards need less memory"
-            return f"every worker that was given the task died; {remedy}"
+            hint = say("see their logs; fewer {} and smaller shards need less memory", option("threads"))
+            return "every worker that was given the task died", hint
         if isinstance(error, CancelledError):
             try:
                 self.members()
             except SystemRefusedError as lost:
-                return str(lost)
-            return f"{self.name} gave a task up; run again"
-        return f"a worker failed: {shortened(f'{type(error).__name__}: {error}')}"
+                return lost.problems[0].message, lost.problems[0].hint
+            return f"{self.name} gave up a task", "run the command again"
+        return f"a worker failed: {shortened(f'{type(error).__name__}: {error}')}", None
 
     def close(self) -> None:
         """Drop all calls, and disconnect."""
@@ -185,7 +189,8 @@ class Dask:
             self._muted.pop().disabled = False
 
     def _lost(self) -> SystemRefusedError:
-        return SystemRefusedError(f"{self.name} is lost; start it and its workers again, and run again", code="engine")
+        hint = "start it and its workers again, and run the command again"
+        return SystemRefusedError(f"{self.name} is lost", code="engine", hint=hint)
 
 
 def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
@@ -226,16 +231,15 @@ def _address_in(path: str, timeout: float) -> str:
     while not _size_of(path):
         if monotonic() > deadline:
             what = f"no scheduler has written it for {timeout:g} s"
-            remedy = "start one with `dask scheduler --scheduler-file`"
-            raise SystemRefusedError(f"{what}; {remedy}", file=path, code="engine")
+            raise SystemRefusedError(what, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
         sleep(_POLL_SECONDS)
         signals.deliver()
     _, text = read_regular(Path(path), _FILE_BYTES)
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         if type(address := json.loads(text)["address"]) is str:
             return address
-    remedy = "start one with `dask scheduler --scheduler-file`, or correct --engine"
-    raise SystemRefusedError(f"is not the file of a Dask scheduler; {remedy}", file=path, code="engine")
+    hint = say("start one with {}, or correct {}", _START_WITH_FILE, option("engine"))
+    raise SystemRefusedError("is not the file of a Dask scheduler", file=path, code="engine", hint=hint)
 
 
 def _size_of(path: str) -> int:

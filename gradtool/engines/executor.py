@@ -208,7 +208,8 @@ def _result(future: Future[Any], part: Part, membership: Membership) -> Outcome:
         # One that has joined meanwhile and is not fit explains it better.
         membership.settle(_SETTLE_SECONDS)
         file = part.reads[0].path if part.reads and not isinstance(error, CancelledError) else None
-        raise SystemRefusedError(membership.cluster.why(error), file=file, code="engine") from error
+        what, hint = membership.cluster.why(error)
+        raise SystemRefusedError(what, file=file, code="engine", hint=hint) from error
     try:
         return read_outcome(answer, part)
     except GradtoolError as error:
@@ -224,4 +225,5 @@ def _result(future: Future[Any], part: Part, membership: Membership) -> Outcome:
 
 
 def _foreign() -> SystemRefusedError:
-    return SystemRefusedError("a worker returned something else than was asked for; run again", code="engine")
+    what = "a worker returned something else than was asked for"
+    return SystemRefusedError(what, code="engine", hint="run the command again")

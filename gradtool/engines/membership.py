@@ -16,6 +16,7 @@ from gradtool.errors import BackendUnavailableError, SystemRefusedError, shorten
 from gradtool.store import signals
 from gradtool.store.transaction.files import log_of, name_of
 from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,7 +101,8 @@ class Membership:
             self._seen = now
         elif now > self._seen + self._timeout:
             what = f"{self.cluster.name} has had no worker for {self._timeout:g} s"
-            raise SystemRefusedError(f"{what}; start some, or wait longer with --worker-timeout", code="engine")
+            hint = say("start some, or wait longer with {}", option("worker_timeout"))
+            raise SystemRefusedError(what, code="engine", hint=hint)
         # One that has died will not answer; another one may come to its address.
         self._pending = {future: asked for future, asked in self._pending.items() if asked.address in self.members}
         for topic, asked in self._asked.items():
@@ -127,7 +129,8 @@ class Membership:
             late = [asked.address for asked in self._pending.values() if asked.deadline < monotonic()]
             if late:
                 what = f"the worker {late[0]} has not answered for {self._timeout:g} s"
-                raise SystemRefusedError(f"{what}; stop it, or give it longer with --worker-timeout", code="engine")
+                hint = say("stop it, or wait longer with {}", option("worker_timeout"))
+                raise SystemRefusedError(what, code="engine", hint=hint)
 
     def _wait(self) -> None:
         with contextlib.suppress(Empty):
@@ -152,15 +155,16 @@ class Membership:
         except Exception as error:
             if type(error).__name__ in {"ImportError", "ModuleNotFoundError"}:
                 what = f"the worker on {asked.host} cannot load gradtool: {shortened(str(error))}"
-                raise _unfit(f"{what}; install gradtool {__version__} there") from error
-            raise SystemRefusedError(f"{asked.host}: {self.cluster.why(error)}", code="engine") from error
+                raise _unfit(what, f"install gradtool {__version__} there") from error
+            what, hint = self.cluster.why(error)
+            raise SystemRefusedError(f"{asked.host}: {what}", code="engine", hint=hint) from error
         try:
             report = report_in(answered)
         except ValueError as error:
             what = f"the worker on {asked.host} has another version of gradtool"
-            raise _unfit(f"{what}; install {__version__} there") from error
+            raise _unfit(what, f"install {__version__} there") from error
         if (problem := problem_with(report, asked.question)) is not None:
-            raise _unfit(problem)
+            raise _unfit(*problem)
         process, backend = (report["host"], report["process"]), (report["backend"], report["why"])
         if process not in self.addresses:
             self._backends[backend] += 1
@@ -168,5 +172,5 @@ class Membership:
         self._answered[asked.topic] += 1
 
 
-def _unfit(message: str) -> BackendUnavailableError:
-    return BackendUnavailableError(message, code="engine")
+def _unfit(message: str, hint: str | None) -> BackendUnavailableError:
+    return BackendUnavailableError(message, code="engine", hint=hint)

@@ -129,8 +129,8 @@ class Cluster(Protocol):
     def stranded(self) -> Collection[Future[Any]]:
         """Return the calls that wait for workers that are not alive."""
 
-    def why(self, error: BaseException) -> str:
-        """Say what happened to a call that the cluster gave up."""
+    def why(self, error: BaseException) -> tuple[str, str | None]:
+        """Say what happened to a call that the cluster gave up, and perhaps what to do."""
 
     def close(self) -> None:
         """Drop all calls, and leave the cluster."""

@@ -36,6 +36,7 @@ from gradtool.store.late import fresh_status, patiently
 from gradtool.store.transaction.attempts import Attempt
 from gradtool.store.transaction.destination import NewFiles
 from gradtool.store.transaction.orders import Built
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,15 +116,15 @@ def perform(version: str, payload: bytes) -> bytes:
     try:
         return wire.packed(_done(version, payload))
     except SystemRefusedError as error:
-        error.problems = [replace(one, message=f"{one.message} (worker on {HOST})") for one in error.problems]
+        error.problems = [replace(one, message=say("{} (worker on {})", one.message, HOST)) for one in error.problems]
         return wire.packed_error(error)
     except GradtoolError as error:
         return wire.packed_error(error)
     except MemoryError:
-        what = f"out of memory on the worker on {HOST}; use fewer --threads"
+        what, hint = f"out of memory on the worker on {HOST}", say("use fewer {}", option("threads"))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the command is told of any
-        what = f"the worker on {HOST} failed: {type(error).__name__}: {shortened(str(error))}"
-    return wire.packed_error(SystemRefusedError(what, code="engine"))
+        what, hint = f"the worker on {HOST} failed: {type(error).__name__}: {shortened(str(error))}", None
+    return wire.packed_error(SystemRefusedError(what, code="engine", hint=hint))
 
 
 def read_outcome(data: object, part: Part) -> Outcome:
@@ -141,7 +142,8 @@ def read_outcome(data: object, part: Part) -> Outcome:
 
 def _done(version: str, payload: bytes) -> Outcome:
     if version != __version__:
-        raise SystemRefusedError(f"gradtool is {__version__} and not {version}; install the same version everywhere")
+        what = f"gradtool is {__version__} and not {version}"
+        raise SystemRefusedError(what, hint="install the same version everywhere")
     began, late = perf_counter(), _late.count
     job: Job = pickle.loads(payload)  # noqa: S301 - the engine lets its users run anything here
     choice = _chosen(job.backend, job.device)
@@ -220,8 +222,8 @@ def _seen(path: str, data_start: int, size: int, inode: int, mtime_ns: int) -> S
         try:
             status, tries = patiently(look)
         except (FileNotFoundError, NotADirectoryError) as error:
-            what = f"is not seen by the worker on {HOST}; mount the same file system there, at the same path"
-            raise BackendUnavailableError(what, file=path, code="engine") from error
+            what, hint = f"the worker on {HOST} does not see it", "mount the same file system there, at the same path"
+            raise BackendUnavailableError(what, file=path, code="engine", hint=hint) from error
     _late.count += tries
     if status is None:
         raise changed_meanwhile(path)

@@ -16,14 +16,16 @@ from gradtool.engines.work import HOST, process
 from gradtool.errors import GradtoolError
 from gradtool.store.fs import Folder
 from gradtool.store.late import fresh_status, patiently
+from gradtool.wording import Text, as_command, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 # What is known of a worker that has not answered.
-_NOTHING: dict[str, Any] = dict.fromkeys(("version", "host", "process", "error", "backend", "why", "refused"), "")
-_NOTHING |= {"user": 0, "sees": False}
+_NOTHING: dict[str, Any] = dict.fromkeys(("version", "host", "process", "error", "backend", "why"), "")
+# What the backend says, and a hint: each as Python words it, and as the command does.
+_NOTHING |= {"user": 0, "sees": False, "refused": [""] * 4}
 
 
 class Question(NamedTuple):
@@ -43,9 +45,12 @@ def report_status(question: tuple[Any, ...]) -> bytes:
     report |= {"user": os.geteuid(), "sees": _sees(asked)}
     try:
         choice = choose(asked.backend, asked.device)
-        report |= {"backend": choice.backend.name, "why": choice.why}
+        report |= {"backend": choice.backend.name, "why": as_command(choice.why)}
     except GradtoolError as error:
-        report["refused"] = str(error)
+        (problem,) = error.problems
+        report["refused"] = [
+            wording for text in (problem.message, problem.hint or "") for wording in (str(text), as_command(text))
+        ]
     if report["sees"] and asked.probe is not None:
         report["error"] = _failure_to_write(asked)
     return wire.packed(report)
@@ -75,20 +80,20 @@ def _failure_to_write(asked: Question) -> str:
     return ""
 
 
-def problem_with(report: Mapping[str, Any], question: Question) -> str | None:
-    """Say what is wrong with a worker, after its report, and the remedy; None if nothing is."""
+def problem_with(report: Mapping[str, Any], question: Question) -> tuple[str, str | None] | None:
+    """Say what is wrong with a worker, after its answer, with a hint; None if nothing is."""
     who = f"the worker on {report['host']}"
     folder = Path(question.path).parent
     if report["version"] != __version__:
-        return f"{who} has gradtool {report['version']}, this is {__version__}; install the same version there"
+        return f"{who} has gradtool {report['version']}, this is {__version__}", "install the same version there"
     if not report["sees"]:
-        remedy = "mount the same file system there, at the same path"
-        return f"{who} does not see {question.path}; {remedy}"
-    if report["refused"]:
-        return f"{who}: {report['refused']}"
+        return f"{who} does not see {question.path}", "mount the same file system there, at the same path"
+    if any(report["refused"]):
+        message, command, hint, hint_of_command = report["refused"]
+        return say("{}: {}", who, Text(message, command)), Text(hint, hint_of_command) or None
     if question.probe is not None and report["user"] != os.geteuid():
-        remedy = "start the workers as the user who runs the command"
-        return f"{who} runs as user {report['user']}, and this command as user {os.geteuid()}; {remedy}"
+        what = f"{who} runs as user {report['user']}, and this command as user {os.geteuid()}"
+        return what, "start the workers as the user who runs the command"
     if report["error"]:
-        return f"{who} cannot make files in {folder}: {report['error']}; make it writable there"
+        return f"{who} cannot make files in {folder}: {report['error']}", "make it writable there"
     return None

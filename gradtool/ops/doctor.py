@@ -18,7 +18,7 @@ from gradtool.declare import operation
 from gradtool.engines.threads import default_threads
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
 from gradtool.options import DoctorOptions
-from gradtool.store.format.paths import refuse_urls
+from gradtool.store.format.paths import require_local
 
 # Each with the extra that installs it, if it is optional.
 _LIBRARIES = dict.fromkeys(("numpy", "safetensors", "typer", "rich"))
@@ -85,12 +85,12 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         SystemRefusedError: the file system of the folder fails.
     """
     named = os.fspath(options.path)
-    refuse_urls([named])
+    require_local([named])
     place = Path(named).resolve()
     if not place.exists():
-        from gradtool.store.format.missing import no_such_file  # only needed for the error
+        from gradtool.store.format.hints import no_such_file  # only needed for the error
 
-        raise BadInputError(no_such_file(named), file=named, code="missing-file")
+        raise BadInputError.from_problems([no_such_file(named)])
     folder = place if place.is_dir() else place.parent
     with os_errors_about(folder):
         disk, writable = os.statvfs(folder), os.access(folder, os.W_OK | os.X_OK)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import Selected
 
-OPTION = "--group"
+OPTION = "group"
 
 
 class Group(NamedTuple):

@@ -9,13 +9,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
-from gradtool.errors import UsageError
 from gradtool.options import InfoOptions
 from gradtool.store.format.gradset import GradientSet, read_mapped, select
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
-from gradtool.store.format.paths import PATH_MISSING, read_path_list
+from gradtool.store.format.paths import no_path_error, read_path_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +85,7 @@ def info(options: InfoOptions) -> InfoResult:
     if options.files_from is not None:
         paths += read_path_list(os.fspath(options.files_from)).paths
     if not paths:
-        raise UsageError(PATH_MISSING)
+        raise no_path_error()
     sets = [_outline_of(path) for path in dict.fromkeys(paths)]
     selected = select(sets, options.include, options.exclude)
     shards = [shard for gradset in sets for shard in gradset.shards]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
-from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
+from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError
 from gradtool.options import RecoverOptions
 from gradtool.store import signals
-from gradtool.store.format.paths import is_there, refuse_urls
+from gradtool.store.format.paths import is_there, no_path_error, require_local
 from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
@@ -58,8 +58,8 @@ def recover(options: RecoverOptions) -> RecoverResult:
         SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
     """
     if not options.named:
-        raise UsageError("no path is given", hint="name a file, a folder or an index")
-    refuse_urls(options.named)
+        raise no_path_error()
+    require_local(options.named)
     rows: list[RunRow] = []
     problems: list[Problem] = []
     removed = 0
@@ -84,9 +84,9 @@ def recover(options: RecoverOptions) -> RecoverResult:
     if problems:
         raise _error(problems, rows)
     if missing and not rows:
-        from gradtool.store.format.missing import no_such_file  # only needed for the error
+        from gradtool.store.format.hints import no_such_file  # only needed for the error
 
-        raise BadInputError(no_such_file(missing[0]), file=missing[0], code="missing-file")
+        raise BadInputError.from_problems([no_such_file(missing[0])])
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 

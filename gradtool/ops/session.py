@@ -12,26 +12,24 @@ from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import MOST_THREADS, asked_for, choose
 from gradtool.errors import Problem, UsageError
+from gradtool.options import Rewriting
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.transaction.destination import DISCARD, Discard
-from gradtool.store.transaction.inputs import Inputs, open_to_read
+from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from gradtool.backends.choose import Choice
     from gradtool.engines.protocol import Engine, Pass, Result
-    from gradtool.options import Compute, DiffOptions, Reading, Rewriting, StrPath
+    from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.newset import NewSet
     from gradtool.store.format.rename import Renames
     from gradtool.store.io.channel import Clock
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
-    from gradtool.store.transaction.output_options import OutputOptions
     from gradtool.store.transaction.small import SmallFile
     from gradtool.wording import Wording
 
@@ -102,6 +100,8 @@ class Call(NamedTuple):
         `may_repeat`.
         """
         began = perf_counter()
+        if isinstance(options, Rewriting):
+            _check_in_place(options)
         files_from: StrPath | None = getattr(options, "files_from", None)
         listed = None if files_from is None else read_path_list(os.fspath(files_from))
         named = [*named, *(listed.paths if listed else ())]
@@ -122,7 +122,7 @@ class Call(NamedTuple):
         finally:
             self.engine.close()
 
-    def open_unlocked(self, options: OutputOptions) -> OpenSets:
+    def open_unlocked(self, options: Writing) -> OpenSets:
         """Open what the call names for `open_to_write`, with nothing locked."""
         from gradtool.store.transaction.open import open_unlocked
 
@@ -130,24 +130,13 @@ class Call(NamedTuple):
 
     @contextlib.contextmanager
     def open_to_write(
-        self,
-        options: OutputOptions,
-        *,
-        writes: int | None = None,
-        created: NewSet | None = None,
-        opened: OpenSets | None = None,
-        output_files: Collection[Path] | None = None,
+        self, options: Writing, plan: WritePlan = EVERYTHING, opened: OpenSets | None = None
     ) -> Iterator[tuple[Session, Output]]:
-        """Open what the call names, unless it was `opened` without a lock, and lock it where it is written.
-
-        That is the first `writes` sets, or all, or those that have one of `output_files`; or the set to be `created`.
-        """
+        """Open what the call names, unless it was `opened` without a lock, and lock it where it is written."""
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
-        locked = open_to_write(
-            self.inputs, options, writes=writes, created=created, opened=opened, output_files=output_files
-        )
-        with quiet(), locked as (sets, output):
+        plan = plan._replace(by_workers=self.choice is None)
+        with quiet(), open_to_write(self.inputs, options, plan, opened) as (sets, output):
             try:
                 self.engine.prepare(output, sets.shards)
                 yield self._session(sets), output
@@ -160,31 +149,20 @@ class Call(NamedTuple):
     def _warnings(self) -> list[Problem]:
         if self.asked_threads <= MOST_THREADS:
             return []
-        return [Problem("threads", f"--threads {self.asked_threads} is more than {MOST_THREADS}; using {MOST_THREADS}")]
+        what = say("{} exceeds the limit; using {} threads", option("threads", self.asked_threads), MOST_THREADS)
+        return [Problem("threads", what)]
 
 
-def output_options_of(options: Rewriting) -> OutputOptions:
-    """The options of a call that say where it writes."""
-    from gradtool.store.transaction.output_options import OutputOptions  # not needed by what only reads
-
-    output, output_dir = options.output, options.output_dir
-    engine, in_place = asked_for(options.engine), options.write == "inplace"
-    if in_place and engine.address is not None:
-        what = "--write inplace is for --engine threads: an undo log protects what one machine overwrites"
-        raise UsageError(f"{what}. Leave it out to replace the files, as {engine.name} can")
-    return OutputOptions(
-        file=None if output is None else os.fspath(output),
-        folder=None if output_dir is None else os.fspath(output_dir),
-        no_clobber=options.no_clobber,
-        dry_run=options.dry_run,
-        in_place=in_place,
-        fsync=options.fsync,
-        lock_timeout=options.lock_timeout,
-        by_workers=engine.address is not None,
-    )
+def _check_in_place(options: Rewriting) -> None:
+    """Raise `UsageError` where workers would overwrite files."""
+    engine = asked_for(options.engine)
+    if options.in_place and engine.address is not None:
+        what = "{} requires {}, because an undo log protects what one machine overwrites"
+        hint = say("use {} with {}", option("write", "replace"), option("engine", engine.name))
+        raise UsageError(say(what, option("write", "inplace"), option("engine", "threads")), hint=hint)
 
 
-def refuse_engine(options: Compute, what: Wording | str) -> None:
+def refuse_engine(options: Compute, what: Wording) -> None:
     """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
     engine = asked_for(options.engine)
     if engine.address is not None:

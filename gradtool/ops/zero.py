@@ -11,7 +11,7 @@ from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
 from gradtool.ops.passes import TensorPass, by_shard
 from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call
 from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
 from gradtool.wording import option, say
@@ -55,8 +55,7 @@ def zero(options: ZeroOptions) -> ZeroResult:
     # There is nothing to compute, and next to nothing to copy.
     asked_for(options.engine)
     options = options.replace(engine="threads")
-    output_options = output_options_of(options)
-    with Call.of(options.named, options, dtypes=None).open_to_write(output_options) as (session, output):
+    with Call.of(options.named, options, dtypes=None).open_to_write(options) as (session, output):
         metadata, warnings = _without_totals(session)
         with session.writing(output, _files(session, output, metadata)) as destination:
             session.run(TensorPass((), NormSpec()), destination)

@@ -157,8 +157,8 @@ class Folder:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         except FileNotFoundError as error:
             # As in /proc.
-            message = "no file can be made in this folder, or it was just removed; write somewhere else"
-            refused = SystemRefusedError(message, file=self.path)
+            what = "no file can be made in this folder, or it was just removed"
+            refused = SystemRefusedError(what, file=self.path, hint="write somewhere else")
             refused.errno = error.errno
             raise refused from error
         try:

@@ -33,13 +33,13 @@ class Link(NamedTuple):
     owner: int
 
 
-def refuse_foreign(path: Path, links: Iterable[Link], file: str | Path, owner: int, kind: str = "file") -> None:
+def check_links(path: Path, links: Iterable[Link], file: str | Path, owner: int, kind: str = "file") -> None:
     """Raise `SystemRefusedError` for links of other users to a file, or another kind of thing, that is not theirs."""
     for link in links:
         if link.owner != owner:
             whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}"
-            raise SystemRefusedError(f"{what}, {file}; name that {kind} itself to use it", file=path, code="link")
+            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}, {file}"
+            raise SystemRefusedError(what, file=path, code="link", hint=f"name that {kind} itself to use it")
 
 
 def loop() -> OSError:
@@ -117,7 +117,7 @@ def open_to_read(path: Path, *, is_named: bool) -> int:
             name = name or os.curdir
             # Opening a device may have effects.
             owner = os.stat(name, dir_fd=walk.fd, follow_symlinks=False).st_uid
-            refuse_foreign(path, walk.links, walk.path_of(name), owner)
+            check_links(path, walk.links, walk.path_of(name), owner)
             try:
                 fd = os.open(name, _TO_READ | os.O_NOFOLLOW, dir_fd=walk.fd)
             except OSError as error:
@@ -125,7 +125,7 @@ def open_to_read(path: Path, *, is_named: bool) -> int:
                     raise
                 continue
             try:
-                refuse_foreign(path, walk.links, walk.path_of(name), os.fstat(fd).st_uid)
+                check_links(path, walk.links, walk.path_of(name), os.fstat(fd).st_uid)
             except SystemRefusedError:
                 os.close(fd)
                 raise

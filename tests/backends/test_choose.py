@@ -75,13 +75,13 @@ def test_the_environment_names_the_backend_where_no_argument_does(monkeypatch):
 @pytest.mark.parametrize("name", [None, "auto", "cpu"])
 def test_a_device_needs_the_backend_that_has_devices(name, monkeypatch):
     monkeypatch.delenv("GRADTOOL_BACKEND", raising=False)
-    with pytest.raises(UsageError, match="--device.*--backend cuda"):
+    with pytest.raises(UsageError, match='device requires backend="cuda"'):
         choose(name, 1)
 
 
 def test_auto_says_that_it_leaves_gpus_alone(monkeypatch):
     monkeypatch.delenv("GRADTOOL_BACKEND", raising=False)
-    assert choose().why.endswith("auto leaves GPUs to --backend cuda")
+    assert choose().why.endswith('auto leaves GPUs to backend="cuda"')
     assert "cuda" not in choose("cpu").why
 
 
@@ -103,7 +103,7 @@ def test_a_missing_gpu_ends_every_command_with_4_and_one_line(tmp_path, operatio
     environment = {"PYTHONPATH": str(tmp_path), "GRADTOOL_BACKEND": "cuda"}
     done = gradtool(operation, path, *options, env=environment)
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("gradtool: ") == 1
     assert "gradtool[cuda12]" in done.stderr
     answer = gradtool_json(operation, path, *options, "--device", "3", env=environment)
     assert [error["code"] for error in answer["errors"]] == ["backend"]

@@ -257,19 +257,19 @@ def test_a_gpu_that_is_full_or_taken_is_not_available(cupy):
         raise FakeRuntimeError("cudaErrorDevicesUnavailable")
 
     cupy.cuda.Stream = fails
-    with pytest.raises(BackendUnavailableError, match=r"GPU number 1 cannot be used.*--device for another"):
+    with pytest.raises(BackendUnavailableError, match=r"GPU number 1 cannot be used.*use another with device"):
         device.open_device(1)
 
 
 def test_a_gpu_that_nvrtc_has_forgotten_is_not_available(nvrtc):
     nvrtc.getSupportedArchs = lambda: (75, 90)
-    with pytest.raises(BackendUnavailableError, match=r"NVRTC 12.9 knows no GPU as old as sm_70; .*cuda12"):
+    with pytest.raises(BackendUnavailableError, match=r"NVRTC 12.9 does not support a GPU as old as sm_70; .*cuda12"):
         compiler.compile_module("F32", 70)
 
 
 def test_full_memory_is_an_error_that_says_how_much(cupy):  # noqa: ARG001
     opened = device.open_device(0)
-    with pytest.raises(DeviceMemoryError, match=r"GPU 0, .* is full: 3 of 5 MiB are free.*--backend cpu"):
+    with pytest.raises(DeviceMemoryError, match=r"GPU 0, .* is full: 3 of 5 MiB are free.*backend=\"cpu\""):
         opened.allocate(2 << 30)
 
 
@@ -297,14 +297,14 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch, nvrtc):
         device.open_device(0)
     fake = FakeCupy(count=2)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    with pytest.raises(BackendUnavailableError, match="no GPU number 2; there are 2, counted from 0"):
+    with pytest.raises(BackendUnavailableError, match="no GPU number 2: there are 2, counted from 0"):
         device.open_device(2)
 
     def no_library():
         raise RuntimeError("libnvrtc.so.12: no such file")
 
     nvrtc.getVersion = no_library
-    with pytest.raises(BackendUnavailableError, match=r"NVRTC.* cannot be loaded \(libnvrtc.*\[cuda12\]"):
+    with pytest.raises(BackendUnavailableError, match=r"NVRTC.* cannot be loaded: libnvrtc.*\[cuda12\]"):
         device.open_device(0)
 
     def no_driver():

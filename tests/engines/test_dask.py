@@ -51,7 +51,7 @@ def old_and_new(shards):
 
 
 def one_line(done, code):
-    assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done.stderr
+    assert (done.returncode, done.stderr.count("gradtool: error: ")) == (code, 1), done.stderr
     return done.stderr
 
 
@@ -139,7 +139,9 @@ def test_no_worker_for_too_long_ends_the_run(shards, tmp_path):
     old, _ = old_and_new(shards)
     with DaskCluster(tmp_path / "cluster") as cluster:
         done = cluster.run("clip", shards, *CLIP, "--worker-timeout", "1")
-        assert "has had no worker for 1 s; start some, or wait longer with --worker-timeout" in one_line(done, 5)
+        assert "has had no worker for 1 s\n  hint: start some, or wait longer with --worker-timeout" in one_line(
+            done, 5
+        )
         cluster.worker(GRADTOOL_FAULT="kill@6")
         done = cluster.run("clip", shards, *CLIP, "--worker-timeout", "1")
         assert "has had no worker for 1 s" in one_line(done, 5)
@@ -196,7 +198,7 @@ def test_a_scheduler_that_dies_ends_the_run(shards, alone):
     stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@6")
     run = hanging(alone, shards, stopped)
     alone.scheduler.kill()
-    assert "is lost; start it and its workers again, and run again" in one_line(ended(run), 5)
+    assert "is lost\n  hint: start it and its workers again, and run the command again" in one_line(ended(run), 5)
     assert content_of(shards) == old
 
 
@@ -205,8 +207,8 @@ def test_a_worker_with_a_full_disk_ends_the_run(shards, alone):
     alone.worker(GRADTOOL_FAULT="ENOSPC@6+")
     done = alone.run("clip", shards, *CLIP)
     message = one_line(done, 5)
-    assert "No space left on device; free some space" in message
-    assert message.endswith(f"(worker on {os.uname().nodename})\n")
+    assert "hint: free some space" in message
+    assert f"(worker on {os.uname().nodename})\n" in message
     assert soon(lambda: content_of(shards) == old)
 
 
@@ -238,7 +240,7 @@ def site(folder, code):
 UNFIT = {
     "another version": (
         "import gradtool._version as one\none.__version__ = '0.0.1'",
-        "has gradtool 0.0.1, this is 0.1.0; install the same version there",
+        "has gradtool 0.0.1, this is 0.1.0\n  hint: install the same version there",
     ),
     "no gradtool": ("import sys\nsys.modules['gradtool'] = None", "cannot load gradtool"),
     "another user": ("import os\nuser = os.geteuid()\nos.geteuid = lambda: user + 1", "start the workers as the user"),

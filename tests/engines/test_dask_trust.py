@@ -107,7 +107,7 @@ def nested(depth):
 )
 def test_an_error_of_a_worker_is_told_by_its_kind_and_its_words(sent, said):
     error = dask._Reader(io.BytesIO(sent if type(sent) is bytes else error_message(sent)["exception"].data)).load()
-    assert dask.Dask.why(None, error) == f"a worker failed: {said}"
+    assert dask.Dask.why(None, error) == (f"a worker failed: {said}", None)
 
 
 @pytest.mark.parametrize("lie", WORKERS)
@@ -121,7 +121,7 @@ def test_a_pickle_of_a_worker_is_not_unpickled(tmp_path, lie):
         before = path.read_bytes()
         done = cluster.run("clip", path, "--max-norm", "1e-3")
     assert not made.exists()
-    assert (done.returncode, len(done.stderr.splitlines())) == ({"an answer": 4}.get(lie, 5), 1), done
+    assert (done.returncode, done.stderr.count("gradtool: error: ")) == ({"an answer": 4}.get(lie, 5), 1), done
     assert path.read_bytes() == before
 
 
@@ -135,7 +135,7 @@ def test_a_pickle_of_a_scheduler_is_not_unpickled(tmp_path, lie):
         cluster.worker()
         done = cluster.run("norm", path)
     assert not made.exists()
-    assert (done.returncode, len(done.stderr.splitlines())) in [(0, 0), (5, 1)], done
+    assert (done.returncode, done.stderr.count("gradtool: error: ")) in [(0, 0), (5, 1)], done
     assert "pwned" not in done.stdout + done.stderr
 
 
@@ -175,6 +175,6 @@ def test_a_frozen_worker_that_is_the_only_one_ends_the_run(tmp_path):
     with DaskCluster(tmp_path / "cluster") as cluster:
         cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
         done = cluster.run("clip", path, "--max-norm", "1e-3", "--worker-timeout", "3")
-    assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done
-    assert "has had no worker for 3 s; start some, or wait longer with --worker-timeout" in done.stderr
+    assert (done.returncode, done.stderr.count("gradtool: error: ")) == (5, 1), done
+    assert "has had no worker for 3 s\n  hint: start some, or wait longer with --worker-timeout" in done.stderr
     assert path.read_bytes() == before

@@ -16,7 +16,15 @@ from gradtool.engines.wire import packed
 from gradtool.ops.passes import Measure
 from gradtool.store.transaction.inputs import Inputs
 
-FIT = {"version": __version__, "host": "node", "process": "1", "sees": True, "refused": "", "user": 0, "error": ""}
+FIT = {
+    "version": __version__,
+    "host": "node",
+    "process": "1",
+    "sees": True,
+    "refused": [""] * 4,
+    "user": 0,
+    "error": "",
+}
 FIT |= {"backend": "cpu", "why": ""}
 
 
@@ -46,7 +54,7 @@ class Told:
         return ()
 
     def why(self, error):
-        return str(error)
+        return str(error), None
 
     def close(self):
         pass

@@ -53,7 +53,8 @@ def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkey
     with pytest.raises(gradtool.BackendUnavailableError) as error:
         performed(part, payload)
     (problem,) = error.value.problems
-    assert problem.message.startswith(f"is not seen by the worker on {work.HOST}; mount the same file system")
+    assert problem.message == f"the worker on {work.HOST} does not see it"
+    assert problem.hint.startswith("mount the same file system")
     assert (problem.file, problem.code) == (str(path), "engine")
 
 
@@ -76,7 +77,7 @@ def test_an_attempt_in_a_folder_that_is_not_there_makes_nothing(tmp_path, monkey
     shard = Inputs([str(sample(tmp_path))]).open().shards[0]
     order = Order(NewFile(shard, 1), ".gradtool-0123456789ab", tmp_path / "none", "x", "permit", False, False)
     monkeypatch.setattr(late.time, "sleep", lambda _: None)
-    with pytest.raises(gradtool.SystemRefusedError, match="permit is not seen; the run has ended"):
+    with pytest.raises(gradtool.SystemRefusedError, match="permit is missing: the run has ended"):
         Attempt(order).__enter__()
     assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
 

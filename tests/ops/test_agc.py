@@ -243,7 +243,7 @@ def test_parameters_are_not_replaced_by_gradients(tmp_path, options):
     before = snapshot(tmp_path)
     done = gradtool("clip", path, "--agc", "0.01", "--params", params, *options, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(" is a file of --params, which would be replaced\n  hint: write to another file\n")
+    assert done.stderr.endswith(": is a file of --params, which would be replaced\n  hint: write to another file\n")
     assert snapshot(tmp_path) == before
 
 

@@ -490,7 +490,7 @@ def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):
     path = one_file(tmp_path, a=encode([3], "F32"))
     with pytest.raises(BadInputError, match="no such folder"):
         clip(f"{path}/", max_norm=1)
-    with pytest.raises(UsageError, match="names a folder"):
+    with pytest.raises(UsageError, match="is a folder or an index"):
         clip(path, max_norm=1, output=f"{tmp_path}/new/")
 
 
@@ -592,7 +592,7 @@ def test_outputs_that_do_not_fit_the_inputs_are_usage_errors(tmp_path):
     index = write_index(tmp_path / "3", {"1.safetensors": {"a": encode([3], "F32")}})
     with pytest.raises(UsageError, match="single input"):
         clip(index, max_norm=1, output=tmp_path / "out")
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         clip(one, max_norm=1, output_dir=two)
     for option in ({"output": one}, {"output_dir": one.parent}):
         with pytest.raises(UsageError, match="is an input"):

@@ -114,7 +114,7 @@ def test_a_path_that_leads_nowhere_is_an_error(tmp_path, path, code, message):
     done = command("doctor", path, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"gradtool: error: {message}")
-    assert all(line.startswith("  hint: ") for line in done.stderr.splitlines()[1:])
+    assert done.stderr.count("gradtool: ") == 1
 
 
 def test_the_keys_are_the_same_in_all_formats(tmp_path):

@@ -271,10 +271,9 @@ def test_a_state_that_is_none_is_one_line_and_changes_nothing(tmp_path, path, wh
     (tmp_path / "clip.json").write_bytes(content)
     before = snapshot(tmp_path)
     done = gradtool("clip", path, "--limit", "z=2", "--state", tmp_path / "clip.json")
-    assert (done.returncode, done.stdout) == (3, ""), done.stderr
+    assert (done.returncode, done.stderr.count("gradtool: "), done.stdout) == (3, 1, ""), done.stderr
     assert done.stderr.startswith(f"gradtool: error: {tmp_path}/clip.json: ")
-    assert "another --state" in done.stderr.splitlines()[-1] or what == "too many bytes"
-    assert len(done.stderr.splitlines()) <= 2
+    assert "another --state" in done.stderr or "check that this is the right file" in done.stderr
     assert len(done.stderr) < 500 + len(str(tmp_path))
     assert snapshot(tmp_path) == before
 

@@ -32,9 +32,10 @@ def test_one_name_in_two_paths_is_refused(tmp_path, ranks, call):
         call(ranks)
     (problem,) = caught.value.problems
     assert (problem.code, problem.file, problem.tensor) == ("shared-name", str(ranks[1]), "w")
-    assert problem.message == (
-        f"is in {ranks[0]} too; use gradtool.accumulate() for the norm of the sum, gradtool.norm(by_file=True) for "
-        "each one's own norm, or concat=True for one vector of them all, as for ranks that each hold a part"
+    assert problem.message == f"is in {ranks[0]} too"
+    assert problem.hint == (
+        "use gradtool.accumulate() for the norm of the sum, gradtool.norm(by_file=True) for the norm of each path, or "
+        "concat=True if the paths are parts of one vector, as from ranks that each hold a part"
     )
     assert snapshot(tmp_path) == before
 
@@ -84,7 +85,9 @@ def test_a_folder_an_index_and_a_file_are_paths_too(tmp_path):
 
 def test_one_name_twice_in_a_folder_stays_an_error_that_says_how_to_concatenate(tmp_path, ranks):
     for call in CALLS.values():
-        with pytest.raises(BadInputError, match="name the files one by one .norm and clip: with concat=True") as caught:
+        with pytest.raises(
+            BadInputError, match="name the files one by one .and for norm and clip, use concat=True"
+        ) as caught:
             call(tmp_path, concat=True)
         assert caught.value.problems[0].code == "duplicate-name"
     with pytest.raises(BadInputError, match="is in 0.safetensors too"):

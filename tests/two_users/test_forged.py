@@ -45,7 +45,7 @@ def test_a_forged_log_is_not_obeyed(root, runner, command):
         forge(shared / f"{ID}.run", log_bytes(*steps, names=[target.name], **facts))
         found = state(shared)
         arguments = ["recover", shared] if command == "recover" else ["clip", target, "--max-norm", "1"]
-        told_once(run_as(runner, *arguments), f"of user {MALLORY}", "recover it as that user")
+        told_once(run_as(runner, *arguments), f"of user {MALLORY}", "as that user")
         assert state(private) == before
         assert {path: one for path, one in state(shared).items() if path != shared} == {
             path: one for path, one in found.items() if path != shared

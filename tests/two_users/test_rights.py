@@ -153,7 +153,7 @@ def test_what_a_crashed_run_of_another_user_left_is_left_to_that_one(root, way):
     before = {path: one for path, one in state(folder).items() if path != folder}
     for runner in (MALLORY, 0):
         for arguments in (["clip", paths[0], "--max-norm", "1", "--write", "inplace"], ["recover", folder]):
-            told_once(run_as(runner, *arguments), f"of a crashed run of user {ALICE}", "recover it as that user")
+            told_once(run_as(runner, *arguments), f"of a crashed run of user {ALICE}", "as that user")
             assert {path: one for path, one in state(folder).items() if path != folder} == before
     assert run_as(ALICE, "recover", folder).code == 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BackendUnavailableError
+from gradtool.wording import option, say
 
 _FILES = (
     *("_device.cuh", "_codes.h", "_storage.cuh", "_tiles.cuh", "_again.cuh"),
@@ -48,9 +49,8 @@ def compile_module(module: str, capability: int, *extra: str) -> tuple[bytes, st
     known = [arch for arch in nvrtc.getSupportedArchs() if arch <= capability]
     if not known:
         version = ".".join(map(str, nvrtc.getVersion()))
-        raise BackendUnavailableError(
-            f"NVRTC {version} knows no GPU as old as sm_{capability}; install gradtool[cuda12], or use --backend cpu"
-        )
+        hint = say("install gradtool[cuda12], or use {}", option("backend", "cpu"))
+        raise BackendUnavailableError(f"NVRTC {version} does not support a GPU as old as sm_{capability}", hint=hint)
     is_known = capability in known
     arch = f"-arch=sm_{capability}" if is_known else f"-arch=compute_{max(known)}"
     program = nvrtc.createProgram(source(), "gradtool.cu", [], [])

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradtool.backends.cuda.compiler import cached_module
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
     from gradtool.backends.cuda.memory import Buffer
 
-_REMEDY = (
-    "; install gradtool[cuda12] or gradtool[cuda13], by the CUDA version that nvidia-smi shows, or use --backend cpu"
+_USE_CPU = option("backend", "cpu")
+_INSTALL = say(
+    "install gradtool[cuda12] or gradtool[cuda13], by the CUDA version that nvidia-smi shows, or use {}", _USE_CPU
 )
 # The number of this error in the runtime and in the driver.
 _OUT_OF_MEMORY = 2
@@ -35,24 +37,25 @@ def open_device(number: int) -> CupyDevice:
         import cupy
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        raise BackendUnavailableError(f"CuPy is not installed ({error}){_REMEDY}") from error
+        raise BackendUnavailableError(f"CuPy is not installed: {error}", hint=_INSTALL) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BackendUnavailableError(f"no NVIDIA driver, or no GPU, that CuPy can use ({error}){_REMEDY}") from error
+        what = f"CuPy finds no NVIDIA driver, or no GPU, that it can use: {error}"
+        raise BackendUnavailableError(what, hint=_INSTALL) from error
     if number >= count:
-        raise BackendUnavailableError(f"there is no GPU number {number}; there are {count}, counted from 0")
+        raise BackendUnavailableError(f"there is no GPU number {number}: there are {count}, counted from 0")
     try:
         nvrtc.getVersion()
     except Exception as error:
-        message = f"NVRTC, which compiles the kernels, cannot be loaded ({error}){_REMEDY}"
-        raise BackendUnavailableError(message) from error
+        what = f"NVRTC, which compiles the kernels, cannot be loaded: {error}"
+        raise BackendUnavailableError(what, hint=_INSTALL) from error
     try:
         return CupyDevice(cupy, number)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         # Its memory is full, or another process uses it exclusively.
-        message = f"GPU number {number} cannot be used ({error}); use --device for another, or --backend cpu"
-        raise BackendUnavailableError(message) from error
+        hint = say("use another with {}, or use {}", option("device"), _USE_CPU)
+        raise BackendUnavailableError(f"GPU number {number} cannot be used: {error}", hint=hint) from error
 
 
 class _Stream:
@@ -156,15 +159,14 @@ class CupyDevice:
         except (self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as error:
             if error.status == _OUT_OF_MEMORY:
                 raise self._full() from error
-            raise SystemRefusedError(f"{self.name}: {error}; --backend cpu does without it", code="gpu") from error
+            hint = say("use {} to do without it", _USE_CPU)
+            raise SystemRefusedError(f"{self.name}: {error}", code="gpu", hint=hint) from error
 
     def _full(self) -> DeviceMemoryError:
         with self._device:
             free, total = (nbytes >> 20 for nbytes in self._device.mem_info)
-        return DeviceMemoryError(
-            f"the memory of {self.name} is full: {free} of {total} MiB are free; free some, lower --threads, or use "
-            "--backend cpu"
-        )
+        what = f"the memory of {self.name} is full: {free} of {total} MiB are free"
+        return DeviceMemoryError(what, hint=say("free some, lower {}, or use {}", option("threads"), _USE_CPU))
 
     def _kernel(self, module: str, name: str) -> Any:
         with self._lock:

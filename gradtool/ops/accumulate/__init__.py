@@ -10,10 +10,11 @@ from gradtool.errors import UsageError
 from gradtool.ops.accumulate.match import Buffer, existing_buffer, match, new_set, weights_of
 from gradtool.ops.accumulate.run import add, skip_update, trim_of
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, statistics
-from gradtool.ops.session import Call, output_options_of
+from gradtool.ops.session import Call
 from gradtool.ops.weights import PREFIX
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.rename import Renames
+from gradtool.store.transaction.inputs import WritePlan
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -67,12 +68,11 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     _check(options)
-    output_options = output_options_of(options)
     into = [] if options.into is None else [existing_buffer(options.into)]
     created = new_set(options) if options.is_new else None
-    renames = Renames.of(options.map, slice(len(into), None))
+    renames = Renames.parse(options.map, slice(len(into), None))
     call = Call.of([*into, *options.named], options, renames=renames)
-    with call.open_to_write(output_options, writes=len(into), created=created) as (session, output):
+    with call.open_to_write(options, WritePlan(len(into), created)) as (session, output):
         gradients = session.opened.sets[len(into) :]
         _check_count(options, len(gradients))
         selected = [session.opened.selected_in(gradient.shards) for gradient in gradients]

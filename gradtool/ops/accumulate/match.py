@@ -43,11 +43,13 @@ def existing_buffer(path: StrPath) -> str:
     path = os.fspath(path)
     if is_there(path):
         return path
-    from gradtool.store.format.missing import no_such_file  # only needed for the error
+    from gradtool.store.format.hints import no_such_file  # only needed for the error
 
-    message = no_such_file(path)
-    hint = say("use {} to write the sum alone", option("output")) if message.startswith(NO_SUCH_FILE) else None
-    raise BadInputError(message, file=path, code="missing-file", hint=hint)
+    problem = no_such_file(path)
+    if problem.message == NO_SUCH_FILE:
+        hint = say("use {} to write the sum alone", option("output"))
+        problem = replace(problem, hint=say("{}; or {}", problem.hint, hint) if problem.hint else hint)
+    raise BadInputError.from_problems([problem])
 
 
 def new_set(options: AccumulateOptions) -> NewSet:

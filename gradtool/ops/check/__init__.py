@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.engines.choose import local
-from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError, number_of
+from gradtool.errors import BadInputError, Problem, SystemRefusedError, number_of
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.session import Timings
 from gradtool.options import CheckOptions
 from gradtool.store.format.examine import examine, is_aligned, listed, unaligned_in
 from gradtool.store.format.gradset import GradientSet, select
-from gradtool.store.format.paths import PATH_MISSING, read_path_list
+from gradtool.store.format.paths import no_path_error, read_path_list
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.remains import remains_at
 from gradtool.wording import call, say
@@ -106,7 +106,7 @@ def check(options: CheckOptions) -> CheckResult:
     if options.files_from is not None:
         named += read_path_list(os.fspath(options.files_from)).paths
     if not named:
-        raise UsageError(PATH_MISSING)
+        raise no_path_error()
     for tries in range(1, _TRIES + 1):
         try:
             return _check(list(dict.fromkeys(named)), options)

@@ -12,9 +12,10 @@ from gradtool.ops.clip.decide import Decision, check_options, decide, group_limi
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.groups import groups_of
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, overflow_problems, statistics
-from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.session import Call, refuse_engine
 from gradtool.options import ClipOptions
 from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.transaction.inputs import WritePlan
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -126,9 +127,8 @@ def clip(options: ClipOptions) -> ClipResult:
     limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)
     if options.agc is not None:
         refuse_engine(options, option("agc"))
-    output_options = output_options_of(options)._replace(state=None if state is None else str(state))
     call = Call.of(options.named, options, unique_names=not options.concat)
-    with call.open_to_write(output_options) as (session, output), contextlib.ExitStack() as stack:
+    with call.open_to_write(options, WritePlan(state=state)) as (session, output), contextlib.ExitStack() as stack:
         selected, groups = session.selected, groups_of(session.selected, [pattern for pattern, _ in limits])
         if options.agc is None:
             state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
@@ -172,7 +172,7 @@ def clip(options: ClipOptions) -> ClipResult:
         units=decision.units[0],
         units_clipped=decision.units[1],
         limit=decision.limit,
-        state=output_options.state,
+        state=None if state is None else str(state),
         steps=None if decision.state_file is None else decision.state_file.state.steps,
         norm_before=norms.whole,
         norm_after=norms_after.whole,

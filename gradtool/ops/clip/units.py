@@ -28,9 +28,9 @@ from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure, Scaling, TensorPass, pieces_of
 from gradtool.store import fs
-from gradtool.store.format.gradset import refuse_dtypes, refuse_shared_names
+from gradtool.store.format.gradset import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
-from gradtool.store.transaction.small import refuse_to_replace
+from gradtool.store.transaction.output_checks import check_not_replaced
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def _parameters(
 ) -> tuple[Sequence[GradientSet], Sequence[Selected]]:
     """Open the parameters of gradients: their sets, and for each gradient the tensor of the same name and shape."""
     opened = open_to_read(Inputs([os.fspath(options.params or "")]))
-    refuse_to_replace(opened.sets, option("params"), output.targets)
-    refuse_shared_names(opened.selected)
+    check_not_replaced(opened.sets, "params", output.targets)
+    require_unique_names(opened.selected)
     by_name = {param.tensor.name: param for param in opened.selected}
     problems = []
     for shard, tensor in grads:
@@ -102,7 +102,7 @@ def _parameters(
     if problems:
         raise BadInputError.from_problems(problems, say("use {} to skip tensors", option("exclude")))
     params = [by_name[grad.tensor.name] for grad in grads]
-    refuse_dtypes(params, tuple(STORAGE))
+    check_dtypes(params, tuple(STORAGE))
     return opened.sets, params
 
 

@@ -128,7 +128,7 @@ def diff(options: DiffOptions) -> DiffResult:
     call = Call.of(
         [os.fspath(options.a), os.fspath(options.b)],
         options,
-        renames=Renames.of(options.map, slice(1)),
+        renames=Renames.parse(options.map, slice(1)),
         may_repeat=True,
     )
     with call.open_to_read() as session:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradtool import wording
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile
@@ -22,8 +23,9 @@ from gradtool.ops.results import (
     output_summary,
     overflow_problems,
 )
-from gradtool.ops.session import Call, output_options_of, refuse_engine
+from gradtool.ops.session import Call, refuse_engine
 from gradtool.options import LayerNormOptions
+from gradtool.store.transaction.inputs import WritePlan
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -93,16 +95,15 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    refuse_engine(options, "layernorm-backward")
-    output_options = output_options_of(options)
-    _check_options(options, is_elsewhere=output_options.is_elsewhere)
+    refuse_engine(options, wording.call("layernorm_backward"))
+    _check_options(options, is_elsewhere=options.is_elsewhere)
     call = Call.of(options.named, options, dtypes=None)
     opened = output_files = None
     if len(call.inputs.paths) > 1 or options.output is not None:
         # Only the files with a Y_grad get results, and are locked.
-        opened = call.open_unlocked(output_options)
+        opened = call.open_unlocked(options)
         output_files = files_with_layers(opened, options) or None
-    with call.open_to_write(output_options, opened=opened, output_files=output_files) as (session, output):
+    with call.open_to_write(options, WritePlan(output_files=output_files), opened) as (session, output):
         layers = find_layers(session.opened, options)
         for layer in layers:
             if output_files is not None and layer.y_grad.shard.path not in output_files:
@@ -112,7 +113,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
             files = separate_files(layers)
         else:
             files = changed_files(layers, x_grad_in_place=options.x_grad_in_place)
-        if output_options.in_place:
+        if options.in_place:
             check_in_place(layers, files)
         else:
             files = with_inputs(files, layers)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError, shortened
-from gradtool.store.format.gradset import Selected, refuse_dtypes
+from gradtool.store.format.gradset import Selected, check_dtypes
 from gradtool.store.format.layout import new_tensor
-from gradtool.store.format.limits import refuse_new_name
+from gradtool.store.format.limits import check_new_name
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -242,12 +242,12 @@ def _layer(match: Match, lookup: Lookup, options: LayerNormOptions) -> Layer:
         like = x if role == "x_grad" else scale
         if like is not None:
             name = match.prefix + getattr(options, role)
-            refuse_new_name(like.shard.path, like.tensor.name, name, option(role))
+            check_new_name(like.shard.path, like.tensor.name, name, option(role))
             outputs.append(new_tensor(name, like.tensor.dtype, like.tensor.shape))
     rows, columns = math.prod(shape[:axis]), math.prod(shape[axis:])
     name = match.names[1]
     layer = Layer(name, match.owner, match.y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
-    refuse_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)
+    check_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)
     return layer
 
 

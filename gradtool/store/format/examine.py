@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import GradtoolError, Problem, SystemRefusedError, shortened
-from gradtool.store.format import sniff
+from gradtool.store.format.filetypes import HEAD, not_an_index_error, not_safetensors_error
 from gradtool.store.format.gradset import read_mapped
 from gradtool.store.format.header import Shard, read_shard, read_text
 from gradtool.store.format.index import INDEX_SUFFIX, read_weight_map
@@ -130,8 +130,8 @@ def _read_files(found: Examined, files: Iterable[Path], *, is_mapped: bool, is_l
             same = first.setdefault((status.st_dev, status.st_ino), file)
         if same is not file:
             if is_mapped:
-                what = f"is the same file as {same.name}, and the index names both; correct the index"
-                found.faults.append(Problem("duplicate-file", what, str(file)))
+                what = f"is the same file as {same.name}, and the index names both"
+                found.faults.append(Problem("duplicate-file", what, str(file), hint="correct the index"))
             continue
         read = partial(read_shard, file, is_named=file == Path(found.path))
         if is_mapped and found.index is not None:
@@ -171,8 +171,9 @@ def _repeated_in(shard: Shard) -> list[Problem]:
         return list(error.problems)
     if not repeated:
         return []
-    what = f"the header has {listed(repeated)} more than once; write the file again with one tensor of each name"
-    return [Problem("duplicate-name", what, str(shard.path), _only(repeated))]
+    what = f"the header has {listed(repeated)} more than once"
+    hint = "write the file again with one tensor of each name"
+    return [Problem("duplicate-name", what, str(shard.path), _only(repeated), hint)]
 
 
 def _repeated_between(found: Examined) -> set[str]:
@@ -185,9 +186,9 @@ def _repeated_between(found: Examined) -> set[str]:
             if first is not shard:
                 shared[shard, first].append(tensor.name)
     for (shard, first), names in shared.items():
-        remedy = "if they are not shards of one set, name the files one by one"
-        what = f"has {listed(names)}, and so has {first.path.name}; {remedy}"
-        found.faults.append(Problem("duplicate-name", what, str(shard.path), _only(names)))
+        what = f"has {listed(names)}, and so has {first.path.name}"
+        hint = "if they are not shards of one set, name the files one by one"
+        found.faults.append(Problem("duplicate-name", what, str(shard.path), _only(names), hint))
     return {name for names in shared.values() for name in names}
 
 
@@ -196,17 +197,17 @@ def _compare(found: Examined, index: Path, weight_map: Mapping[str, str], repeat
     mapped: dict[str, list[str]] = defaultdict(list)
     for name, file in weight_map.items():
         mapped[file].append(name)
-    remedy = "; correct the index, or copy the set again"
+    hint = "correct the index, or copy the set again"
     for shard in found.shards:
         file, names = shard.path.name, {tensor.name for tensor in shard.tensors}
         missing = [name for name in mapped[file] if name not in names]
         if missing:
-            what = f"the index maps {listed(missing)} to {file}, which does not hold {_them(missing)}{remedy}"
-            found.faults.append(Problem("missing-tensor", what, str(index), _only(missing)))
+            what = f"the index maps {listed(missing)} to {file}, which does not contain {_them(missing)}"
+            found.faults.append(Problem("missing-tensor", what, str(index), _only(missing), hint))
         extra = [one.name for one in shard.tensors if one.name not in repeated and weight_map.get(one.name) != file]
         if extra:
-            what = f"{file} holds {listed(extra)}, which the index does not map to it{remedy}"
-            found.faults.append(Problem("extra-tensor", what, str(index), _only(extra)))
+            what = f"{file} contains {listed(extra)}, which the index does not map to it"
+            found.faults.append(Problem("extra-tensor", what, str(index), _only(extra), hint))
 
 
 def _only(names: Sequence[str]) -> str | None:
@@ -228,9 +229,9 @@ def _is_stranger(file: Path) -> bool:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return not stat.S_ISDIR(status.st_mode)
-        head = os.pread(fd, sniff.HEAD, 0)
+        head = os.pread(fd, HEAD, 0)
     finally:
         os.close(fd)
     if file.name.endswith(INDEX_SUFFIX):
-        return sniff.foreign_index(file, head, status.st_size) is not None
-    return status.st_size < _LEAST_BYTES or sniff.foreign(file, head, status.st_size) is not None
+        return not_an_index_error(file, head, status.st_size) is not None
+    return status.st_size < _LEAST_BYTES or not_safetensors_error(file, head, status.st_size) is not None

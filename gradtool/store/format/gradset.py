@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, UsageError, shortened
+from gradtool.errors import BadInputError, shortened
 from gradtool.store.format.header import Shard, read_regular, read_shard
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
-from gradtool.store.format.paths import PATH_MISSING
+from gradtool.store.format.paths import no_path_error
 from gradtool.store.format.patterns import compiled, matching
+from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
 
-_REMEDY = "; correct the index, or copy the set again"
+_CORRECT = "correct the index, or copy the set again"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +58,7 @@ def open_sets(
         SystemRefusedError: something cannot be read.
     """
     if not paths:
-        raise UsageError(PATH_MISSING)
+        raise no_path_error()
     sets: list[GradientSet] = []
     # The first of each file, by device and inode; none is read twice.
     first: dict[tuple[int, int], tuple[Shard, int]] = {}
@@ -66,18 +66,18 @@ def open_sets(
         try:
             sets.append(_open_named(os.fspath(path)))
         except BadInputError as error:
-            from gradtool.store.format.named import named_at  # only needed for the error
+            from gradtool.store.format.hints import NamedPath  # only needed for the error
 
-            if (explained := named_at(paths, listed, number).explained(error)) is None:
+            if (explained := NamedPath.from_call(paths, listed, number).explained(error)) is None:
                 raise
             raise explained from error
         for shard in () if may_repeat else sets[-1].shards:
             other, before = first.setdefault(shard.identity, (shard, number))
             if other is not shard:
-                from gradtool.store.format.named import named_at, named_twice  # only needed for the error
+                from gradtool.store.format.hints import NamedPath, named_twice_error  # only needed for the error
 
-                way, other_way = named_at(paths, listed, number), named_at(paths, listed, before)
-                raise named_twice(shard.path, way, other.path, other_way)
+                named, other_named = (NamedPath.from_call(paths, listed, at) for at in (number, before))
+                raise named_twice_error(shard.path, named, other.path, other_named)
     return sets
 
 
@@ -88,42 +88,43 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         UsageError: a pattern is not a regular expression.
         BadInputError: a pattern matches no tensor, or nothing is left.
     """
-    wanted, unwanted = compiled(include, "--include"), compiled(exclude, "--exclude")
+    wanted, unwanted = compiled(include, "include"), compiled(exclude, "exclude")
     everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
     if not wanted and not unwanted:
         return everything
     names = {one.tensor.name for one in everything}
-    included = matching(names, wanted, "--include") if wanted else names
-    excluded = matching(names, unwanted, "--exclude")
+    included = matching(names, wanted, "include") if wanted else names
+    excluded = matching(names, unwanted, "exclude")
     selected = [one for one in everything if one.tensor.name in included and one.tensor.name not in excluded]
     if not selected:
-        raise BadInputError("--include and --exclude leave no tensor", code="no-match")
+        raise BadInputError(say("{} and {} leave no tensors", option("include"), option("exclude")), code="no-match")
     return selected
 
 
-def refuse_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
+def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
     """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
     for one in selected:
         if one.tensor.dtype not in supported:
-            what = f"has type {one.tensor.dtype}, which carries no gradient ({', '.join(supported)} do)"
-            remedy = f"; leave it out with --exclude {shlex.quote(f'^{re.escape(one.tensor.name)}$')}"
-            message = what + remedy if can_exclude else what
-            raise BadInputError(message, file=one.shard.path, tensor=one.tensor.name, code="dtype")
+            what = f"unsupported dtype {one.tensor.dtype} (supported: {', '.join(supported)})"
+            hint = say("skip it with {}", option("exclude", f"^{re.escape(one.tensor.name)}$")) if can_exclude else None
+            raise BadInputError(what, file=one.shard.path, tensor=one.tensor.name, code="dtype", hint=hint)
 
 
-def refuse_shared_names(selected: Iterable[Selected]) -> None:
+def require_unique_names(selected: Iterable[Selected]) -> None:
     """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
     home: dict[str, Shard] = {}
     for shard, tensor in selected:
         other = home.setdefault(tensor.name, shard)
         if other is not shard:
-            raise BadInputError(
-                f"is in {other.path} too; use gradtool accumulate for the norm of the sum, gradtool norm --by-file for "
-                "each one's own norm, or --concat for one vector of them all, as for ranks that each hold a part",
-                file=shard.path,
-                tensor=tensor.name,
-                code="shared-name",
+            hint = say(
+                "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one "
+                "vector, as from ranks that each hold a part",
+                call("accumulate"),
+                call("norm", by_file=True),
+                option("concat", True),
             )
+            what = f"is in {other.path} too"
+            raise BadInputError(what, file=shard.path, tensor=tensor.name, code="shared-name", hint=hint)
 
 
 def _open_named(path: str) -> GradientSet:
@@ -145,12 +146,12 @@ def _open_index(listing: Listing, index: Path) -> GradientSet:
     names = {shard: shard.path.name for shard in shards}
     for name, file in weight_map.items():
         if name not in home or names[home[name]] != file:
-            what = f"the index maps it to {file}, which does not hold it{_REMEDY}"
-            raise BadInputError(what, file=index, tensor=name)
+            what = f"the index maps it to {file}, which does not contain it"
+            raise BadInputError(what, file=index, tensor=name, hint=_CORRECT)
     for name, shard in home.items():
         if name not in weight_map:
-            what = f"is in {names[shard]}, and the index does not map it{_REMEDY}"
-            raise BadInputError(what, file=index, tensor=name)
+            what = f"is in {names[shard]}, but the index does not map it"
+            raise BadInputError(what, file=index, tensor=name, hint=_CORRECT)
     return GradientSet(listing.path, shards, index)
 
 
@@ -163,7 +164,8 @@ def read_mapped(index: Path, file: str, read: Callable[..., Shard]) -> Shard:
             raise
         link = ", a symbolic link to a file" if os.path.islink(index.parent / file) else ""  # noqa: PTH114
         what = f"the index names the shard {shortened(file)}{link}, which does not exist"
-        raise BadInputError(f"{what}; copy it, or correct the index", file=index, code="missing-file") from error
+        hint = "copy it, or correct the index"
+        raise BadInputError(what, file=index, code="missing-file", hint=hint) from error
 
 
 def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
@@ -173,9 +175,13 @@ def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
         for tensor in shard.tensors:
             other = home.setdefault(tensor.name, shard)
             if other is not shard:
-                message = f"is in {other.path.name} too; if they are not shards of one set, name the files one by one"
-                hint = "(norm and clip: with --concat if they are parts of one vector)"
-                raise BadInputError(f"{message} {hint}", file=shard.path, tensor=tensor.name, code="duplicate-name")
+                hint = say(
+                    "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if "
+                    "they are parts of one vector)",
+                    option("concat", True),
+                )
+                what = f"is in {other.path.name} too"
+                raise BadInputError(what, file=shard.path, tensor=tensor.name, code="duplicate-name", hint=hint)
     return home
 
 
@@ -185,6 +191,6 @@ def _distinct(index: Path, shards: Iterable[Shard]) -> Iterator[Shard]:
     for shard in shards:
         other = home.setdefault(shard.identity, shard)
         if other is not shard:
-            message = f"is the same file as {other.path.name}, and the index {index.name} names both; correct the index"
-            raise BadInputError(message, file=shard.path, code="duplicate-file")
+            what = f"is the same file as {other.path.name}, and the index {index.name} names both"
+            raise BadInputError(what, file=shard.path, code="duplicate-file", hint="correct the index")
         yield shard

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store import system
-from gradtool.store.format.limits import MAX_TEXT, refuse_large_header, refuse_long, refuse_long_names
-from gradtool.store.format.tensors import Tensor, emptied, parse, refuse_unclear, refuse_wrong_offsets, tensor_of
+from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
+from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, parse, tensor_of
 from gradtool.store.links import open_to_read
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
     """
     with _judged(path, is_named=is_named) as (fd, status):
         text = _read_header(path, fd, status.st_size)
-        refuse_unclear(path, text, status.st_size)
+        check_fields(path, text, status.st_size)
         return _shard(path, text, status, *_parsed(path, text))
 
 
@@ -98,14 +99,14 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     """
     size = 8 + len(text) + nbytes
     try:
-        refuse_long(path, "the header", len(text))
-        refuse_large_header(path, text)
+        check_length(path, "the header", len(text))
+        check_header_size(path, text)
         if (refusal := _refusal(path, text, size)) is not None:
             raise _explain(path, text, size, shortened(str(refusal), 400))
     except BadInputError as error:
         (one,) = error.problems
-        message = f"nothing written, because the new header would be refused: {one.message}"
-        raise BadInputError(message, file=path, tensor=one.tensor, code=one.code) from error
+        message = say("nothing written, because the new header would be invalid: {}", one.message)
+        raise BadInputError(message, file=path, tensor=one.tensor, code=one.code, hint=one.hint) from error
     shard = _shard(path, text, os.stat_result([0] * 10), *_parsed(path, text))
     return len(text).to_bytes(8, "little") + text, replace(shard, size=size)
 
@@ -159,7 +160,7 @@ def read_regular(path: Path, most: int | None = None, *, is_named: bool = True) 
         SystemRefusedError: it cannot be read, or changed meanwhile; or another user's link leads there.
     """
     with _opened(path, is_named=is_named) as (fd, status):
-        refuse_long(path, "the file", status.st_size, most)
+        check_length(path, "the file", status.st_size, most)
         content = _pread(fd, status.st_size, 0)
         if len(content) != status.st_size or not is_unchanged(fd, status):
             raise changed_meanwhile(path)
@@ -174,7 +175,8 @@ def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result
         try:
             status = os.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
-                raise BadInputError("is a folder, not a file; name the folder itself, or rename it", file=path)
+                hint = "name the folder itself, or rename it"
+                raise BadInputError("is a folder, not a file", file=path, hint=hint)
             if not stat.S_ISREG(status.st_mode):
                 raise BadInputError("is not a regular file", file=path)
             yield fd, status
@@ -214,7 +216,7 @@ def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
     """The metadata and the tensors of a sound header."""
     header = parse(text)
     metadata = header.pop("__metadata__", None) or {}
-    refuse_long_names(path, header)
+    check_name_lengths(path, header)
     data_start = 8 + len(text)
     tensors = []
     while header:
@@ -238,7 +240,7 @@ def _read_header(path: Path, fd: int, size: int) -> bytes:
     text = _pread(fd, length, 8)
     if len(text) < length:
         raise changed_meanwhile(path)
-    refuse_large_header(path, text)
+    check_header_size(path, text)
     return text
 
 
@@ -258,7 +260,7 @@ def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
     judged = emptied(text)
     try:
         deserialize(len(judged).to_bytes(8, "little") + judged)  # type: ignore[no-untyped-call]
-        refuse_wrong_offsets(path, text, size)
+        check_offsets(path, text, size)
     except (SafetensorError, ValueError) as error:
         return error
     return None
@@ -312,23 +314,23 @@ def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
         return BadInputError(f"is not a safetensors file: {size} bytes are too few", file=path)
     length = int.from_bytes(start, "little")
     if length > MAX_TEXT:
-        what = f"is not a safetensors file, or its header is over the limit: {length:,} bytes"
-        return BadInputError(f"{what}, where {MAX_TEXT:,} are allowed; split such a large file", file=path)
-    what = f"truncated: the header says {length:,} bytes of header, the file has {size:,} bytes"
-    return BadInputError(f"{what}; copy it again", file=path)
+        what = f"is not a safetensors file, or its header exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
+        return BadInputError(what, file=path, hint="split the file if it is that large")
+    what = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
+    return BadInputError(what, file=path, hint="copy it again")
 
 
 def _other_format(path: Path, fd: int, size: int) -> BadInputError | None:
     """The error for a refused file that is something else than a safetensors file."""
-    from gradtool.store.format import sniff  # only needed for what is refused
+    from gradtool.store.format.filetypes import HEAD, not_safetensors_error  # only needed for what is refused
 
-    return sniff.foreign(path, _pread(fd, sniff.HEAD, 0), size)
+    return not_safetensors_error(path, _pread(fd, HEAD, 0), size)
 
 
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
     """What is wrong with a file that the library refused; its own `verdict` if we find nothing."""
     try:
-        refuse_wrong_offsets(path, text, size)
+        check_offsets(path, text, size)
     except BadInputError as error:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):

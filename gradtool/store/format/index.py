@@ -13,10 +13,10 @@ from gradtool.store.format.header import read_regular
 from gradtool.store.format.layout import encoded
 from gradtool.store.format.limits import (
     MAX_TEXT,
-    refuse_large_index,
-    refuse_long,
-    refuse_long_names,
-    refuse_many_shards,
+    check_index_size,
+    check_length,
+    check_name_lengths,
+    check_shard_count,
 )
 from gradtool.store.format.paths import is_file_name
 
@@ -66,19 +66,19 @@ def new_index(path: Path, document: Mapping[str, Any]) -> bytes:
         BadInputError: it could not be read again.
     """
     text = encoded(document, indent=2) + b"\n"
-    refuse_long(path, "the index", len(text))
+    check_length(path, "the index", len(text))
     _weight_map_in(path, text)
     return text
 
 
 def _weight_map_in(index: Path, text: bytes) -> dict[str, str]:
-    refuse_large_index(index, text)
+    check_index_size(index, text)
     try:
         document = json.loads(text, object_pairs_hook=partial(_without_duplicates, index))
         weight_map: dict[str, Any] = document["weight_map"]
-        refuse_long_names(index, weight_map)
+        check_name_lengths(index, weight_map)
         files = list(weight_map.values())
-        refuse_long_names(index, (file for file in files if isinstance(file, str)))
+        check_name_lengths(index, (file for file in files if isinstance(file, str)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, BadInputError):
             raise
@@ -87,11 +87,11 @@ def _weight_map_in(index: Path, text: bytes) -> dict[str, str]:
         ) from error
     for name, file in zip(weight_map, files, strict=True):
         if not is_file_name(file):
-            message = f"the index maps it to {shortened(repr(file))}; a shard must lie beside its index"
+            message = f"the index maps it to {shortened(repr(file))}, which is not the name of a file beside the index"
             raise BadInputError(message, file=index, tensor=name)
     if not weight_map:
-        raise BadInputError("the index maps no tensor", file=index)
-    refuse_many_shards(index, files)
+        raise BadInputError("the index maps no tensors", file=index)
+    check_shard_count(index, files)
     return weight_map
 
 
@@ -110,8 +110,9 @@ def mapped_in(folder: Path) -> dict[str, Path]:
                 indexes[status.st_dev, status.st_ino] = path, status.st_size
     nbytes = sum(size for _, size in indexes.values())
     if len(indexes) > 1 and nbytes > MAX_TEXT:
-        what = f"its indexes have {nbytes:,} bytes together, where {MAX_TEXT:,} are allowed"
-        raise BadInputError(f"{what}; move those away that map none of its files", file=folder, code="limit")
+        what = f"its indexes together exceed the limit of {MAX_TEXT:,} bytes (they have {nbytes:,})"
+        hint = "move indexes away that map none of its files"
+        raise BadInputError(what, file=folder, code="limit", hint=hint)
     mapped: dict[str, Path] = {}
     for index, _ in indexes.values():
         with contextlib.suppress(BadInputError, SystemRefusedError):
@@ -121,9 +122,9 @@ def mapped_in(folder: Path) -> dict[str, Path]:
 
 def _other_format(index: Path, text: bytes) -> BadInputError | None:
     """The error for a refused index that is something else than JSON."""
-    from gradtool.store.format import sniff  # only needed for what is refused
+    from gradtool.store.format.filetypes import HEAD, not_an_index_error  # only needed for what is refused
 
-    return sniff.foreign_index(index, text[: sniff.HEAD], len(text))
+    return not_an_index_error(index, text[:HEAD], len(text))
 
 
 def _without_duplicates(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

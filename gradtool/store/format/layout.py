@@ -36,7 +36,7 @@ def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str], 
     end = 0
     for tensor in tensors:
         if tensor.name in entries:
-            what = "another tensor, or the metadata, of the new file has this name; nothing written"
+            what = "nothing written, because another tensor of the new file, or its metadata, has this name"
             raise BadInputError(what, file=path, tensor=tensor.name, code="duplicate-name")
         begin, end = end, end + tensor.nbytes
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}

@@ -41,63 +41,72 @@ MAX_PATH_LIST = 50_000_000
 _OF_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
 _OF_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
 
+_RIGHT_FILE = "check that this is the right file"
 
-def refuse_long(path: Path, what: str, length: int, most: int | None = None) -> None:
+
+def check_length(path: Path, what: str, length: int, most: int | None = None) -> None:
     """Raise `BadInputError` for a header, an index or a state with too many bytes; called before it is read."""
     limit = MAX_TEXT if most is None else most
     if length > limit:
-        raise _over(path, f"{what} has {length:,} bytes", limit)
+        raise _over(path, what, f"{limit:,} bytes", f"it has {length:,}")
 
 
-def refuse_large_header(path: Path, text: bytes) -> None:
+def check_header_size(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for a header that would cost too much to parse."""
-    _refuse_odd(path, "the header", text)
+    _check_odd_text(path, "the header", text)
     count = _count(text, _OF_TENSOR)
     if count > MAX_TENSORS:
-        raise _over(path, f"the header is as large as that of {count:,} tensors", MAX_TENSORS, "; split the file")
+        actual = f"it is as large as for {count:,}"
+        raise _over(path, "the header", f"{MAX_TENSORS:,} tensors", actual, "split the file")
 
 
-def refuse_large_index(path: Path, text: bytes) -> None:
+def check_index_size(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for an index that would cost too much to parse."""
-    _refuse_odd(path, "the index", text)
+    _check_odd_text(path, "the index", text)
     count = _count(text, _OF_MAPPING)
     if count > MAX_MAPPED:
-        raise _over(path, f"the index is as large as that of {count:,} tensors", MAX_MAPPED, "; split the set")
+        actual = f"it is as large as for {count:,}"
+        raise _over(path, "the index", f"{MAX_MAPPED:,} tensors", actual, "split the set")
 
 
-def refuse_many_shards(path: Path, files: Iterable[Any]) -> None:
+def check_shard_count(path: Path, files: Iterable[Any]) -> None:
     """Raise `BadInputError` for an index of too many files; called before one of them is looked for."""
     if (count := len(set(files))) > MAX_SHARDS:
-        raise _over(path, f"the index names {count:,} shards", MAX_SHARDS)
+        raise _over(path, "the index", f"{MAX_SHARDS:,} shards", f"it names {count:,}")
 
 
-def refuse_long_names(path: Path, names: Iterable[str]) -> None:
+def check_name_lengths(path: Path, names: Iterable[str]) -> None:
     """Raise `BadInputError` for a name of a tensor or a shard that is too long."""
     for name in names:
         if len(name) > MAX_NAME:
-            raise _over(path, f"the name {shortened(name)!r} has {len(name):,} characters", MAX_NAME, "; rename it")
+            what = f"the name {shortened(name)!r}"
+            raise _over(path, what, f"{MAX_NAME:,} characters", f"it has {len(name):,}", "rename it")
 
 
-def refuse_new_name(path: Path, tensor: str, new: str, option: Wording | str) -> None:
+def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
     """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
-    what = say("{} makes the new name {!r}", option, shortened(new))
+    what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
     if new == "__metadata__":
-        message = say("{}, which the format reserves", what)
-        raise BadInputError(message, file=path, tensor=tensor, hint="choose another name")
-    if len(new) > MAX_NAME:
-        message = say("{} of {:,} characters, where {:,} are allowed", what, len(new), MAX_NAME)
-        raise BadInputError(message, file=path, tensor=tensor, code="limit", hint="choose another name")
+        what = say("{}, which the format reserves", what)
+    elif len(new) > MAX_NAME:
+        what, code = (
+            say("{}, which exceeds the limit of {:,} characters (it has {:,})", what, MAX_NAME, len(new)),
+            "limit",
+        )
+    else:
+        return
+    raise BadInputError(what, file=path, tensor=tensor, code=code, hint="choose another name")
 
 
-def _refuse_odd(path: Path, what: str, text: bytes) -> None:
+def _check_odd_text(path: Path, what: str, text: bytes) -> None:
     if len(text) > MAX_ODD_TEXT and not (text.isascii() and b"\\" not in text):
-        raise _over(path, f"{what} has {len(text):,} bytes that are not all plain ASCII", MAX_ODD_TEXT)
+        raise _over(path, f"{what}, which is not plain ASCII,", f"{MAX_ODD_TEXT:,} bytes", f"it has {len(text):,}")
 
 
-def _count(text: bytes, of_one: Mapping[bytes, int]) -> int:
-    """The number of entries that would have so many of each character."""
-    return max(text.count(character) // most for character, most in of_one.items())
+def _count(text: bytes, of_tensor: Mapping[bytes, int]) -> int:
+    """Count the tensors that would have so many of each character."""
+    return max(text.count(character) // most for character, most in of_tensor.items())
 
 
-def _over(path: Path, what: str, limit: int, remedy: str = "; is it what it should be?") -> BadInputError:
-    return BadInputError(f"{what}, where {limit:,} are allowed{remedy}", file=path, code="limit")
+def _over(path: Path, what: str, limit: str, actual: str, hint: str = _RIGHT_FILE) -> BadInputError:
+    return BadInputError(f"{what} exceeds the limit of {limit} ({actual})", file=path, code="limit", hint=hint)

@@ -55,12 +55,13 @@ def _listing_of_folder(folder: Path) -> Listing:
     names = _names_in(folder)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
-        raise BadInputError(f"has {len(indexes)} indexes ({', '.join(indexes)}); name the one to use", file=folder)
+        what = f"has {len(indexes)} indexes ({', '.join(indexes)})"
+        raise BadInputError(what, file=folder, hint="name the one to use")
     files = tuple(folder / name for name in names if name.endswith(".safetensors"))
     if not indexes and not files:
-        from gradtool.store.format.contents import without_safetensors  # only needed for the error
+        from gradtool.store.format.filetypes import no_safetensors_error  # only needed for the error
 
-        raise BadInputError(without_safetensors(folder), file=folder, code="missing-file")
+        raise no_safetensors_error(folder)
     return Listing(folder, files, folder / indexes[0] if indexes else None)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import BadInputError, Problem
 from gradtool.store.format.index import INDEX_SUFFIX, new_index
 from gradtool.store.format.layout import new_tensor
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ class NewSet(NamedTuple):
             firsts.setdefault(one.tensor.name, one)
         tensors = [new_tensor(name, self.dtype or tensor.dtype, tensor.shape) for name, (_, tensor) in firsts.items()]
         if self.like is not None:
-            _refuse_unknown(self.like, list(firsts.values()))
+            _require_places(self.like, list(firsts.values()))
             return _in_files_of(self.like, tensors, self.path)
         if self.shard_bytes is None:
             return {self.path: tensors}
@@ -81,19 +82,21 @@ class NewSet(NamedTuple):
         return [*files, *([] if index is None else [index[0]])]
 
 
-def _refuse_unknown(like: GradientSet, selected: Sequence[Selected]) -> None:
+def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
     """Raise `BadInputError` for tensors that have no place in the files of a set, or if there is no tensor at all."""
     known = {tensor.name for shard in like.shards for tensor in shard.tensors}
-    message = f"is not in {like.path} (--shard-like); name the set of the same model, or use --exclude"
+    message = say("is not in {} ({})", like.path, option("shard_like"))
+    hint = say("name a set of the same model, or use {}", option("exclude"))
     problems = [
         Problem("extra-tensor", message, str(one.shard.path), one.tensor.name)
         for one in selected
         if one.tensor.name not in known
     ]
     if problems:
-        raise BadInputError.from_problems(problems)
+        raise BadInputError.from_problems(problems, hint)
     if not selected:
-        raise BadInputError("the gradients have no tensor; --shard-like makes no file for that", code="no-match")
+        what = say("the gradients have no tensors, so {} makes no file", option("shard_like"))
+        raise BadInputError(what, code="no-match")
 
 
 def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> dict[Path, list[Tensor]]:

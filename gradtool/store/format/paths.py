@@ -9,27 +9,34 @@ import sys
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, from_os_error, os_errors_about
+from gradtool.errors import BadInputError, Problem, UsageError, from_os_error, os_errors_about
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PATH_MISSING = "no path is given; name a file, a folder, an index, or use --files-from"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
 
 
-def url_message(path: str) -> str | None:
-    """What is wrong with a path that is a URL; None for any other path."""
+def no_path_error() -> UsageError:
+    """Return the error for a call without a path."""
+    hint = say("name a file, a folder or an index, or use {}", option("files_from"))
+    return UsageError("no path is given", hint=hint)
+
+
+def url_problem(path: str) -> Problem | None:
+    """Say what is wrong with a path that is a URL; None for any other path."""
     match = _URL.match(path)
     if match is None:
         return None
     scheme = match[1].lower()
     if scheme == "file":
-        return "is a URL, not a path; leave out file://"
+        return Problem("missing-file", "is a URL, not a path", path, hint="remove file://")
     example = f" (such as with {_DOWNLOADERS[scheme]})" if scheme in _DOWNLOADERS else ""
-    return f"is a URL, which gradtool cannot read; download the file{example} or mount the storage first"
+    hint = f"download the file{example} or mount the storage first"
+    return Problem("missing-file", "is a URL, which gradtool cannot read", path, hint=hint)
 
 
 def is_there(path: str) -> bool:
@@ -47,22 +54,22 @@ def is_there(path: str) -> bool:
     return True
 
 
-def refuse_urls(paths: Iterable[str]) -> None:
+def require_local(paths: Iterable[str]) -> None:
     """Raise `BadInputError` for the first URL, unless there is a file of that name."""
     for path in paths:
-        if (message := url_message(path)) is not None and not is_there(path):
-            raise BadInputError(message, file=path, code="missing-file")
+        if (problem := url_problem(path)) is not None and not is_there(path):
+            raise BadInputError.from_problems([problem])
 
 
-def refuse_output(path: str) -> None:
+def check_output_path(path: str) -> None:
     """Raise `BadInputError` for an output whose folder the shell, or a mount, should have provided."""
     if _URL.match(path):
-        message = "is a URL, which gradtool cannot write to; name a local path and upload the result"
+        what, hint = "is a URL, which gradtool cannot write to", "name a local path and upload the result"
     elif path.partition(os.sep)[0] == "~" and not os.path.lexists("~"):
-        message = "the shell did not expand the ~: leave it out of quotes, or write $HOME"
+        what, hint = "the shell did not expand the ~", "remove the quotes around it, or write $HOME"
     else:
         return
-    raise BadInputError(message, file=path, code="missing-file")
+    raise BadInputError(what, file=path, code="missing-file", hint=hint)
 
 
 def is_file_name(name: Any) -> bool:
@@ -103,14 +110,14 @@ def read_path_list(source: str) -> PathList:
     separator = b"\0" if b"\0" in text else b"\n"
     # Not `split`: a million separators with nothing between them would become a million strings.
     lines = [line[0] for line in islice(re.finditer(b"[^%b]+" % separator, text), MAX_PATHS + 1)]
-    over = f"over {MAX_PATH_LIST:,} bytes" if len(text) > MAX_PATH_LIST else ""
-    over = over or (f"over {MAX_PATHS:,} paths" if len(lines) > MAX_PATHS else "")
-    over = over or (f"a path of over {MAX_PATH:,} bytes" if max(map(len, lines), default=0) > MAX_PATH else "")
+    over = f"{MAX_PATH_LIST:,} bytes" if len(text) > MAX_PATH_LIST else ""
+    over = over or (f"{MAX_PATHS:,} paths" if len(lines) > MAX_PATHS else "")
+    over = over or (f"{MAX_PATH:,} bytes for each path" if max(map(len, lines), default=0) > MAX_PATH else "")
     if over:
-        from gradtool.store.format.sniff import foreign_list  # only needed for the error
+        from gradtool.store.format.filetypes import not_a_list_error  # only needed for the error
 
-        message = f"has {over}, the limit for a list of paths"
-        raise foreign_list(where, head) or BadInputError(message, file=where, code="limit")
+        what = f"exceeds the limit of {over} in a list of paths"
+        raise not_a_list_error(where, head) or BadInputError(what, file=where, code="limit")
     if not lines:
         raise BadInputError("names no file", file=where)
     return PathList(where, list(map(os.fsdecode, lines)), head)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from gradtool.errors import BadInputError, UsageError, shortened
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,33 +32,33 @@ class _TimeUp(Exception):  # noqa: N818 - it never leaves this module
     pass
 
 
-def compiled(patterns: Sequence[str], option: str) -> list[re.Pattern[str]]:
-    """The patterns of an option; raises `UsageError` for one that is not a regular expression."""
+def compiled(patterns: Sequence[str], name: str) -> list[re.Pattern[str]]:
+    """Compile the patterns of an option; raises `UsageError` for one that is not a regular expression."""
     expressions = []
     for pattern in patterns:
         try:
             with warnings.catch_warnings(action="ignore"):
                 expressions.append(re.compile(pattern))
         except (re.error, OverflowError, RecursionError) as error:
-            from gradtool.store.format.globs import hint  # only needed for the error
+            from gradtool.store.format.hints import shell_pattern_hint  # only needed for the error
 
-            what = f"{option} {pattern!r} is not a regular expression: {error}{hint(option, pattern)}"
-            raise UsageError(what) from error
+            what = say("{} is not a regular expression: {}", option(name, pattern), error)
+            raise UsageError(what, hint=shell_pattern_hint(name, pattern)) from error
     return expressions
 
 
-def matching(names: set[str], patterns: Iterable[re.Pattern[str]], option: str) -> set[str]:
-    """The names that any pattern of an option matches; raises `BadInputError` for a pattern that matches none."""
+def matching(names: set[str], patterns: Iterable[re.Pattern[str]], name: str) -> set[str]:
+    """Find the names that any pattern of an option matches; raises `BadInputError` for a pattern that matches none."""
     matched: set[str] = set()
     for pattern in patterns:
         matches = partial(_matches, pattern)
-        found = {name for name, is_match in apply(pattern, matches, names, option) if is_match}
-        if not found:
-            from gradtool.store.format.globs import hint  # only needed for the error
+        matches_of = {tensor for tensor, is_match in apply(pattern, matches, names, name) if is_match}
+        if not matches_of:
+            from gradtool.store.format.hints import shell_pattern_hint  # only needed for the error
 
-            what = f"{option} {pattern.pattern!r} matches no tensor name{hint(option, pattern.pattern, names)}"
-            raise BadInputError(what, code="no-match")
-        matched |= found
+            what = say("{} matches no tensor name", option(name, pattern.pattern))
+            raise BadInputError(what, code="no-match", hint=shell_pattern_hint(name, pattern.pattern, names))
+        matched |= matches_of
     return matched
 
 
@@ -66,7 +67,7 @@ def _matches(pattern: re.Pattern[str], name: str) -> bool:
 
 
 def apply(
-    pattern: re.Pattern[str], function: Callable[[str], _T], names: Iterable[str], option: str
+    pattern: re.Pattern[str], function: Callable[[str], _T], names: Iterable[str], option_name: str
 ) -> list[tuple[str, _T]]:
     """Return each name with what a function, which uses a pattern of an option, makes of it.
 
@@ -79,9 +80,13 @@ def apply(
             for name in names:
                 results.append((name, function(name)))
     except _TimeUp as error:
-        what = f"{option} {pattern.pattern!r} takes more than {LIMIT:g} s of CPU time to match the name"
-        remedy = "a repeated group that contains a repetition, such as (a+)*, may take forever; write it without one"
-        raise BadInputError(f"{what}; {remedy}", tensor=shortened(name), code="limit") from error
+        what = "{} takes more than {:g} s of CPU time to match the name"
+        raise BadInputError(
+            say(what, option(option_name, pattern.pattern), LIMIT),
+            tensor=shortened(name),
+            code="limit",
+            hint="avoid a repetition in a group that is repeated, such as (a+)*, which may take forever",
+        ) from error
     return results
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, Problem, UsageError
-from gradtool.store.format.limits import refuse_new_name
+from gradtool.store.format.limits import check_new_name
 from gradtool.store.format.patterns import apply, compiled, matching
 from gradtool.wording import option, say
 
@@ -25,12 +25,13 @@ class Rule(NamedTuple):
     replacement: str
 
     @classmethod
-    def of(cls, text: str) -> Self:
-        """The rule that a text spells; the last = ends the pattern."""
+    def parse(cls, text: str) -> Self:
+        """Parse a rule; the last = ends the pattern."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals:
-            raise UsageError(f"--map must be REGEX=REPLACEMENT, not {text!r}; an empty REPLACEMENT removes")
-        (expression,) = compiled([pattern], "--map")
+            what = say("{} must be REGEX=REPLACEMENT, not {!r}", option("map"), text)
+            raise UsageError(what, hint="use an empty REPLACEMENT to remove what matches")
+        (expression,) = compiled([pattern], "map")
         return cls(expression, replacement)
 
     def applied(self, name: str) -> str:
@@ -38,7 +39,8 @@ class Rule(NamedTuple):
         try:
             return self.pattern.sub(self.replacement, name)
         except (re.error, IndexError) as error:
-            raise UsageError(f"--map: {self.replacement!r} is not a replacement: {error}") from error
+            what = say("{}: {!r} is not a replacement: {}", option("map"), self.replacement, error)
+            raise UsageError(what) from error
 
 
 class Renames(NamedTuple):
@@ -48,9 +50,9 @@ class Renames(NamedTuple):
     sets: slice
 
     @classmethod
-    def of(cls, texts: Sequence[str], sets: slice) -> Self:
-        """The rules that texts spell; raises `UsageError` where one spells none."""
-        return cls([Rule.of(text) for text in texts], sets)
+    def parse(cls, texts: Sequence[str], sets: slice) -> Self:
+        """Parse the rules for some of the sets of a call; raises `UsageError` for what is no rule."""
+        return cls([Rule.parse(text) for text in texts], sets)
 
     def applied(self, sets: Sequence[GradientSet]) -> list[GradientSet]:
         """The sets, with renamed tensors.
@@ -62,8 +64,8 @@ class Renames(NamedTuple):
         chosen = list(sets)[self.sets]
         names = {tensor.name: tensor.name for one in chosen for shard in one.shards for tensor in shard.tensors}
         for rule in self.rules:
-            matching(set(names.values()), [rule.pattern], "--map")
-            renamed_to = dict(apply(rule.pattern, rule.applied, set(names.values()), "--map"))
+            matching(set(names.values()), [rule.pattern], "map")
+            renamed_to = dict(apply(rule.pattern, rule.applied, set(names.values()), "map"))
             names = {old: renamed_to[new] for old, new in names.items()}
         renamed = list(sets)
         renamed[self.sets] = [_renamed(one, names) for one in chosen]
@@ -75,10 +77,10 @@ def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
     for shard in one.shards:
         for tensor in shard.tensors:
             new = names[tensor.name]
-            refuse_new_name(shard.path, tensor.name, new, "--map")
+            check_new_name(shard.path, tensor.name, new, option("map"))
             other = home.setdefault(new, tensor.name)
             if other != tensor.name:
-                message = f"--map gives it the name {new!r}, and {other!r} too"
+                message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, other)
                 raise BadInputError(message, file=shard.path, tensor=tensor.name, code="duplicate-name")
     shards = (
         replace(shard, tensors=tuple(tensor._replace(name=names[tensor.name]) for tensor in shard.tensors))

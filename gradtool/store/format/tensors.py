@@ -10,7 +10,7 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError, shortened
-from gradtool.store.format.limits import refuse_long_names
+from gradtool.store.format.limits import check_name_lengths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,14 +87,14 @@ def _emptied_token(token: re.Match[bytes]) -> bytes:
     return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
 
 
-def refuse_wrong_offsets(path: Path, text: bytes, size: int) -> None:
+def check_offsets(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
 
     Raises:
         ValueError: a number is wrong in a way that only the library can describe.
     """
     header, data_start, expected = parse(text), 8 + len(text), 0
-    refuse_long_names(path, header)
+    check_name_lengths(path, header)
     header.pop("__metadata__", None)
     tensors = [tensor_of(name, entry, 0) for name, entry in header.items()]
     for tensor in tensors:
@@ -112,16 +112,16 @@ def refuse_wrong_offsets(path: Path, text: bytes, size: int) -> None:
             what = f"{list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes"
             message = f"bad offsets: {what}, the offsets span {tensor.nbytes:,}"
             raise BadInputError(message, file=path, tensor=tensor.name)
-        _refuse_uncountable(tensor)
+        _check_countable(tensor)
         expected = tensor.end
-    _refuse_other_size(path, tensors, data_start + expected, size, data_start)
+    _check_file_size(path, tensors, data_start + expected, size, data_start)
 
 
-def refuse_unclear(path: Path, text: bytes, size: int) -> None:
+def check_fields(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` unless a header says the type, the shape and the place of each tensor; of any type."""
     try:
         header = parse(text)
-        refuse_long_names(path, header)
+        check_name_lengths(path, header)
         metadata = header.pop("__metadata__", None) or {}
         unclear = [key for key, value in metadata.items() if not isinstance(value, str)]
         tensors = [tensor_of(name, entry, 0) for name, entry in header.items()]
@@ -135,7 +135,7 @@ def refuse_unclear(path: Path, text: bytes, size: int) -> None:
         raise BadInputError(f"is not a valid safetensors file: {shortened(repr(unclear[0]))} is unclear", file=path)
     tensors.sort(key=lambda tensor: tensor[3:])
     data_start, end = 8 + len(text), max((tensor.end for tensor in tensors), default=0)
-    _refuse_other_size(path, tensors, data_start + end, size, data_start)
+    _check_file_size(path, tensors, data_start + end, size, data_start)
 
 
 def _is_clear(tensor: Tensor) -> bool:
@@ -147,7 +147,7 @@ def _is_clear(tensor: Tensor) -> bool:
     return all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers) and tensor.begin <= tensor.end
 
 
-def _refuse_uncountable(tensor: Tensor) -> None:
+def _check_countable(tensor: Tensor) -> None:
     """Raise `ValueError` if a tensor ends within a byte, or has more elements than the library can count in 64 bits."""
     if tensor.elements * BITS[tensor.dtype] % 8:
         raise ValueError(f"{tensor.name!r} ends within a byte")
@@ -155,11 +155,14 @@ def _refuse_uncountable(tensor: Tensor) -> None:
         raise ValueError(f"overflow in the shape of {tensor.name!r}")
 
 
-def _refuse_other_size(path: Path, tensors: list[Tensor], expected: int, size: int, data_start: int) -> None:
+def _check_file_size(path: Path, tensors: list[Tensor], expected: int, size: int, data_start: int) -> None:
     says = f"the header says {expected:,} bytes, the file has {size:,}"
     if expected > size:
         whole = [tensor.name for tensor in tensors if data_start + tensor.end <= size]
         last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
-        raise BadInputError(f"truncated: {says} ({expected - size:,} missing); {last}; copy it again", file=path)
-    if expected < size:
-        raise BadInputError(f"trailing bytes: {says} ({size - expected:,} too many); copy it again", file=path)
+        what = f"truncated: {says} ({expected - size:,} missing); {last}"
+    elif expected < size:
+        what = f"trailing bytes: {says} ({size - expected:,} too many)"
+    else:
+        return
+    raise BadInputError(what, file=path, hint="copy it again")

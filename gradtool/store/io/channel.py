@@ -290,4 +290,4 @@ class Channel:
 
 
 def _shortened(path: Path) -> SystemRefusedError:
-    return SystemRefusedError("became shorter while it was read; run again", file=path)
+    return SystemRefusedError("became shorter while it was read", file=path, hint="run the command again")

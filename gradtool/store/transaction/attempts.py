@@ -47,12 +47,12 @@ class Attempt:
                 patiently(look)
             except (FileNotFoundError, NotADirectoryError):
                 raise self._ended() from None
-            self.refuse_if_ended()
+            self.require_permit()
             self._number, self._fd, self.file = self._create()
             stack.callback(self._close)
             stack.push(self._remove_after_an_error)
             # If it was made too late to be found, the permit is gone now.
-            self.refuse_if_ended()
+            self.require_permit()
             self._prepare()
             self._stack = stack.pop_all()
         return self
@@ -65,11 +65,11 @@ class Attempt:
         now = time.monotonic()
         if now > self._looked + _LOOK_SECONDS:
             self._looked = now
-            self.refuse_if_ended()
+            self.require_permit()
             if not self.file.is_there:
                 raise changed_meanwhile(self.file.path)
 
-    def refuse_if_ended(self) -> None:
+    def require_permit(self) -> None:
         """Raise `SystemRefusedError` if the permit is gone."""
         try:
             # Opened, because a status may be an old one where files come over a network.
@@ -80,7 +80,7 @@ class Attempt:
             raise self._ended() from None
 
     def _ended(self) -> SystemRefusedError:
-        what = f"{self._order.permit} is not seen; the run has ended, or the folder is not shared with it"
+        what = f"{self._order.permit} is missing: the run has ended, or the folder is not shared with it"
         return SystemRefusedError(what, file=self._order.folder, code="changed")
 
     def finish(self) -> Built:
@@ -89,7 +89,7 @@ class Attempt:
             if self._order.fsync:
                 fs.sync(self._fd)
             status = os.fstat(self._fd)
-            self.refuse_if_ended()
+            self.require_permit()
             return Built(self._number, status.st_ino, status.st_size)
 
     def _create(self) -> tuple[int, int, File]:

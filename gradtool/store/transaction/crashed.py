@@ -49,8 +49,8 @@ class Crashed:
                     crashed._add(number, stack.enter_context(Folder.at(path)))
                 if number not in crashed._folders and home.is_unfinished:
                     what = f"belongs to an unfinished run with files in {path} too, where its log is missing"
-                    remedy = f"restore that folder, or delete {home.run}* here to keep the data as it is"
-                    raise unfinished(f"{what}; {remedy}", home.path)
+                    hint = f"restore that folder, or delete {home.run}* here to keep the data as it is"
+                    raise unfinished(what, home.path, hint)
             yield crashed
 
     def _add(self, number: int, folder: Folder) -> None:
@@ -94,13 +94,13 @@ class Crashed:
     def _roll(self, *, force: bool) -> None:
         home = self._home
         if any(step.name not in self._names[step.folder] for step in home.steps):
-            message = f"changes files that it does not list; delete {home.run}* to keep the data as it is"
-            raise unfinished(message, home.path)
+            hint = f"delete {home.run}* to keep the data as it is"
+            raise unfinished("changes files that it does not list", home.path, hint)
         if home.changes:
             self._put_back(force=force)
         elif home.revoked:
             if not force:
-                self._refuse_foreign_moves()
+                self._check_moves()
             self._take()
             move_back(self._folders, home.run, home.moves, fsync=True)
         else:
@@ -116,8 +116,8 @@ class Crashed:
         with contextlib.suppress(OSError):  # The disk may be full.
             self._append(taken={"pid": os.getpid(), "host": HOST})
 
-    def _refuse_foreign_moves(self) -> None:
-        """Refuse to undo a rename whose result is gone."""
+    def _check_moves(self) -> None:
+        """Raise `SystemRefusedError` for a rename that cannot be undone, because its result is gone."""
         for move in self._home.moves:
             folder = self._folders[move.folder]
             old = self._status(move, "old", move.original)

@@ -14,7 +14,8 @@ from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.logfiles import is_trusted, logs_in, read_log
-from gradtool.store.transaction.targets import refuse_foreign_link
+from gradtool.store.transaction.targets import check_links_of
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,7 +36,7 @@ class Scope(NamedTuple):
         An index is about all shards beside it. Links of other users count only if they lead to files of theirs; if such
         a link leads the path itself elsewhere, that is a `SystemRefusedError`.
         """
-        refuse_foreign_link(path)
+        check_links_of(path)
         real = Path(os.path.realpath(path))
         # Path's own methods raise for impossible names and without permission.
         if not (os.path.isdir(real) or path.endswith((os.sep, INDEX_SUFFIX))):  # noqa: PTH112
@@ -48,12 +49,12 @@ class Scope(NamedTuple):
                 target = Path(os.path.realpath(link))
                 if link.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(target):
                     with contextlib.suppress(SystemRefusedError):
-                        refuse_foreign_link(link)
+                        check_links_of(link)
                         scopes.append(cls(target.parent, target.name))
         return scopes
 
 
-def refuse_unfinished_in(folder: Folder, files: Mapping[str, Path], own: str | None) -> None:
+def require_finished_in(folder: Folder, files: Mapping[str, Path], own: str | None) -> None:
     """Raise `SystemRefusedError` if a file of the folder may be half changed; `files` are by name, as they were given.
 
     Those of the run `own` do not count.
@@ -61,17 +62,17 @@ def refuse_unfinished_in(folder: Folder, files: Mapping[str, Path], own: str | N
     for log in logs_about(folder, files):
         touched = [name for name in log.names & files.keys() if could_change(log, folder, name)]
         if touched and log.run != own:
-            _refuse_if_unfinished(log, files[min(touched)])
+            _require_finished(log, files[min(touched)])
 
 
-def refuse_unfinished_at(scope: Scope) -> None:
-    """As `refuse_unfinished_in`, for a path that could not be opened."""
+def require_finished_at(scope: Scope) -> None:
+    """As `require_finished_in`, for a path that could not be opened."""
     if not os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         return
     with os_errors_about(scope.folder), Folder.at(scope.folder) as folder:
         for log in logs_about(folder, [] if scope.name is None else [scope.name]):
             if is_about(log, folder, scope.name):
-                _refuse_if_unfinished(log, scope.folder if scope.name is None else scope.folder / scope.name)
+                _require_finished(log, scope.folder if scope.name is None else scope.folder / scope.name)
 
 
 def could_change(log: Log, folder: Folder, name: str) -> bool:
@@ -103,8 +104,8 @@ def home_of(log: Log) -> Log | None:
     if not log.path.exists():
         return None
     what = f"belongs to an unfinished run whose log {log.home} is missing"
-    remedy = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
-    raise unfinished(f"{what}; {remedy}", log.path)
+    hint = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
+    raise unfinished(what, log.path, hint)
 
 
 def logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
@@ -119,9 +120,13 @@ def logs_about(folder: Folder, names: Iterable[str]) -> list[Log]:
     return [log for log in marked if folder.status(log.path.name) is not None]
 
 
-def _refuse_if_unfinished(log: Log, file: Path) -> None:
+def _require_finished(log: Log, file: Path) -> None:
     home = home_of(log)
     if home is not None and home.is_unfinished:
         what = f"may be half changed by a run ({home.who}) that is still writing, or crashed"
-        remedy = "wait for it, or use gradtool recover; gradtool norm --ignore-journal reads the file as it is"
-        raise unfinished(f"{what}; {remedy}", file)
+        hint = say(
+            "wait for it, run {}, or use {} to read the file as it is",
+            call("recover", str(file)),
+            call("norm", ignore_journal=True),
+        )
+        raise unfinished(what, file, hint)

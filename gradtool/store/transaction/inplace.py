@@ -14,6 +14,7 @@ from gradtool.store.system import BLOCK
 from gradtool.store.transaction.files import remove_all
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.undolog import Undo, UndoLog
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +58,9 @@ class InPlace:
 
     def __enter__(self) -> Self:
         for target in self._targets:
-            _refuse_unwritable(target, fsync=self._transaction.fsync)
+            _require_writable(target, fsync=self._transaction.fsync)
             signals.deliver()
-        self._refuse_full_disk()
+        self._require_disk_space()
         folders = self._transaction.targets.folders
         changes = [
             (folders.index(one.file.folder), one.file.name, one.stat.st_size, one.stat.st_ino) for one in self._targets
@@ -145,11 +146,11 @@ class InPlace:
             if not isinstance(error, OSError):
                 raise
             problem = from_os_error(error, home.path).problems[0]
-            reason = f"all files were written, but the run could not be ended: {problem.message}"
-            raise SystemRefusedError(f"{reason}; run gradtool recover to try again", file=problem.file) from error
+            what = say("all files were written, but the run could not be ended: {}", problem.message)
+            raise SystemRefusedError(what, file=problem.file, hint=self._transaction.hint_to_recover) from error
 
-    def _refuse_full_disk(self) -> None:
-        """Refuse now what would run out of disk space later: undo logs in the home, and holes that are filled."""
+    def _require_disk_space(self) -> None:
+        """Raise `SystemRefusedError` now if the disk would be full later: by undo logs, and holes that are filled."""
         home = self._transaction.home
         folders = {home.identity[0]: home}
         needed: dict[int, int] = defaultdict(int)
@@ -164,7 +165,7 @@ class InPlace:
             free = disk.f_bavail * disk.f_frsize
             if nbytes > free:
                 what = f"writing in place needs {nbytes:,} bytes here for undo logs and filled holes, {free:,} are free"
-                raise SystemRefusedError(f"{what}; free some space", file=folder.path)
+                raise SystemRefusedError(what, file=folder.path, hint="free some space")
             if folder is home:
                 # Less on a disk that is nearly full: other threads need space for their undo logs too.
                 self._ahead = min(_MAX_AHEAD, (free - nbytes) // _MAX_UNDO_LOGS)
@@ -180,12 +181,12 @@ class InPlace:
             if not isinstance(error, OSError):
                 raise
             problem = from_os_error(error, transaction.home.path).problems[0]
-            message = f"{problem.message}; some old content could not be put back; run gradtool recover"
-            raise unfinished(message, problem.file) from error
+            what = say("some old content could not be put back: {}", problem.message)
+            raise unfinished(what, problem.file, transaction.hint_to_recover) from error
 
 
-def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
-    """Refuse now what could not be written later, while nothing is changed.
+def _require_writable(target: Target, *, fsync: bool) -> None:
+    """Raise `SystemRefusedError` now for what could not be written later, while nothing is changed.
 
     Bytes that are not overwritten are not saved either, so they must be on the disk, no matter who wrote them.
     """
@@ -198,5 +199,5 @@ def _refuse_unwritable(target: Target, *, fsync: bool) -> None:
         raise changed_meanwhile(file.path)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit not in (resource.RLIM_INFINITY, -1) and now.st_size > limit:
-        what = f"has {now.st_size:,} bytes, but this process may write only {limit:,}"
-        raise SystemRefusedError(f"{what}; raise the limit (ulimit -f)", file=file.path)
+        what = f"has {now.st_size:,} bytes, which exceeds the limit of {limit:,} bytes that this process may write"
+        raise SystemRefusedError(what, file=file.path, hint="raise the limit on the size of files (ulimit -f)")

@@ -8,15 +8,17 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.gradset import open_sets, refuse_dtypes, refuse_shared_names, select
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.format.gradset import check_dtypes, open_sets, require_unique_names, select
+from gradtool.store.transaction.readers import require_finished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
+    from pathlib import Path
 
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
+    from gradtool.store.format.newset import NewSet
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.rename import Renames
     from gradtool.store.transaction.guard import Scope
@@ -42,6 +44,24 @@ class OpenSets:
         return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
 
 
+class WritePlan(NamedTuple):
+    """What a call writes, besides what its options say: the first `writes` of its sets, or all.
+
+    Or else those with one of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that is
+    written together with the sets, and says what a later call must know of this one. With `by_workers`, other processes
+    build new files.
+    """
+
+    writes: int | None = None
+    created: NewSet | None = None
+    output_files: Collection[Path] | None = None
+    state: Path | None = None
+    by_workers: bool = False
+
+
+EVERYTHING = WritePlan()
+
+
 class Inputs(NamedTuple):
     """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None.
 
@@ -65,9 +85,9 @@ class Inputs(NamedTuple):
             sets = self.renames.applied(sets)
         selected = select(sets, self.include, self.exclude)
         if self.unique_names and len(sets) > 1:
-            refuse_shared_names(selected)
+            require_unique_names(selected)
         if self.dtypes is not None:
-            refuse_dtypes(selected, self.dtypes)
+            check_dtypes(selected, self.dtypes)
         return OpenSets(sets, selected)
 
     def places(self, error: GradtoolError | None = None) -> list[Scope]:
@@ -93,11 +113,11 @@ def open_to_read(inputs: Inputs) -> OpenSets:
     try:
         opened = inputs.open()
     except BadInputError as error:
-        from gradtool.store.transaction.guard import refuse_unfinished_at  # only needed for the error
+        from gradtool.store.transaction.guard import require_finished_at  # only needed for the error
 
         # A half-changed file may be what is wrong.
         for place in inputs.places(error):
-            refuse_unfinished_at(place)
+            require_finished_at(place)
         raise
-    refuse_unfinished(shard.path for shard in opened.shards)
+    require_finished(shard.path for shard in opened.shards)
     return opened

@@ -14,6 +14,7 @@ from gradtool.store.fs import UNSUPPORTED
 from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import lock_of
 from gradtool.store.transaction.log import HOST
+from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +34,10 @@ class InUse(NamedTuple):
         """The error for a call that would write one of its targets."""
         if self.is_orphaned:
             lock = self.log.home.with_suffix(".lock")
-            message = f"in use: {self.log.who} has ended, but another process holds its lock; find it with fuser {lock}"
-        else:
-            message = f"in use by {self.log.who}; --lock-timeout SECONDS waits for it"
-        return SystemRefusedError(message, file=target, code="in-use")
+            what = f"in use: {self.log.who} has ended, but another process holds its lock"
+            return SystemRefusedError(what, file=target, code="in-use", hint=f"find it with fuser {lock}")
+        hint = say("wait for it with {}", option("lock_timeout"))
+        return SystemRefusedError(f"in use by {self.log.who}", file=target, code="in-use", hint=hint)
 
 
 def create_locked(folder: Folder, name: str) -> int | None:
@@ -74,8 +75,8 @@ def claim(home: Folder, log: Log) -> int | InUse | None:
             return None
         if has_process(log):
             return InUse(log)
-        message = f"is the log of a crashed run of user {log.owner}; recover it as that user (gradtool recover)"
-        raise unfinished(message, log.path)
+        hint = say("run {} as that user", call("recover", str(log.path.parent)))
+        raise unfinished(f"is the log of a crashed run of user {log.owner}", log.path, hint)
     name = lock_of(log.run)
     with os_errors_about(home.path / name):
         try:

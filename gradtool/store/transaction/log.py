@@ -126,9 +126,9 @@ def line_of(file: Path | None = None, /, **entry: Any) -> bytes:
     # Names as the system has them, bytes of no encoding included: escaped, they would take up to three times the space.
     text = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING)
     if len(text) > MAX_BYTES // 2 or not _is_small(text):
-        what = "the names of the files to write are too many or too long for a transaction log"
-        limits = f"{len(text):,} bytes of {MAX_BYTES // 2:,} allowed, {MAX_FILES:,} files"
-        raise BadInputError(f"{what} ({limits}); write them in several calls", file=file, code="limit")
+        limits = f"{MAX_FILES:,} files, or {MAX_BYTES // 2:,} bytes (they have {len(text):,})"
+        what = f"the names of the files to write exceed the limit of {limits}"
+        raise BadInputError(what, file=file, code="limit", hint="write them in several calls")
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 

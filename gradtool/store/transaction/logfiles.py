@@ -51,9 +51,9 @@ def logs_in(folder: Folder) -> list[Log]:
             log = read_log(folder, name)
             logs += [] if log is None else [log]
         elif trusted:
-            what = f"has more than {MAX_BYTES_IN_FOLDER:,} bytes of transaction logs ({PREFIX}*.run)"
-            remedy = "recover the crashed runs, or delete their logs"
-            raise SystemRefusedError(f"{what}; {remedy}", file=folder.path, code="limit")
+            what = f"its transaction logs ({PREFIX}*.run) exceed the limit of {MAX_BYTES_IN_FOLDER:,} bytes"
+            hint = "recover the crashed runs, or delete their logs"
+            raise SystemRefusedError(what, file=folder.path, code="limit", hint=hint)
     return logs
 
 
@@ -95,8 +95,8 @@ def _parsed(folder: Folder, name: str, status: os.stat_result, content: bytes) -
         # Its checksums are right. To ignore it could cost the data that it protects.
         what = "is a transaction log that this version of gradtool cannot read"
         files = f"{name.removesuffix('.run')}*"
-        remedy = f"recover with the version that wrote it, or delete {files} beside it to keep the data as it is"
-        raise unfinished(f"{what}; {remedy}", folder.path / name) from error
+        hint = f"recover with the version that wrote it, or delete {files} beside it to keep the data as it is"
+        raise unfinished(what, folder.path / name, hint) from error
 
 
 def append_step(fd: int, begin: int, *, fsync: bool, **entry: Any) -> int:

@@ -12,19 +12,17 @@ from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError
 from gradtool.store import signals
 from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
+from gradtool.store.transaction.inputs import Inputs, OpenSets, WritePlan, open_to_read
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output, explained
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.transaction.readers import require_finished
 from gradtool.store.transaction.recovery import Recovered, recover_at
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
-    from gradtool.store.format.newset import NewSet
+    from gradtool.options import Writing
     from gradtool.store.transaction.guard import Scope
-    from gradtool.store.transaction.output_options import OutputOptions
     from gradtool.store.transaction.transaction import Transaction
 
 _NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -35,19 +33,11 @@ _PAUSE_SECONDS = 0.01
 
 @contextlib.contextmanager
 def open_to_write(
-    inputs: Inputs,
-    options: OutputOptions,
-    *,
-    writes: int | None = None,
-    created: NewSet | None = None,
-    opened: OpenSets | None = None,
-    output_files: Collection[Path] | None = None,
+    inputs: Inputs, options: Writing, plan: WritePlan, opened: OpenSets | None = None
 ) -> Iterator[tuple[OpenSets, Output]]:
     """Open inputs, unless they were `opened` without a lock, and lock the files that will be written.
 
-    They are locked until the end of the block. Crashed runs that left one of them unfinished are recovered first. Of
-    the sets, the first `writes` are written, or all, or those that have one of `output_files`; or else a new set is
-    `created` elsewhere.
+    They are locked until the end of the block. Crashed runs that left one of them unfinished are recovered first.
 
     Raises:
         UsageError: the options do not fit the inputs.
@@ -56,25 +46,25 @@ def open_to_write(
     """
     if options.only_reads:
         opened = opened or open_to_read(inputs)
-        output = Output.of(options, opened, writes, created, output_files)
+        output = Output.of(options, opened, plan)
         with output.locked_for_state() as locked:
             yield opened, locked
         return
     opened = opened or _open_to_write(inputs, time.monotonic() + options.lock_timeout)
-    output = Output.of(options, opened, writes, created, output_files)
+    output = Output.of(options, opened, plan)
     with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
         is_held = _try_to_acquire(transaction, options.lock_timeout)
         if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
-            output = Output.of(options, opened, writes, created, output_files)
+            output = Output.of(options, opened, plan)
         for target in (*output.targets, *output.states):
             transaction.locate(target)
         read = [*(shard.path for shard in opened.shards), *output.states]
-        refuse_unfinished(read, own=transaction.id)
+        require_finished(read, own=transaction.id)
         yield opened, output.held_by(transaction) if is_held else output
 
 
-def open_unlocked(inputs: Inputs, options: OutputOptions) -> OpenSets:
+def open_unlocked(inputs: Inputs, options: Writing) -> OpenSets:
     """Open inputs for `open_to_write`, but lock nothing: what they hold decides which of them are written.
 
     Raises:

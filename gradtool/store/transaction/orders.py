@@ -106,7 +106,7 @@ class Orders:
         file = File(folder, temporary, status.st_dev, status.st_ino)
         return Staged(built.number, file, name, target, original, order.is_new)
 
-    def refuse_missing(self) -> None:
+    def require_all_built(self) -> None:
         """Raise `AssertionError` unless all files are built."""
         if self._missing:
             raise AssertionError("no worker has built a file that was ordered")

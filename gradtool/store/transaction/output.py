@@ -18,78 +18,77 @@ from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.orders import Ordered
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
+from gradtool.store.transaction.readers import require_finished
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import SmallFile, refuse_among, refuse_to_replace, write_small
-from gradtool.store.transaction.targets import Targets, refuse_collisions
+from gradtool.store.transaction.small import SmallFile, write_small
+from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
+from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.format.newset import NewSet
     from gradtool.store.transaction.destination import Destination
-    from gradtool.store.transaction.inputs import OpenSets
-    from gradtool.store.transaction.output_options import OutputOptions
+    from gradtool.store.transaction.inputs import OpenSets, WritePlan
     from gradtool.store.transaction.staging import Source
 
     # For each file whose metadata change, the entries that get a new text, or none.
     Metadata = Mapping[Shard, Mapping[str, str | None]]
 
-_REMEDY = "gradtool recover, or the next run, makes the files all old or all new"
+_NOTE = say("{}, or the next run, makes the files all old or all new", call("recover"))
 
 
 class Output(NamedTuple):
     """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
-    exist. `transaction` holds the locks, if they have been taken.
+    exist. `transaction` holds the locks, if they have been taken. `state` and `by_workers` are those of the plan.
     """
 
-    options: OutputOptions
+    options: Writing
     sets: Sequence[GradientSet]
     sources: Sequence[Source]
     created: Sequence[Path] = ()
     folder: Path | None = None
     transaction: Transaction | None = None
+    state: Path | None = None
+    by_workers: bool = False
 
     @classmethod
-    def of(
-        cls,
-        options: OutputOptions,
-        opened: OpenSets,
-        writes: int | None = None,
-        created: NewSet | None = None,
-        output_files: Collection[Path] | None = None,
-    ) -> Self:
-        """Return the output of a call: to the first open sets, to those with one of `output_files`, or to a new set.
+    def of(cls, options: Writing, opened: OpenSets, plan: WritePlan) -> Self:
+        """Return the output of a call to open sets, or to a new one.
 
         Raises:
             UsageError: the options do not fit the inputs.
             BadInputError: the new set cannot be sharded as asked, or its folder has other files; or an output is a URL,
                 or a path that the shell should have expanded.
         """
-        options.check()
-        sets, shards = opened.sets, opened.shards
-        folder = None if options.folder is None else Path(options.folder)
-        written = sets[:writes] if output_files is None else _sets_with(output_files, sets, options)
+        check_options(options, plan.state)
+        sets, shards, created, output_files = opened.sets, opened.shards, plan.created, plan.output_files
+        folder = None if options.output_dir is None else Path(options.output_dir)
+        written = sets[: plan.writes] if output_files is None else _sets_with(output_files, sets, options)
         indexes = [one.index for one in sets if one.index]
-        output = cls(options, written, (), folder=folder).made_of(sets)
+        output = cls(options, written, (), folder=folder, state=plan.state, by_workers=plan.by_workers).made_of(sets)
         if created is not None:
             output = output._replace(created=created.targets(opened.selected))
         if created is not None and created.like is not None:
-            refuse_to_replace([created.like], "--shard-like", output.created)
+            check_not_replaced([created.like], "shard_like", output.created)
             output = output.made_of([created.like])
-        if options.file is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
-            count = None if output_files is None else len(output_files)
-            what = "takes a single input file" if count is None else f"is one file, but {count} files get results"
-            raise UsageError(f"--output {what}; use --output-dir for several files")
+        if options.output is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
+            what = "{} takes a single input file"
+            if output_files is not None:
+                what = "{} is one file, but {} files get results"
+            hint = say("use {} for several files", option("output_dir"))
+            raise UsageError(say(what, option("output"), len(output_files or ())), hint=hint)
         if options.is_elsewhere:
-            refuse_collisions(output.targets, shards, indexes, output.shards)
-        refuse_among(output.targets, output.states)
-        output.refuse_existing()
+            check_collisions(output.targets, shards, indexes, output.shards)
+        if plan.state is not None:
+            check_state(output.targets, plan.state)
+        output.check_existing()
         return output
 
     @property
@@ -103,7 +102,7 @@ class Output(NamedTuple):
     @property
     def states(self) -> list[Path]:
         """The state that is written with the targets, if there is one."""
-        return [] if self.options.state is None else [Path(self.options.state)]
+        return [] if self.state is None else [self.state]
 
     @property
     def shards(self) -> list[Shard]:
@@ -136,26 +135,25 @@ class Output(NamedTuple):
     def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
         """The paths that were written, as the caller named them, after those files were."""
         if self.is_elsewhere:
-            return (str(self.options.file or self.folder),) if shards else ()
+            return (str(self.options.output or self.folder),) if shards else ()
         return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
 
-    def refuse_existing(self) -> None:
+    def check_existing(self) -> None:
         """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
         if self.options.no_clobber:
             there = [Problem("exists", "already exists", str(one)) for one in self.targets if os.path.lexists(one)]
             if there:
-                raise BadInputError.from_problems(
-                    there, "nothing written. Leave out --no-clobber to replace files that exist"
-                )
+                hint = say("leave out {} to replace files that exist", option("no_clobber", True))
+                raise BadInputError.from_problems(there, hint)
         if self.created and self.folder is not None and os.path.isdir(self.folder):  # noqa: PTH112 - Path's own may raise
             # With a shard or an index of another set beside it, the new set could not be told from that.
             expected = {path.name for path in self.created}
             others = [one.name for one in parts_in(self.folder) if one.name not in expected]
             if others:
                 more = f" and {len(others) - 1:,} more" if others[1:] else ""
-                message = f"has {others[0]}{more}, which the new set does not have; nothing written"
-                remedy = "Move such files away, or use another --output-dir"
-                raise BadInputError(f"{message}. {remedy}", file=self.folder, code="exists")
+                what = f"has {others[0]}{more}, which the new set does not have"
+                hint = say("move such files away, or use another {}", option("output_dir"))
+                raise BadInputError(what, file=self.folder, code="exists", hint=hint)
 
     def new_transaction(self) -> Transaction:
         """The transaction that will lock the targets; it does nothing yet."""
@@ -171,11 +169,11 @@ class Output(NamedTuple):
     @contextlib.contextmanager
     def locked_for_state(self) -> Iterator[Self]:
         """The same, where no input is written; locked if there is a state, which no other run may write meanwhile."""
-        if not self.options.keeps_state:
+        if self.state is None or self.options.dry_run:
             if self.states:
                 # What a path that leads nowhere is refused by, in a dry run too.
                 Targets((), self.folder, self.states).close()
-            refuse_unfinished(one for one in self.states if one.parent.is_dir())
+            require_finished(one for one in self.states if one.parent.is_dir())
             yield self
             return
         with self._locked() as transaction:
@@ -205,7 +203,7 @@ class Output(NamedTuple):
         sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
         with self._locked() as transaction:
             # Another run may have written them while this one waited for its locks.
-            self.refuse_existing()
+            self.check_existing()
             if self.options.in_place and files:
                 targets = [_target_of(transaction, file) for file in files]
                 with InPlace(transaction, targets, sources) as in_place:
@@ -232,13 +230,13 @@ class Output(NamedTuple):
             yield transaction
 
     def _target(self, path: Path) -> Path:
-        if self.options.file is not None:
-            return Path(self.options.file)
-        return path if self.options.folder is None else Path(self.options.folder) / path.name
+        if self.options.output is not None:
+            return Path(self.options.output)
+        return path if self.folder is None else self.folder / path.name
 
     def _built(self, replacement: Replacement, files: Sequence[NewFile]) -> Destination:
         """The destination that builds the files: here, or by other processes."""
-        if not self.options.by_workers:
+        if not self.by_workers:
             return NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
         orders = {}
         for file in files:
@@ -252,7 +250,7 @@ class Output(NamedTuple):
         return replacement.stage(target, file.size, original, file.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[SmallFile]:
-        if not self.is_elsewhere or self.options.file is not None:
+        if not self.is_elsewhere or self.options.output is not None:
             return []
         return [SmallFile(one.index, *one.read_index()) for one in self.sets if one.index]
 
@@ -269,12 +267,13 @@ def explained(transaction: Transaction) -> Iterator[None]:
         yield
     except BaseException as error:
         if transaction.leaves_files:
-            error.add_note(_REMEDY)
-        if transaction.needs_recovery and isinstance(error, GradtoolError) and "gradtool recover" not in str(error):
-            problem = error.problems[0]
-            raise SystemRefusedError(
-                f"{problem.message}; {_REMEDY}", file=problem.file, tensor=problem.tensor, code="unfinished"
-            ) from error
+            error.add_note(_NOTE)
+        if transaction.needs_recovery and isinstance(error, GradtoolError):
+            problem, hint = error.problems[0], transaction.hint_to_recover
+            if problem.hint != hint:
+                raise SystemRefusedError(
+                    problem.message, file=problem.file, tensor=problem.tensor, code="unfinished", hint=hint
+                ) from error
         raise
 
 
@@ -284,19 +283,20 @@ def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
         return file
     new = file.with_header(rewritten(file.shard, file.metadata))
     if in_place and new.shift:
-        message = "its header has no room for new metadata in place; use --write replace this time, which makes room"
-        raise BadInputError(message, file=file.shard.path, code="header")
+        hint = say("use {} this time, which makes room", option("write", "replace"))
+        what = "the header has no room for new metadata in place"
+        raise BadInputError(what, file=file.shard.path, code="header", hint=hint)
     return new
 
 
-def _sets_with(files: Collection[Path], sets: Sequence[GradientSet], options: OutputOptions) -> list[GradientSet]:
+def _sets_with(files: Collection[Path], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
     """The sets that have one of the files; where the output is elsewhere, only those files of them."""
     found = [one for one in sets if any(shard.path in files for shard in one.shards)]
     if not options.is_elsewhere:
         return found
     own = [tuple(shard for shard in one.shards if shard.path in files) for one in found]
     # A single file needs no index.
-    indexes = [one.index if options.file is None else None for one in found]
+    indexes = [one.index if options.output is None else None for one in found]
     return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
 
 

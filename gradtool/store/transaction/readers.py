@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
+def require_finished(paths: Iterable[Path], own: str | None = None) -> None:
     """Raise `SystemRefusedError` if one of the files may be half changed, by a live run other than `own` or a crash."""
     names: dict[Path, dict[str, Path]] = {}
     parents: dict[Path, Path] = {}
@@ -25,9 +25,9 @@ def refuse_unfinished(paths: Iterable[Path], own: str | None = None) -> None:
     for parent, files in names.items():
         with os_errors_about(parent), Folder.at(parent) as folder:
             if _may_have_logs(folder):
-                from gradtool.store.transaction.guard import refuse_unfinished_in
+                from gradtool.store.transaction.guard import require_finished_in
 
-                refuse_unfinished_in(folder, files, own)
+                require_finished_in(folder, files, own)
 
 
 def _real(path: Path, parents: dict[Path, Path]) -> tuple[Path, str]:

@@ -78,9 +78,9 @@ def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | I
     try:
         folder = Folder.at(scope.folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        from gradtool.store.format.missing import no_such_folder  # only needed for the error
+        from gradtool.store.format.hints import no_such_folder  # only needed for the error
 
-        raise BadInputError(no_such_folder(str(scope.folder)), file=scope.folder, code="missing-file") from error
+        raise BadInputError.from_problems([no_such_folder(str(scope.folder))]) from error
     except OSError as error:
         raise from_os_error(error, scope.folder) from error
     with folder:

@@ -17,6 +17,7 @@ from gradtool.store.transaction.files import name_of, remove
 from gradtool.store.transaction.log import Move
 from gradtool.store.transaction.orders import Orders
 from gradtool.store.transaction.staging import Staged, keep_attributes, rights_of
+from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -114,7 +115,7 @@ class Replacement:
             SystemRefusedError: another program changed a file since it was read, or a sync or a rename failed; all
                 files are as they were.
         """
-        self.orders.refuse_missing()
+        self.orders.require_all_built()
         makes_new = any(staged.original is None for staged in self._staged)
         # Of thousands of files, only a few differ.
         sources = list({rights_of(path, before) for path, before in self._sources}) if makes_new else []
@@ -139,10 +140,10 @@ class Replacement:
             if several:
                 self._transaction.leave_to_recovery()
             file = written[0].target if written else self._transaction.home.path
-            remedy = "run gradtool recover to try again" if several else "run sync, and not this command again"
+            hint = self._transaction.hint_to_recover if several else "run sync, and not this command again"
             what = "all files were written and are in place, but whether they would survive a power cut is unknown"
-            reason = f"{what}: the folder could not be synced: {error.strerror}; {remedy}"
-            raise SystemRefusedError(reason, file=file) from error
+            reason = f"{what}: the folder could not be synced: {error.strerror}"
+            raise SystemRefusedError(reason, file=file, hint=hint) from error
 
     def _rename_all(self, sources: Sequence[Rights], *, several: bool) -> None:
         """Rename all files or, if one rename fails, none."""
@@ -202,8 +203,8 @@ class Replacement:
         except OSError:
             transaction.leave_to_recovery()
             problem = error.problems[0]
-            message = f"{problem.message}; some files are renamed and some are not; run gradtool recover"
-            raise unfinished(message, problem.file) from error
+            what = say("some files are renamed and some are not: {}", problem.message)
+            raise unfinished(what, problem.file, transaction.hint_to_recover) from error
 
     def _backup_of(self, staged: Staged) -> tuple[Folder, str]:
         return staged.folder, name_of(self._transaction.id, staged.number, "old")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import UsageError, from_os_error
+from gradtool.errors import from_os_error
 from gradtool.store import fs
-from gradtool.wording import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.replace import Replacement
-    from gradtool.wording import Wording
 
 
 class SmallFile(NamedTuple):
@@ -37,21 +33,3 @@ def write_small(replacement: Replacement, file: SmallFile, *, is_new: bool) -> N
             fs.write_all(fd, [file.content], 0)
     except OSError as error:
         raise from_os_error(error, file.path) from error
-
-
-def refuse_to_replace(sets: Sequence[GradientSet], what: Wording | str, targets: Sequence[Path]) -> None:
-    """Raise `UsageError` for a target that is a file of sets that are only read; `what` they are."""
-    files = [path for one in sets for path in (*(shard.path for shard in one.shards), one.index) if path is not None]
-    read = set(map(os.path.realpath, files))
-    for target in targets:
-        if os.path.realpath(target) in read:
-            what = say("{} is a file of {}, which would be replaced", target, what)
-            raise UsageError(what, hint="write to another file")
-
-
-def refuse_among(targets: Sequence[Path], states: Sequence[Path]) -> None:
-    """Raise `UsageError` for a state that is the file of a gradient or an index, which are written too."""
-    real = {os.path.realpath(target) for target in targets}
-    for state in states:
-        if os.path.realpath(state) in real:
-            raise UsageError(f"--state {state} is a file that the gradients are written to; give it another name")

@@ -143,8 +143,8 @@ class Staged:
             if self._is_target():
                 return True
             if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
-                message = "another program created it in the meantime; run again"
-                raise SystemRefusedError(message, file=self.target) from error
+                what = "another program created it in the meantime"
+                raise SystemRefusedError(what, file=self.target, hint="run the command again") from error
             return False
         return True
 

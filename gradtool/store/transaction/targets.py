@@ -6,7 +6,6 @@ looked up twice, and a link that another user made is followed only to files of 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
@@ -22,13 +21,12 @@ from gradtool.errors import (
 )
 from gradtool.store import system
 from gradtool.store.fs import Folder, open_folder
-from gradtool.store.links import MAX_LINKS, Link, Walk, foreign_links, loop, refuse_foreign
+from gradtool.store.links import MAX_LINKS, Link, Walk, check_links, foreign_links, loop
 from gradtool.store.transaction.files import PREFIX
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from gradtool.store.format.header import Shard
 
 
 class _Way(NamedTuple):
@@ -45,7 +43,7 @@ class _Way(NamedTuple):
                 status = opened.status(name)
             kind = "folder" if status is None or stat.S_ISDIR(status.st_mode) else "file"
             real = opened.path if status is None else opened.path / name
-            refuse_foreign(path, self.links, real, opened.owner if status is None else status.st_uid, kind)
+            check_links(path, self.links, real, opened.owner if status is None else status.st_uid, kind)
         return opened
 
 
@@ -134,12 +132,12 @@ class Targets:
 
     def _add(self, path: Path, *, is_new: bool) -> None:
         if is_new:
-            _refuse_name(path, path.name)
+            _check_name(path, path.name)
             self._new[path] = path.name
             self._located[path] = self.folders[0], path.name
             return
         way, name = self._follow(path)
-        _refuse_name(path, name)
+        _check_name(path, name)
         folder = way.folder(path, name)
         self.names.setdefault(folder, set()).add(name)
         self._located[path] = folder, name
@@ -167,9 +165,9 @@ class Targets:
                 try:
                     self._followed[path] = self._opened_folder(absolute)
                 except (FileNotFoundError, NotADirectoryError) as error:
-                    from gradtool.store.format.missing import no_such_folder  # only needed for the error
+                    from gradtool.store.format.hints import no_such_folder  # only needed for the error
 
-                    raise BadInputError(no_such_folder(path), file=path, code="missing-file") from error
+                    raise BadInputError.from_problems([no_such_folder(path)]) from error
         return self._followed[path]
 
     def _opened_folder(self, path: str) -> _Way:
@@ -183,8 +181,8 @@ class Targets:
         return _Way(known, walk.links)
 
 
-def refuse_foreign_link(path: str) -> None:
-    """Refuse a path that another user's link leads to a file that is not theirs; other errors are ignored."""
+def check_links_of(path: str) -> None:
+    """Raise `SystemRefusedError` if another user's link leads a path to a file that is not theirs; ignore all else."""
     try:
         Targets([Path(path)]).close()
     except GradtoolError as error:
@@ -192,39 +190,8 @@ def refuse_foreign_link(path: str) -> None:
             raise
 
 
-def refuse_collisions(
-    targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = (), originals: Iterable[Shard] = ()
-) -> None:
-    """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file.
-
-    `originals` are the inputs that would be replaced without an output.
-    """
-    inputs, replaceable = {shard.identity for shard in shards}, {shard.identity for shard in originals}
-    for index in indexes:
-        with contextlib.suppress(OSError):
-            inputs.add((index.stat().st_dev, index.stat().st_ino))
-    seen: set[str] = set()
-    for target in targets:
-        real = os.path.realpath(target)
-        if real in seen:
-            raise UsageError(f"two inputs would be written to {target}; use one --output-dir for each")
-        seen.add(real)
-        try:
-            status = target.stat()
-        except OSError:
-            continue  # It does not exist, or writing will say what is wrong.
-        identity = status.st_dev, status.st_ino
-        if identity in inputs:
-            remedy = "leave out the output option to replace it" if identity in replaceable else "use another output"
-            raise UsageError(f"{target} is an input; {remedy}")
-        if stat.S_ISDIR(status.st_mode):
-            raise UsageError(f"{target} is a folder; use --output-dir to write into it")
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{target} is not a regular file; use --dry-run to write nothing")
-
-
-def _refuse_name(path: Path, name: str) -> None:
-    """Refuse a target that recovery would take for what a run has left, and remove."""
+def _check_name(path: Path, name: str) -> None:
+    """Raise `UsageError` for a target that recovery would take for what a run has left, and remove."""
     if name.startswith(PREFIX):
-        what = f"names that begin with {PREFIX} are those of temporary files, which gradtool recover removes"
-        raise UsageError(f"{path}: {what}; use another name")
+        what = say("names that begin with {} are those of temporary files, which {} removes", PREFIX, call("recover"))
+        raise UsageError(what, file=path, hint="use another name")

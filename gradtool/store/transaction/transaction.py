@@ -15,6 +15,7 @@ from gradtool.store.transaction.files import PREFIX, lock_of, log_of, marker_of,
 from gradtool.store.transaction.locks import create_locked
 from gradtool.store.transaction.log import FORMAT, HOST, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.targets import Targets
 
 _TRIES = 10
-_LOCKED = "cannot lock a new file here: another process locks it first"
+_LOCKED = "cannot lock a new file here: another process always locks it first"
 # The longest number in a log, and how many there are for each target.
 _LONGEST = -(1 << 63)
 _NUMBERS = 6
@@ -62,13 +63,18 @@ class Transaction:
         """The folder with the log."""
         return next(iter(self.targets.names))
 
+    @property
+    def hint_to_recover(self) -> str:
+        """Say how to roll this run forward or back, once it has ended."""
+        return say("run {}", call("recover", str(self.home.path)))
+
     def locate(self, target: Path) -> tuple[Folder, str]:
         """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
         return self.targets.locate(target)
 
     def register(self) -> None:
         """Write the log to the home, and a pointer to it to every other folder."""
-        self._refuse_too_many()
+        self._check_log_size()
         with os_errors_about(self.home.path):
             self._lock_home()
             self._write_log()
@@ -142,7 +148,7 @@ class Transaction:
                 self._end()
                 self._unmake()
 
-    def _refuse_too_many(self) -> None:
+    def _check_log_size(self) -> None:
         """Raise `BadInputError` now for a log that would become too large later."""
         file = self.home.path
         moves = []

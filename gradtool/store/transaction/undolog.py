@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs
 from gradtool.store.fs import SECTOR, File
+from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -174,8 +175,11 @@ def _put_back(file: File, entry: Entry, *, force: bool) -> None:
 def changed_since(target: Path) -> SystemRefusedError:
     """The error for a target that another program wrote to after a run crashed or failed."""
     what = "another program wrote to it after a run crashed or failed"
-    keep = "to keep the file as it is, delete the .gradtool-* files beside it"
-    return unfinished(f"{what}; {keep}; to recover the run all the same, use gradtool recover --force", target)
+    hint = say(
+        "delete the .gradtool-* files beside it to keep it as it is, or run {} to recover the run all the same",
+        call("recover", str(target), force=True),
+    )
+    return unfinished(what, target, hint)
 
 
 def _is_foreign(current: bytes, entry: Entry) -> bool:

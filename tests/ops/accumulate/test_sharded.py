@@ -130,7 +130,7 @@ def test_a_folder_with_parts_of_another_set_is_refused(tmp_path, grads, there, h
         assert refused(BadInputError, tmp_path, None, grads, output_dir=path.parent, **options) == [
             ("exists", None, "new")
         ]
-    with pytest.raises(BadInputError, match=f"has {there}, which the new set does not have; nothing written. Move"):
+    with pytest.raises(BadInputError, match=f"has {there}, which the new set does not have; move"):
         accumulate(grads, output_dir=path.parent, **how)
 
 
@@ -155,10 +155,10 @@ def test_the_set_that_it_is_sharded_as_is_not_replaced(tmp_path, grads, like):
         ({"into": "g1", "output_dir": "new", "shard_like": "model"}, "shard_like requires a new set, without into"),
         ({"output": "new", "shard_like": "model"}, "shard_like requires output_dir"),
         ({"output_dir": "new", "shard_like": "model", "max_shard_size": 1}, "exclude each other"),
-        ({"output_dir": "g1"}, "output_dir g1 is no folder"),
-        ({"output": "new/"}, "output new/ names a folder or an index, and not a file; use output_dir"),
-        ({"output": f"new/{INDEX}"}, "names a folder or an index, and not a file; use output_dir"),
-        ({"output_dir": "new", "max_shard_size": 1, "write": "inplace"}, "write=.inplace. changes"),
+        ({"output_dir": "g1"}, 'output_dir="g1" is not a folder'),
+        ({"output": "new/"}, 'output="new/" is a folder or an index, not a file; use output_dir'),
+        ({"output": f"new/{INDEX}"}, "is a folder or an index, not a file; use output_dir"),
+        ({"output_dir": "new", "max_shard_size": 1, "write": "inplace"}, "write=.inplace. cannot be combined"),
     ],
 )
 def test_options_that_contradict_each_other_are_usage_errors(tmp_path, monkeypatch, grads, like, options, message):

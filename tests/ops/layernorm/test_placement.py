@@ -408,7 +408,7 @@ def test_what_the_pass_reads_is_not_read_again_to_be_copied(tmp_path):
     ("name", "code", "why"),
     [
         ("__metadata__", "input", "makes the new name '__metadata__', which the format reserves"),
-        ("n" * 4097, "limit", "of 4,097 characters, where 4,096 are allowed"),
+        ("n" * 4097, "limit", "exceeds the limit of 4,096 characters (it has 4,097)"),
     ],
 )
 def test_a_result_whose_name_no_tensor_can_have_is_refused(tmp_path, role, output, name, code, why):

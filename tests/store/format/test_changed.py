@@ -97,7 +97,7 @@ def test_a_file_that_changes_while_its_header_is_read_is_refused(tmp_path, monke
     tensors, *function = moment
     path = write(tmp_path / "x.safetensors", tensors)
     before(monkeypatch, *function, lambda: change(path))
-    with pytest.raises(SystemRefusedError, match="changed by another program in the meantime; run again"):
+    with pytest.raises(SystemRefusedError, match="changed by another program in the meantime; run the command again"):
         read_shard(path)
 
 

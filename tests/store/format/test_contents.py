@@ -5,10 +5,10 @@ import pytest
 from support import write
 
 from gradtool import BadInputError, norm
-from gradtool.store.format import contents
-from gradtool.store.format.sniff import DISTRIBUTED
+from gradtool.store.format import filetypes
+from gradtool.store.format.filetypes import DISTRIBUTED
 
-NAME_ONE = "name one of them, or several"
+NAME_ONE = "name one or more of them"
 ONES = np.ones(2, np.float32)
 
 
@@ -17,7 +17,7 @@ def said_of(folder):
         norm(folder)
     (problem,) = caught.value.problems
     assert (problem.file, problem.code) == (str(folder), "missing-file")
-    return problem.message
+    return "; ".join(filter(None, (problem.message, problem.hint)))
 
 
 def recipe(name):
@@ -27,8 +27,8 @@ def recipe(name):
 @pytest.mark.parametrize(
     ("names", "line"),
     [
-        ("", "has no .safetensors file; it is empty"),
-        (".hidden.safetensors", "has no .safetensors file; it is empty"),
+        ("", "has no .safetensors file: it is empty"),
+        (".hidden.safetensors", "has no .safetensors file: it is empty"),
         ("a.bin", f"has no .safetensors file, but 1 .bin file; {recipe('From .pt')}"),
         ("a.bin b.bin c.bin", f"has no .safetensors file, but 3 .bin files; {recipe('From .pt')}"),
         ("a.pt b.json", f"has no .safetensors file, but 1 .json file and 1 .pt file; {recipe('From .pt')}"),
@@ -55,7 +55,7 @@ def test_a_folder_without_safetensors_says_what_is_there(tmp_path, names, line):
 @pytest.mark.parametrize(
     ("subfolders", "line"),
     [
-        ("a", "has no .safetensors file, but its subfolder {0}/a has; name that"),
+        ("a", "has no .safetensors file, but its subfolder {0}/a has; name that folder"),
         ("a b", f"has no .safetensors file, but its subfolders {{0}}/a and {{0}}/b have; {NAME_ONE}"),
         (
             "e a b c d",
@@ -72,14 +72,14 @@ def test_a_folder_of_folders_names_those_that_have_some(tmp_path, subfolders, li
 
 
 def test_of_a_large_folder_only_a_part_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "_MAX_ENTRIES", 10)
+    monkeypatch.setattr(filetypes, "_MAX_ENTRIES", 10)
     for number in range(12):
         (tmp_path / f"{number}.x").touch()
     assert said_of(tmp_path) == "has no .safetensors file, but 10 .x files among its first 10 entries; check the path"
 
 
 def test_of_many_subfolders_only_some_are_looked_into(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "_MAX_SUBFOLDERS", 2)
+    monkeypatch.setattr(filetypes, "_MAX_SUBFOLDERS", 2)
     for name in "abc":
         (tmp_path / name).mkdir()
     write(tmp_path / "c" / "x.safetensors", {"a": ONES})

@@ -9,7 +9,7 @@ from support import write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError
 from gradtool.store.format import gradset
-from gradtool.store.format.gradset import refuse_dtypes, select
+from gradtool.store.format.gradset import check_dtypes, select
 from gradtool.store.format.paths import read_path_list
 
 ONES = np.ones(2, np.float32)
@@ -64,16 +64,22 @@ def test_no_path_is_a_usage_error():
 @pytest.mark.parametrize(
     ("weight_map", "why"),
     [
-        ({"a": "1.safetensors", "z": "1.safetensors"}, "'z': the index maps it to 1.safetensors, which does not hold"),
-        ({"a": "1.safetensors", "b": "1.safetensors"}, "'b': the index maps it to 1.safetensors, which does not hold"),
+        (
+            {"a": "1.safetensors", "z": "1.safetensors"},
+            "'z': the index maps it to 1.safetensors, which does not contain",
+        ),
+        (
+            {"a": "1.safetensors", "b": "1.safetensors"},
+            "'b': the index maps it to 1.safetensors, which does not contain",
+        ),
         ({"a": "1.safetensors", "b": "3.safetensors"}, "the shard 3.safetensors, which does not exist"),
-        ({"a": "2.safetensors", "b": "1.safetensors"}, "does not hold it"),
-        ({"a": "1.safetensors", "b": "2.safetensors"}, "'c': is in 2.safetensors, and the index does not map it"),
-        ({"a": "../1.safetensors"}, "'a': .*must lie beside"),
-        ({"a": "/etc/passwd"}, "'a': .*must lie beside"),
-        ({"a": "sub/1.safetensors"}, "must lie beside"),
-        ({"a": ".."}, "must lie beside"),
-        ({"a": 7}, "must lie beside"),
+        ({"a": "2.safetensors", "b": "1.safetensors"}, "does not contain it"),
+        ({"a": "1.safetensors", "b": "2.safetensors"}, "'c': is in 2.safetensors, but the index does not map it"),
+        ({"a": "../1.safetensors"}, "'a': .*not the name of a file beside the index"),
+        ({"a": "/etc/passwd"}, "'a': .*not the name of a file beside the index"),
+        ({"a": "sub/1.safetensors"}, "not the name of a file beside the index"),
+        ({"a": ".."}, "not the name of a file beside the index"),
+        ({"a": 7}, "not the name of a file beside the index"),
         (["a"], "not a valid index"),
         ("text", "not a valid index"),
     ],
@@ -90,7 +96,7 @@ def test_an_index_that_disagrees_with_its_shards_is_bad_input(tmp_path, weight_m
 def test_a_shard_whose_name_the_system_cannot_take_is_bad_input(tmp_path, file):
     index = tmp_path / "m.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(BadInputError, match="must lie beside"):
+    with pytest.raises(BadInputError, match="not the name of a file beside the index"):
         open_sets(index)
 
 
@@ -183,7 +189,7 @@ def test_patterns_search_in_names(tmp_path):
 @pytest.mark.parametrize("patterns", [{"include": ["nope"]}, {"include": ["a", "nope"]}, {"exclude": ["nope"]}])
 def test_a_pattern_that_matches_nothing_is_bad_input(tmp_path, patterns):
     sets = open_sets(write(tmp_path / "x", {"a": ONES}))
-    with pytest.raises(BadInputError, match="'nope' matches no tensor"):
+    with pytest.raises(BadInputError, match="nope\\S matches no tensor"):
         select(sets, **patterns)
 
 
@@ -193,15 +199,15 @@ def test_patterns_that_leave_nothing_are_bad_input(tmp_path):
 
 
 def test_a_pattern_that_is_none_is_a_usage_error(tmp_path):
-    with pytest.raises(UsageError, match=r"'\(' is not a regular expression"):
+    with pytest.raises(UsageError, match=r'include="\(" is not a regular expression'):
         select(open_sets(write(tmp_path / "x", {"a": ONES})), include=["("])
 
 
 def test_an_unsupported_type_is_named_with_the_way_out(tmp_path):
     sets = open_sets(write(tmp_path / "x", {"a": ONES, "ids.0": np.ones(2, np.int32)}))
-    with pytest.raises(BadInputError, match=r"tensor 'ids.0': has type I32.*--exclude '\^ids\\.0\$'"):
-        refuse_dtypes(select(sets), ["F32"])
-    refuse_dtypes(select(sets, exclude=[r"^ids\.0$"]), ["F32"])
+    with pytest.raises(BadInputError, match=r"tensor 'ids.0': unsupported dtype I32.*exclude=\"\^ids\\\\.0\$\""):
+        check_dtypes(select(sets), ["F32"])
+    check_dtypes(select(sets, exclude=[r"^ids\.0$"]), ["F32"])
 
 
 def test_an_index_of_a_link_finds_the_shards_beside_the_link(tmp_path):

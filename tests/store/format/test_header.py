@@ -85,8 +85,8 @@ BAD = {
     "text": (b"hello, this is no safetensors file at all", "not a safetensors file"),
     "pickle": (pickle.dumps({"a": [1.0] * 9}), "is a pickle, not a safetensors file; convert it"),
     "torch.save": (b"PK\x03\x04" + bytes(60), "is a zip archive, not a safetensors file; unpack it"),
-    "header over the limit": (with_header({}, length=100_000_001), "100,000,001 bytes, where 50,000,000"),
-    "header cut off": (with_header({}, length=50), "the header says 50 bytes of header, the file has 10"),
+    "header over the limit": (with_header({}, length=100_000_001), r"50,000,000 bytes \(it has 100,000,001\)"),
+    "header cut off": (with_header({}, length=50), "the header should have 50 bytes, but the whole file has 10"),
     "no JSON": (with_header(b"{nope}"), "JSON"),
     "truncated": (
         with_header({"a": ONE}, bytes(7)),

@@ -35,7 +35,7 @@ def test_no_shard_of_an_index_with_too_many_is_looked_for(tmp_path, monkeypatch,
     except BadInputError as error:
         (problem,) = error.problems
     assert (problem.code, problem.file) == ("limit", str(path))
-    assert problem.message.startswith("the index names 4 shards, where 3 are allowed")
+    assert problem.message.startswith("the index exceeds the limit of 3 shards (it names 4)")
     assert reads == ([], [])
 
 
@@ -80,10 +80,10 @@ def test_a_path_that_is_named_again_is_listed_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("/" * 4097, "has a path of over 4,096 bytes, the limit for a list of paths"),
-        ("a/" * 200_000, "has a path of over 4,096 bytes, the limit for a list of paths"),
-        ("x\n" * 4, "has over 3 paths, the limit for a list of paths"),
-        ("x\0" * 4, "has over 3 paths, the limit for a list of paths"),
+        ("/" * 4097, "exceeds the limit of 4,096 bytes for each path in a list of paths"),
+        ("a/" * 200_000, "exceeds the limit of 4,096 bytes for each path in a list of paths"),
+        ("x\n" * 4, "exceeds the limit of 3 paths in a list of paths"),
+        ("x\0" * 4, "exceeds the limit of 3 paths in a list of paths"),
     ],
 )
 def test_lists_are_limited_before_a_path_is_looked_for(tmp_path, monkeypatch, call, text, why):
@@ -127,5 +127,5 @@ def test_indexes_of_too_many_bytes_are_not_searched(tmp_path, monkeypatch):
         gradtool.layernorm_backward(path)
     (problem,) = caught.value.problems
     assert (problem.code, problem.file, reads) == ("limit", str(tmp_path), [])
-    assert problem.message.startswith(f"its indexes have {3 * len(text):,} bytes together")
+    assert problem.message.startswith(f"its indexes together exceed the limit of {2 * len(text):,} bytes")
     assert snapshot(tmp_path) == before

@@ -83,7 +83,7 @@ def test_a_list_on_standard_input_is_called_so():
     done = gradtool("norm", X, "--files-from", "-", input=f"{X}\n", cwd=".")
     assert done.returncode == 3
     way = f"by the path {X} and by the path {X} (entry 1 of standard input)"
-    assert done.stderr == f"gradtool: error: {X}: is named twice: {way}; name each file once\n"
+    assert done.stderr == f"gradtool: error: {X}: is named twice: {way}\n  hint: name each file once\n"
 
 
 def test_a_buffer_that_is_also_a_gradient_is_named_twice():

@@ -12,16 +12,16 @@ ONES = np.ones(2, np.float32)
 
 
 def renamed(path, *rules):
-    (one,) = Renames.of(rules, slice(None)).applied(open_sets([path]))
+    (one,) = Renames.parse(rules, slice(None)).applied(open_sets([path]))
     return [tensor.name for shard in one.shards for tensor in shard.tensors]
 
 
 @pytest.mark.parametrize(
     ("rule", "code", "why"),
     [
-        ("^a$=__metadata__", "input", "--map makes the new name '__metadata__', which the format reserves"),
-        ("^a$=" + "n" * 4097, "limit", "of 4,097 characters, where 4,096 are allowed"),
-        ("^a$=b", "duplicate-name", "--map gives it the name 'b', and 'b' too"),
+        ("^a$=__metadata__", "input", "map makes the new name '__metadata__', which the format reserves"),
+        ("^a$=" + "n" * 4097, "limit", "exceeds the limit of 4,096 characters (it has 4,097)"),
+        ("^a$=b", "duplicate-name", "map gives the name 'b' to it and to 'b'"),
     ],
 )
 def test_a_name_that_no_tensor_can_have_is_refused(tmp_path, rule, code, why):

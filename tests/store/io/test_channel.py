@@ -242,7 +242,7 @@ def test_a_descriptor_is_lent_and_what_goes_wrong_with_it_is_said_of_the_file(tm
     assert (channel.clock.read_bytes, told) == (10, [10])
     assert channel.clock.read > 0.25
     errors = {
-        EOFError(): "became shorter while it was read; run again",
+        EOFError(): "became shorter while it was read; run the command again",
         OSError(errno.EIO, "Broken disk"): "Broken disk",
     }
     for error, message in errors.items():

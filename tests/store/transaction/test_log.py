@@ -89,7 +89,7 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
         (tmp_path / f"{name}.run").write_bytes(line_of(run=RUN | {"id": name}))
     assert norm(tmp_path).norm > 0
     monkeypatch.setattr(logfiles, "MAX_BYTES_IN_FOLDER", 300)
-    with pytest.raises(SystemRefusedError, match="more than 300 bytes of transaction logs") as caught:
+    with pytest.raises(SystemRefusedError, match="exceed the limit of 300 bytes") as caught:
         norm(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path)
 
@@ -113,7 +113,7 @@ def test_what_could_not_be_read_back_is_refused_before_the_run_begins(tmp_path, 
         monkeypatch.setattr(log_module, "MAX_BYTES", 4_000)
     before = snapshot(tmp_path)
     for mode in ("replace", "inplace"):
-        with pytest.raises(BadInputError, match="too many or too long for a transaction log") as caught:
+        with pytest.raises(BadInputError, match="the names of the files to write exceed the limit") as caught:
             clip(tmp_path, max_norm=1, write=mode)
         assert caught.value.problems[0].code == "limit"
         assert Path(caught.value.problems[0].file) in paths

@@ -16,7 +16,7 @@ from tiers import EXHAUSTIVE
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.log import line_of
-from gradtool.store.transaction.readers import refuse_unfinished
+from gradtool.store.transaction.readers import require_finished
 
 
 def one_file(folder, name="x.safetensors", value=3.0):
@@ -39,7 +39,7 @@ def test_the_second_writer_is_told_who_the_first_is_and_changes_nothing(held, mo
     done = gradtool("zero", path, "--write", mode)
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == (
-        f"gradtool: error: {path}: in use by PID {os.getpid()}; --lock-timeout SECONDS waits for it\n"
+        f"gradtool: error: {path}: in use by PID {os.getpid()}\n  hint: wait for it with --lock-timeout\n"
     )
     assert snapshot(path.parent) == before
     answer = gradtool_json("clip", path, "--max-norm", "1")
@@ -211,7 +211,7 @@ def test_a_folder_that_may_not_be_listed_is_no_hindrance_to_reading(tmp_path, mo
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(os, "listdir", refuse)
-    refuse_unfinished([path])
+    require_finished([path])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_folder_behind_a_link_and_two_dots_is_made_where_the_system_would_make
 
 def test_two_dots_behind_a_folder_that_is_missing_lead_nowhere(tmp_path):
     path, before = one_file(tmp_path), snapshot(tmp_path)
-    with pytest.raises(BadInputError, match=f"no such folder; there is no folder {tmp_path}/missing"):
+    with pytest.raises(BadInputError, match=f"no such folder: there is no folder {tmp_path}/missing"):
         clip(path, max_norm=1, output_dir=tmp_path / "missing/../new")
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "new").exists()

@@ -15,9 +15,9 @@ from gradtool.store import fs, signals, system
 from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace, staging
+from gradtool.store.transaction.output_checks import check_collisions
 from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
-from gradtool.store.transaction.targets import refuse_collisions
 from gradtool.store.transaction.transaction import Transaction
 
 LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
@@ -351,7 +351,7 @@ def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monke
             for shard in shards:
                 fill(replacement.stage(shard.path, shard.size, shard.stat))
             replacement.commit()
-    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool.recover\\(\\)"):
+    with pytest.raises(SystemRefusedError, match=r"wait for it, run gradtool\.recover\(.*\), or use"):
         norm(tmp_path)
     result = recover(tmp_path)
     new = [b"n" * shard.size for shard in shards]
@@ -367,12 +367,15 @@ def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeyp
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(SystemRefusedError, match="gradtool recover") as caught, replacing(tmp_path) as replacement:
+    with (
+        pytest.raises(SystemRefusedError, match=r"run gradtool\.recover\(") as caught,
+        replacing(tmp_path) as replacement,
+    ):
         for shard in shards:
             fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
     assert (caught.value.problems[0].code, caught.value.exit_code) == ("unfinished", 5)
-    with pytest.raises(SystemRefusedError, match="wait for it, or use gradtool.recover\\(\\)"):
+    with pytest.raises(SystemRefusedError, match=r"wait for it, run gradtool\.recover\(.*\), or use"):
         norm(tmp_path)
     monkeypatch.undo()
     assert recover(tmp_path).finished == 1
@@ -476,7 +479,7 @@ def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_eio_at_the_sync_after_the_renames_says_that_the_files_are_new(tmp_path, count):
-    """As the command says it; a remedy that adds a second time would be wrong."""
+    """As the command says it; a hint that leads to adding a second time would be wrong."""
     name = "0.safetensors" if count == 1 else ""
     for step in range(1, 100):
         shards = shards_of(tmp_path, count)
@@ -489,8 +492,8 @@ def test_eio_at_the_sync_after_the_renames_says_that_the_files_are_new(tmp_path,
         assert (answer.returncode, now == before) in ((5, True), (0, False)), answer
     what = "all files were written and are in place"
     unknown = "whether they would survive a power cut is unknown: the folder could not be synced: Input/output error"
-    remedy = "run sync, and not this command again" if count == 1 else "run gradtool recover to try again"
-    assert f"0.safetensors: {what}, but {unknown}; {remedy}\n" in answer.stderr
+    hint = "run sync, and not this command again" if count == 1 else f"run gradtool recover {tmp_path}"
+    assert f"0.safetensors: {what}, but {unknown}\n  hint: {hint}\n" in answer.stderr
     if count > 1:
         recover(tmp_path)
         assert [shard.path.read_bytes() for shard in shards] == now
@@ -647,20 +650,20 @@ def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
 def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
     shards = shards_of(tmp_path)
     with pytest.raises(UsageError, match="two inputs"):
-        refuse_collisions([tmp_path / "x", tmp_path / "x"], shards)
+        check_collisions([tmp_path / "x", tmp_path / "x"], shards)
     with pytest.raises(UsageError, match="is an input"):
-        refuse_collisions([shards[0].path], shards)
+        check_collisions([shards[0].path], shards)
     (tmp_path / "link").symlink_to(tmp_path / "x")
     with pytest.raises(UsageError, match="two inputs"):
-        refuse_collisions([tmp_path / "x", tmp_path / "link"], shards)
-    refuse_collisions([tmp_path / "x", tmp_path / "y"], shards)
+        check_collisions([tmp_path / "x", tmp_path / "link"], shards)
+    check_collisions([tmp_path / "x", tmp_path / "y"], shards)
 
 
 def test_only_regular_files_are_written_over(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for target in (tmp_path / "fifo", Path("/dev/null"), tmp_path):
         with pytest.raises(UsageError, match="not a regular file|is a folder"):
-            refuse_collisions([target], [])
+            check_collisions([target], [])
 
 
 def test_the_rights_of_many_files_are_compared_as_few(tmp_path, monkeypatch):

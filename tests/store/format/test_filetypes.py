@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import build, gradtool, sample, snapshot, with_header, write, write_index
 
 from gradtool import BadInputError, GradtoolError, norm
-from gradtool.store.format import sniff
+from gradtool.store.format import filetypes
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import read_shard
 from gradtool.store.format.paths import read_path_list
@@ -55,7 +55,7 @@ TENSORFLOW = (
     "is a TensorFlow checkpoint, not a safetensors file; "
     "read it with tf.train.load_checkpoint and save its arrays with safetensors.numpy"
 )
-TEXT = "is a text file, not a safetensors file; check the path; if it is a list of paths, use --files-from"
+TEXT = "is a text file, not a safetensors file; check the path, or use files_from for a list of paths"
 PICKLE = f"is a pickle, not a safetensors file; {recipe('From a pickle')}"
 WEB_PAGE = "is a web page (HTML), such as an error or login page, not a safetensors file; download the file again"
 NO_MAP = "if it is an index, its name must end in .safetensors.index.json"
@@ -214,7 +214,7 @@ KINDS = {
     "torch.distributed.checkpoint": (
         "__0_0.distcp",
         TORCH_ZIP,
-        f"is a part of a distributed torch checkpoint, not a safetensors file; {sniff.DISTRIBUTED}",
+        f"is a part of a distributed torch checkpoint, not a safetensors file; {filetypes.DISTRIBUTED}",
     ),
     "TensorFlow data": ("ckpt.data-00000-of-00001", bytes(range(100, 200)), TENSORFLOW),
     "TensorFlow index": ("ckpt.index", b"\x00\x00\x0d\x08\x01\x1a\x02\x08\x01\x00\x01\x08b", TENSORFLOW),
@@ -238,24 +238,24 @@ def refused(path):
         norm(path)
     (problem,) = caught.value.problems
     assert (problem.file, problem.code, problem.tensor) == (str(path), "input", None)
-    return problem.message
+    return f"{problem.message}; {problem.hint}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_file_gets_a_sentence_and_a_remedy(tmp_path, kind):
     name, content, line = KINDS[kind]
     (tmp_path / name).write_bytes(content)
-    # Python names arguments.
-    assert refused(tmp_path / name) == line.replace("--files-from", "files_from")
+    assert refused(tmp_path / name) == line
 
 
-def test_the_command_prints_it_as_one_line_with_exit_code_3(tmp_path):
+def test_the_command_prints_it_with_a_hint_and_exit_code_3(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(KINDS["Git LFS pointer"][1])
     before = snapshot(tmp_path)
     for command in (["norm"], ["clip", "--max-norm", "1"], ["zero", "--write", "inplace"]):
         done = gradtool(*command, "x.safetensors", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (3, "")
-        assert done.stderr == f"gradtool: error: x.safetensors: {KINDS['Git LFS pointer'][2]}\n"
+        message, hint = KINDS["Git LFS pointer"][2].split("; ")
+        assert done.stderr == f"gradtool: error: x.safetensors: {message}\n  hint: {hint}\n"
     assert snapshot(tmp_path) == before
 
 
@@ -279,7 +279,7 @@ NO_INDEXES = {
     "HTML": (KINDS["HTML"][1], WEB_PAGE.replace("a safetensors file", "an index")),
     "gzip": (KINDS["gzip"][1], "is gzip data, not an index; decompress it with gunzip"),
     "empty": (b"", "is an empty file, not an index; copy or download it again"),
-    "safetensors": (build({"a": ONES}), "is a safetensors file, not an index; drop .index.json from its name"),
+    "safetensors": (build({"a": ONES}), "is a safetensors file, not an index; remove .index.json from its name"),
 }
 
 
@@ -311,9 +311,11 @@ def test_a_list_of_paths_that_is_something_else_is_named_with_what_it_is(tmp_pat
     path = tmp_path / "list"
     path.write_bytes(content)
     done = gradtool("norm", "--files-from", path)
-    assert (done.returncode, done.stderr) == (3, f"gradtool: error: {path}: {line}\n")
+    message, hint = line.split("; ")
+    assert (done.returncode, done.stderr) == (3, f"gradtool: error: {path}: {message}\n  hint: {hint}\n")
     done = gradtool("norm", "--files-from", "-", input=content, text=False)
-    assert (done.returncode, done.stderr) == (3, f"gradtool: error: standard input: {line}\n".encode())
+    expected = f"gradtool: error: standard input: {message}\n  hint: {hint}\n"
+    assert (done.returncode, done.stderr) == (3, expected.encode())
 
 
 def test_a_large_file_that_is_given_as_a_list_of_paths_is_named_with_what_it_is(tmp_path):
@@ -327,14 +329,20 @@ def test_a_large_file_that_is_given_as_a_list_of_paths_is_named_with_what_it_is(
 
 # What is damaged but may be a safetensors file keeps the message about the damage.
 DAMAGED = {
-    "header of 640 bytes, as a pickle begins": ((640).to_bytes(8, "little") + b"{}", "truncated: the header says 640"),
+    "header of 640 bytes, as a pickle begins": (
+        (640).to_bytes(8, "little") + b"{}",
+        "truncated: the header should have 640",
+    ),
     "header of 559,903 bytes, as gzip begins": (
         (0x088B1F).to_bytes(8, "little") + b'{"a":',
-        "truncated: the header says 559,903",
+        "truncated: the header should have 559,903",
     ),
-    "cut after the length": ((640).to_bytes(8, "little"), "truncated: the header says 640 bytes of header"),
+    "cut after the length": ((640).to_bytes(8, "little"), "truncated: the header should have 640 bytes"),
     "cut within the length": ((640).to_bytes(8, "little")[:5], "5 bytes are too few"),
-    "header beyond the limit": (with_header({}, length=2**40), "over the limit: 1,099,511,627,776 bytes"),
+    "header beyond the limit": (
+        with_header({}, length=2**40),
+        r"exceeds the limit of 50,000,000 bytes \(it has 1,099,511,627,776\)",
+    ),
     "header of spaces": (with_header(b"    "), "is not a valid safetensors file"),
     "data cut off": (build({"a": ONES})[:-3], r"truncated: the header says .* \(3 missing\)"),
     "header of other bytes": (with_header(b"nothing"), "is not a valid safetensors file"),
@@ -348,7 +356,7 @@ def test_a_damaged_safetensors_file_is_not_taken_for_something_else(tmp_path, na
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(BadInputError, match=why):
         read_shard(tmp_path / "x")
-    assert sniff.kind_of(content[: sniff.HEAD], len(content), "x") is None
+    assert filetypes.type_of(content[: filetypes.HEAD], len(content), "x") is None
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.distcp", "x.tar.gz", "ckpt.data-00000-of-00001", "x.html"])
@@ -365,7 +373,7 @@ def test_an_archive_with_an_odd_name_of_its_first_entry_is_an_archive(tmp_path, 
 
 
 STARTS = st.sampled_from(
-    [b"", *sniff._MAGIC, b"PK\x03\x04", b"\x80\x02", b"\x08\x07\x12", b"<html", b"{", b"\xef\xbb\xbf"]
+    [b"", *filetypes._MAGIC, b"PK\x03\x04", b"\x80\x02", b"\x08\x07\x12", b"<html", b"{", b"\xef\xbb\xbf"]
 )
 NAMES = st.sampled_from(["x", "x.tar.gz", "x.distcp", "x.index", "m.safetensors.index.json"])
 
@@ -376,8 +384,8 @@ def test_made_up_bytes_raise_nothing_but_our_own_errors(tmp_path_factory, start,
     content = start + rest
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes(content)
-    kind = sniff.kind_of(content[: sniff.HEAD], len(content), name)
-    assert kind is None or (kind.what.isprintable() and len(kind.what + kind.remedy) < 200)
+    kind = filetypes.type_of(content[: filetypes.HEAD], len(content), name)
+    assert kind is None or (kind.name.isprintable() and len(kind.name + kind.hint) < 200)
     for call in (lambda: open_sets([path]), lambda: open_sets(["no/such/file"], read_path_list(str(path)))):
         with contextlib.suppress(GradtoolError):
             call()
@@ -387,4 +395,5 @@ def test_json_has_the_same_message_under_the_code_of_bad_input(tmp_path):
     (tmp_path / "x").write_bytes(KINDS["PNG"][1])
     done = gradtool("norm", sample(tmp_path), tmp_path / "x", "--json")
     (error,) = json.loads(done.stdout)["errors"]
-    assert error == {"code": "input", "message": KINDS["PNG"][2], "file": str(tmp_path / "x")}
+    message, hint = KINDS["PNG"][2].split("; ")
+    assert error == {"code": "input", "message": message, "file": str(tmp_path / "x"), "hint": hint}

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import Problem
+from gradtool.ops.call import Call
 from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import Statistics, nonfinite_problems, statistics
-from gradtool.ops.session import Call
+from gradtool.ops.results import Statistics, nonfinite_problems
 from gradtool.options import NormOptions
 
 if TYPE_CHECKING:
@@ -70,28 +70,28 @@ def norm(options: NormOptions) -> NormResult:
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
     limit, wants_tensors = options.fail_above, options.per_tensor or options.top is not None
-    call = Call.of(options.named, options, unique_names=not (options.concat or options.by_file))
-    with call.open_to_read(ignore_unfinished=options.ignore_journal) as session:
-        selected, spec = session.selected, NormSpec(options.norm_type)
+    call = Call(options.named, options, unique_names=not (options.concat or options.by_file))
+    with call.open_to_read(ignore_unfinished=options.ignore_journal):
+        selected, spec = call.selected, NormSpec(options.norm_type)
         groups = groups_of(selected, options.group)
         measurement: Measurement
         if options.histogram:
             from gradtool.ops.histogram import CountExponents  # imported only if a call needs it
 
-            measurement = session.run(CountExponents(selected, spec))
+            measurement = call.run(CountExponents(selected, spec))
         else:
-            measurement = session.run(Measure(selected, spec))
+            measurement = call.run(Measure(selected, spec))
         norms = measurement.norms(per_tensor=wants_tensors, groups=[group.numbers for group in groups])
         rows: dict[str, Any] = {"histogram": (), "per_dtype": (), "per_tensor": (), "per_file": ()}
         if options.histogram or wants_tensors or options.by_file:
             from gradtool.ops.histogram import rows_of
 
-            rows |= rows_of(session.opened, call.inputs.paths, options, measurement, norms.tensors)
+            rows |= rows_of(call.opened, call.inputs.paths, options, measurement, norms.tensors)
         limited = [(row.norm, row.file) for row in rows["per_file"]] if options.by_file else [(norms.whole, None)]
         problems = nonfinite_problems(selected, measurement)
         problems += [_above(value, limit, file) for value, file in limited if limit is not None and not value <= limit]
         return NormResult(
-            **statistics(session, selected, measurement),
+            **call.statistics(selected, measurement),
             norm=norms.whole,
             **rows,
             per_group=tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from gradtool.errors import Problem, number_of
 from gradtool.wording import option, say
@@ -12,15 +12,50 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.measurement import Measurement
-    from gradtool.ops.session import Session, Timings
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.transaction.destination import Destination
-    from gradtool.store.transaction.output import Output
+    from gradtool.store.io.channel import Clock
 
-# More than this takes numpy long enough to be worth a warning.
-_SLOW_BYTES = 64 << 20
 # So small a part of the values may become 0 or subnormal without a warning: one in a thousand.
 _LOSSES = 1000
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of work, and the bytes over them; a phase is the mean over the threads that worked.
+
+    `commit_seconds` is the time to sync new files and to put them in place.
+    """
+
+    read_bytes: int
+    read_seconds: float
+    read_gb_per_s: float
+    compute_seconds: float
+    compute_gb_per_s: float
+    write_seconds: float
+    write_gb_per_s: float
+    commit_seconds: float
+    total_seconds: float
+    total_gb_per_s: float
+
+    @classmethod
+    def from_clock(cls, clock: Clock, commit: float, total: float) -> Self:
+        """Return the timings of a call that took so many seconds in all, and these to commit."""
+        return cls(
+            read_bytes=clock.read_bytes,
+            read_seconds=clock.read,
+            read_gb_per_s=_speed(clock.read_bytes, clock.read),
+            compute_seconds=clock.compute,
+            compute_gb_per_s=_speed(clock.read_bytes, clock.compute),
+            write_seconds=clock.write,
+            write_gb_per_s=_speed(clock.written_bytes, clock.write),
+            commit_seconds=commit,
+            total_seconds=total,
+            total_gb_per_s=_speed(clock.read_bytes + clock.written_bytes, total),
+        )
+
+
+def _speed(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds / 1e9 if seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -86,64 +121,6 @@ class Statistics(Result):
     nan: int
     inf: int
     zeros: int
-
-
-def call_summary(
-    session: Session, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
-) -> CallSummary:
-    """Sum up a call that is done; `selected` are the tensors that it was about."""
-    workers, timings = session.engine.workers, session.timings
-    nbytes = sum(one.tensor.nbytes for one in selected)
-    remedy = None if session.choice is None else session.choice.remedy
-    if why is None and nbytes > _SLOW_BYTES and remedy is not None:
-        message = "computed by numpy, several times slower than the compiled kernels"
-        warnings = [Problem("slow", message, hint=remedy), *warnings]
-    return CallSummary(
-        files=len(session.opened.shards),
-        tensors=len(selected),
-        elements=sum(one.tensor.elements for one in selected),
-        bytes=nbytes,
-        backend=workers.backend,
-        backend_why=why or workers.why,
-        threads=max(1, session.engine.clock.workers),
-        engine=session.engine.name,
-        workers=workers.workers,
-        hosts=workers.hosts,
-        retries=workers.retries,
-        seconds=timings.total_seconds,
-        timings=timings,
-        warnings=(*session.warnings, *warnings),
-    )
-
-
-def output_summary(session: Session, output: Output, destination: Destination) -> OutputSummary:
-    """Sum up what was written, after the destination is closed."""
-    return OutputSummary(
-        wrote=output.wrote(destination.shards),
-        dry_run=output.options.dry_run,
-        files_written=destination.count,
-        bytes_written=session.engine.clock.written_bytes,
-    )
-
-
-def statistics(
-    session: Session,
-    selected: Sequence[Selected],
-    found: Measurement,
-    *,
-    unscale: float = 1.0,
-    after: Measurement | None = None,
-    warnings: Sequence[Problem] = (),
-) -> dict[str, Any]:
-    """Return the fields of `Statistics`, for tensors that were measured; `after` is what was written."""
-    return {
-        "call": call_summary(session, selected, warnings=warnings),
-        "norm_type": found.spec.order,
-        "max_abs": found.largest / unscale,
-        "nan": sum(found.nan),
-        "inf": sum(found.inf),
-        "zeros": sum((after or found).zeros),
-    }
 
 
 def loss_warnings(selected: Sequence[Selected], written: Measurement, remedy: str = "") -> list[Problem]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
+from gradtool.ops.call import Call
 from gradtool.ops.passes import TensorPass, by_shard
-from gradtool.ops.results import OutputSummary, Result, call_summary, output_summary
-from gradtool.ops.session import Call
+from gradtool.ops.results import OutputSummary, Result
 from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
 from gradtool.wording import option, say
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gradtool.errors import Problem
-    from gradtool.ops.session import Session
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.destination import NewFile
     from gradtool.store.transaction.output import Metadata, Output
@@ -55,22 +54,23 @@ def zero(options: ZeroOptions) -> ZeroResult:
     # There is nothing to compute, and next to nothing to copy.
     asked_for(options.engine)
     options = options.replace(engine="threads")
-    with Call.of(options.named, options, dtypes=None).open_to_write(options) as (session, output):
-        metadata, warnings = _without_totals(session)
-        with session.writing(output, _files(session, output, metadata)) as destination:
-            session.run(TensorPass((), NormSpec()), destination)
+    call = Call(options.named, options, dtypes=None)
+    with call.open_to_write(options) as output:
+        metadata, warnings = _without_totals(call)
+        with call.writing(output, _files(call, output, metadata)) as destination:
+            call.run(TensorPass((), NormSpec()), destination)
     return ZeroResult(
-        call=call_summary(session, session.selected, why="nothing to compute", warnings=warnings),
-        output=output_summary(session, output, destination),
+        call=call.summary(call.selected, why="nothing to compute", warnings=warnings),
+        output=call.output_summary(output, destination),
     )
 
 
-def _without_totals(session: Session) -> tuple[Metadata, list[Problem]]:
+def _without_totals(call: Call) -> tuple[Metadata, list[Problem]]:
     """Remove the total weight of each set in which values are zeroed."""
     metadata: dict[Shard, Mapping[str, str | None]] = {}
     warnings: list[Problem] = []
-    for gradients in session.opened.sets:
-        if any(has_values(tensor) for _, tensor in session.opened.selected_in(gradients.shards)):
+    for gradients in call.opened.sets:
+        if any(has_values(tensor) for _, tensor in call.opened.selected_in(gradients.shards)):
             hint = say("use {} to store the next total", option("overwrite", True))
             changes, warning = replace_total(gradients, None, None, hint)
             metadata |= changes
@@ -78,9 +78,9 @@ def _without_totals(session: Session) -> tuple[Metadata, list[Problem]]:
     return metadata, warnings
 
 
-def _files(session: Session, output: Output, metadata: Metadata) -> list[NewFile]:
+def _files(call: Call, output: Output, metadata: Metadata) -> list[NewFile]:
     """Return the files to be written: copies of what is not zeroed, and zeros."""
-    selected = [each for each in session.selected if each.tensor.nbytes]
+    selected = [each for each in call.selected if each.tensor.nbytes]
     tensors = by_shard(selected)
     files = []
     for file in output.files(selected, metadata):

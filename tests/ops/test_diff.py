@@ -143,7 +143,7 @@ def test_every_backend_finds_the_same(tmp_path, monkeypatch, name):
     random_set(tmp_path / "b", 4, like=[5, 70_000, 1, 2049, 30_000, 0, 1, TILE])
     options = {"missing": "skip", "per_tensor": True, "rtol": 0.1, "atol": 1e-6, "bits": True}
     expected = figures(diff(tmp_path / "a", tmp_path / "b", **options))
-    monkeypatch.setattr("gradtool.ops.session.choose", lambda chosen, progress: _with(backend, chosen, progress))
+    monkeypatch.setattr("gradtool.ops.call.choose", lambda chosen, progress: _with(backend, chosen, progress))
     assert figures(diff(tmp_path / "a", tmp_path / "b", **options)) == expected
 
 

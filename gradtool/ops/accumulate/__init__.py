@@ -9,8 +9,8 @@ from gradtool.declare import operation
 from gradtool.errors import UsageError
 from gradtool.ops.accumulate.match import Buffer, existing_buffer, match, new_set, weights_of
 from gradtool.ops.accumulate.run import add, skip_update, trim_of
-from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, statistics
-from gradtool.ops.session import Call
+from gradtool.ops.call import Call
+from gradtool.ops.results import OutputSummary, Statistics, loss_warnings
 from gradtool.ops.weights import PREFIX
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.rename import Renames
@@ -71,25 +71,25 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     into = [] if options.into is None else [existing_buffer(options.into)]
     created = new_set(options) if options.is_new else None
     renames = Renames.parse(options.map, slice(len(into), None))
-    call = Call.of([*into, *options.named], options, renames=renames)
-    with call.open_to_write(options, WritePlan(len(into), created)) as (session, output):
-        gradients = session.opened.sets[len(into) :]
+    call = Call([*into, *options.named], options, renames=renames)
+    with call.open_to_write(options, WritePlan(len(into), created)) as output:
+        gradients = call.opened.sets[len(into) :]
         _check_count(options, len(gradients))
-        selected = [session.opened.selected_in(gradient.shards) for gradient in gradients]
+        selected = [call.opened.selected_in(gradient.shards) for gradient in gradients]
         if created is None:
-            buffer = Buffer(session.opened.selected_in(output.shards), output.sets[0])
+            buffer = Buffer(call.opened.selected_in(output.shards), output.sets[0])
         else:
-            buffer = Buffer.create(created, session.opened.selected, gradients[0].shards[0].metadata)
+            buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
         weights = weights_of(options, gradients)
         matched, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
-        done = (add if options.update else skip_update)(session, options, buffer, matched, output)
+        done = (add if options.update else skip_update)(call, options, buffer, matched, output)
     # The type of a buffer cannot be changed by an option.
     remedies = () if options.is_new else ("use a buffer of {} to keep them",)
     warnings = [*gaps, *done.warnings, *loss_warnings(done.targets, done.after, *remedies)]
     rows = [contribution.row for contribution in done.contributions]
     return AccumulateResult(
-        **statistics(session, done.targets, done.after, warnings=warnings),
-        output=output_summary(session, output, done.destination),
+        **call.statistics(done.targets, done.after, warnings=warnings),
+        output=call.output_summary(output, done.destination),
         norm_before=None if done.before is None else done.before.norms().whole,
         norm_after=done.after.norms().whole,
         max_norm=options.max_norm,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from gradtool.backends.protocol import NormSpec
-    from gradtool.ops.session import Session
+    from gradtool.ops.call import Call
     from gradtool.options import AccumulateOptions, StrPath
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.transaction.output import Metadata, Output
@@ -89,7 +89,7 @@ class Buffer(NamedTuple):
         layouts = [lay_out(shard.path, shard.tensors, {**shard.metadata, **entries}, spare=SPARE) for shard in shards]
         return self._of(layouts, self.indexes)
 
-    def measure_without(self, session: Session, numbers: Collection[int], spec: NormSpec) -> Measurement:
+    def measure_without(self, call: Call, numbers: Collection[int], spec: NormSpec) -> Measurement:
         """Measure all targets but those with the given numbers, which still have to be filled in."""
         measurement = Measurement(self.targets, spec)
         others = sorted(set(range(len(self.targets))) - set(numbers))
@@ -97,7 +97,7 @@ class Buffer(NamedTuple):
             return measurement
         rest = [self.targets[number] for number in others]
         if self.existing is not None:
-            return measurement.updated(others, session.run(Measure(rest, spec)))
+            return measurement.updated(others, call.run(Measure(rest, spec)))
         zeros = Measurement(rest, spec)
         zeros.zeros = array("q", (target.tensor.elements for target in rest))
         return measurement.updated(others, zeros)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.accumulate.match import Buffer, Contribution
+    from gradtool.ops.call import Call
     from gradtool.ops.measurement import Measurement
-    from gradtool.ops.session import Session
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.destination import Destination
@@ -57,24 +57,24 @@ def trim_of(options: AccumulateOptions) -> Trim | None:
 
 
 def skip_update(
-    session: Session, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
 ) -> Outcome:
     """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
     _sum_of_weights(options, contributions)
     targets, spec = () if options.is_new else buffer.targets, NormSpec(options.norm_type)
-    measurement = session.run(Measure(targets, spec))
+    measurement = call.run(Measure(targets, spec))
     files = [] if options.is_new else buffer.files(output, ())
-    with session.writing(output, files) as destination:
-        session.run(TensorPass((), spec), destination)
+    with call.writing(output, files) as destination:
+        call.run(TensorPass((), spec), destination)
     skipped = [contribution.with_row(taken=False) for contribution in contributions]
     return Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
 
 
 def add(
-    session: Session, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
 ) -> Outcome:
     """Add the gradients, and clip the sum where there is a limit."""
-    contributions, warnings = _screen(session, options, buffer.targets, contributions)
+    contributions, warnings = _screen(call, options, buffer.targets, contributions)
     accepted = [contribution for contribution in contributions if contribution.row.taken]
     _check_left(options, buffer.targets, accepted)
     weight_sum = _sum_of_weights(options, accepted)
@@ -90,17 +90,17 @@ def add(
     sum_norm = coef = None
     before: list[Measurement] = []
     if options.max_norm is not None:
-        sums, *before = session.run(replace(adding, rule=adding.rule._replace(rounds=False))).each
-        _check_finite(session, options, adding, sums, before)
+        sums, *before = call.run(replace(adding, rule=adding.rule._replace(rounds=False))).each
+        _check_finite(call, options, adding, sums, before)
         sum_norm = sums.norms().whole
         coef = _coef(options, "max_norm", sums, sum_norm)
         adding = replace(adding, rule=adding.rule._replace(factor=coef), measures_before=False)
     if options.per_gradient:
-        contributions = _compare(session, adding, contributions)
-    with session.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
-        after, *measured = session.run(adding, destination).each
-        _check_finite(session, options, adding, after, measured)
-        rest = buffer.measure_without(session, numbers, adding.spec)
+        contributions = _compare(call, adding, contributions)
+    with call.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
+        after, *measured = call.run(adding, destination).each
+        _check_finite(call, options, adding, after, measured)
+        rest = buffer.measure_without(call, numbers, adding.spec)
     before = before or measured
     if options.is_new and len(numbers) < len(buffer.targets):
         left = number_of(len(buffer.targets) - len(numbers), "tensor")
@@ -149,7 +149,7 @@ def _adding(
 
 
 def _screen(
-    session: Session, options: AccumulateOptions, targets: Sequence[Selected], contributions: Sequence[Contribution]
+    call: Call, options: AccumulateOptions, targets: Sequence[Selected], contributions: Sequence[Contribution]
 ) -> tuple[Sequence[Contribution], list[Problem]]:
     """Measure each gradient by itself where an option asks for that: limit its norm, or skip it with a warning.
 
@@ -162,9 +162,9 @@ def _screen(
     screened, warnings, problems = [], [], []
     for contribution in contributions:
         selected = list(contribution.tensors.values())
-        sums = session.run(Measure(selected, NormSpec(options.norm_type)))
+        sums = call.run(Measure(selected, NormSpec(options.norm_type)))
         bad = nonfinite_problems(selected, sums)
-        norm = _broadcast(session, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
+        norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
         coef = None if options.clip_each is None else _coef(options, "clip_each", sums, norm, contribution)
         taken = not bad or options.nonfinite != "skip"
         row = {"taken": taken, "norm": norm, "coef": coef, "nan": sum(sums.nan), "inf": sum(sums.inf)}
@@ -180,16 +180,14 @@ def _screen(
     return screened, warnings
 
 
-def _broadcast(
-    session: Session, targets: Sequence[Selected], contribution: Contribution, sums: Measurement
-) -> Measurement:
+def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contribution, sums: Measurement) -> Measurement:
     """Measure what a gradient adds, without its weight; unless it broadcasts, that is what is in its files."""
     numbers = sorted(contribution.tensors)
     gradient, targets = Source(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
     if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
         return sums
     added = Add(targets, sums.spec, [gradient], Rule(keeps=False, rounds=False), is_new=True)
-    measurement: Measurement = session.run(added).each[0]
+    measurement: Measurement = call.run(added).each[0]
     return measurement
 
 
@@ -215,10 +213,10 @@ def _coef(
     return coef
 
 
-def _compare(session: Session, adding: Add, contributions: Sequence[Contribution]) -> list[Contribution]:
+def _compare(call: Call, adding: Add, contributions: Sequence[Contribution]) -> list[Contribution]:
     """Fill in the cosine and the distance of the gradients that are added."""
     unscales = [contribution.unscale for contribution in contributions if contribution.row.taken]
-    comparisons = iter(session.run(Compare(**vars(adding), unscales=unscales)).each)
+    comparisons = iter(call.run(Compare(**vars(adding), unscales=unscales)).each)
     compared = []
     for contribution in contributions:
         if contribution.row.taken:
@@ -277,7 +275,7 @@ def _check_left(options: AccumulateOptions, targets: Sequence[Selected], accepte
 
 
 def _check_finite(
-    session: Session, options: AccumulateOptions, adding: Add, sums: Measurement, before: Sequence[Measurement]
+    call: Call, options: AccumulateOptions, adding: Add, sums: Measurement, before: Sequence[Measurement]
 ) -> None:
     """Raise `NonFiniteError` for a NaN or Inf in a sum, naming the inputs that it comes from."""
     bad = [number for number in range(len(adding.selected)) if sums.nan[number] or sums.inf[number]]
@@ -286,7 +284,7 @@ def _check_finite(
     problems, numbers = [], set(bad)
     for gradient in adding.gradients:
         suspects = [selected for number, selected in gradient.tensors.items() if number in numbers]
-        problems += nonfinite_problems(suspects, session.run(Measure(suspects, adding.spec)))
+        problems += nonfinite_problems(suspects, call.run(Measure(suspects, adding.spec)))
     targets = [adding.selected[number] for number in bad]
     for measurement in before:
         problems += nonfinite_problems(targets, measurement.part(bad))

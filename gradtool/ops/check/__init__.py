@@ -17,7 +17,7 @@ from gradtool.declare import operation
 from gradtool.engines.choose import local
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, number_of
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
-from gradtool.ops.session import Timings
+from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
 from gradtool.store.format.examine import examine, is_aligned, listed, unaligned_in
 from gradtool.store.format.gradset import GradientSet, select
@@ -171,7 +171,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
         backend_why=None if engine is None else engine.workers.why,
         threads=max(1, clock.workers),
         seconds=seconds,
-        timings=Timings.of(clock, 0.0, seconds),
+        timings=Timings.from_clock(clock, 0.0, seconds),
         per_dtype=tuple(rows),
         per_finding=(*(_row("fault", fault) for fault in faults), *(_row("note", note) for note in notes)),
         problems=tuple(problems),

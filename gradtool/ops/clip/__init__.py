@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from gradtool.declare import operation
 from gradtool.errors import NonFiniteError, Problem
+from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.groups import groups_of
-from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, output_summary, overflow_problems, statistics
-from gradtool.ops.session import Call, refuse_engine
+from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
 from gradtool.store.transaction.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import TensorPass
-    from gradtool.ops.session import Session
     from gradtool.store.transaction.destination import Destination
     from gradtool.store.transaction.output import Output
 
@@ -126,26 +125,26 @@ def clip(options: ClipOptions) -> ClipResult:
     check_options(options)
     limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)
     if options.agc is not None:
-        refuse_engine(options, option("agc"))
-    call = Call.of(options.named, options, unique_names=not options.concat)
-    with call.open_to_write(options, WritePlan(state=state)) as (session, output), contextlib.ExitStack() as stack:
-        selected, groups = session.selected, groups_of(session.selected, [pattern for pattern, _ in limits])
+        require_this_machine(options, option("agc"))
+    call = Call(options.named, options, unique_names=not options.concat)
+    with call.open_to_write(options, WritePlan(state=state)) as output, contextlib.ExitStack() as stack:
+        selected, groups = call.selected, groups_of(call.selected, [pattern for pattern, _ in limits])
         if options.agc is None:
             state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
-            decision = decide(options, session, groups, state_file)
+            decision = decide(options, call, groups, state_file)
         else:
             from gradtool.ops.clip.units import clip_units  # only needed for this
 
-            output, decision = stack.enter_context(clip_units(options, session, output))  # noqa: PLW2901
-        destination, after, warnings = _write(session, output, options, decision)
+            output, decision = stack.enter_context(clip_units(options, call, output))  # noqa: PLW2901
+        destination, after, warnings = _write(call, output, options, decision)
         before, norms = decision.before, decision.norms
         norms_after = norms
         if decision.scaling is not None:
             members = [group.numbers for group in groups]
             norms_after = after.norms(per_tensor=options.per_tensor, groups=members)
     return ClipResult(
-        **statistics(session, selected, before, unscale=options.unscale, after=after, warnings=warnings),
-        output=output_summary(session, output, destination),
+        **call.statistics(selected, before, unscale=options.unscale, after=after, warnings=warnings),
+        output=call.output_summary(output, destination),
         per_tensor=tuple(
             TensorClip(tensor.name, str(shard.path), tensor.dtype, tensor.shape, was, now, coef, clipped)
             # There are no norms of tensors unless `per_tensor` asks for them.
@@ -184,7 +183,7 @@ def clip(options: ClipOptions) -> ClipResult:
 
 
 def _write(
-    session: Session, output: Output, options: ClipOptions, decision: Decision
+    call: Call, output: Output, options: ClipOptions, decision: Decision
 ) -> tuple[Destination, Measurement, Sequence[Problem]]:
     """Write what changes, and the state; return where it was written, what all tensors are now, and what to warn of."""
     if decision.scaling is None:
@@ -199,8 +198,8 @@ def _write(
         work, files, indexes = converted(output, decision.scaling, options.dtype)
         targets = work.targets
     state = None if decision.state_file is None else decision.state_file.content()
-    with session.writing(output, files, indexes, state) as destination:
-        after = session.run(work, destination)
+    with call.writing(output, files, indexes, state) as destination:
+        after = call.run(work, destination)
         problems = overflow_problems(targets, after) if options.nonfinite != "propagate" else ()
         if problems:
             hint = say("use a larger {}", option("unscale"))

@@ -20,11 +20,11 @@ from gradtool.wording import option, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.ops.call import Call
     from gradtool.ops.clip.limits import StateFile
     from gradtool.ops.groups import Group
     from gradtool.ops.measurement import Measurement, Norms
     from gradtool.ops.passes import Scaling
-    from gradtool.ops.session import Session
     from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
 
@@ -114,16 +114,16 @@ class Decision(NamedTuple):
     problems: Sequence[Problem] = ()
 
 
-def decide(options: ClipOptions, session: Session, groups: Sequence[Group], state_file: StateFile | None) -> Decision:
+def decide(options: ClipOptions, call: Call, groups: Sequence[Group], state_file: StateFile | None) -> Decision:
     """Measure gradients, and decide what becomes of each tensor.
 
     Raises:
         NonFiniteError: a value is NaN or Inf.
         BadInputError: a norm overflows, or a coefficient is out of range for its type.
     """
-    selected = session.selected
+    selected = call.selected
     spec = NormSpec(options.norm_type, drop_nonfinite=options.nonfinite == "zero")
-    before = session.run(Measure(selected, spec, keep_on_device=True))
+    before = call.run(Measure(selected, spec, keep_on_device=True))
     check_finite(options, selected, before)
     members = [group.numbers for group in groups]
     norms = before.norms(per_tensor=options.per_tensor, groups=members, unscale=options.unscale)

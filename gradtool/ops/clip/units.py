@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import BlockSums, Data, Factors, Piece
     from gradtool.engines.worker import Loaded, Worker
-    from gradtool.ops.session import Session
+    from gradtool.ops.call import Call
     from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.io.blocks import Block
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def clip_units(options: ClipOptions, session: Session, output: Output) -> Iterator[tuple[Output, Decision]]:
+def clip_units(options: ClipOptions, call: Call, output: Output) -> Iterator[tuple[Output, Decision]]:
     """Decide what becomes of each unit. New files may be read by those who may read gradients and parameters.
 
     Raises:
@@ -58,16 +58,16 @@ def clip_units(options: ClipOptions, session: Session, output: Output) -> Iterat
         NonFiniteError: a gradient or a parameter is NaN or Inf.
         SystemRefusedError: a file cannot be read, or may be half changed; or there is no room for the factors.
     """
-    grads, spec = session.selected, NormSpec()
+    grads, spec = call.selected, NormSpec()
     sets, params = _parameters(options, grads, output)
     limits = UnitLimits(options.agc or 0.0, options.agc_eps, options.unscale)
     with contextlib.closing(FactorFile(grads)) as file:
-        before, units = session.run(ComputeUnitFactors(grads, spec, params, limits, file))
+        before, units = call.run(ComputeUnitFactors(grads, spec, params, limits, file))
         check_finite(options, grads, before)
         suspects = [param for param, count in zip(params, units.nonfinite, strict=True) if count]
         if suspects and options.nonfinite == "error":
             # The norm of finite parameters may overflow, too.
-            check_finite(options, suspects, session.run(Measure(suspects, spec)), "a parameter is NaN or Inf")
+            check_finite(options, suspects, call.run(Measure(suspects, spec)), "a parameter is NaN or Inf")
         for number, unit in enumerate(units.beyond):
             if unit >= 0:
                 factor = memoryview(bytearray(8)).cast("d")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.declare import operation
 from gradtool.errors import BadInputError, Problem
+from gradtool.ops.call import Call
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
 from gradtool.ops.diff.thresholds import any_set, exceeded, nonfinite_problems
-from gradtool.ops.results import Result, call_summary
-from gradtool.ops.session import Call
+from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
 from gradtool.store.format.rename import Renames, prefix_problem
 from gradtool.wording import option, say
@@ -125,19 +125,19 @@ def diff(options: DiffOptions) -> DiffResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    call = Call.of(
+    call = Call(
         [os.fspath(options.a), os.fspath(options.b)],
         options,
         renames=Renames.parse(options.map, slice(1)),
         may_repeat=True,
     )
-    with call.open_to_read() as session:
-        a, b, unmatched = pair(session.opened, skip=options.missing == "skip")
+    with call.open_to_read():
+        a, b, unmatched = pair(call.opened, skip=options.missing == "skip")
         tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
-        comparison = session.run(Compare(a, NormSpec(), b, tolerance))
+        comparison = call.run(Compare(a, NormSpec(), b, tolerance))
         metrics, has_limits = comparison.metrics(), any_set(options)
         rows = _rows(a, b, comparison, options) if options.per_tensor or options.top is not None else []
-        summary = call_summary(session, a, warnings=() if has_limits else nonfinite_problems(a, comparison))
+        summary = call.summary(a, warnings=() if has_limits else nonfinite_problems(a, comparison))
         return DiffResult(
             call=replace(summary, bytes=summary.bytes + sum(tensor.nbytes for _, tensor in b)),
             **metrics._asdict(),

@@ -10,20 +10,13 @@ from gradtool import wording
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile
+from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.layernorm.backward import Backward, LayerPlan, sum_wide_rows
 from gradtool.ops.layernorm.layers import check_names, files_with_layers, find_layers
 from gradtool.ops.layernorm.patches import Patches
 from gradtool.ops.layernorm.placement import changed_files, check_in_place, new_indexes, separate_files, with_inputs
 from gradtool.ops.passes import Measure, in_file_order
-from gradtool.ops.results import (
-    OutputSummary,
-    Result,
-    call_summary,
-    nonfinite_problems,
-    output_summary,
-    overflow_problems,
-)
-from gradtool.ops.session import Call, refuse_engine
+from gradtool.ops.results import OutputSummary, Result, nonfinite_problems, overflow_problems
 from gradtool.options import LayerNormOptions
 from gradtool.store.transaction.inputs import WritePlan
 from gradtool.wording import option, say
@@ -34,7 +27,6 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm.gradients import Gradients
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.ops.layernorm.placement import Files
-    from gradtool.ops.session import Session
     from gradtool.store.format.gradset import Selected
 
 
@@ -95,16 +87,16 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    refuse_engine(options, wording.call("layernorm_backward"))
+    require_this_machine(options, wording.call("layernorm_backward"))
     _check_options(options, is_elsewhere=options.is_elsewhere)
-    call = Call.of(options.named, options, dtypes=None)
+    call = Call(options.named, options, dtypes=None)
     opened = output_files = None
     if len(call.inputs.paths) > 1 or options.output is not None:
         # Only the files with a Y_grad get results, and are locked.
         opened = call.open_unlocked(options)
         output_files = files_with_layers(opened, options) or None
-    with call.open_to_write(options, WritePlan(output_files=output_files), opened) as (session, output):
-        layers = find_layers(session.opened, options)
+    with call.open_to_write(options, WritePlan(output_files=output_files), opened) as output:
+        layers = find_layers(call.opened, options)
         for layer in layers:
             if output_files is not None and layer.y_grad.shard.path not in output_files:
                 # It had none when the files to be locked were chosen.
@@ -118,14 +110,14 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         else:
             files = with_inputs(files, layers)
         inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
-        with session.writing(output, files.new_files, new_indexes(files, output)) as destination:
-            gradients = session.run(_backward(session, options, layers, files), destination)
+        with call.writing(output, files.new_files, new_indexes(files, output)) as destination:
+            gradients = call.run(_backward(call, options, layers, files), destination)
             if options.nonfinite == "error" and not gradients.is_finite:
-                raise _nonfinite(session, inputs, gradients)
+                raise _nonfinite(call, inputs, gradients)
             rows = _rows(layers, gradients)
     return LayerNormResult(
-        call=call_summary(session, inputs),
-        output=output_summary(session, output, destination),
+        call=call.summary(inputs),
+        output=call.output_summary(output, destination),
         kind=options.kind,
         invertible=options.invertible,
         layers=len(layers),
@@ -144,20 +136,20 @@ def _check_options(options: LayerNormOptions, *, is_elsewhere: bool) -> None:
     check_names(options, is_elsewhere=is_elsewhere)
 
 
-def _backward(session: Session, options: LayerNormOptions, layers: Sequence[Layer], files: Files) -> Backward:
+def _backward(call: Call, options: LayerNormOptions, layers: Sequence[Layer], files: Files) -> Backward:
     """Plan the pass over all layers; what wide rows need is summed first."""
     plans: list[LayerPlan] = []
     number = 0
     for layer, outputs, inputs in zip(layers, files.outputs, files.inputs, strict=True):
         patches = Patches(options, layer)
-        plans.append(LayerPlan(patches, sum_wide_rows(session, patches), outputs, inputs, number))
+        plans.append(LayerPlan(patches, sum_wide_rows(call, patches), outputs, inputs, number))
         number += len(outputs)
     return Backward([tensor for plan in plans for tensor in plan.reads], NormSpec(), plans)
 
 
-def _nonfinite(session: Session, inputs: Sequence[Selected], gradients: Gradients) -> NonFiniteError:
+def _nonfinite(call: Call, inputs: Sequence[Selected], gradients: Gradients) -> NonFiniteError:
     """Return the error for results that are NaN or Inf, which names the inputs that they come from."""
-    problems = nonfinite_problems(inputs, session.run(Measure(inputs, NormSpec(math.inf))))
+    problems = nonfinite_problems(inputs, call.run(Measure(inputs, NormSpec(math.inf))))
     if problems:
         message, effect = "input contains NaN or Inf; nothing written", "continue"
     else:

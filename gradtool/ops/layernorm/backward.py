@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import Backend, Data, Patch
     from gradtool.engines.worker import Worker
+    from gradtool.ops.call import Call
     from gradtool.ops.layernorm.patches import Floats, Patches
-    from gradtool.ops.session import Session
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.destination import Destination
 
@@ -72,7 +72,7 @@ class SumWideRows(TensorPass["Floats"]):
             tally[number, 0, rows] = backend.row_sums(view, x.tensor.dtype, 1, columns, center)
 
 
-def sum_wide_rows(session: Session, patches: Patches) -> WideRows | None:
+def sum_wide_rows(call: Call, patches: Patches) -> WideRows | None:
     """Read wide rows for what their gradients need; None if a layer has none.
 
     The sums of stretches are added in order. So the chunks of a wide row are not simply added from the first to the
@@ -86,7 +86,7 @@ def sum_wide_rows(session: Session, patches: Patches) -> WideRows | None:
 
     def sums(what: Literal["values", "squares", "gradients"]) -> Floats:
         read = [layer.x, layer.y_grad] if what == "gradients" else [layer.x]
-        stretches = session.run(SumWideRows(read, NormSpec(), patches, what, mean, inv_std_dev))
+        stretches = call.run(SumWideRows(read, NormSpec(), patches, what, mean, inv_std_dev))
         with np.errstate(all="ignore"):
             return sum(stretches, np.zeros((2, layer.rows)))
 
@@ -94,7 +94,7 @@ def sum_wide_rows(session: Session, patches: Patches) -> WideRows | None:
         if not patches.rms:
             mean = sums("values")[0] / layer.columns
         squares = sums("squares")[0]
-        if np.isinf(squares).any() and not any(session.run(Measure([layer.x], NormSpec(math.inf))).inf):
+        if np.isinf(squares).any() and not any(call.run(Measure([layer.x], NormSpec(math.inf))).inf):
             raise patches.variance_overflow()
         inv_std_dev = patches.inv_std_dev(squares)
     weighted, projected = sums("gradients") / layer.columns

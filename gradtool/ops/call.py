@@ -1,0 +1,205 @@
+"""One call of an operation: it opens gradient sets, runs passes over them, writes, and sums up what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from gradtool.arrays import quiet
+from gradtool.backends.storage import STORAGE
+from gradtool.engines.choose import MOST_THREADS, asked_for, choose
+from gradtool.errors import Problem, UsageError
+from gradtool.ops.results import CallSummary, OutputSummary, Timings
+from gradtool.options import Rewriting
+from gradtool.store.format.paths import read_path_list
+from gradtool.store.transaction.destination import DISCARD, Discard
+from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
+from gradtool.wording import option, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradtool.engines.protocol import Pass, Result
+    from gradtool.ops.measurement import Measurement
+    from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.rename import Renames
+    from gradtool.store.transaction.destination import Destination, NewFile
+    from gradtool.store.transaction.inputs import OpenSets
+    from gradtool.store.transaction.output import Output
+    from gradtool.store.transaction.small import SmallFile
+    from gradtool.wording import Wording
+
+# More than this takes numpy long enough to be worth a warning.
+_SLOW_BYTES = 64 << 20
+
+
+class Call:
+    """A call of an operation, checked as far as that can be done without a file; then open, as long as a block lasts.
+
+    Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, no name may be selected
+    in several of the paths. Files may be named twice only with `may_repeat`.
+    """
+
+    opened: OpenSets
+
+    def __init__(
+        self,
+        named: Sequence[str],
+        options: Reading | DiffOptions,
+        *,
+        dtypes: Sequence[str] | None = tuple(STORAGE),
+        unique_names: bool = False,
+        renames: Renames | None = None,
+        may_repeat: bool = False,
+    ) -> None:
+        self._began, self._commit_seconds = perf_counter(), 0.0
+        if isinstance(options, Rewriting):
+            _check_in_place(options)
+        files_from: StrPath | None = getattr(options, "files_from", None)
+        listed = None if files_from is None else read_path_list(os.fspath(files_from))
+        paths = [*named, *(listed.paths if listed else ())]
+        progress = options.progress
+        # The backend is chosen here, unless workers choose it.
+        self.engine, self._choice = choose(options, progress if callable(progress) else None)
+        self.inputs = Inputs(paths, options.include, options.exclude, dtypes, unique_names, listed, renames, may_repeat)
+        self.options = options
+        # Where a pass that only reads writes nothing to.
+        self._nowhere: Destination = DISCARD
+
+    @property
+    def selected(self) -> list[Selected]:
+        """The tensors that are selected in all sets."""
+        return self.opened.selected
+
+    @contextlib.contextmanager
+    def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[None]:
+        """Open what the call names."""
+        opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
+        with quiet(), self._prepared(opened):
+            yield
+
+    def open_unlocked(self, options: Writing) -> OpenSets:
+        """Open what the call names for `open_to_write`, with nothing locked."""
+        from gradtool.store.transaction.open import open_unlocked
+
+        return open_unlocked(self.inputs, options)
+
+    @contextlib.contextmanager
+    def open_to_write(
+        self, options: Writing, plan: WritePlan = EVERYTHING, opened: OpenSets | None = None
+    ) -> Iterator[Output]:
+        """Open what the call names, unless it was `opened` without a lock, and lock it where it is written."""
+        from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
+
+        plan = plan._replace(by_workers=self._choice is None)
+        with quiet(), open_to_write(self.inputs, options, plan, opened) as (sets, output), self._prepared(sets, output):
+            yield output
+
+    @contextlib.contextmanager
+    def _prepared(self, opened: OpenSets, output: Output | None = None) -> Iterator[None]:
+        try:
+            self.engine.prepare(output, opened.shards)
+            self.opened = opened
+            yield
+        finally:
+            self.engine.close()
+
+    def run(self, work: Pass[Result], destination: Destination | None = None) -> Result:
+        """Run a pass, and return what it collected; without a destination nothing is written."""
+        return self.engine.run(work, destination or self._nowhere)
+
+    @contextlib.contextmanager
+    def writing(
+        self,
+        output: Output,
+        files: Sequence[NewFile],
+        indexes: Sequence[SmallFile] | None = None,
+        state: SmallFile | None = None,
+    ) -> Iterator[Destination]:
+        """Write as `Output.writing` does; the time that it takes to commit counts."""
+        with output.writing(files, indexes, state) as destination:
+            self._nowhere = Discard(destination.in_place)
+            yield destination
+            began = perf_counter()
+        self._nowhere = DISCARD
+        if destination.count:
+            self._commit_seconds += perf_counter() - began
+
+    def summary(
+        self, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
+    ) -> CallSummary:
+        """Sum up the call once it is done; `selected` are the tensors that it was about."""
+        workers, clock = self.engine.workers, self.engine.clock
+        timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
+        nbytes = sum(tensor.nbytes for _, tensor in selected)
+        faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
+        if why is None and nbytes > _SLOW_BYTES and faster is not None:
+            message = "computed by numpy, several times slower than the compiled kernels"
+            warnings = [Problem("slow", message, hint=faster), *warnings]
+        if threads > MOST_THREADS:
+            message = say("{} exceeds the limit; using {} threads", option("threads", threads), MOST_THREADS)
+            warnings = [Problem("threads", message), *warnings]
+        return CallSummary(
+            files=len(self.opened.shards),
+            tensors=len(selected),
+            elements=sum(tensor.elements for _, tensor in selected),
+            bytes=nbytes,
+            backend=workers.backend,
+            backend_why=why or workers.why,
+            threads=max(1, clock.workers),
+            engine=self.engine.name,
+            workers=workers.workers,
+            hosts=workers.hosts,
+            retries=workers.retries,
+            seconds=timings.total_seconds,
+            timings=timings,
+            warnings=tuple(warnings),
+        )
+
+    def output_summary(self, output: Output, destination: Destination) -> OutputSummary:
+        """Sum up what was written, after the destination is closed."""
+        return OutputSummary(
+            wrote=output.wrote(destination.shards),
+            dry_run=output.options.dry_run,
+            files_written=destination.count,
+            bytes_written=self.engine.clock.written_bytes,
+        )
+
+    def statistics(
+        self,
+        selected: Sequence[Selected],
+        before: Measurement,
+        *,
+        unscale: float = 1.0,
+        after: Measurement | None = None,
+        warnings: Sequence[Problem] = (),
+    ) -> dict[str, Any]:
+        """Return the fields of `Statistics`, for tensors that were measured; `after` is what was written."""
+        return {
+            "call": self.summary(selected, warnings=warnings),
+            "norm_type": before.spec.order,
+            "max_abs": before.largest / unscale,
+            "nan": sum(before.nan),
+            "inf": sum(before.inf),
+            "zeros": sum((after or before).zeros),
+        }
+
+
+def _check_in_place(options: Rewriting) -> None:
+    """Raise `UsageError` where workers would overwrite files."""
+    engine = asked_for(options.engine)
+    if options.in_place and engine.address is not None:
+        what = "{} requires {}, because an undo log protects what one machine overwrites"
+        hint = say("use {} with {}", option("write", "replace"), option("engine", engine.name))
+        raise UsageError(say(what, option("write", "inplace"), option("engine", "threads")), hint=hint)
+
+
+def require_this_machine(options: Compute, what: Wording) -> None:
+    """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
+    engine = asked_for(options.engine)
+    if engine.address is not None:
+        hint = say("use {} instead of {}", option("engine", "threads"), engine.name)
+        raise UsageError(say("{} runs on one machine", what), hint=hint)

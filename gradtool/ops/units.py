@@ -154,12 +154,14 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
         """Compute the factors of the units that begin in a block; the last one may go on behind it."""
         with worker.load(block) as loaded, contextlib.ExitStack() as stack:
             measured = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
-            units = list(self._in_block(loaded, worker, stack))
+            units = []
             for span in block.spans:
                 size = self._size(span)
                 last, rest = divmod(span.start + span.elements, size)
                 if rest and last * size >= span.start:
                     units.append(self._of_unit(span.tensor, last, worker))
+            # The others come last: their memory is owned until they are written, and those above use the same before.
+            units += self._in_block(loaded, worker, stack)
             # Nothing is added before all is known: a device that has no room gets the block in halves.
             sums, counts = tally
             sums.add(block, measured)

@@ -156,11 +156,7 @@ class Backward(TensorPass[Gradients]):
         """Compute the gradient of X, in memory of the stack and where the backend works; and the sums of others."""
         (layer, patches, rows, *_), backend = self.plans[task.layer], worker.backend
         patch = stack.enter_context(patches.read(task.stretch, task.first, worker, groups=task.groups))
-        if task.writes:
-            # What stays in a new file is written from memory, and not read again.
-            for place, stored in zip(self.plans[task.layer].inputs, (patch.x, patch.y_grad), strict=True):
-                if place is not None:
-                    _write(place, patches.start(task.stretch, task.first), stored, worker)
+        inputs = patch.x, patch.y_grad
         patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
         means: tuple[np.ndarray, np.ndarray] | None = None
         if rows is None:
@@ -175,6 +171,11 @@ class Backward(TensorPass[Gradients]):
         data = backend.to_device(view, copies=False)
         grads = backend.layer_norm_grads(patch, means, data, dtype)
         backend.to_host(data, view)
+        if task.writes:
+            # What stays in a new file is written from memory, and not read again; once, when the device had room.
+            for place, stored in zip(self.plans[task.layer].inputs, inputs, strict=True):
+                if place is not None:
+                    _write(place, patches.start(task.stretch, task.first), stored, worker)
         return view, data, grads
 
     def _with_statistics(self, layer: Layer, patch: Patch, backend: Backend) -> Patch:

@@ -48,7 +48,7 @@ def existing_buffer(path: StrPath) -> str:
     problem = no_such_file(path)
     if problem.message == NO_SUCH_FILE:
         hint = say("use {} to write the sum alone", option("output"))
-        problem = replace(problem, hint=say("{}; or {}", problem.hint, hint) if problem.hint else hint)
+        problem = replace(problem, hint=say("{} Or {}", problem.hint, hint) if problem.hint else hint)
     raise BadInputError.from_problems([problem])
 
 

@@ -192,7 +192,8 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
         """Compute the factors of the units that begin in a block."""
         with worker.load(block) as loaded, contextlib.ExitStack() as stack:
             measured = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
-            units = [*self._whole_units(loaded, worker, stack), *self._cut_unit(block, worker, stack)]
+            # A unit that goes on behind the block comes first: it gives back its memory, and the others own theirs.
+            units = [*self._cut_unit(block, worker, stack), *self._whole_units(loaded, worker, stack)]
             # Nothing is added before all is known: a device that has no room gets the block in halves.
             sums, counts = tally
             sums.add(block, measured)

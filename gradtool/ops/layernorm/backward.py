@@ -225,11 +225,7 @@ class Backward(TensorPass[Gradients]):
         """Compute the gradient of X, in memory of the stack and where the backend works; and the sums of others."""
         patches, rows, backend = plan.patches, plan.rows, worker.backend
         patch = stack.enter_context(patches.read(task.stretch, task.first, worker, task.groups))
-        if task.writes:
-            # What stays in a new file is written from memory, and not read again.
-            for place, values in zip(plan.inputs, (patch.x, patch.y_grad), strict=True):
-                if place is not None:
-                    _write(place, patches.start(task.stretch, task.first), values, worker)
+        inputs = patch.x, patch.y_grad
         patch = patch._replace(x=backend.to_device(patch.x), y_grad=backend.to_device(patch.y_grad))
         means: tuple[Floats, Floats] | None = None
         if rows is not None:
@@ -244,6 +240,11 @@ class Backward(TensorPass[Gradients]):
         data = backend.to_device(view, copies=False)
         sums = backend.layer_norm_grads(patch, means, data, dtype)
         backend.to_host(data, view)
+        if task.writes:
+            # What stays in a new file is written from memory, and not read again; once, when the device had room.
+            for place, values in zip(plan.inputs, inputs, strict=True):
+                if place is not None:
+                    _write(place, patches.start(task.stretch, task.first), values, worker)
         return view, data, sums
 
 

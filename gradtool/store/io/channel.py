@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     Task = Callable[["Channel"], None]
 
 
-_NOTHING = memoryview(b"")
+# Writable, as all memory is.
+_NOTHING = memoryview(bytearray())
 
 
 @dataclass(eq=False, repr=False)

@@ -1,5 +1,6 @@
 """Every operation, on files, gives the same bytes and the same numbers on every backend."""
 
+import contextlib
 import gc
 import os
 import weakref
@@ -14,6 +15,7 @@ from gradtool import tuning
 from gradtool.backends.choose import Choice
 from gradtool.errors import DeviceMemoryError, SystemRefusedError
 from gradtool.store.io import blocks
+from gradtool.store.io.channel import Channel
 
 TILE = 65_536
 
@@ -226,8 +228,31 @@ def test_full_memory_is_met_by_smaller_blocks(tmp_path, use, shim, call):
     found = CALLS[call](tmp_path / "found", threads=1)
     if call == "check":
         assert told(found) == told(expected)
+    elif not call.startswith("norm"):
+        assert found.output.bytes_written == expected.output.bytes_written
     assert contents(tmp_path / "found") == contents(tmp_path / "expected")
     assert backend.device.refused
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_task_uses_no_memory_that_it_does_not_own(tmp_path, use, monkeypatch, backend, call):
+    use(support.NumpyBackend())
+    expected = CALLS[call](tmp_path / "expected", threads=1)
+    owned = Channel.memory
+
+    @contextlib.contextmanager
+    def memory(channel, nbytes):
+        with owned(channel, nbytes) as view:
+            view[:] = b"\xa5" * nbytes
+            yield view
+            view[:] = b"\x5a" * nbytes
+
+    monkeypatch.setattr(Channel, "memory", memory)
+    use(backend)
+    found = CALLS[call](tmp_path / "found", threads=3)
+    if call not in ("norm 3", "check"):
+        assert told(found) == told(expected)
+    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
 
 
 @pytest.mark.parametrize("call", SCARCE)

@@ -144,8 +144,8 @@ def test_paths_that_a_shell_would_expand_are_to_be_expanded_in_python(tmp_path):
 def test_warnings_of_functions_speak_python(tmp_path):
     path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
     (warning,) = gradtool.norm(path, threads=5000).call.warnings
-    assert warning.message.startswith("threads=5000 is more than 256")
-    assert warning.as_command().message.startswith("--threads 5000 is more than 256")
+    assert warning.message.startswith("threads=5000 exceeds the limit")
+    assert warning.as_command().message.startswith("--threads 5000 exceeds the limit")
 
 
 def test_errors_of_functions_speak_python_and_those_of_commands_do_not(tmp_path):

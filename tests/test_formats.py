@@ -208,11 +208,11 @@ def test_a_failure_is_annotated_too_with_its_remedy(tmp_path, on_github):
     assert [message for *_, message in commands_in(done.stdout)] == [
         f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0",
         f"{path}: tensor 'b': 1 NaN, 0 Inf, the first at index 0",
-        "input contains NaN or Inf; nothing written. Use --nonfinite zero or propagate to continue",
+        "input contains NaN or Inf; nothing written. Use --nonfinite zero or --nonfinite propagate to continue",
     ]
     assert len(done.stdout.splitlines()) == 3
     assert "### gradtool `clip`: failed with exit code 1\n" in summary.read_text()
-    assert "Use --nonfinite zero or propagate to continue\n" in summary.read_text()
+    assert "hint: use --nonfinite zero or --nonfinite propagate to continue\n" in summary.read_text()
     done = gradtool("clip", path, "--max-norm", "one", "--format=github", env=environment)
     assert [level for level, *_ in commands_in(done.stdout)] == ["error"]
     assert "### gradtool `clip`: failed with exit code 2\n" in summary.read_text()
@@ -228,7 +228,7 @@ def test_no_more_annotations_than_github_shows(tmp_path, on_github, count, shown
     found = commands_in(gradtool("clip", path, "--max-norm", "1", "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
     assert found[-2][2] == f"and {count - 8} more; --json names them all"
-    assert found[-1][2].endswith("Use --nonfinite zero or propagate to continue")
+    assert found[-1][2].endswith("Use --nonfinite zero or --nonfinite propagate to continue")
 
 
 def test_a_warning_is_annotated_and_quiet_keeps_it_and_the_text_back(tmp_path, on_github):

@@ -95,7 +95,9 @@ def test_without_room_for_the_factors_of_units_nothing_is_changed(disk, tmp_path
     environment = {"TMPDIR": str(disk), "PYTHONUNBUFFERED": "1"}
     params = write(tmp_path / "p.safetensors", read(grads))
     done = gradtool("clip", grads, "--agc", "0.1", "--params", params, env=environment)
-    message = f"{disk}: cannot store the factors of units: No space left on device; set TMPDIR to another folder"
+    message = (
+        f"{disk}: cannot store the factors of units: No space left on device\n  hint: set TMPDIR to another folder"
+    )
     assert (done.returncode, done.stderr) == (5, f"gradtool: error: {message}\n")
     assert grads.read_bytes() == before
 

@@ -65,7 +65,7 @@ def test_a_pipe_on_stderr_that_does_not_block_gets_all_that_is_said(tmp_path, en
         with os.fdopen(reader) as said:
             lines = said.read().splitlines()
         assert running.wait() == 1
-    assert [line.split("'")[1] for line in lines[:-1]] == names
+    assert [line.split("'")[1] for line in lines[:-2]] == names
 
 
 def test_a_reader_that_leaves_in_the_middle_is_exit_5(path, environment):

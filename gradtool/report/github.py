@@ -41,14 +41,20 @@ def show(outcome: Outcome) -> None:
 def _annotations(command: str, level: str, problems: Sequence[Problem], summary: str | None = None) -> Iterator[str]:
     """Yield as many as GitHub shows; the last ones say how many more there are, and sum them up."""
     room = _MOST if summary is None else _MOST - 1
-    shown = problems if len(problems) <= room else problems[: room - 1]
-    for problem in map(Problem.as_command, shown):
-        text = f"{problem.line}. {problem.hint[0].upper()}{problem.hint[1:]}" if problem.hint else problem.line
+    shown = [problem.as_command() for problem in (problems if len(problems) <= room else problems[: room - 1])]
+    # What sums them up has the hint that they share.
+    common = None if summary is None or not shown else shown[-1].hint
+    for problem in shown:
+        text = _with_hint(problem.line, None if problem.hint == common else problem.hint)
         yield _annotation(level, f"gradtool {command} ({problem.code})", text, problem.file)
     if len(shown) < len(problems):
         yield _annotation(level, f"gradtool {command}", and_more(len(problems) - len(shown)))
     if summary is not None:
-        yield _annotation(level, f"gradtool {command}", as_command(summary))
+        yield _annotation(level, f"gradtool {command}", _with_hint(as_command(summary), common))
+
+
+def _with_hint(message: str, hint: str | None) -> str:
+    return f"{message}. {hint[0].upper()}{hint[1:]}" if hint else message
 
 
 def _annotation(level: str, title: str, message: str, file: str | None = None) -> str:

@@ -26,7 +26,7 @@ def test_another_user_may_check_a_folder_that_is_only_readable_and_see_what_a_cr
     before = snapshot(folder)
     answer = run_as(MALLORY, "check", folder)
     assert answer.code == 1, answer
-    assert f"has crashed and left files half changed\n  hint: gradtool recover {folder}" in answer.err
+    assert f"has crashed and left files half changed\n  hint: run gradtool recover {folder}" in answer.err
     assert snapshot(folder) == before
     assert run_as(ALICE, "recover", folder).code == 0
     answer = run_as(MALLORY, "check", folder)

@@ -20,7 +20,7 @@ from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem
 from gradtool.store.format.filetypes import not_a_list_error
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.paths import url_problem
-from gradtool.wording import option, say
+from gradtool.wording import Text, Wording, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -136,12 +136,16 @@ def _misspelled(path: str, what: str) -> Explanation | None:
 def _unexpanded(path: str, what: str) -> Explanation | None:
     """Explain a path with a tilde or a pattern that the shell did not replace."""
     if path.startswith("~") and os.sep in path:
-        return f"{what}: the shell did not expand the ~", "remove the quotes around it, or write $HOME"
+        why = Wording("the shell did not expand the ~", "~ is not expanded")
+        hint = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
+        return say("{}: {}", what, why), hint
     if not re.search(r"[*?\[]", path):
         return None
     folder, pattern = os.path.split(path)
     if any(fnmatch.fnmatchcase(name, pattern) for name in _listed(folder)):
-        return f"{what}: the shell expands patterns, and gradtool does not", "remove the quotes around it"
+        hint = Text("use glob.glob", "remove the quotes around it")
+        why = Wording("the shell expands patterns, and gradtool does not", "patterns are not expanded")
+        return say("{}: {}", what, why), hint
     return (f"{what}: nothing matches the pattern", None) if re.search(r"[*?]", path) else None
 
 

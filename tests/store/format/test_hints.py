@@ -18,7 +18,8 @@ ONES = np.ones(2, np.float32)
 
 
 def said_of(problem):
-    return "; ".join(filter(None, (problem.message, problem.hint)))
+    command = problem.as_command()
+    return "; ".join(filter(None, (command.message, command.hint)))
 
 
 @pytest.fixture

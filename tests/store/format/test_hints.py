@@ -18,8 +18,7 @@ ONES = np.ones(2, np.float32)
 
 
 def said_of(problem):
-    command = problem.as_command()
-    return "; ".join(filter(None, (command.message, command.hint)))
+    return "; ".join(filter(None, (problem.message, problem.hint)))
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ PATHS = {
     "dangling": "is a symbolic link to ../blobs/abc, which does not exist; restore that file or correct the link",
     "dangling/x": "no such file: dangling is a symbolic link to ../blobs/abc, which does not exist; "
     "restore that file or correct the link",
-    "~/x.safetensors": "no such file: the shell did not expand the ~; remove the quotes around it, or write $HOME",
+    "~/x.safetensors": "no such file: ~ is not expanded; use Path.expanduser",
     "data/*.safetensors": "no such file: the shell expands patterns, and gradtool does not; "
     "remove the quotes around it",
     "data/micro_[01].safetensors": "no such file: the shell expands patterns, and gradtool does not; "

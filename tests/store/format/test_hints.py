@@ -56,10 +56,8 @@ PATHS = {
     "dangling/x": "no such file: dangling is a symbolic link to ../blobs/abc, which does not exist; "
     "restore that file or correct the link",
     "~/x.safetensors": "no such file: ~ is not expanded; use Path.expanduser",
-    "data/*.safetensors": "no such file: the shell expands patterns, and gradtool does not; "
-    "remove the quotes around it",
-    "data/micro_[01].safetensors": "no such file: the shell expands patterns, and gradtool does not; "
-    "remove the quotes around it",
+    "data/*.safetensors": "no such file: patterns are not expanded; use glob.glob",
+    "data/micro_[01].safetensors": "no such file: patterns are not expanded; use glob.glob",
     "data/rank*.safetensors": "no such file: nothing matches the pattern",
     "dat?/x": "no such file: nothing matches the pattern",
     "'text'": "no such file, but text exists; remove the quotes that are part of the name",

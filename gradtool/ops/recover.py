@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
-from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError
+from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.options import RecoverOptions
 from gradtool.store import signals
-from gradtool.store.format.paths import is_there, no_path_error, require_local
+from gradtool.store.format.paths import is_there, require_local
 from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
@@ -58,7 +58,7 @@ def recover(options: RecoverOptions) -> RecoverResult:
         SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
     """
     if not options.named:
-        raise no_path_error()
+        raise UsageError("no path is given", hint="name a file, a folder or an index")
     require_local(options.named)
     rows: list[RunRow] = []
     problems: list[Problem] = []

@@ -186,7 +186,8 @@ def _repeated_between(found: Examined) -> set[str]:
             if first is not shard:
                 shared[shard, first].append(tensor.name)
     for (shard, first), names in shared.items():
-        what = f"has {listed(names)}, and so has {first.path.name}"
+        first_name = first.path.name
+        what = f"is also in {first_name}" if len(names) == 1 else f"has {listed(names)}, and so has {first_name}"
         hint = "if they are not shards of one set, name the files one by one"
         found.faults.append(Problem("duplicate-name", what, str(shard.path), _only(names), hint))
     return {name for names in shared.values() for name in names}

@@ -356,7 +356,8 @@ def test_a_call_that_fails_leaves_all_old_and_nothing_behind(scene, error):
         else:
             # Once all files are in their places, what is left to do may fail and be done again.
             assert (done.code, scene.state()) in ((5, "old"), (0, "new")), (step, done, scene.state())
-        assert len(messages_in(done.err)) == (done.code != 0)
+        errors = [line for line in messages_in(done.err) if not line.startswith("gradtool: warning: ")]
+        assert len(errors) == (done.code != 0), (step, done)
         scene.put_back()
         if done.steps < step:
             break

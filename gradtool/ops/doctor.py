@@ -143,7 +143,7 @@ def _gpu() -> str:
     try:
         return choose("cuda").why
     except GradtoolError as error:
-        return f"none: {error.problems[0].message.partition(';')[0]}"
+        return f"none: {error.problems[0].message}"
 
 
 def _gpu_driver() -> str | None:

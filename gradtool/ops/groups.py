@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import Selected
 
-OPTION = "group"
-
 
 class Group(NamedTuple):
     """The tensors that a pattern matches, by their numbers; or, without a pattern, those that are in no group."""
@@ -24,28 +22,25 @@ class Group(NamedTuple):
 
 
 def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Group]:
-    """The group of each pattern, in order, then all other tensors, if there are any; none without a pattern.
+    """Return the group of each pattern, in order, then all other tensors, if there are any; none without a pattern.
 
     Raises:
         UsageError: a pattern is not a regular expression.
         BadInputError: a pattern matches no tensor, or a tensor is in two groups.
     """
-    names = {one.tensor.name for one in selected}
-    home: dict[str, int] = {}
-    for number, pattern in enumerate(compiled(patterns, OPTION)):
-        found = matching(names, [pattern], OPTION)
-        if not found.isdisjoint(home):
-            first = next(one for one in selected if one.tensor.name in found and one.tensor.name in home)
-            raise _in_two(first, patterns[home[first.tensor.name]], pattern.pattern)
-        home |= dict.fromkeys(found, number)
+    names = {tensor.name for _, tensor in selected}
+    group_by_name: dict[str, int] = {}
+    for number, pattern in enumerate(compiled(patterns, "group")):
+        matches = matching(names, [pattern], "group")
+        for shard, tensor in selected:
+            if tensor.name in matches and tensor.name in group_by_name:
+                first = patterns[group_by_name[tensor.name]]
+                what = say("is in two groups, {} and {}", option("group", first), option("group", pattern.pattern))
+                hint = say("narrow one of the regular expressions, or skip the tensor with {}", option("exclude"))
+                raise BadInputError(what, file=shard.path, tensor=tensor.name, code="two-groups", hint=hint)
+        group_by_name |= dict.fromkeys(matches, number)
     groups = [Group(pattern, []) for pattern in patterns]
     rest = Group(None, [])
-    for number, one in enumerate(selected):
-        (groups[home[one.tensor.name]] if one.tensor.name in home else rest).numbers.append(number)
+    for number, (_, tensor) in enumerate(selected):
+        (groups[group_by_name[tensor.name]] if tensor.name in group_by_name else rest).numbers.append(number)
     return [*groups, rest] if groups and rest.numbers else groups
-
-
-def _in_two(one: Selected, first: str, second: str) -> BadInputError:
-    what = say("is in two groups, {} and {}", option("group", first), option("group", second))
-    hint = say("narrow one of the regular expressions, or skip the tensor with {}", option("exclude"))
-    return BadInputError(what, file=one.shard.path, tensor=one.tensor.name, code="two-groups", hint=hint)

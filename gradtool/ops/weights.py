@@ -112,7 +112,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def replace_total(
-    gradients: GradientSet | None, key: str | None, total: Weight | None, hint: str | None
+    gradients: GradientSet | None, key: str | None, new: Weight | None, hint: str | None
 ) -> tuple[Metadata, list[Problem]]:
     """Store a total under a key in all shards of a set; remove an old one, and what is under the key, with a warning.
 
@@ -122,7 +122,7 @@ def replace_total(
     stored = stored_key(shards)
     if key is None and stored is None:
         return {}, []
-    entries = {} if key is None or total is None else total.entries(key)
+    entries = {} if key is None or new is None else new.entries(key)
     keys = [name for name in (key, stored) if name is not None and name not in entries]
     lost = {name: shard.metadata[name] for name in keys for shard in shards if name in shard.metadata}
     changes = dict.fromkeys([*keys, *({_KEY, _CONTENT} - entries.keys())]) | entries

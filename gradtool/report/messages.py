@@ -59,7 +59,7 @@ def and_more(count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with all control characters, which a terminal might act on, escaped; and the second # of two.
+    """Escape all control characters, which a terminal might act on, and the second # of two.
 
     In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. For those
     that begin a line, such as `::error::x`, see `without_commands`.

@@ -11,7 +11,6 @@ from gradtool.arrays import np
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
-from gradtool.ops.clip.limits import rule_from_options, state_path
 from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import nonfinite_problems
@@ -47,7 +46,7 @@ _EXCLUDES = {
 
 
 def check_options(options: ClipOptions) -> None:
-    """Raise `UsageError` for options that need or exclude others, or whose text says nothing."""
+    """Raise `UsageError` for options that need or exclude others."""
     given = {name for name in vars(options) if not options.is_default(name)}
     for name, (what, others) in _EXCLUDES.items():
         for other in others.split():
@@ -62,9 +61,6 @@ def check_options(options: ClipOptions) -> None:
         raise UsageError(say("{} cannot be combined with {}", option("agc"), option("nonfinite", "zero")))
     if options.dtype is not None and options.output is None and options.output_dir is None:
         raise UsageError(say("{} requires {} or {}", option("dtype"), option("output"), option("output_dir")))
-    group_limits(options)
-    rule_from_options(options)
-    state_path(options)
 
 
 def group_limits(options: ClipOptions) -> list[tuple[str, float]]:

@@ -78,7 +78,7 @@ class NamedPath(NamedTuple):
         explain = no_such_file if problem.message == NO_SUCH_FILE else no_such_folder
         explained = explain(self.path if is_own else problem.file)
         if is_own:
-            explained = replace(explained, message=explained.message + self._place)
+            explained = replace(explained, message=say("{}{}", explained.message, self._place))
         return BadInputError.from_problems([explained])
 
 

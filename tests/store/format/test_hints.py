@@ -120,6 +120,18 @@ def test_an_entry_of_a_list_is_named_with_its_number(here):
     )
 
 
+def test_an_entry_that_the_shell_did_not_expand_is_told_in_the_words_of_the_caller(here):
+    (here / "list").write_text("~/x.safetensors\n")
+    with pytest.raises(BadInputError) as caught:
+        api.norm(files_from="list")
+    assert said_of(caught.value.problems[0]) == "no such file: ~ is not expanded (entry 1 of list); use Path.expanduser"
+    done = gradtool("norm", "--files-from", "list", cwd=here)
+    assert done.stderr.splitlines() == [
+        "gradtool: error: ~/x.safetensors: no such file: the shell did not expand the ~ (entry 1 of list)",
+        "  hint: remove the quotes around it, or write $HOME",
+    ]
+
+
 def test_a_broken_link_in_a_set_is_named(here):
     (here / "data/z.safetensors").symlink_to("gone")
     for path in ("data", "data/"):

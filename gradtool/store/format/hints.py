@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem
 from gradtool.store.format.filetypes import not_a_list_error
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.format.paths import url_problem
+from gradtool.store.format.paths import EXPAND, UNEXPANDED, url_problem
 from gradtool.wording import Text, Wording, option, say
 
 if TYPE_CHECKING:
@@ -136,9 +136,7 @@ def _misspelled(path: str, what: str) -> Explanation | None:
 def _unexpanded(path: str, what: str) -> Explanation | None:
     """Explain a path with a tilde or a pattern that the shell did not replace."""
     if path.startswith("~") and os.sep in path:
-        why = Wording("the shell did not expand the ~", "~ is not expanded")
-        hint = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
-        return say("{}: {}", what, why), hint
+        return say("{}: {}", what, UNEXPANDED), EXPAND
     if not re.search(r"[*?\[]", path):
         return None
     folder, pattern = os.path.split(path)

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError, Problem, UsageError, from_os_error, os_errors_about
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
-from gradtool.wording import option, say
+from gradtool.wording import Text, Wording, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+# What is wrong with a path that begins with ~/, and what to do.
+UNEXPANDED = Wording("the shell did not expand the ~", "~ is not expanded")
+EXPAND = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
 _DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
 
 
@@ -66,7 +69,7 @@ def check_output_path(path: str) -> None:
     if _URL.match(path):
         what, hint = "is a URL, which gradtool cannot write to", "name a local path and upload the result"
     elif path.partition(os.sep)[0] == "~" and not os.path.lexists("~"):
-        what, hint = "the shell did not expand the ~", "remove the quotes around it, or write $HOME"
+        what, hint = say("{}", UNEXPANDED), EXPAND
     else:
         return
     raise BadInputError(what, file=path, code="missing-file", hint=hint)

@@ -172,7 +172,7 @@ def test_a_new_buffer_may_have_any_name_that_is_no_url(here):
 
 
 WRITTEN = "is a URL, which gradtool cannot write to; name a local path and upload the result"
-TILDE = "the shell did not expand the ~; remove the quotes around it, or write $HOME"
+TILDE = "~ is not expanded; use Path.expanduser"
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -50,8 +50,7 @@ def test_a_run_off_a_terminal_imports_no_rich(tmp_path):
 def test_what_explains_a_refusal_is_not_imported_before_one(tmp_path):
     (tmp_path / "x").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "list").write_text(f"{tmp_path / 'x'}\n")
-    names = ("sniff", "missing", "contents", "globs", "named")
-    explaining = tuple(f"gradtool.store.format.{name}" for name in names)
+    explaining = ("gradtool.store.format.filetypes", "gradtool.store.format.hints")
     arguments = ["norm", "--files-from", str(tmp_path / "list")]
     code = PROBE.format(arguments=arguments, heavy=explaining)
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)

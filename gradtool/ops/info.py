@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from time import perf_counter
@@ -10,11 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.options import InfoOptions
-from gradtool.store.format.gradset import GradientSet, read_mapped, select
+from gradtool.store.format.gradset import GradientSet, SetReader, first_raised, select
 from gradtool.store.format.header import read_outline
-from gradtool.store.format.index import read_weight_map
-from gradtool.store.format.listing import listing_of
-from gradtool.store.format.paths import no_path_error, read_path_list
+from gradtool.store.format.paths import paths_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,12 +78,7 @@ def info(options: InfoOptions) -> InfoResult:
         SystemRefusedError: a file cannot be read.
     """
     began = perf_counter()
-    paths = options.named
-    if options.files_from is not None:
-        paths += read_path_list(os.fspath(options.files_from)).paths
-    if not paths:
-        raise no_path_error()
-    sets = [_outline_of(path) for path in dict.fromkeys(paths)]
+    sets = [_outline_of(path) for path in paths_of(options.named, options.files_from)]
     selected = select(sets, options.include, options.exclude)
     shards = [shard for gradset in sets for shard in gradset.shards]
     rows = [
@@ -118,10 +110,7 @@ def _totals(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
 
 def _outline_of(path: str) -> GradientSet:
     """Return a set as its headers describe it."""
-    listing = listing_of(path)
-    if listing.index is None:
-        shards = tuple(read_outline(file, is_named=listing.is_named) for file in listing.files)
-    else:
-        files = dict.fromkeys(read_weight_map(listing.index, is_named=listing.is_named).values())
-        shards = tuple(read_mapped(listing.index, file, read_outline) for file in files)
-    return GradientSet(listing.path, shards, listing.index)
+    reader = SetReader(path, read_outline)
+    first_raised(reader.list_files())
+    first_raised(reader.read_files())
+    return reader.gradset

@@ -16,12 +16,13 @@ from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.engines.choose import local
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, number_of
+from gradtool.ops.check.headers import Examined
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.examine import examine, is_aligned, listed, unaligned_in
-from gradtool.store.format.gradset import GradientSet, select
-from gradtool.store.format.paths import no_path_error, read_path_list
+from gradtool.store.format.gradset import GradientSet, quoted, select
+from gradtool.store.format.paths import paths_of
+from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.remains import remains_at
 from gradtool.wording import call, say
@@ -30,13 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.ops.check.values import Severity
-    from gradtool.store.format.examine import Examined
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
     from gradtool.store.transaction.remains import Remains
 
 # Files that are replaced while they are read are read again so often.
 _TRIES = 3
+# Where the data begins is a multiple of that, if the library wrote the file.
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,10 @@ def check(options: CheckOptions) -> CheckResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, or keeps changing.
     """
-    named = options.named
-    if options.files_from is not None:
-        named += read_path_list(os.fspath(options.files_from)).paths
-    if not named:
-        raise no_path_error()
+    paths = paths_of(options.named, options.files_from)
     for tries in range(1, _TRIES + 1):
         try:
-            return _check(list(dict.fromkeys(named)), options)
+            return _check(paths, options)
         except SystemRefusedError as error:
             if tries == _TRIES or any(problem.code != "changed" for problem in error.problems):
                 raise
@@ -119,15 +117,15 @@ def check(options: CheckOptions) -> CheckResult:
 def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     """Look at everything once."""
     began = perf_counter()
-    examined = [examine(path) for path in named]
+    examined = [Examined(path) for path in named]
     remains, errors = remains_at(named)
     others = [problem for error in errors for problem in error.problems]
-    unreadable = [problem for each in examined for problem in each.refused]
+    unreadable = [problem for each in examined for problem in each.unreadable]
     unreadable += [problem for problem in others if problem.code != "unfinished"]
     for each in examined:
-        half_changed = [problem for problem in each.strangers if _may_be_half_changed(problem, remains)]
+        half_changed = [problem for problem in each.not_safetensors if _may_be_half_changed(problem, remains)]
         each.faults += half_changed
-        each.strangers = [problem for problem in each.strangers if problem not in half_changed]
+        each.not_safetensors = [problem for problem in each.not_safetensors if problem not in half_changed]
     sets = _distinct(examined)
     selected = _select(sets, examined, options)
     valued = [entry for entry in selected if entry.tensor.dtype in STORAGE]
@@ -151,7 +149,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     findings += value_findings(valued, counts) if counts is not None else ()
     faults = list(dict.fromkeys(problem for severity, problem in findings if severity == "fault"))
     notes = list(dict.fromkeys(problem for severity, problem in findings if severity == "note"))
-    _require_readable(unreadable, [problem for each in examined for problem in each.strangers], faults)
+    _require_readable(unreadable, [problem for each in examined for problem in each.not_safetensors], faults)
     problems = [*faults, *notes] if options.strict else faults
     rows = counts_by_dtype(selected, valued, counts)
     totals = {name: sum(getattr(row, name) or 0 for row in rows) if counts is not None else None for name in COUNTS}
@@ -182,9 +180,9 @@ def _row(severity: Severity, problem: Problem) -> Finding:
     return Finding(severity, problem.code, problem.message, problem.hint or "", problem.tensor, problem.file or "")
 
 
-def _require_readable(unreadable: list[Problem], strangers: list[Problem], faults: list[Problem]) -> None:
+def _require_readable(unreadable: list[Problem], not_safetensors: list[Problem], faults: list[Problem]) -> None:
     """Raise if something is no safetensors file, or could not be read; with all faults besides."""
-    if problems := [*unreadable, *strangers]:
+    if problems := [*unreadable, *not_safetensors]:
         kind = SystemRefusedError if unreadable else BadInputError
         is_in_flux = all(problem.code == "changed" for problem in problems)
         raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
@@ -203,9 +201,9 @@ def _distinct(examined: Sequence[Examined]) -> list[GradientSet]:
     seen: set[tuple[int, int]] = set()
     sets = []
     for each in examined:
-        new = [shard for shard in each.shards if shard.identity not in seen]
+        new = [shard for shard in each.gradset.shards if shard.identity not in seen]
         seen |= {shard.identity for shard in new}
-        sets.append(GradientSet(Path(each.path), tuple(new), each.index))
+        sets.append(GradientSet(each.gradset.path, tuple(new), each.gradset.index))
     return sets
 
 
@@ -214,7 +212,7 @@ def _select(sets: Sequence[GradientSet], examined: Sequence[Examined], options: 
         return select(sets, options.include, options.exclude)
     except BadInputError:
         # The names may be those of a file that could not be read.
-        if any(each.faults or each.strangers or each.refused for each in examined):
+        if any(each.faults or each.not_safetensors or each.unreadable for each in examined):
             return []
         raise
 
@@ -226,10 +224,8 @@ def _findings(
     for each in examined:
         for problem in each.faults:
             yield "fault", replace(problem, hint=problem.hint or "copy the file again, or write it anew")
-        for file in each.unmapped:
-            message = f"the index {each.index.name if each.index else ''} does not name it, so it is not read"
-            hint = "add its tensors to the index, or move it away"
-            yield "note", Problem("unmapped-file", message, str(file), hint=hint)
+        for problem in each.notes:
+            yield "note", problem
     for left in remains:
         yield _leftover_finding(left, named)
     for problem in unfinished:
@@ -254,12 +250,14 @@ def _leftover_finding(left: Remains, named: Sequence[str]) -> tuple[Severity, Pr
 
 def _layout_findings(shard: Shard) -> Iterator[tuple[Severity, Problem]]:
     """Yield a note if the data of a file is not aligned."""
-    unaligned = [tensor.name for tensor in unaligned_in(shard)]
-    if not is_aligned(shard):
+    # No tensor of the library begins within an element; types of less than a byte have no alignment.
+    sizes = {dtype: max(1, bits // 8) for dtype, bits in BITS.items()}
+    unaligned = [tensor.name for tensor in shard.tensors if tensor.nbytes and tensor.begin % sizes.get(tensor.dtype, 1)]
+    if shard.data_start % _ALIGNMENT:
         what = f"the data begins at byte {shard.data_start:,}, which is no multiple of 8"
     elif unaligned:
         verb = "begins" if len(unaligned) == 1 else "begin"
-        what = f"{number_of(len(unaligned), 'tensor')} {verb} within an element's size: {listed(unaligned)}"
+        what = f"{number_of(len(unaligned), 'tensor')} {verb} within an element's size: {quoted(unaligned)}"
     else:
         return
     message = f"{what}; programs that map the file must copy what is not aligned"

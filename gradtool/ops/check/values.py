@@ -13,7 +13,7 @@ from gradtool.engines.tally import Column
 from gradtool.errors import Problem, number_of
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import TensorPass, pieces_of
-from gradtool.store.format.examine import listed
+from gradtool.store.format.gradset import quoted
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def value_findings(selected: Sequence[Selected], counts: ValueCounts) -> Iterato
             zero.setdefault(shard, []).append(tensor.name)
     for shard, names in zero.items():
         verb = "holds" if len(names) == 1 else "hold"
-        message = f"{number_of(len(names), 'tensor')} of {len(shard.tensors):,} {verb} only zeros: {listed(names)}"
+        message = f"{number_of(len(names), 'tensor')} of {len(shard.tensors):,} {verb} only zeros: {quoted(names)}"
         hint = "make sure that these parameters get a gradient, if they should"
         yield "note", Problem("all-zero", message, str(shard.path), names[0] if len(names) == 1 else None, hint)
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from gradtool.errors import BadInputError, shortened
+from gradtool.errors import BadInputError, GradtoolError, shortened
 from gradtool.store.format.header import Shard, read_regular, read_shard
 from gradtool.store.format.index import read_weight_map
-from gradtool.store.format.listing import listing_of
-from gradtool.store.format.paths import no_path_error
+from gradtool.store.format.paths import list_path, no_path_error
 from gradtool.store.format.patterns import compiled, matching
 from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.store.format.listing import Listing
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
 
-_CORRECT = "correct the index, or copy the set again"
+    _T = TypeVar("_T")
+
+# As many tensors are named in one message.
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,19 +67,21 @@ def open_sets(
     first: dict[tuple[int, int], tuple[Shard, int]] = {}
     for number, path in enumerate(paths):
         try:
-            sets.append(_open_named(os.fspath(path)))
+            reader = SetReader(os.fspath(path))
+            first_raised(reader.errors())
+            sets.append(reader.gradset)
         except BadInputError as error:
-            from gradtool.store.format.hints import NamedPath  # only needed for the error
+            from gradtool.store.format.hints import NamedPath, explained  # only needed for the error
 
-            if (explained := NamedPath.from_call(paths, listed, number).explained(error)) is None:
+            if (explanation := explained(error, NamedPath(paths, listed, number))) is None:
                 raise
-            raise explained from error
+            raise explanation from error
         for shard in () if may_repeat else sets[-1].shards:
             other, before = first.setdefault(shard.identity, (shard, number))
             if other is not shard:
                 from gradtool.store.format.hints import NamedPath, named_twice_error  # only needed for the error
 
-                named, other_named = (NamedPath.from_call(paths, listed, at) for at in (number, before))
+                named, other_named = (NamedPath(paths, listed, at) for at in (number, before))
                 raise named_twice_error(shard.path, named, other.path, other_named)
     return sets
 
@@ -127,70 +132,156 @@ def require_unique_names(selected: Iterable[Selected]) -> None:
             raise BadInputError(what, file=shard.path, tensor=tensor.name, code="shared-name", hint=hint)
 
 
-def _open_named(path: str) -> GradientSet:
-    one = listing_of(path)
-    if one.index is not None:
-        return _open_index(one, one.index)
-    shards = tuple(read_shard(file, is_named=one.is_named) for file in one.files)
-    if len(shards) > 1:
-        _shards_by_tensor(shards)
-    return GradientSet(one.path, shards)
+class MissingTensorError(BadInputError):
+    """An index maps tensors to a file that does not contain them; `check` has a finer code for that."""
+
+    finding = "missing-tensor"
 
 
-def _open_index(listing: Listing, index: Path) -> GradientSet:
-    """An index and its shards, checked against each other in both directions."""
-    weight_map = read_weight_map(index, is_named=listing.is_named)
-    files = dict.fromkeys(weight_map.values())
-    shards = tuple(_distinct(index, (read_mapped(index, file, read_shard) for file in files)))
-    home = _shards_by_tensor(shards)
-    names = {shard: shard.path.name for shard in shards}
-    for name, file in weight_map.items():
-        if name not in home or names[home[name]] != file:
-            what = f"the index maps it to {file}, which does not contain it"
-            raise BadInputError(what, file=index, tensor=name, hint=_CORRECT)
-    for name, shard in home.items():
-        if name not in weight_map:
-            what = f"is in {names[shard]}, but the index does not map it"
-            raise BadInputError(what, file=index, tensor=name, hint=_CORRECT)
-    return GradientSet(listing.path, shards, index)
+class UnmappedTensorError(BadInputError):
+    """A file contains tensors that the index does not map to it; `check` has a finer code for that."""
+
+    finding = "extra-tensor"
 
 
-def read_mapped(index: Path, file: str, read: Callable[..., Shard]) -> Shard:
-    """Read a shard that an index names; raises `BadInputError` about the index if there is no such file."""
+class SetReader:
+    """Reads what one path names, and yields what is wrong with it: a caller raises the first error, or collects all.
+
+    What could be read is in `shards`. Another way to read the header of a file may take the place of `read_shard`.
+    """
+
+    def __init__(self, path: str, read: Callable[..., Shard] | None = None) -> None:
+        self.path, self._read = path, read or read_shard
+        self.files: list[Path] = []
+        self.index: Path | None = None
+        # The file name of each tensor's shard, if there is a valid index.
+        self.weight_map: dict[str, str] | None = None
+        self.shards: list[Shard] = []
+
+    @property
+    def gradset(self) -> GradientSet:
+        """The set, as far as it could be read."""
+        return GradientSet(Path(self.path), tuple(self.shards), self.index)
+
+    def errors(self) -> Iterator[GradtoolError]:
+        """Read everything, and compare an index with its shards in both directions."""
+        yield from self.list_files()
+        if self.weight_map is not None:
+            yield from self.drop_repeated_files()
+        yield from self.read_files()
+        yield from self.compare()
+
+    def list_files(self) -> Iterator[GradtoolError]:
+        """List the files that the path, or its index, names; in a folder with an invalid index, list all files."""
+        try:
+            self.files, self.index = list_path(self.path)
+            if self.index is not None:
+                is_named = self.index == Path(self.path)
+                self.weight_map = _explained(read_weight_map, self.index, is_index=True, is_named=is_named)
+                self.files = [self.index.parent / name for name in dict.fromkeys(self.weight_map.values())]
+        except GradtoolError as error:
+            yield error
+
+    def drop_repeated_files(self) -> Iterator[GradtoolError]:
+        """Drop files that are the same as another one, before they are read; it is an error if an index names both."""
+        first_files: dict[tuple[int, int] | Path, Path] = {}
+        for file in self.files:
+            key: tuple[int, int] | Path = file
+            with contextlib.suppress(OSError):
+                status = file.stat()
+                key = status.st_dev, status.st_ino
+            first = first_files.setdefault(key, file)
+            if first is not file and self.index is not None and self.weight_map is not None:
+                what = f"is the same file as {first.name}, and the index {self.index.name} names both"
+                yield BadInputError(what, file=file, code="duplicate-file", hint="correct the index")
+        self.files = list(first_files.values())
+
+    def read_files(self) -> Iterator[GradtoolError]:
+        """Read the headers of the files."""
+        is_mapped = self.weight_map is not None
+        is_named = self.files == [Path(self.path)] and not is_mapped
+        for file in self.files:
+            try:
+                self.shards.append(_explained(self._read, file, is_named=is_named))
+            except GradtoolError as error:
+                if is_mapped and error.problems[0].code == "missing-file":
+                    link = ", a symbolic link to a file" if os.path.islink(file) else ""  # noqa: PTH114
+                    what = f"the index names the shard {shortened(file.name)}{link}, which does not exist"
+                    hint = "copy it, or correct the index"
+                    yield BadInputError(what, file=self.index, code="missing-file", hint=hint)
+                else:
+                    yield error
+
+    def compare(self) -> Iterator[GradtoolError]:
+        """Find names that several files have, and tensors that are not where the index maps them."""
+        if len(self.shards) < 2 and self.weight_map is None:  # noqa: PLR2004 - a header has no name twice
+            return
+        shard_of: dict[str, Shard] = {}
+        repeated: dict[tuple[Shard, Shard], list[str]] = defaultdict(list)
+        for shard in self.shards:
+            for tensor in shard.tensors:
+                first = shard_of.setdefault(tensor.name, shard)
+                if first is not shard:
+                    repeated[shard, first].append(tensor.name)
+        for (shard, first), names in repeated.items():
+            what = f"is in {first.path.name} too"
+            if len(names) > 1:
+                what = f"has {quoted(names)}, and so has {first.path.name}"
+            hint = say(
+                "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if they "
+                "are parts of one vector)",
+                option("concat", True),
+            )
+            yield BadInputError(what, file=shard.path, tensor=only(names), code="duplicate-name", hint=hint)
+        if self.weight_map is not None:
+            everywhere = {name for names in repeated.values() for name in names}
+            yield from self._compare_with_index(self.weight_map, everywhere)
+
+    def _compare_with_index(self, weight_map: Mapping[str, str], repeated: set[str]) -> Iterator[GradtoolError]:
+        mapped: dict[str, list[str]] = defaultdict(list)
+        for name, file in weight_map.items():
+            mapped[file].append(name)
+        hint = "correct the index, or copy the set again"
+        for shard in self.shards:
+            file, names = shard.path.name, dict.fromkeys(tensor.name for tensor in shard.tensors)
+            missing = [name for name in mapped[file] if name not in names]
+            if missing:
+                what = f"the index maps it to {file}, which does not contain it"
+                if len(missing) > 1:
+                    what = f"the index maps {quoted(missing)} to {file}, which does not contain them"
+                yield MissingTensorError(what, file=self.index, tensor=only(missing), hint=hint)
+            extra = [name for name in names if name not in repeated and weight_map.get(name) != file]
+            if extra:
+                what = f"is in {file}, but the index does not map it"
+                if len(extra) > 1:
+                    what = f"{file} contains {quoted(extra)}, which the index does not map to it"
+                yield UnmappedTensorError(what, file=self.index, tensor=only(extra), hint=hint)
+
+
+def first_raised(errors: Iterator[GradtoolError]) -> None:
+    """Raise the first error, if there is one."""
+    for error in errors:
+        raise error
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Name some tensors, and say how many more there are."""
+    shown = ", ".join(repr(shortened(name)) for name in names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED:,} more"
+
+
+def only(names: Sequence[str]) -> str | None:
+    """Return the name, if there is but one: a message that names several is about none of them alone."""
+    return names[0] if len(names) == 1 else None
+
+
+def _explained(read: Callable[..., _T], path: Path, *, is_index: bool = False, is_named: bool) -> _T:
+    """Read a file; of one that is refused, say what it is if it is something else."""
     try:
-        return read(index.parent / file, is_named=False)
+        return read(path, is_named=is_named)
     except BadInputError as error:
-        if error.problems[0].code != "missing-file":
+        from gradtool.store.format.filetypes import file_type_error  # only needed for the error
+
+        if (explanation := file_type_error(path, is_index=is_index, is_named=is_named)) is None:
             raise
-        link = ", a symbolic link to a file" if os.path.islink(index.parent / file) else ""  # noqa: PTH114
-        what = f"the index names the shard {shortened(file)}{link}, which does not exist"
-        hint = "copy it, or correct the index"
-        raise BadInputError(what, file=index, code="missing-file", hint=hint) from error
-
-
-def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
-    """The shard of each tensor, by its name; raises `BadInputError` if two have one of the same name."""
-    home: dict[str, Shard] = {}
-    for shard in shards:
-        for tensor in shard.tensors:
-            other = home.setdefault(tensor.name, shard)
-            if other is not shard:
-                hint = say(
-                    "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if "
-                    "they are parts of one vector)",
-                    option("concat", True),
-                )
-                what = f"is in {other.path.name} too"
-                raise BadInputError(what, file=shard.path, tensor=tensor.name, code="duplicate-name", hint=hint)
-    return home
-
-
-def _distinct(index: Path, shards: Iterable[Shard]) -> Iterator[Shard]:
-    """The shards; raises `BadInputError` for one that is the same file as another, before the next one is read."""
-    home: dict[tuple[int, int], Shard] = {}
-    for shard in shards:
-        other = home.setdefault(shard.identity, shard)
-        if other is not shard:
-            what = f"is the same file as {other.path.name}, and the index {index.name} names both"
-            raise BadInputError(what, file=shard.path, code="duplicate-file", hint="correct the index")
-        yield shard
+        raise explanation from error

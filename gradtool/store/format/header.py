@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _SHORT, _SHORT_ENOUGH = 512, 16_384
 
 
+class FileTypeError(BadInputError):
+    """A file that is not even a damaged file of the type that it should have."""
+
+
 class _WithoutNumpy:
     """Bytes of longer headers that are still checked without a file.
 
@@ -186,16 +190,14 @@ def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result
 
 @contextlib.contextmanager
 def _judged(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
-    """As `_opened`, for a file that must not change until the end of the block; one that is refused is named."""
+    """As `_opened`, for a file that must not change until the end of the block."""
     with _opened(path, is_named=is_named) as (fd, status):
         try:
             yield fd, status
-        except BadInputError as error:
+        except BadInputError:
             # It may look invalid only because it is being written.
             if not is_unchanged(path, status):
                 raise changed_meanwhile(path) from None
-            if (other := _other_format(path, fd, status.st_size)) is not None:
-                raise other from error
             raise
         if not is_unchanged(path, status):
             raise changed_meanwhile(path)
@@ -311,20 +313,13 @@ def _pread(fd: int, length: int, offset: int) -> bytes:
 def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
     """What is wrong with a file whose header cannot even be read; `start` is its first eight bytes."""
     if len(start) < 8:  # noqa: PLR2004 - the length field
-        return BadInputError(f"is not a safetensors file: {size} bytes are too few", file=path)
+        return FileTypeError(f"is not a safetensors file: {size} bytes are too few", file=path)
     length = int.from_bytes(start, "little")
     if length > MAX_TEXT:
         what = f"is not a safetensors file, or its header exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
         return BadInputError(what, file=path, hint="split the file if it is that large")
     what = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
     return BadInputError(what, file=path, hint="copy it again")
-
-
-def _other_format(path: Path, fd: int, size: int) -> BadInputError | None:
-    """The error for a refused file that is something else than a safetensors file."""
-    from gradtool.store.format.filetypes import HEAD, not_safetensors_error  # only needed for what is refused
-
-    return not_safetensors_error(path, _pread(fd, HEAD, 0), size)
 
 
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:

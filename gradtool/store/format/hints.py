@@ -1,6 +1,6 @@
-"""What is said of paths that lead nowhere, files named twice and patterns that match nothing, and what may be meant.
+"""Explains paths that lead nowhere, files named twice and patterns that match nothing, and says what may be meant.
 
-Imported only once there is such an error.
+Loaded only once there is such an error.
 """
 
 from __future__ import annotations
@@ -14,79 +14,56 @@ import warnings
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem
-from gradtool.store.format.filetypes import not_a_list_error
+from gradtool.store.format.filetypes import entries_of, not_a_list_error
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.format.paths import EXPAND, UNEXPANDED, url_problem
 from gradtool.wording import Text, Wording, option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from gradtool.store.format.paths import PathList
 
     # What is wrong, and perhaps what to do.
     Explanation = tuple[str, str | None]
 
-# Of a folder, no more names are looked at, and no more are compared.
-_MAX_LISTED = 10_000
+# As many names are compared with one that does not exist.
 _MAX_COMPARED = 2_000
 # From 0 to 1: lower, and names that have nothing to do with each other are close; above all those with one suffix.
 _LIKENESS = 0.75
 _LIKENESS_OF_ALL = 0.95
 _QUOTES = "'\"`\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
-_SUFFIXES = (INDEX_SUFFIX, ".safetensors")
 _AS_REGEX = {"*": ".*", "?": "."}
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
+# What is wrong with a path that begins with ~/, and what to do.
+_UNEXPANDED = Wording("the shell did not expand the ~", "~ is not expanded")
+_EXPAND = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
 
 
-class NamedPath(NamedTuple):
-    """A path as it was given: as an argument, or as an entry of a list, numbered from 1."""
-
-    path: str
-    listed: PathList | None = None
-    entry: int = 0
-
-    @classmethod
-    def from_call(cls, paths: Sequence[str | os.PathLike[str]], listed: PathList | None, number: int) -> NamedPath:
-        """Return the path of a call with a number, from 0; the last paths are those of the list, if there is one."""
-        path = os.fspath(paths[number])
-        entry = 0 if listed is None else number - len(paths) + len(listed.paths) + 1
-        return cls(path, listed, entry) if entry > 0 else cls(path)
-
-    def __str__(self) -> str:
-        """Say what the path is, and where it was given."""
-        is_folder = os.path.isdir(self.path)  # noqa: PTH112 - Path's own raises without permission
-        kind = "folder" if is_folder else "index" if self.path.endswith(INDEX_SUFFIX) else "path"
-        return f"the {kind} {self.path}{self._place}"
-
-    @property
-    def _place(self) -> str:
-        return "" if self.listed is None else f" (entry {self.entry:,} of {self.listed.where})"
-
-    def explained(self, error: BadInputError) -> BadInputError | None:
-        """Return the same error with its reason and a hint, if the path leads nowhere or its list is no list."""
-        if self.listed is not None:
-            not_a_list = not_a_list_error(self.listed.where, self.listed.head)
-            if not_a_list is not None:
-                return not_a_list
-        (problem,) = error.problems
-        if problem.message not in (NO_SUCH_FILE, NO_SUCH_FOLDER) or problem.file is None:
-            return None
-        is_own = problem.file in (self.path, str(Path(self.path)))
-        explain = no_such_file if problem.message == NO_SUCH_FILE else no_such_folder
-        explained = explain(self.path if is_own else problem.file)
-        if is_own:
-            explained = replace(explained, message=say("{}{}", explained.message, self._place))
-        return BadInputError.from_problems([explained])
+def url_problem(path: str) -> Problem | None:
+    """Say what is wrong with a path that is a URL; None for any other path."""
+    match = _URL.match(path)
+    if match is None:
+        return None
+    scheme = match[1].lower()
+    if scheme == "file":
+        return Problem("missing-file", "is a URL, not a path", path, hint="remove file://")
+    example = f" (such as with {_DOWNLOADERS[scheme]})" if scheme in _DOWNLOADERS else ""
+    hint = f"download the file{example} or mount the storage first"
+    return Problem("missing-file", "is a URL, which gradtool cannot read", path, hint=hint)
 
 
-def named_twice_error(file: Path, named: NamedPath, other: Path, other_named: NamedPath) -> BadInputError:
-    """Return the error for a file that two paths of a call lead to, one of them perhaps by another name."""
-    same = "" if file == other else f"is the same file as {other} and "
-    by = f"both times by {named}" if str(named) == str(other_named) else f"by {other_named} and by {named}"
-    return BadInputError(f"{same}is named twice: {by}", file=file, code="duplicate-file", hint="name each file once")
+def output_problem(path: str) -> Problem | None:
+    """Say what is wrong with an output whose folder the shell, or a mount, should have provided."""
+    if _URL.match(path):
+        hint = "name a local path and upload the result"
+        return Problem("missing-file", "is a URL, which gradtool cannot write to", path, hint=hint)
+    if path.partition(os.sep)[0] == "~" and not os.path.lexists("~"):
+        return Problem("missing-file", say("{}", _UNEXPANDED), path, hint=_EXPAND)
+    return None
 
 
 def no_such_file(path: str) -> Problem:
@@ -104,9 +81,10 @@ def no_such_folder(path: str) -> Problem:
 
 
 def _missing(file: str, path: str, what: str) -> Problem:
-    explained = _broken_link(path)
-    explained = explained or _misspelled(path, what) or _unexpanded(path, what) or _missing_folder(path, what)
-    message, hint = explained or (what, _suggestion(path))
+    explanation = (
+        _broken_link(path) or _misspelled(path, what) or _unexpanded(path, what) or _missing_folder(path, what)
+    )
+    message, hint = explanation or (what, _suggestion(path))
     return Problem("missing-file", message, file, hint=hint)
 
 
@@ -120,12 +98,10 @@ def _broken_link(path: str) -> Explanation | None:
 
 def _misspelled(path: str, what: str) -> Explanation | None:
     """Explain a path that exists without the quotes or white space around it, or in another notation."""
-    bare = path.strip(string.whitespace)
-    unquoted = bare.strip(_QUOTES + string.whitespace)
     for other, hint in (
         (path.removesuffix("\r"), "remove the carriage return, which ends lines on Windows, with tr -d '\\r'"),
-        (bare, "remove the white space around the name"),
-        (unquoted, "remove the quotes that are part of the name"),
+        (path.strip(), "remove the white space around the name"),
+        (path.strip(string.whitespace + _QUOTES), "remove the quotes that are part of the name"),
         (path.replace("\\", "/"), "separate folders by /"),
     ):
         if other not in ("", path) and os.path.lexists(other):
@@ -136,14 +112,13 @@ def _misspelled(path: str, what: str) -> Explanation | None:
 def _unexpanded(path: str, what: str) -> Explanation | None:
     """Explain a path with a tilde or a pattern that the shell did not replace."""
     if path.startswith("~") and os.sep in path:
-        return say("{}: {}", what, UNEXPANDED), EXPAND
+        return say("{}: {}", what, _UNEXPANDED), _EXPAND
     if not re.search(r"[*?\[]", path):
         return None
     folder, pattern = os.path.split(path)
-    if any(fnmatch.fnmatchcase(name, pattern) for name in _listed(folder)):
-        hint = Text("use glob.glob", "remove the quotes around it")
+    if any(fnmatch.fnmatchcase(entry.name, pattern) for entry in entries_of(folder)):
         why = Wording("the shell expands patterns, and gradtool does not", "patterns are not expanded")
-        return say("{}: {}", what, why), hint
+        return say("{}: {}", what, why), Text("use glob.glob", "remove the quotes around it")
     return (f"{what}: nothing matches the pattern", None) if re.search(r"[*?]", path) else None
 
 
@@ -162,11 +137,11 @@ def _missing_folder(path: str, what: str) -> Explanation | None:
 
 def _suggestion(path: str) -> str | None:
     folder, name = os.path.split(path)
-    close = _closest(name, _listed(folder))
+    close = _closest(name, [entry.name for entry in entries_of(folder)])
     return f"did you mean {os.path.join(folder, close)}?" if close else None  # noqa: PTH118 - as it was typed
 
 
-def _closest(name: str, names: Iterator[str]) -> str | None:
+def _closest(name: str, names: Iterable[str]) -> str | None:
     """Find the name that is most like another; if they differ in numbers alone, it is another shard or rank."""
     candidates = [other for other in names if other != name and not _differ_in_numbers(other, name)]
     for key, likeness in ((str.lower, _LIKENESS_OF_ALL), (_stem, _LIKENESS)):
@@ -187,18 +162,45 @@ def _differ_in_numbers(a: str, b: str) -> bool:
 
 def _stem(name: str) -> str:
     """Remove the suffix that many names share, which would make all of them alike."""
-    for suffix in _SUFFIXES:
-        name = name.removesuffix(suffix)
-    return name.lower()
+    return name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").lower()
 
 
-def _listed(folder: str) -> Iterator[str]:
-    """List the names in a folder; of many, some."""
-    try:
-        with os.scandir(folder or ".") as entries:
-            yield from (entry.name for entry in islice(entries, _MAX_LISTED))
-    except (OSError, ValueError):
-        return
+class NamedPath:
+    """A path of a call, by its position: an argument or, as the last ones may be, an entry of a list."""
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], listed: PathList | None, position: int) -> None:
+        self.path = os.fspath(paths[position])
+        entry = 0 if listed is None else position - len(paths) + len(listed.paths) + 1
+        self.listed = listed if entry > 0 else None
+        self.place = "" if self.listed is None else f" (entry {entry:,} of {self.listed.where})"
+
+    def __str__(self) -> str:
+        """Say what the path is, and where it was given."""
+        is_folder = os.path.isdir(self.path)  # noqa: PTH112 - Path's own raises without permission
+        kind = "folder" if is_folder else "index" if self.path.endswith(INDEX_SUFFIX) else "path"
+        return f"the {kind} {self.path}{self.place}"
+
+
+def explained(error: BadInputError, named: NamedPath) -> BadInputError | None:
+    """Return the error about a path of a call with its reason and a hint; None if nothing explains it."""
+    if named.listed is not None and (not_a_list := not_a_list_error(named.listed.where, named.listed.head)) is not None:
+        return not_a_list
+    (problem,) = error.problems
+    if problem.message not in (NO_SUCH_FILE, NO_SUCH_FOLDER) or problem.file is None:
+        return None
+    explain = no_such_file if problem.message == NO_SUCH_FILE else no_such_folder
+    if problem.file not in (named.path, str(Path(named.path))):
+        return BadInputError.from_problems([explain(problem.file)])
+    explanation = explain(named.path)
+    message = say("{}{}", explanation.message, named.place)
+    return BadInputError.from_problems([replace(explanation, message=message)])
+
+
+def named_twice_error(file: Path, named: NamedPath, other: Path, other_named: NamedPath) -> BadInputError:
+    """Return the error for a file that two paths of a call lead to, one of them perhaps by another name."""
+    same = "" if file == other else f"is the same file as {other} and "
+    by = f"both times by {named}" if str(named) == str(other_named) else f"by {other_named} and by {named}"
+    return BadInputError(f"{same}is named twice: {by}", file=file, code="duplicate-file", hint="name each file once")
 
 
 def shell_pattern_hint(name: str, pattern: str, names: Iterable[str] | None = None) -> str | None:
@@ -208,11 +210,8 @@ def shell_pattern_hint(name: str, pattern: str, names: Iterable[str] | None = No
         return None
     regex = "".join(_AS_REGEX.get(part) or re.escape(part) for part in re.sub(r"\*+", "*", pattern))
     # As fnmatch has it, matching takes no long time, whatever the pattern.
-    if regex == pattern or not (names is None or any(map(re.compile(_anywhere(pattern)).match, names))):
+    with warnings.catch_warnings(action="ignore"):
+        anywhere = re.compile(fnmatch.translate(f"*{pattern}*"))
+    if regex == pattern or not (names is None or any(map(anywhere.match, names))):
         return None
     return say("if it is a shell pattern, write {}", option(name, regex))
-
-
-def _anywhere(pattern: str) -> str:
-    with warnings.catch_warnings(action="ignore"):
-        return fnmatch.translate(f"*{pattern}*")

@@ -1,4 +1,4 @@
-"""Lists of paths, and names of files in a folder."""
+"""What paths name, told from names alone, before a file is opened; and lists of paths."""
 
 from __future__ import annotations
 
@@ -7,43 +7,60 @@ import re
 import select
 import sys
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, Problem, UsageError, from_os_error, os_errors_about
+from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, from_os_error, os_errors_about
+from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
-from gradtool.wording import Text, Wording, option, say
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# What is wrong with a path that begins with ~/, and what to do.
-UNEXPANDED = Wording("the shell did not expand the ~", "~ is not expanded")
-EXPAND = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
-_DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
+    from collections.abc import Iterable, Sequence
 
 
-def no_path_error() -> UsageError:
-    """Return the error for a call without a path."""
-    hint = say("name a file, a folder or an index, or use {}", option("files_from"))
-    return UsageError("no path is given", hint=hint)
+class PathList(NamedTuple):
+    """The paths in a file or stream; `head` is its first bytes."""
+
+    where: str
+    paths: list[str]
+    head: bytes
 
 
-def url_problem(path: str) -> Problem | None:
-    """Say what is wrong with a path that is a URL; None for any other path."""
-    match = _URL.match(path)
-    if match is None:
-        return None
-    scheme = match[1].lower()
-    if scheme == "file":
-        return Problem("missing-file", "is a URL, not a path", path, hint="remove file://")
-    example = f" (such as with {_DOWNLOADERS[scheme]})" if scheme in _DOWNLOADERS else ""
-    hint = f"download the file{example} or mount the storage first"
-    return Problem("missing-file", "is a URL, which gradtool cannot read", path, hint=hint)
+def list_path(path: str) -> tuple[list[Path], Path | None]:
+    """List the files that a path names, one or those of a folder in name order, and its index. A file need not exist.
+
+    Raises:
+        BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
+        SystemRefusedError: the folder cannot be listed.
+    """
+    # A Path drops the slash, and with it that a folder is meant.
+    if path.endswith(os.sep) and not (is_there(path) and os.path.isdir(path)):  # noqa: PTH112
+        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
+    named = Path(path)
+    if not os.path.isdir(named):  # noqa: PTH112 - Path's own raises without permission
+        return ([], named) if named.name.endswith(INDEX_SUFFIX) else ([named], None)
+    parts = parts_in(named)
+    indexes = [part for part in parts if part.name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        what = f"has {len(indexes)} indexes ({', '.join(index.name for index in indexes)})"
+        raise BadInputError(what, file=named, hint="name the one to use")
+    if not parts:
+        from gradtool.store.format.filetypes import no_safetensors_error  # only needed for the error
+
+        raise no_safetensors_error(named)
+    return [part for part in parts if part not in indexes], indexes[0] if indexes else None
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """List the safetensors files and indexes in a folder, in name order; hidden ones left out."""
+    with os_errors_about(folder):
+        names = sorted(entry.name for entry in folder.iterdir())
+    return [folder / name for name in names if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
 
 
 def is_there(path: str) -> bool:
-    """Whether there is something at a path, if only a broken link.
+    """Check whether there is something at a path, if only a broken link.
 
     Raises:
         SystemRefusedError: a folder on the way may not be entered.
@@ -60,43 +77,38 @@ def is_there(path: str) -> bool:
 def require_local(paths: Iterable[str]) -> None:
     """Raise `BadInputError` for the first URL, unless there is a file of that name."""
     for path in paths:
-        if (problem := url_problem(path)) is not None and not is_there(path):
-            raise BadInputError.from_problems([problem])
+        if "://" in path and not is_there(path):
+            from gradtool.store.format.hints import url_problem  # only needed for the error
+
+            if (problem := url_problem(path)) is not None:
+                raise BadInputError.from_problems([problem])
 
 
 def check_output_path(path: str) -> None:
     """Raise `BadInputError` for an output whose folder the shell, or a mount, should have provided."""
-    if _URL.match(path):
-        what, hint = "is a URL, which gradtool cannot write to", "name a local path and upload the result"
-    elif path.partition(os.sep)[0] == "~" and not os.path.lexists("~"):
-        what, hint = say("{}", UNEXPANDED), EXPAND
-    else:
-        return
-    raise BadInputError(what, file=path, code="missing-file", hint=hint)
+    if "://" in path or path.startswith("~"):
+        from gradtool.store.format.hints import output_problem  # only needed for the error
+
+        if (problem := output_problem(path)) is not None:
+            raise BadInputError.from_problems([problem])
 
 
-def is_file_name(name: Any) -> bool:
-    """Whether it is the name of a file in a folder, and leads nowhere else."""
-    # Not by a Path: there may be a hundred thousand of them.
-    if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\0" in name:
-        return False
-    try:
-        os.fsencode(name)
-    except UnicodeError:
-        return False
-    return True
+def paths_of(named: Sequence[str], files_from: str | os.PathLike[str] | None) -> list[str]:
+    """Return the paths of a call and those of its list, each once; raise `UsageError` if there are none."""
+    listed = [] if files_from is None else read_path_list(os.fspath(files_from)).paths
+    if not (paths := [*dict.fromkeys([*named, *listed])]):
+        raise no_path_error()
+    return paths
 
 
-class PathList(NamedTuple):
-    """The paths in a file or stream; `head` is its first bytes."""
-
-    where: str
-    paths: list[str]
-    head: bytes
+def no_path_error() -> UsageError:
+    """Return the error for a call without a path."""
+    hint = say("name a file, a folder or an index, or use {}", option("files_from"))
+    return UsageError("no path is given", hint=hint)
 
 
 def read_path_list(source: str) -> PathList:
-    """The paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
+    """Read the paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
 
     Raises:
         BadInputError: the file is missing, or names nothing.
@@ -113,14 +125,16 @@ def read_path_list(source: str) -> PathList:
     separator = b"\0" if b"\0" in text else b"\n"
     # Not `split`: a million separators with nothing between them would become a million strings.
     lines = [line[0] for line in islice(re.finditer(b"[^%b]+" % separator, text), MAX_PATHS + 1)]
-    over = f"{MAX_PATH_LIST:,} bytes" if len(text) > MAX_PATH_LIST else ""
-    over = over or (f"{MAX_PATHS:,} paths" if len(lines) > MAX_PATHS else "")
-    over = over or (f"{MAX_PATH:,} bytes for each path" if max(map(len, lines), default=0) > MAX_PATH else "")
-    if over:
-        from gradtool.store.format.filetypes import not_a_list_error  # only needed for the error
+    for is_over, limit in (
+        (len(text) > MAX_PATH_LIST, f"{MAX_PATH_LIST:,} bytes"),
+        (len(lines) > MAX_PATHS, f"{MAX_PATHS:,} paths"),
+        (max(map(len, lines), default=0) > MAX_PATH, f"{MAX_PATH:,} bytes for each path"),
+    ):
+        if is_over:
+            from gradtool.store.format.filetypes import not_a_list_error  # only needed for the error
 
-        what = f"exceeds the limit of {over} in a list of paths"
-        raise not_a_list_error(where, head) or BadInputError(what, file=where, code="limit")
+            what = f"exceeds the limit of {limit} in a list of paths"
+            raise not_a_list_error(where, head) or BadInputError(what, file=where, code="limit")
     if not lines:
         raise BadInputError("names no file", file=where)
     return PathList(where, list(map(os.fsdecode, lines)), head)

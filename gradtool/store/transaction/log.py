@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError
-from gradtool.store.format.paths import is_file_name
+from gradtool.store.format.index import is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

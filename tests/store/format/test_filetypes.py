@@ -373,7 +373,14 @@ def test_an_archive_with_an_odd_name_of_its_first_entry_is_an_archive(tmp_path, 
 
 
 STARTS = st.sampled_from(
-    [b"", *filetypes._MAGIC, b"PK\x03\x04", b"\x80\x02", b"\x08\x07\x12", b"<html", b"{", b"\xef\xbb\xbf"]
+    [
+        b"",
+        b"PK\x03\x04",
+        b"\x80\x02",
+        b"\x08\x07\x12",
+        b"\xef\xbb\xbf",
+        *(content[:12] for _, content, _ in KINDS.values()),
+    ]
 )
 NAMES = st.sampled_from(["x", "x.tar.gz", "x.distcp", "x.index", "m.safetensors.index.json"])
 

@@ -13,6 +13,7 @@ from support import build, with_header, without_room, write
 
 from gradtool import BadInputError, SystemRefusedError
 from gradtool.store.format import header
+from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import is_unchanged, read_shard
 from gradtool.store.format.tensors import emptied
 
@@ -128,7 +129,7 @@ def test_bad_files_are_refused_in_one_line_that_says_why(tmp_path, name):
     path.write_bytes(content)
     assert not verdict_of_library(path)
     with pytest.raises(BadInputError, match=why) as caught:
-        read_shard(path)
+        open_sets([path])
     assert str(caught.value).startswith(f"{path}: ")
     assert len(str(caught.value).splitlines()) == 1
 

@@ -11,7 +11,7 @@ from support import gradtool, snapshot, write, write_index
 
 import gradtool as api
 from gradtool import BadInputError
-from gradtool.store.format import hints
+from gradtool.store.format import filetypes
 from gradtool.store.format.hints import no_such_file, no_such_folder
 
 ONES = np.ones(2, np.float32)
@@ -232,10 +232,10 @@ def test_recover_says_why_too(here):
 
 
 def test_of_a_large_folder_only_a_part_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(hints, "_MAX_LISTED", 20)
+    monkeypatch.setattr(filetypes, "_MAX_ENTRIES", 20)
     for number in range(30):
         (tmp_path / str(number)).touch()
-    assert len(list(hints._listed(str(tmp_path)))) == 20
+    assert len(list(filetypes.entries_of(tmp_path))) == 20
     assert said_of(no_such_file(str(tmp_path / "x"))) == "no such file"
 
 

@@ -31,7 +31,7 @@ def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Gro
     names = {tensor.name for _, tensor in selected}
     group_by_name: dict[str, int] = {}
     for number, pattern in enumerate(compiled(patterns, "group")):
-        matches = matching(names, [pattern], "group")
+        matches = matching(names, pattern, "group")
         for shard, tensor in selected:
             if tensor.name in matches and tensor.name in group_by_name:
                 first = patterns[group_by_name[tensor.name]]

@@ -14,11 +14,9 @@ from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
 from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import Selected, open_sets
-from gradtool.store.format.layout import Layout, lay_out
-from gradtool.store.format.metadata import SPARE
+from gradtool.store.format.layout import SPARE, Layout, lay_out
 from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
-from gradtool.store.format.rename import prefix_problem
 from gradtool.store.transaction.destination import NewFile
 from gradtool.store.transaction.small import SmallFile
 from gradtool.wording import option, say
@@ -204,7 +202,7 @@ def match(
         by_name = {each.tensor.name: each for each in selected}
         missing = [name for name in expected if name not in by_name]
         extra = [each for each in selected if each.tensor.name not in expected]
-        if options.missing == "error" or (expected and len(missing) == len(expected)):
+        if (missing or extra) and (options.missing == "error" or (expected and len(missing) == len(expected))):
             problems += _unmatched(options, gradient, missing, extra, whole)
         if options.is_new and options.missing != "error":
             missing, extra = [name for name in numbers if name not in by_name], []
@@ -234,6 +232,8 @@ def _unmatched(
     options: AccumulateOptions, gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], whole: str
 ) -> list[Problem]:
     """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
+    from gradtool.store.format.hints import prefix_problem  # only needed for the error
+
     prefix = prefix_problem([each.tensor.name for each in extra], missing, gradient.path, whole)
     if prefix is not None:
         return [prefix]

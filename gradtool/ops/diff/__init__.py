@@ -14,7 +14,7 @@ from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
 from gradtool.ops.diff.thresholds import any_set, exceeded, nonfinite_problems
 from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
-from gradtool.store.format.rename import Renames, prefix_problem
+from gradtool.store.format.patterns import Renames
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ def _unmatched(
 
 def _problems(unmatched: Sequence[UnmatchedRow], a: Path, b: Path) -> Iterator[Problem]:
     """Yield a problem for each tensor, but a single one for names that differ by a prefix."""
+    from gradtool.store.format.hints import prefix_problem  # only needed for the error
+
     only_a, only_b = ([row.name for row in unmatched if row.why == why] for why in ("only a", "only b"))
     prefix = prefix_problem(only_a, only_b, a, b)
     if prefix is not None:

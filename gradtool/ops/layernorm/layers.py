@@ -13,7 +13,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError, shortened
 from gradtool.store.format.gradset import Selected, check_dtypes
 from gradtool.store.format.layout import new_tensor
-from gradtool.store.format.limits import check_new_name
+from gradtool.store.format.patterns import check_new_name
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:

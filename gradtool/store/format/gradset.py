@@ -98,9 +98,9 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     if not wanted and not unwanted:
         return everything
     names = {one.tensor.name for one in everything}
-    included = matching(names, wanted, "include") if wanted else names
-    excluded = matching(names, unwanted, "exclude")
-    selected = [one for one in everything if one.tensor.name in included and one.tensor.name not in excluded]
+    included = set().union(*(matching(names, pattern, "include") for pattern in wanted)) if wanted else names
+    included = included.difference(*(matching(names, pattern, "exclude") for pattern in unwanted))
+    selected = [one for one in everything if one.tensor.name in included]
     if not selected:
         raise BadInputError(say("{} and {} leave no tensors", option("include"), option("exclude")), code="no-match")
     return selected

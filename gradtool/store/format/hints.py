@@ -1,4 +1,4 @@
-"""Explains paths that lead nowhere, files named twice and patterns that match nothing, and says what may be meant.
+"""Explains paths that lead nowhere, files named twice and names that do not match, and says what may be meant.
 
 Loaded only once there is such an error.
 """
@@ -215,3 +215,32 @@ def shell_pattern_hint(name: str, pattern: str, names: Iterable[str] | None = No
     if regex == pattern or not (names is None or any(map(anywhere.match, names))):
         return None
     return say("if it is a shell pattern, write {}", option(name, regex))
+
+
+def prefix_problem(names: Sequence[str], other_names: Sequence[str], path: Path, other: object) -> Problem | None:
+    """Return the problem of a set whose names differ from those of another by a prefix, such as DDP's `module.`.
+
+    The names are those that the other set lacks; None if there is no such prefix.
+    """
+    for longer, shorter, have, lack, change in (
+        (names, other_names, "have", "lack", "remove"),
+        (other_names, names, "lack", "have", "add"),
+    ):
+        prefix = _common_prefix(shorter, longer)
+        if prefix is not None:
+            rule = f"^{re.escape(prefix)}=" if change == "remove" else "^=" + prefix.replace("\\", r"\\")
+            message = f"{len(names)} tensor names {have} the prefix {prefix!r}, which those of {other} {lack}"
+            return Problem("extra-tensor", message, str(path), hint=say("use {} to {} it", option("map", rule), change))
+    return None
+
+
+def _common_prefix(names: Sequence[str], longer: Sequence[str]) -> str | None:
+    """Return the prefix that makes all of the names the longer ones."""
+    if len(names) != len(longer):
+        return None
+    for name in longer:
+        if names[0] and name.endswith(names[0]):
+            prefix = name.removesuffix(names[0])
+            if {prefix + short for short in names} == set(longer):
+                return prefix
+    return None

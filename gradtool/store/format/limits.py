@@ -11,13 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, shortened
-from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-    from gradtool.wording import Wording
 
 # Headers and indexes usually take 100 to 150 bytes a tensor and reach the limits on tensors first.
 MAX_TEXT = 50_000_000
@@ -81,21 +78,6 @@ def check_name_lengths(path: Path, names: Iterable[str]) -> None:
         if len(name) > MAX_NAME:
             what = f"the name {shortened(name)!r}"
             raise _over(path, what, f"{MAX_NAME:,} characters", f"it has {len(name):,}", "rename it")
-
-
-def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
-    """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
-    what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
-    if new == "__metadata__":
-        what = say("{}, which the format reserves", what)
-    elif len(new) > MAX_NAME:
-        what, code = (
-            say("{}, which exceeds the limit of {:,} characters (it has {:,})", what, MAX_NAME, len(new)),
-            "limit",
-        )
-    else:
-        return
-    raise BadInputError(what, file=path, tensor=tensor, code=code, hint="choose another name")
 
 
 def _check_odd_text(path: Path, what: str, text: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Regular expressions on names of tensors, which files choose: matching is limited in time.
+"""Regular expressions on names of tensors: they select tensors and rename them, each in limited time.
 
 Python's `re` may take forever for a name of 30 characters, and lets no other thread run meanwhile; but it lets the main
 thread handle signals. So a timer of CPU time ends it: SIGVTALRM, because SIGALRM may be sent to end the process, and
@@ -13,14 +13,20 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from gradtool.errors import BadInputError, UsageError, shortened
+from gradtool.store.format.limits import MAX_NAME
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from gradtool.store.format.gradset import GradientSet
+    from gradtool.wording import Wording
 
     _T = TypeVar("_T")
 
@@ -33,7 +39,7 @@ class _TimeUp(Exception):  # noqa: N818 - it never leaves this module
 
 
 def compiled(patterns: Sequence[str], name: str) -> list[re.Pattern[str]]:
-    """Compile the patterns of an option; raises `UsageError` for one that is not a regular expression."""
+    """Compile the patterns of an option; raise `UsageError` for one that is not a regular expression."""
     expressions = []
     for pattern in patterns:
         try:
@@ -47,23 +53,16 @@ def compiled(patterns: Sequence[str], name: str) -> list[re.Pattern[str]]:
     return expressions
 
 
-def matching(names: set[str], patterns: Iterable[re.Pattern[str]], name: str) -> set[str]:
-    """Find the names that any pattern of an option matches; raises `BadInputError` for a pattern that matches none."""
-    matched: set[str] = set()
-    for pattern in patterns:
-        matches = partial(_matches, pattern)
-        matches_of = {tensor for tensor, is_match in apply(pattern, matches, names, name) if is_match}
-        if not matches_of:
-            from gradtool.store.format.hints import shell_pattern_hint  # only needed for the error
+def matching(names: set[str], pattern: re.Pattern[str], name: str) -> set[str]:
+    """Find the names that a pattern of an option matches; raise `BadInputError` if there is none."""
+    matches = apply(pattern, lambda tensor: pattern.search(tensor) is not None, names, name)
+    matched = {tensor for tensor, is_match in matches if is_match}
+    if not matched:
+        from gradtool.store.format.hints import shell_pattern_hint  # only needed for the error
 
-            what = say("{} matches no tensor name", option(name, pattern.pattern))
-            raise BadInputError(what, code="no-match", hint=shell_pattern_hint(name, pattern.pattern, names))
-        matched |= matches_of
+        what = say("{} matches no tensor name", option(name, pattern.pattern))
+        raise BadInputError(what, code="no-match", hint=shell_pattern_hint(name, pattern.pattern, names))
     return matched
-
-
-def _matches(pattern: re.Pattern[str], name: str) -> bool:
-    return pattern.search(name) is not None
 
 
 def apply(
@@ -72,7 +71,7 @@ def apply(
     """Return each name with what a function, which uses a pattern of an option, makes of it.
 
     Raises:
-        BadInputError: that takes too long; the name is that of the tensor.
+        BadInputError: that takes too long; it names the tensor.
     """
     name, results = "", []
     try:
@@ -122,3 +121,77 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+class Renames(NamedTuple):
+    """Pairs of pattern and replacement, applied one after another, and the sets of a call whose tensors they rename."""
+
+    rules: list[tuple[re.Pattern[str], str]]
+    sets: slice
+
+    @classmethod
+    def parse(cls, texts: Sequence[str], sets: slice) -> Self:
+        """Parse rules REGEX=REPLACEMENT, as re.sub has them; the last = ends the pattern.
+
+        Raises:
+            UsageError: a text is no rule.
+        """
+        rules = []
+        for text in texts:
+            pattern, equals, replacement = text.rpartition("=")
+            if not equals:
+                what = say("{} must be REGEX=REPLACEMENT, not {!r}", option("map"), text)
+                raise UsageError(what, hint="use an empty REPLACEMENT to remove what matches")
+            (expression,) = compiled([pattern], "map")
+            rules.append((expression, replacement))
+        return cls(rules, sets)
+
+    def applied(self, sets: Sequence[GradientSet]) -> list[GradientSet]:
+        """Return the sets, with renamed tensors.
+
+        Raises:
+            UsageError: a replacement is invalid.
+            BadInputError: a pattern matches no name, or two tensors of a set would have the same name.
+        """
+        result = list(sets)
+        shards = [shard for gradset in result[self.sets] for shard in gradset.shards]
+        new_names = {tensor.name: tensor.name for shard in shards for tensor in shard.tensors}
+        for pattern, replacement in self.rules:
+            names = set(new_names.values())
+            matching(names, pattern, "map")
+            try:
+                renamed = dict(apply(pattern, partial(pattern.sub, replacement), names, "map"))
+            except (re.error, IndexError) as error:
+                what = say("{}: {!r} is not a replacement: {}", option("map"), replacement, error)
+                raise UsageError(what) from error
+            new_names = {old: renamed[new] for old, new in new_names.items()}
+        result[self.sets] = [_renamed(gradset, new_names) for gradset in result[self.sets]]
+        return result
+
+
+def _renamed(gradset: GradientSet, new_names: Mapping[str, str]) -> GradientSet:
+    old_names: dict[str, str] = {}
+    shards = []
+    for shard in gradset.shards:
+        for tensor in shard.tensors:
+            new = new_names[tensor.name]
+            check_new_name(shard.path, tensor.name, new, option("map"))
+            if old_names.setdefault(new, tensor.name) != tensor.name:
+                message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, old_names[new])
+                raise BadInputError(message, file=shard.path, tensor=tensor.name, code="duplicate-name")
+        tensors = tuple(tensor._replace(name=new_names[tensor.name]) for tensor in shard.tensors)
+        shards.append(replace(shard, tensors=tensors))
+    return replace(gradset, shards=tuple(shards))
+
+
+def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
+    """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
+    what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
+    if new == "__metadata__":
+        what = say("{}, which the format reserves", what)
+    elif len(new) > MAX_NAME:
+        code, limit = "limit", "{}, which exceeds the limit of {:,} characters (it has {:,})"
+        what = say(limit, what, MAX_NAME, len(new))
+    else:
+        return
+    raise BadInputError(what, file=path, tensor=tensor, code=code, hint="choose another name")

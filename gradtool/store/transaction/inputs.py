@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.format.newset import NewSet
     from gradtool.store.format.paths import PathList
-    from gradtool.store.format.rename import Renames
+    from gradtool.store.format.patterns import Renames
     from gradtool.store.transaction.guard import Scope
 
 

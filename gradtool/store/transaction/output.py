@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
 from gradtool.store import signals
-from gradtool.store.format.metadata import rewritten
+from gradtool.store.format.layout import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.format.paths import parts_in
 from gradtool.store.fs import File

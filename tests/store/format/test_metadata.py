@@ -13,7 +13,7 @@ from tiers import PARTS, examples
 from gradtool import BadInputError, SystemRefusedError
 from gradtool.store.format import limits
 from gradtool.store.format.header import read_shard
-from gradtool.store.format.metadata import SPARE, rewritten, with_entries
+from gradtool.store.format.layout import SPARE, rewritten, with_entries
 
 # A header by hand, with spaces, escapes and a tensor in front of the metadata.
 ODD = (

@@ -11,7 +11,7 @@ import gradtool
 from gradtool import BadInputError
 from gradtool.store.format import patterns
 from gradtool.store.format.gradset import open_sets
-from gradtool.store.format.rename import Renames
+from gradtool.store.format.patterns import Renames
 
 ENDLESS = r"^(\w+\.?)*weight$"
 # It takes 2**60 steps and more.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.options import InfoOptions
-from gradtool.store.format.gradset import GradientSet, SetReader, first_raised, select
+from gradtool.store.format.gradset import GradientSet, SetReader, raise_first, select
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.paths import paths_of
 
@@ -111,6 +112,5 @@ def _totals(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
 def _outline_of(path: str) -> GradientSet:
     """Return a set as its headers describe it."""
     reader = SetReader(path, read_outline)
-    first_raised(reader.list_files())
-    first_raised(reader.read_files())
+    raise_first(chain(reader.list_files(), reader.read_files()))
     return reader.gradset

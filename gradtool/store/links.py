@@ -133,6 +133,6 @@ def open_to_read(path: Path, *, is_named: bool) -> int:
 
 
 def _parts(path: str) -> list[str]:
-    """The parts of a path, the last one first."""
+    """Split a path into its parts, the last one first."""
     parts = [part for part in reversed(path.split("/")) if part]
     return [*parts, "/"] if path.startswith("/") else parts

@@ -19,7 +19,7 @@ from support import write as write_unaligned
 from support import write_index as write_unaligned_index
 from terminal import on_terminal
 
-from gradtool import BadInputError, SystemRefusedError, UsageError, check
+from gradtool import BadInputError, SystemRefusedError, UsageError, check, norm
 from gradtool.errors import changed_meanwhile
 from gradtool.ops.check import values
 from gradtool.wording import as_command
@@ -254,6 +254,22 @@ def test_an_index_and_its_shards_are_compared_in_both_directions_to_the_end(tmp_
         ]
     assert check(index).per_finding[-1].file == str(tmp_path / "4.safetensors")
     assert check(tmp_path / "1.safetensors").sound
+
+
+def test_tensors_that_the_index_does_not_map_to_a_file_are_named_together(tmp_path):
+    shards = {"1.safetensors": dict.fromkeys("abc", ONES["a"]), "2.safetensors": dict.fromkeys("de", ONES["a"])}
+    index = write_index(tmp_path, shards, {"a": "1.safetensors", "d": "2.safetensors", "e": "1.safetensors"})
+    result = check(index)
+    assert [(one.code, one.name, one.message) for one in result.per_finding] == [
+        ("missing-tensor", "e", "the index maps it to 1.safetensors, which does not contain it"),
+        ("extra-tensor", None, "1.safetensors contains 'b', 'c', which the index does not map to it"),
+        ("extra-tensor", "e", "is in 2.safetensors, but the index does not map it there"),
+    ]
+    # Other commands say the first of it, under the code of every invalid index.
+    with pytest.raises(BadInputError) as caught:
+        norm(index)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.tensor, problem.message) == ("input", "e", result.per_finding[0].message)
 
 
 def test_a_name_that_the_index_maps_to_one_of_two_shards_which_have_it_is_one_fault(tmp_path):

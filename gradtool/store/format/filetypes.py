@@ -184,16 +184,14 @@ def _text_of(head: bytes) -> bytes:
 
 def file_type_error(path: Path, *, is_index: bool, is_named: bool) -> FileTypeError | None:
     """Return the error for a refused file that is not even a damaged safetensors file, or index; or else None."""
-    with contextlib.suppress(OSError):
-        fd = open_to_read(path, is_named=is_named)
-        try:
-            status = os.fstat(fd)
-            head, size = os.pread(fd, HEAD, 0), status.st_size
-        finally:
-            os.close(fd)
+    wanted = ("an index", "remove .index.json from its name") if is_index else ("a safetensors file",)
+    with (
+        contextlib.suppress(OSError),
+        open(path, "rb", buffering=0, opener=lambda *_: open_to_read(path, is_named=is_named)) as file,
+    ):
+        status = os.fstat(file.fileno())
         if stat.S_ISREG(status.st_mode):
-            wanted = ("an index", "remove .index.json from its name") if is_index else ("a safetensors file",)
-            return _file_type_error(path, head, size, *wanted)
+            return _file_type_error(path, file.read(HEAD), status.st_size, *wanted)
     return None
 
 

@@ -68,12 +68,12 @@ def open_sets(
     for number, path in enumerate(paths):
         try:
             reader = SetReader(os.fspath(path))
-            first_raised(reader.errors())
+            raise_first(reader.errors())
             sets.append(reader.gradset)
         except BadInputError as error:
-            from gradtool.store.format.hints import NamedPath, explained  # only needed for the error
+            from gradtool.store.format.hints import NamedPath, path_error  # only needed for the error
 
-            if (explanation := explained(error, NamedPath(paths, listed, number))) is None:
+            if (explanation := path_error(error, NamedPath(paths, listed, number))) is None:
                 raise
             raise explanation from error
         for shard in () if may_repeat else sets[-1].shards:
@@ -87,7 +87,7 @@ def open_sets(
 
 
 def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Selected]:
-    """The tensors whose name matches any `include` (all, without one) and no `exclude`, in file order.
+    """List the tensors whose name matches any `include` (all, without one) and no `exclude`, in file order.
 
     Raises:
         UsageError: a pattern is not a regular expression.
@@ -177,7 +177,7 @@ class SetReader:
             self.files, self.index = list_path(self.path)
             if self.index is not None:
                 is_named = self.index == Path(self.path)
-                self.weight_map = _explained(read_weight_map, self.index, is_index=True, is_named=is_named)
+                self.weight_map = _read_or_explain(read_weight_map, self.index, is_index=True, is_named=is_named)
                 self.files = [self.index.parent / name for name in dict.fromkeys(self.weight_map.values())]
         except GradtoolError as error:
             yield error
@@ -202,7 +202,7 @@ class SetReader:
         is_named = self.files == [Path(self.path)] and not is_mapped
         for file in self.files:
             try:
-                self.shards.append(_explained(self._read, file, is_named=is_named))
+                self.shards.append(_read_or_explain(self._read, file, is_named=is_named))
             except GradtoolError as error:
                 if is_mapped and error.problems[0].code == "missing-file":
                     link = ", a symbolic link to a file" if os.path.islink(file) else ""  # noqa: PTH114
@@ -243,22 +243,24 @@ class SetReader:
             mapped[file].append(name)
         hint = "correct the index, or copy the set again"
         for shard in self.shards:
-            file, names = shard.path.name, dict.fromkeys(tensor.name for tensor in shard.tensors)
-            missing = [name for name in mapped[file] if name not in names]
+            file, contained = shard.path.name, {tensor.name for tensor in shard.tensors}
+            missing = [name for name in mapped[file] if name not in contained]
             if missing:
                 what = f"the index maps it to {file}, which does not contain it"
                 if len(missing) > 1:
                     what = f"the index maps {quoted(missing)} to {file}, which does not contain them"
                 yield MissingTensorError(what, file=self.index, tensor=only(missing), hint=hint)
+        for shard in self.shards:
+            file, names = shard.path.name, [tensor.name for tensor in shard.tensors]
             extra = [name for name in names if name not in repeated and weight_map.get(name) != file]
             if extra:
-                what = f"is in {file}, but the index does not map it"
+                what = f"is in {file}, but the index does not map it{' there' if extra[0] in weight_map else ''}"
                 if len(extra) > 1:
                     what = f"{file} contains {quoted(extra)}, which the index does not map to it"
                 yield UnmappedTensorError(what, file=self.index, tensor=only(extra), hint=hint)
 
 
-def first_raised(errors: Iterator[GradtoolError]) -> None:
+def raise_first(errors: Iterator[GradtoolError]) -> None:
     """Raise the first error, if there is one."""
     for error in errors:
         raise error
@@ -275,7 +277,7 @@ def only(names: Sequence[str]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _explained(read: Callable[..., _T], path: Path, *, is_index: bool = False, is_named: bool) -> _T:
+def _read_or_explain(read: Callable[..., _T], path: Path, *, is_index: bool = False, is_named: bool) -> _T:
     """Read a file; of one that is refused, say what it is if it is something else."""
     try:
         return read(path, is_named=is_named)

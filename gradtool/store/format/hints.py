@@ -181,8 +181,8 @@ class NamedPath:
         return f"the {kind} {self.path}{self.place}"
 
 
-def explained(error: BadInputError, named: NamedPath) -> BadInputError | None:
-    """Return the error about a path of a call with its reason and a hint; None if nothing explains it."""
+def path_error(error: BadInputError, named: NamedPath) -> BadInputError | None:
+    """Return the error about a path that leads nowhere with its reason and a hint; None for any other error."""
     if named.listed is not None and (not_a_list := not_a_list_error(named.listed.where, named.listed.head)) is not None:
         return not_a_list
     (problem,) = error.problems

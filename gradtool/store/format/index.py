@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,27 +30,23 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 
 def reindexed(index: Path, files: Mapping[str, Sequence[Tensor]], content: bytes) -> bytes:
-    """The content of an index for other tensors in the files of a set, which stays as it is if it still fits."""
+    """Return the content of an index for other tensors in the files of a set; as it is, if it still fits."""
     document: dict[str, Any] = json.loads(content)
     names = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
-    changed = names != document["weight_map"]
     known = {name: names[name] for name in document["weight_map"] if name in names}
-    document["weight_map"] = known | names
-    metadata = document.get("metadata")
-    tensors = [tensor for new in files.values() for tensor in new]
-    totals = {
-        "total_size": sum(one.nbytes for one in tensors),
-        "total_parameters": sum(one.elements for one in tensors),
-    }
-    for key, total in totals.items():
-        if isinstance(metadata, dict) and key in metadata:
-            changed = changed or metadata[key] != total
-            metadata[key] = total
-    return new_index(index, document) if changed else content
+    new = document | {"weight_map": known | names}
+    if isinstance(metadata := document.get("metadata"), dict):
+        tensors = [tensor for part in files.values() for tensor in part]
+        totals = {
+            "total_size": sum(tensor.nbytes for tensor in tensors),
+            "total_parameters": sum(tensor.elements for tensor in tensors),
+        }
+        new["metadata"] = metadata | {key: total for key, total in totals.items() if key in metadata}
+    return content if new == document else new_index(index, new)
 
 
 def read_weight_map(index: Path, *, is_named: bool = True) -> dict[str, str]:
-    """The file name of each tensor's shard, by an index that the user named, or that a folder has.
+    """Read the file name of each tensor's shard from an index that the user named, or that a folder has.
 
     Raises:
         BadInputError: the index is missing or invalid, or a shard is not in its folder.
@@ -132,9 +129,6 @@ def is_file_name(name: Any) -> bool:
 def _without_duplicates(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise BadInputError(f"the index has the key {shortened(name)!r} twice", file=index)
-            seen.add(name)
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise BadInputError(f"the index has the key {shortened(name)!r} twice", file=index)
     return document

@@ -38,8 +38,6 @@ MAX_PATH_LIST = 50_000_000
 _OF_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
 _OF_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
 
-_RIGHT_FILE = "check that this is the right file"
-
 
 def check_length(path: Path, what: str, length: int, most: int | None = None) -> None:
     """Raise `BadInputError` for a header, an index or a state with too many bytes; called before it is read."""
@@ -50,20 +48,12 @@ def check_length(path: Path, what: str, length: int, most: int | None = None) ->
 
 def check_header_size(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for a header that would cost too much to parse."""
-    _check_odd_text(path, "the header", text)
-    count = _count(text, _OF_TENSOR)
-    if count > MAX_TENSORS:
-        actual = f"it is as large as for {count:,}"
-        raise _over(path, "the header", f"{MAX_TENSORS:,} tensors", actual, "split the file")
+    _check_cost(path, "the header", text, per_tensor=_OF_TENSOR, most=MAX_TENSORS, hint="split the file")
 
 
 def check_index_size(path: Path, text: bytes) -> None:
     """Raise `BadInputError` for an index that would cost too much to parse."""
-    _check_odd_text(path, "the index", text)
-    count = _count(text, _OF_MAPPING)
-    if count > MAX_MAPPED:
-        actual = f"it is as large as for {count:,}"
-        raise _over(path, "the index", f"{MAX_MAPPED:,} tensors", actual, "split the set")
+    _check_cost(path, "the index", text, per_tensor=_OF_MAPPING, most=MAX_MAPPED, hint="split the set")
 
 
 def check_shard_count(path: Path, files: Iterable[Any]) -> None:
@@ -80,15 +70,16 @@ def check_name_lengths(path: Path, names: Iterable[str]) -> None:
             raise _over(path, what, f"{MAX_NAME:,} characters", f"it has {len(name):,}", "rename it")
 
 
-def _check_odd_text(path: Path, what: str, text: bytes) -> None:
+def _check_cost(path: Path, what: str, text: bytes, *, per_tensor: Mapping[bytes, int], most: int, hint: str) -> None:
+    """Raise `BadInputError` for a text that is too long, or has as many of a character as too many tensors have."""
     if len(text) > MAX_ODD_TEXT and not (text.isascii() and b"\\" not in text):
         raise _over(path, f"{what}, which is not plain ASCII,", f"{MAX_ODD_TEXT:,} bytes", f"it has {len(text):,}")
+    count = max(text.count(character) // times for character, times in per_tensor.items())
+    if count > most:
+        raise _over(path, what, f"{most:,} tensors", f"it is as large as for {count:,}", hint)
 
 
-def _count(text: bytes, of_tensor: Mapping[bytes, int]) -> int:
-    """Count the tensors that would have so many of each character."""
-    return max(text.count(character) // most for character, most in of_tensor.items())
-
-
-def _over(path: Path, what: str, limit: str, actual: str, hint: str = _RIGHT_FILE) -> BadInputError:
+def _over(
+    path: Path, what: str, limit: str, actual: str, hint: str = "check that this is the right file"
+) -> BadInputError:
     return BadInputError(f"{what} exceeds the limit of {limit} ({actual})", file=path, code="limit", hint=hint)

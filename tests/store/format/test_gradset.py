@@ -75,6 +75,10 @@ def test_no_path_is_a_usage_error():
         ({"a": "1.safetensors", "b": "3.safetensors"}, "the shard 3.safetensors, which does not exist"),
         ({"a": "2.safetensors", "b": "1.safetensors"}, "does not contain it"),
         ({"a": "1.safetensors", "b": "2.safetensors"}, "'c': is in 2.safetensors, but the index does not map it"),
+        (
+            {"a": "1.safetensors", "x": "1.safetensors", "y": "1.safetensors"},
+            "the index maps 'x', 'y' to 1.safetensors, which does not contain them",
+        ),
         ({"a": "../1.safetensors"}, "'a': .*not the name of a file beside the index"),
         ({"a": "/etc/passwd"}, "'a': .*not the name of a file beside the index"),
         ({"a": "sub/1.safetensors"}, "not the name of a file beside the index"),
@@ -90,6 +94,7 @@ def test_an_index_that_disagrees_with_its_shards_is_bad_input(tmp_path, weight_m
     with pytest.raises(BadInputError, match=why) as caught:
         open_sets(index)
     assert str(index) in str(caught.value)
+    assert caught.value.problems[0].code in ("input", "missing-file")
 
 
 @pytest.mark.parametrize("file", ["x\0", "x\ud800", "", "."])

@@ -37,6 +37,7 @@ class Examined:
         self.not_safetensors: list[Problem] = []
         self.unreadable: list[Problem] = []
         self._reader = reader = SetReader(path, _read_patiently)
+        # Not `reader.errors()`: of a file with several names in a folder without an index, one is enough.
         for error in chain(reader.list_files(), reader.drop_repeated_files(), reader.read_files(), reader.compare()):
             self._sort(error)
         self.gradset = self._reader.gradset
@@ -51,6 +52,7 @@ class Examined:
                     self.notes.append(Problem("unmapped-file", message, str(file), hint=hint))
 
     def _sort(self, error: GradtoolError) -> None:
+        """Add the problem of an error to the list where it belongs."""
         (problem,) = error.problems
         if isinstance(error, (MissingTensorError, UnmappedTensorError)):
             self.faults.append(replace(problem, code=error.finding))

@@ -94,13 +94,13 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         BadInputError: a pattern matches no tensor, or nothing is left.
     """
     wanted, unwanted = compiled(include, "include"), compiled(exclude, "exclude")
-    everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
+    everything = [Selected(shard, tensor) for gradset in sets for shard in gradset.shards for tensor in shard.tensors]
     if not wanted and not unwanted:
         return everything
-    names = {one.tensor.name for one in everything}
+    names = {tensor.name for _, tensor in everything}
     included = set().union(*(matching(names, pattern, "include") for pattern in wanted)) if wanted else names
     included = included.difference(*(matching(names, pattern, "exclude") for pattern in unwanted))
-    selected = [one for one in everything if one.tensor.name in included]
+    selected = [entry for entry in everything if entry.tensor.name in included]
     if not selected:
         raise BadInputError(say("{} and {} leave no tensors", option("include"), option("exclude")), code="no-match")
     return selected

@@ -30,7 +30,7 @@ from gradtool.engines.work import (
 from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.orders import Ordered
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from gradtool.engines.protocol import Cluster, Progress
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 _HEARTBEAT_SECONDS = 0.2

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.channel import Clock
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
     # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.

@@ -32,9 +32,9 @@ from gradtool.errors import (
 )
 from gradtool.store.format.header import Shard, is_same, is_unchanged
 from gradtool.store.io.channel import Clock
+from gradtool.store.io.destination import NewFiles
 from gradtool.store.late import fresh_status, patiently
 from gradtool.store.transaction.attempts import Attempt
-from gradtool.store.transaction.destination import NewFiles
 from gradtool.store.transaction.orders import Built
 from gradtool.wording import option, say
 

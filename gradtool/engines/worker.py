@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend, Data, NormSpec
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
 
 
 class Loaded(NamedTuple):
@@ -43,7 +43,7 @@ class Worker(Channel):
         resident: MutableMapping[tuple[Shard, int, int], Data],
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(max_files, backend.memory, destination.in_place, on_bytes)
+        super().__init__(max_files, backend.memory, on_bytes)
         self.backend, self.destination, self._resident = backend, destination, resident
 
     @contextlib.contextmanager
@@ -56,7 +56,6 @@ class Worker(Channel):
                 self.count(len(view))
             else:
                 self.read(block.shard, block.begin, view)
-                self.destination.keep(self, block, view)
                 data = self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
             yield Loaded(block, view, data)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Span
-    from gradtool.store.transaction.destination import Destination, Wanted
+    from gradtool.store.io.destination import Destination, Wanted
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -35,7 +35,7 @@ from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import Tensor
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import FIRST_ATTEMPT
 

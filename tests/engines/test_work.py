@@ -15,8 +15,8 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.engines import work
 from gradtool.ops.passes import Measure
 from gradtool.store import late
+from gradtool.store.io.destination import DISCARD, NewFile
 from gradtool.store.transaction.attempts import Attempt
-from gradtool.store.transaction.destination import DISCARD, NewFile
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import Order
 

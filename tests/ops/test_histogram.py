@@ -15,7 +15,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.histogram import CountExponents, Histograms, storage_ranges
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
 

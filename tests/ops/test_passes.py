@@ -10,7 +10,7 @@ from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.ops.diff.comparison import Compare
 from gradtool.ops.histogram import CountExponents
 from gradtool.ops.passes import Measure
-from gradtool.store.transaction.destination import DISCARD, NewFile, Overwritten
+from gradtool.store.io.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.transaction.inputs import Inputs
 
 SPEC = NormSpec()

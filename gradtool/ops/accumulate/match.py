@@ -19,8 +19,8 @@ from gradtool.store.format.metadata import SPARE
 from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
 from gradtool.store.format.rename import prefix_problem
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.io.destination import NewFile
+from gradtool.store.transaction.commit import SmallFile
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 _SKIP = say(

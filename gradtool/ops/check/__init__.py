@@ -23,7 +23,7 @@ from gradtool.store.format.examine import examine, is_aligned, listed, unaligned
 from gradtool.store.format.gradset import GradientSet, select
 from gradtool.store.format.paths import no_path_error, read_path_list
 from gradtool.store.io.channel import Clock
-from gradtool.store.transaction.remains import remains_at
+from gradtool.store.transaction.runs import leftovers_at
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.examine import Examined
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.remains import Remains
+    from gradtool.store.transaction.runs import Leftover
 
 # Files that are replaced while they are read are read again so often.
 _TRIES = 3
@@ -120,7 +120,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     """Look at everything once."""
     began = perf_counter()
     examined = [examine(path) for path in named]
-    remains, errors = remains_at(named)
+    remains, errors = leftovers_at(named)
     others = [problem for error in errors for problem in error.problems]
     unreadable = [problem for each in examined for problem in each.refused]
     unreadable += [problem for problem in others if problem.code != "unfinished"]
@@ -190,7 +190,7 @@ def _require_readable(unreadable: list[Problem], strangers: list[Problem], fault
         raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
 
 
-def _may_be_half_changed(problem: Problem, remains: Sequence[Remains]) -> bool:
+def _may_be_half_changed(problem: Problem, remains: Sequence[Leftover]) -> bool:
     """Tell whether a run may have left the file half changed, so that it is no safetensors file any more."""
     folder = Path(os.path.realpath(problem.file or ".")).parent
     return problem.code != "missing-file" and any(
@@ -220,7 +220,7 @@ def _select(sets: Sequence[GradientSet], examined: Sequence[Examined], options: 
 
 
 def _findings(
-    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Remains], unfinished: Sequence[Problem]
+    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Leftover], unfinished: Sequence[Problem]
 ) -> Iterator[tuple[Severity, Problem]]:
     """Yield what headers, indexes and the files of runs show."""
     for each in examined:
@@ -236,7 +236,7 @@ def _findings(
         yield "fault", problem
 
 
-def _leftover_finding(left: Remains, named: Sequence[str]) -> tuple[Severity, Problem]:
+def _leftover_finding(left: Leftover, named: Sequence[str]) -> tuple[Severity, Problem]:
     """Return what a run has left; the hint names the folder to recover, as it is `named` if it is."""
     folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
     same = (folder for folder in folders if os.path.realpath(folder) == str(left.folder))

@@ -14,7 +14,7 @@ from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.groups import groups_of
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
 from gradtool.wording import option, say
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import TensorPass
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 

@@ -16,8 +16,8 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import reindexed
 from gradtool.store.format.layout import lay_out, new_tensor
 from gradtool.store.format.tensors import BITS
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.io.destination import NewFile
+from gradtool.store.transaction.commit import SmallFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 # As float64, a block takes up to eight times as much. It must have room for a tile of F64.

@@ -14,7 +14,7 @@ from gradtool import validators
 from gradtool.errors import BadInputError, UsageError, shortened
 from gradtool.store.format.header import read_regular
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.transaction.commit import SmallFile
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
 
     # A number m·2^k as m and k, with 0.5 <= |m| < 1, or m = 0.
     Scaled = tuple[float, int]

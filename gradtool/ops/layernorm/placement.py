@@ -11,8 +11,8 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import mapped_in, reindexed
 from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.tensors import BITS
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.io.destination import NewFile
+from gradtool.store.transaction.commit import SmallFile
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:

@@ -129,7 +129,8 @@ def version_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _links_and_rights(status: os.stat_result) -> tuple[int, ...]:
+def links_and_rights(status: os.stat_result) -> tuple[int, ...]:
+    """Return what explains a change of the inode (ctime) that is none of the content."""
     return status.st_mode, status.st_uid, status.st_gid, status.st_nlink
 
 
@@ -141,7 +142,7 @@ def is_same(now: os.stat_result, before: os.stat_result) -> bool:
     """
     if version_of(now) != version_of(before):
         return False
-    return now.st_ctime_ns == before.st_ctime_ns or _links_and_rights(now) != _links_and_rights(before)
+    return now.st_ctime_ns == before.st_ctime_ns or links_and_rights(now) != links_and_rights(before)
 
 
 def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.fs import File
-    from gradtool.store.transaction.inplace import InPlace
-    from gradtool.store.transaction.undolog import UndoLog
 
     # What a destination writes whatever a pass does.
     Task = Callable[["Channel"], None]
@@ -67,23 +65,19 @@ class Clock:
 class Channel:
     """Reads shards and writes files, for one thread, with at most `max_files` open at a time.
 
-    Memory comes from `allocate`, and is used again. `in_place` is the transaction whose files are overwritten, if there
-    is one.
+    Memory comes from `allocate`, and is used again.
     """
 
     def __init__(
         self,
         max_files: int,
         allocate: Callable[[int], memoryview],
-        in_place: InPlace | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self.clock = Clock()
         self._max_files = max_files
         self._allocate = allocate
-        self._in_place = in_place
         self._on_bytes = on_bytes
-        self._undo_log: UndoLog | None = None
         # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
         self._memory: list[memoryview | None] = []
         # The least recently used first.
@@ -119,7 +113,7 @@ class Channel:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        self._fill(shard.path, self._descriptor(shard), begin, view)
+        fill(shard.path, self._descriptor(shard), begin, view)
         self.record_read(len(view), perf_counter() - began)
 
     @contextlib.contextmanager
@@ -161,47 +155,26 @@ class Channel:
         if self._on_bytes is not None:
             self._on_bytes(nbytes)
 
+    def read_again(self, shard: Shard, begin: int, view: memoryview) -> None:
+        """Read as `read` does what is about to be overwritten; its bytes do not count."""
+        began = perf_counter()
+        fill(shard.path, self._descriptor(shard), begin, view)
+        self.clock.read += perf_counter() - began
+
     def write(self, file: File, begin: int, view: memoryview) -> None:
-        """Write `view` into a new file, from byte `begin` on.
+        """Write `view` into a file, from byte `begin` on.
 
         Raises:
             SystemRefusedError: writing failed.
         """
+        self.save(file, begin, [view])
+        self.clock.written_bytes += len(view)
+
+    def save(self, file: File, begin: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Write parts one after another as `write` does; their bytes do not count."""
         began = perf_counter()
         with os_errors_about(file.path):
-            self.clock.written_bytes += fs.write_all(self._descriptor(file), [view], begin)
-        self.clock.write += perf_counter() - began
-
-    def keep(self, file: File, begin: int, view: memoryview, in_place: InPlace) -> None:
-        """Save `view`, which was read from byte `begin` of a file on: to overwrite it, it need not be read again.
-
-        Raises:
-            SystemRefusedError: it could not be saved.
-        """
-        began = perf_counter()
-        self._undo_log = self._undo_log or in_place.undo_log()
-        self._undo_log.keep(in_place.number_of(file), begin, view)
-        self.clock.write += perf_counter() - began
-
-    def overwrite(
-        self, file: File, begin: int, view: memoryview, parts: Sequence[tuple[int, int]], in_place: InPlace
-    ) -> None:
-        """Overwrite the given parts of `view`, which lies at byte `begin` of the file; the old content is saved first.
-
-        Raises:
-            SystemRefusedError: the old content could not be saved, or writing failed.
-        """
-        began = perf_counter()
-        fd, number = self._descriptor(file), in_place.number_of(file)
-        log = self._undo_log = self._undo_log or in_place.undo_log()
-        if not log.has_kept(number, begin, len(view)):
-            with self.memory(len(view)) as old:
-                self._fill(file.path, fd, begin, old)
-                log.keep(number, begin, old)
-        log.seal(view)
-        with os_errors_about(file.path):
-            for start, stop in parts:
-                self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
+            fs.write_all(self._descriptor(file), parts, begin)
         self.clock.write += perf_counter() - began
 
     def check(self) -> None:
@@ -213,21 +186,6 @@ class Channel:
         """Close every file."""
         while self._open:
             os.close(self._open.popitem()[1])
-        if self._undo_log is not None:
-            self._undo_log.close()
-            self._undo_log = None
-
-    @staticmethod
-    def _fill(path: Path, fd: int, begin: int, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(fd, [view[done:]], begin + done)
-            except OSError as error:
-                raise from_os_error(error, path) from error
-            if not count:
-                raise _shortened(path)
-            done += count
 
     def _descriptor(self, file: Shard | File) -> int:
         fd = self._open.get(file)
@@ -238,7 +196,7 @@ class Channel:
             self._close_oldest()
         while True:
             try:
-                fd = self._open_source(file) if isinstance(file, Shard) else self._open_destination(file)
+                fd = self._open_source(file) if isinstance(file, Shard) else file.open(os.O_WRONLY)
             except SystemRefusedError:
                 raise
             except OSError as error:
@@ -262,10 +220,7 @@ class Channel:
         return True
 
     def _check(self, file: Shard | File, fd: int) -> None:
-        if not isinstance(file, Shard) or is_unchanged(fd, file.stat):
-            return
-        # A file that this run overwrites has changed, of course.
-        if self._in_place is None or not self._in_place.is_ours(fd):
+        if isinstance(file, Shard) and not is_unchanged(fd, file.stat):
             raise changed_meanwhile(file.path)
 
     def _open_source(self, shard: Shard) -> int:
@@ -280,14 +235,18 @@ class Channel:
             raise
         return fd
 
-    def _open_destination(self, file: File) -> int:
-        if self._in_place is None:
-            return file.open(os.O_WRONLY)
-        fd = file.open(os.O_RDWR)
-        if not self._in_place.is_ours(fd):
-            os.close(fd)
-            raise changed_meanwhile(file.path)
-        return fd
+
+def fill(path: Path, fd: int, begin: int, view: memoryview) -> None:
+    """Fill `view` with the bytes of an open file from `begin` on; `SystemRefusedError` if that has not so many."""
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(fd, [view[done:]], begin + done)
+        except OSError as error:
+            raise from_os_error(error, path) from error
+        if not count:
+            raise _shortened(path)
+        done += count
 
 
 def _shortened(path: Path) -> SystemRefusedError:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import os_errors_about
 from gradtool.store import signals
-from gradtool.store.transaction.guard import could_change
 from gradtool.store.transaction.locks import InUse
-from gradtool.store.transaction.logfiles import logs_in
 from gradtool.store.transaction.recovery import recover_if_crashed
+from gradtool.store.transaction.runs import runs_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +41,7 @@ def acquire(transaction: Transaction, *, timeout: float = 0.0) -> None:
         rival = _rival(transaction, deadline)
         if rival is None:
             with os_errors_about(transaction.home.path):
-                transaction.append(ready=True, fsync=False)
+                transaction.append(holds_locks=True, fsync=False)
             return
         transaction.withdraw()
         transaction.may_be_stale = True
@@ -54,7 +53,7 @@ def _rival(transaction: Transaction, deadline: float) -> tuple[InUse, Path] | No
     patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
     while (rival := _find_rival(transaction)) is not None:
         other = rival[0].log
-        if other.ready or other.run < transaction.id or time.monotonic() > patience:
+        if other.holds_locks or other.run < transaction.id or time.monotonic() > patience:
             return rival
         transaction.may_be_stale = True
         _pause()
@@ -64,14 +63,13 @@ def _rival(transaction: Transaction, deadline: float) -> tuple[InUse, Path] | No
 def _find_rival(transaction: Transaction) -> tuple[InUse, Path] | None:
     """Another live run with one of our targets, and that target; crashed runs are recovered."""
     for folder, names in transaction.targets.names.items():
-        for log in logs_in(folder):
-            shared = log.names & names
-            if log.run == transaction.id or not any(could_change(log, folder, name) for name in shared):
+        for run in runs_in(folder, names):
+            if run.log is None or run.id == transaction.id:
                 continue
-            found = recover_if_crashed(log)
+            rival = recover_if_crashed(run.log)
             # One that only cleans up writes no target any more.
-            if isinstance(found, InUse) and not (found.log.done or found.log.undone):
-                return found, folder.path / min(shared)
+            if isinstance(rival, InUse) and not rival.log.ended:
+                return rival, folder.path / min(run.targets)
             transaction.may_be_stale = True
     return None
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.newset import NewSet
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.rename import Renames
-    from gradtool.store.transaction.guard import Scope
+    from gradtool.store.transaction.runs import Scope
 
 
 class OpenSets:
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
 
     def places(self, error: GradtoolError | None = None) -> list[Scope]:
         """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
-        from gradtool.store.transaction.guard import Scope  # only needed for errors, and to write
+        from gradtool.store.transaction.runs import Scope  # only needed for errors, and to write
 
         files = [problem.file for problem in error.problems if problem.file] if error else []
         places: dict[Scope, None] = {}
@@ -113,7 +113,7 @@ def open_to_read(inputs: Inputs) -> OpenSets:
     try:
         opened = inputs.open()
     except BadInputError as error:
-        from gradtool.store.transaction.guard import require_finished_at  # only needed for the error
+        from gradtool.store.transaction.runs import require_finished_at  # only needed for the error
 
         # A half-changed file may be what is wrong.
         for place in inputs.places(error):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.options import Writing
-    from gradtool.store.transaction.guard import Scope
+    from gradtool.store.transaction.runs import Scope
     from gradtool.store.transaction.transaction import Transaction
 
 _NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -44,24 +44,22 @@ def open_to_write(
         BadInputError: an input is invalid.
         SystemRefusedError: another run has one of the files, or a crashed run left an input half changed.
     """
-    if options.only_reads:
-        opened = opened or open_to_read(inputs)
-        output = Output.of(options, opened, plan)
-        with output.locked_for_state() as locked:
-            yield opened, locked
-        return
-    opened = opened or _open_to_write(inputs, time.monotonic() + options.lock_timeout)
+    opened = opened or open_unlocked(inputs, options)
     output = Output.of(options, opened, plan)
+    if options.dry_run:
+        output.check_state_files()
+        yield opened, output
+        return
     with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
-        is_held = _try_to_acquire(transaction, options.lock_timeout)
+        refusal = _acquired(transaction, options.lock_timeout)
         if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
             opened = inputs.open()
             output = Output.of(options, opened, plan)
         for target in (*output.targets, *output.states):
-            transaction.locate(target)
+            transaction.targets.locate(target)
         read = [*(shard.path for shard in opened.shards), *output.states]
-        require_finished(read, own=transaction.id)
-        yield opened, output.held_by(transaction) if is_held else output
+        require_finished(read, transaction.id)
+        yield opened, output._replace(transaction=None if refusal else transaction, refusal=refusal)
 
 
 def open_unlocked(inputs: Inputs, options: Writing) -> OpenSets:
@@ -104,8 +102,8 @@ def _recovered_at(place: Scope) -> Sequence[Recovered | InUse]:
     return [one for one in found if not isinstance(one, GradtoolError)]
 
 
-def _try_to_acquire(transaction: Transaction, timeout: float) -> bool:
-    """Lock the files; False where nothing can be written: a run that has nothing to write may still succeed."""
+def _acquired(transaction: Transaction, timeout: float) -> SystemRefusedError | None:
+    """Lock the files; return why nothing can be written there: a run that has nothing to write may still succeed."""
     try:
         acquire(transaction, timeout=timeout)
     except SystemRefusedError as error:
@@ -113,5 +111,5 @@ def _try_to_acquire(transaction: Transaction, timeout: float) -> bool:
             raise
         # Its logs in some of the folders must not block the next run.
         transaction.withdraw()
-        return False
-    return True
+        return error
+    return None

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
-from gradtool.store import signals
 from gradtool.store.format.listing import parts_in
 from gradtool.store.format.metadata import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.fs import File
-from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
-from gradtool.store.transaction.inplace import InPlace, Target
+from gradtool.store.io.destination import DISCARD, NewFile, NewFiles, Overwritten
+from gradtool.store.transaction.commit import Commit, SmallFile
+from gradtool.store.transaction.inplace import Target
 from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
 from gradtool.store.transaction.readers import require_finished
-from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import SmallFile, write_small
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
 from gradtool.wording import call, option, say
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets, WritePlan
     from gradtool.store.transaction.staging import Source
 
@@ -46,7 +43,7 @@ class Output(NamedTuple):
     """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
-    exist. `transaction` holds the locks, if they have been taken. `state` and `by_workers` are those of the plan.
+    exist. `transaction` holds the locks, unless there was a `refusal`. `state` and `by_workers` are those of the plan.
     """
 
     options: Writing
@@ -55,6 +52,7 @@ class Output(NamedTuple):
     created: Sequence[Path] = ()
     folder: Path | None = None
     transaction: Transaction | None = None
+    refusal: SystemRefusedError | None = None
     state: Path | None = None
     by_workers: bool = False
 
@@ -162,22 +160,10 @@ class Output(NamedTuple):
         targets = dict.fromkeys([*self.targets, *common])
         return Transaction(Targets(targets, self.folder, self.states), fsync=self.options.fsync)
 
-    def held_by(self, transaction: Transaction) -> Self:
-        """The same, with the locks that a transaction has taken."""
-        return self._replace(transaction=transaction)
-
-    @contextlib.contextmanager
-    def locked_for_state(self) -> Iterator[Self]:
-        """The same, where no input is written; locked if there is a state, which no other run may write meanwhile."""
-        if self.state is None or self.options.dry_run:
-            if self.states:
-                # What a path that leads nowhere is refused by, in a dry run too.
-                Targets((), self.folder, self.states).close()
-            require_finished(one for one in self.states if one.parent.is_dir())
-            yield self
-            return
-        with self._locked() as transaction:
-            yield self.held_by(transaction)
+    def check_state_files(self) -> None:
+        """Check the state for a call that writes nothing: that its path leads somewhere, and no run changes it."""
+        Targets((), self.folder, self.states).close()
+        require_finished(state for state in self.states if state.parent.is_dir())
 
     @contextlib.contextmanager
     def writing(
@@ -198,66 +184,50 @@ class Output(NamedTuple):
         if self.options.dry_run or not (files or (self.is_elsewhere and not self.created) or state):
             yield DISCARD
             return
+        transaction = self.transaction
+        if transaction is None:
+            raise self.refusal or AssertionError("nothing is locked")
         indexes = self._copied_indexes() if indexes is None else indexes
         small = [*indexes, *([] if state is None else [state])]
         sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
-        with self._locked() as transaction:
-            # Another run may have written them while this one waited for its locks.
-            self.check_existing()
+        # Another run may have written them while this one waited for its locks.
+        self.check_existing()
+        with Commit(transaction, sources) as commit:
             if self.options.in_place and files:
-                targets = [_target_of(transaction, file) for file in files]
-                with InPlace(transaction, targets, sources) as in_place:
-                    yield Overwritten(_by_shard(files, [target.file for target in targets]), in_place)
-                    if state is not None:
-                        write_small(in_place.last, state, is_new=state.stat is None)
-                    in_place.commit()
+                yield Overwritten(files, commit.overwrite([_changed(transaction, file) for file in files]))
             else:
-                with Replacement(transaction, sources) as replacement:
-                    yield self._built(replacement, files)
-                    self._write_indexes(replacement, indexes)
-                    if state is not None:
-                        write_small(replacement, state, is_new=state.stat is None)
-                    replacement.commit()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[Transaction]:
-        """The transaction that has locked the files: for the whole call, or only to write."""
-        if self.transaction is not None:
-            yield self.transaction
-            return
-        with signals.deferred(), self.new_transaction() as transaction, explained(transaction):
-            acquire(transaction, timeout=self.options.lock_timeout)
-            yield transaction
+                yield self._built(commit, files)
+                for path, stat, content in indexes:
+                    index = SmallFile(self._target(path), None if self.is_elsewhere else stat, content)
+                    commit.stage_content(index, is_new=self.options.no_clobber)
+            if state is not None:
+                commit.stage_content(state, is_new=state.stat is None)
+            commit.put_in_place()
 
     def _target(self, path: Path) -> Path:
         if self.options.output is not None:
             return Path(self.options.output)
         return path if self.folder is None else self.folder / path.name
 
-    def _built(self, replacement: Replacement, files: Sequence[NewFile]) -> Destination:
+    def _built(self, commit: Commit, files: Sequence[NewFile]) -> Destination:
         """The destination that builds the files: here, or by other processes."""
         if not self.by_workers:
-            return NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
+            return NewFiles(_by_shard(files, [self._stage(commit, file) for file in files]))
         orders = {}
         for file in files:
             target, keeps, is_new = self._target(file.shard.path), not self.is_elsewhere, self.options.no_clobber
-            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
-        return Ordered(orders, replacement)
+            orders[file.shard] = commit.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
+        return Ordered(orders, commit)
 
-    def _stage(self, replacement: Replacement, file: NewFile) -> File:
+    def _stage(self, commit: Commit, file: NewFile) -> File:
         original = None if self.is_elsewhere else file.shard.stat
         target, is_new = self._target(file.shard.path), self.options.no_clobber
-        return replacement.stage(target, file.size, original, file.ranges, is_new=is_new)
+        return commit.stage(target, file.size, original, file.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[SmallFile]:
         if not self.is_elsewhere or self.options.output is not None:
             return []
         return [SmallFile(one.index, *one.read_index()) for one in self.sets if one.index]
-
-    def _write_indexes(self, replacement: Replacement, indexes: Sequence[SmallFile]) -> None:
-        for path, stat, content in indexes:
-            index = SmallFile(self._target(path), None if self.is_elsewhere else stat, content)
-            write_small(replacement, index, is_new=self.options.no_clobber)
 
 
 @contextlib.contextmanager
@@ -304,7 +274,7 @@ def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, 
     return {file.shard: (file, one) for file, one in zip(files, written, strict=True)}
 
 
-def _target_of(transaction: Transaction, file: NewFile) -> Target:
-    """What is changed in place for a file, which must still be the one that was read."""
-    folder, name = transaction.locate(file.shard.path)
+def _changed(transaction: Transaction, file: NewFile) -> Target:
+    """Return what is changed in place for a file, which must still be the one that was read."""
+    folder, name = transaction.targets.locate(file.shard.path)
     return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def require_finished(paths: Iterable[Path], own: str | None = None) -> None:
-    """Raise `SystemRefusedError` if one of the files may be half changed, by a live run other than `own` or a crash."""
+def require_finished(paths: Iterable[Path], run: str | None = None) -> None:
+    """Raise `SystemRefusedError` if one of the files may be half changed, by a run other than `run`."""
     names: dict[Path, dict[str, Path]] = {}
     parents: dict[Path, Path] = {}
     for path in paths:
@@ -25,9 +25,9 @@ def require_finished(paths: Iterable[Path], own: str | None = None) -> None:
     for parent, files in names.items():
         with os_errors_about(parent), Folder.at(parent) as folder:
             if _may_have_logs(folder):
-                from gradtool.store.transaction.guard import require_finished_in
+                from gradtool.store.transaction.runs import require_finished_in
 
-                require_finished_in(folder, files, own)
+                require_finished_in(folder, files, run)
 
 
 def _real(path: Path, parents: dict[Path, Path]) -> tuple[Path, str]:

@@ -9,7 +9,7 @@ from support import read, write_index
 from gradtool import NonFiniteError, accumulate, norm
 from gradtool.engines.threads import Threads
 from gradtool.engines.wire import packed, unpacked
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 
 SUM_OF_2 = {"n": "2", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gradtool.store.transaction.replace import Replacement
 from support import gradtool, registered, snapshot, until_told, write, write_back_in_time
 
 from gradtool import SystemRefusedError, UsageError, clip, norm, recover
@@ -16,7 +17,6 @@ from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace, staging
 from gradtool.store.transaction.output_checks import check_collisions
-from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.transaction import Transaction
 

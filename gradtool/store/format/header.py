@@ -291,11 +291,8 @@ def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
     with contextlib.ExitStack() as stack:
         copy: Path | str = path
         with contextlib.suppress(OSError):
-            fd, name = stack.enter_context(system.unnamed_file())
-            written = os.writev(fd, [len(text).to_bytes(8, "little"), text])
-            os.ftruncate(fd, size)
-            if written == 8 + len(text) and os.stat(name).st_size == size:  # noqa: PTH116 - it lives as long as fd
-                copy = name
+            content = [len(text).to_bytes(8, "little"), text]
+            copy = stack.enter_context(system.unnamed_file(content, size))
         yield copy
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
 from gradtool.store import fs, system
-from gradtool.store.fs import SECTOR
 from gradtool.store.io.channel import Channel, fill
+from gradtool.store.system import SECTOR
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ class Commit:
         """Remove all files that are not in their places; whether all are gone."""
         files = [*((staged.folder, staged.temporary.name) for staged in self._staged), *self._linked]
         if self._in_place is not None:
-            files.append((self._in_place.file.folder, self._in_place.file.name))
+            files.append(self._in_place.log.file[:2])
         gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
         return all(gone)
 
@@ -136,7 +136,7 @@ class Commit:
     def overwrite(self, targets: Sequence[Target]) -> RedoLog:
         """Return the redo log for what changes in targets in place; their numbers are those of the sequence."""
         self._in_place = InPlace(self._transaction, targets)
-        return self._in_place.log
+        return self._in_place.reserve()
 
     def put_in_place(self) -> None:
         """Sync everything, log that it is ready, and rename and copy it into its places.

@@ -2,8 +2,8 @@
 
 `.gradtool-ID.run` is the transaction log, in the run's home: the first folder that it writes to. Every other folder has
 a pointer to it, of the same name. `.gradtool-ID.lock`, in the home, is locked while the process lives.
-`.gradtool-ID-N.tmp` will replace a target, and `.gradtool-ID-N.redo` is a redo log: what will be copied into targets in
-place. In folders that not every user may list, `.gradtool-HASH.at` is a second name of the log for each target, by which
+`.gradtool-ID-N.tmp` will replace a target, and `.gradtool-ID-N.redo` is a redo log: what will be copied into targets.
+In folders that not every user may list, `.gradtool-HASH.at` is a second name of the log for each target, by which
 readers find it.
 """
 

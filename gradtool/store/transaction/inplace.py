@@ -43,18 +43,24 @@ class InPlace:
             _require_writable(target, fsync=transaction.fsync)
             signals.deliver()
         nbytes = self._require_disk_space()
-        # From here on, the log must stay until the clean-up is complete.
+        # From here on, the transaction log must stay until the clean-up is complete.
         transaction.leaves_files = True
         self._number, name = transaction.new_name("redo")
         with os_errors_about(transaction.home.path / name):
-            fd, self.file = transaction.home.create_file(name)
-            with fs.closing(fd):
-                fs.reserve(fd, 0, nbytes)
-        self.log = RedoLog(self.file)
+            fd, file = transaction.home.create_file(name)
+            os.close(fd)
+        self.log = RedoLog(file)
+        self._nbytes = nbytes
+
+    def reserve(self) -> RedoLog:
+        """Reserve the space of the redo log, and return it."""
+        with os_errors_about(self.log.file.path), self.log.file.opened(os.O_RDWR) as fd:
+            fs.reserve(fd, 0, self._nbytes)
+        return self.log
 
     def finish(self) -> tuple[list[Change], Redo]:
         """Sync the redo log, and return what the transaction log says of it."""
-        with os_errors_about(self.file.path), self.file.opened(os.O_RDONLY) as fd:
+        with os_errors_about(self.log.file.path), self.log.file.opened(os.O_RDONLY) as fd:
             if self._transaction.fsync:
                 fs.sync(fd)
         folders = self._transaction.targets.folders
@@ -63,7 +69,7 @@ class InPlace:
             _require_writable(target, fsync=False)
             file = target.file
             changes.append(Change(folders.index(file.folder), file.name, target.stat.st_size, file.inode))
-        return changes, Redo(self._number, self.file.inode, self.log.size)
+        return changes, Redo(self._number, self.log.file.inode, self.log.size)
 
     def apply(self) -> None:
         """Copy the redo log into the targets, and sync them."""

@@ -93,7 +93,7 @@ class Staged:
                 mode = _kept_mode(now)
             else:
                 # A worker on another machine may not have seen it.
-                system.remove_acl(fd)
+                fs.remove_acl(fd)
                 if now is not None:
                     sources = [*sources, rights_of(self.name, within=self.folder.fd)]
                 mode = new_mode(os.fstat(fd).st_gid, sources)
@@ -170,11 +170,11 @@ def _attributes(status: os.stat_result) -> int:
 def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:
     """Give a new file the owner and the extended attributes of the file that it replaces."""
     # Until it has all of them, nobody else may open it.
-    os.fchmod(fd, _OWNER_MAY)
+    fs.change_mode(fd, _OWNER_MAY)
     ours = os.fstat(fd)
     if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
-        os.fchown(fd, original.st_uid, original.st_gid)
-    system.copy_attributes(original_fd, fd)
+        fs.change_owner(fd, original.st_uid, original.st_gid)
+    fs.copy_attributes(original_fd, fd)
 
 
 def rights_of(path: Path | str, before: os.stat_result | None = None, within: int | None = None) -> Rights:

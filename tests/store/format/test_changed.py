@@ -184,7 +184,7 @@ def test_the_library_judges_a_copy_that_no_other_program_can_cut(tmp_path, monke
     assert name != str(path)
 
 
-def no_room():
+def no_room(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -5,7 +5,8 @@ from support import file_at
 
 from gradtool import SystemRefusedError
 from gradtool.store import fs
-from gradtool.store.fs import SECTOR, Folder
+from gradtool.store.fs import Folder
+from gradtool.store.system import SECTOR
 
 KEY = "a key"
 

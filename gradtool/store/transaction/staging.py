@@ -70,13 +70,16 @@ class Staged:
         A file that replaces none, or replaces it with other content, gets a mode that follows from its sources.
 
         Raises:
-            SystemRefusedError: that file was written to or replaced since it was read, or does not keep its attributes.
+            SystemRefusedError: that file was written to or replaced since it was read, or does not keep its attributes;
+                or there is one though the target is new.
         """
         with os_errors_about(self.target):
             for _ in range(_TRIES):
                 now = self.folder.status(self.name)
                 if self.original is not None and (now is None or not is_same(now, self.original)):
                     break
+                if self.is_new and now is not None:
+                    raise self._created()
                 changed = 0 if now is None else now.st_ctime_ns
                 if changed == self._taken:
                     return
@@ -143,10 +146,13 @@ class Staged:
             if self._is_target():
                 return True
             if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
-                what = "another program created it in the meantime"
-                raise SystemRefusedError(what, file=self.target, hint="run the command again") from error
+                raise self._created() from error
             return False
         return True
+
+    def _created(self) -> SystemRefusedError:
+        what = "another program created it in the meantime"
+        return SystemRefusedError(what, file=self.target, hint="run the command again")
 
 
 def is_new(folder: Folder, move: Move) -> bool:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.rename import Renames
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.destination import Destination, NewFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
-    from gradtool.store.transaction.small import SmallFile
     from gradtool.wording import Wording
 
 # More than this takes numpy long enough to be worth a warning.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs, signals
-from gradtool.store.format.header import is_same
+from gradtool.store.source import is_same
 from gradtool.store.system import BLOCK
 from gradtool.store.transaction.files import remove_all
 from gradtool.store.transaction.replace import Replacement

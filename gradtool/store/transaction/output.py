@@ -14,6 +14,7 @@ from gradtool.store.format.listing import parts_in
 from gradtool.store.format.metadata import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.fs import File
+from gradtool.store.source import SmallFile, require_status
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.transaction.inplace import InPlace, Target
@@ -21,7 +22,7 @@ from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
 from gradtool.store.transaction.readers import require_finished
 from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import SmallFile, write_small
+from gradtool.store.transaction.small import write_small
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
 from gradtool.wording import call, option, say
@@ -86,6 +87,9 @@ class Output(NamedTuple):
             raise UsageError(say(what, option("output"), len(output_files or ())), hint=hint)
         if options.is_elsewhere:
             check_collisions(output.targets, shards, indexes, output.shards)
+        else:
+            for shard in output.shards:
+                require_status(shard.source)
         if plan.state is not None:
             check_state(output.targets, plan.state)
         output.check_existing()
@@ -97,7 +101,7 @@ class Output(NamedTuple):
         if self.created:
             return list(self.created)
         indexes = [one.index for one in self.sets if one.index]
-        return [self._target(path) for path in (*(shard.path for shard in self.shards), *indexes)]
+        return [self._target(path) for path in (*(shard.name for shard in self.shards), *map(str, indexes))]
 
     @property
     def states(self) -> list[Path]:
@@ -117,7 +121,7 @@ class Output(NamedTuple):
     def made_of(self, sets: Sequence[GradientSet]) -> Self:
         """Return the same output with the files of more sets as sources."""
         indexes = [(one.index, None) for one in sets if one.index]
-        shards = [(shard.path, shard.stat) for one in sets for shard in one.shards]
+        shards = [(Path(shard.name), shard.source.status) for one in sets for shard in one.shards]
         return self._replace(sources=[*self.sources, *indexes, *shards])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
@@ -136,7 +140,7 @@ class Output(NamedTuple):
         """The paths that were written, as the caller named them, after those files were."""
         if self.is_elsewhere:
             return (str(self.options.output or self.folder),) if shards else ()
-        return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
+        return tuple(one.name for one in self.sets if any(shard in shards for shard in one.shards))
 
     def check_existing(self) -> None:
         """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
@@ -229,10 +233,10 @@ class Output(NamedTuple):
             acquire(transaction, timeout=self.options.lock_timeout)
             yield transaction
 
-    def _target(self, path: Path) -> Path:
+    def _target(self, name: str) -> Path:
         if self.options.output is not None:
             return Path(self.options.output)
-        return path if self.folder is None else self.folder / path.name
+        return Path(name) if self.folder is None else self.folder / Path(name).name
 
     def _built(self, replacement: Replacement, files: Sequence[NewFile]) -> Destination:
         """The destination that builds the files: here, or by other processes."""
@@ -240,23 +244,23 @@ class Output(NamedTuple):
             return NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
         orders = {}
         for file in files:
-            target, keeps, is_new = self._target(file.shard.path), not self.is_elsewhere, self.options.no_clobber
+            target, keeps, is_new = self._target(file.shard.name), not self.is_elsewhere, self.options.no_clobber
             orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
         return Ordered(orders, replacement)
 
     def _stage(self, replacement: Replacement, file: NewFile) -> File:
-        original = None if self.is_elsewhere else file.shard.stat
-        target, is_new = self._target(file.shard.path), self.options.no_clobber
+        original = None if self.is_elsewhere else require_status(file.shard.source)
+        target, is_new = self._target(file.shard.name), self.options.no_clobber
         return replacement.stage(target, file.size, original, file.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[SmallFile]:
         if not self.is_elsewhere or self.options.output is not None:
             return []
-        return [SmallFile(one.index, *one.read_index()) for one in self.sets if one.index]
+        return [index for one in self.sets if (index := one.read_index()) is not None]
 
     def _write_indexes(self, replacement: Replacement, indexes: Sequence[SmallFile]) -> None:
         for path, stat, content in indexes:
-            index = SmallFile(self._target(path), None if self.is_elsewhere else stat, content)
+            index = SmallFile(self._target(str(path)), None if self.is_elsewhere else stat, content)
             write_small(replacement, index, is_new=self.options.no_clobber)
 
 
@@ -285,16 +289,16 @@ def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
     if in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
         what = "the header has no room for new metadata in place"
-        raise BadInputError(what, file=file.shard.path, code="header", hint=hint)
+        raise BadInputError(what, file=file.shard.name, code="header", hint=hint)
     return new
 
 
-def _sets_with(files: Collection[Path], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
+def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
     """The sets that have one of the files; where the output is elsewhere, only those files of them."""
-    found = [one for one in sets if any(shard.path in files for shard in one.shards)]
+    found = [one for one in sets if any(shard.name in files for shard in one.shards)]
     if not options.is_elsewhere:
         return found
-    own = [tuple(shard for shard in one.shards if shard.path in files) for one in found]
+    own = [tuple(shard for shard in one.shards if shard.name in files) for one in found]
     # A single file needs no index.
     indexes = [one.index if options.output is None else None for one in found]
     return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
@@ -306,5 +310,5 @@ def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, 
 
 def _target_of(transaction: Transaction, file: NewFile) -> Target:
     """What is changed in place for a file, which must still be the one that was read."""
-    folder, name = transaction.locate(file.shard.path)
-    return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)
+    (folder, name), status = transaction.locate(Path(file.shard.name)), require_status(file.shard.source)
+    return Target(File(folder, name, status.st_dev, status.st_ino), status, file.changes)

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradtool.errors import from_os_error
 from gradtool.store import fs
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.replace import Replacement
-
-
-class SmallFile(NamedTuple):
-    """An index or a state to be written: its path, its status when it was read, and the new content.
-
-    Without `stat` it is created.
-    """
-
-    path: Path
-    stat: os.stat_result | None
-    content: bytes
 
 
 def write_small(replacement: Replacement, file: SmallFile, *, is_new: bool) -> None:

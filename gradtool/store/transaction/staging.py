@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import is_same
 from gradtool.store.fs import File
+from gradtool.store.source import is_same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from gradtool.engines.protocol import WorkerInfo
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
-from gradtool.store.format.header import read_regular
+from gradtool.store.format.header import read_small
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _address_in(path: str, timeout: float) -> str:
             raise SystemRefusedError(what, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
         sleep(_POLL_SECONDS)
         signals.deliver()
-    _, text = read_regular(Path(path), _FILE_BYTES)
+    text = read_small(Path(path), _FILE_BYTES).content
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         if type(address := json.loads(text)["address"]) is str:
             return address

@@ -134,7 +134,7 @@ class Workers:
         """Add a result, if it is about the same files and fits into the tally."""
         for shard, seen in zip(part.reads, outcome.seen, strict=True):
             if self._identity(shard) != seen:
-                raise changed_meanwhile(shard.path)
+                raise changed_meanwhile(shard.name)
         # A worker has seen only what became of them since it began.
         refuse_changed(part.reads)
         try:
@@ -207,14 +207,14 @@ def _result(future: Future[Any], part: Part, membership: Membership) -> Outcome:
     except (Exception, SystemExit) as error:
         # One that has joined meanwhile and is not fit explains it better.
         membership.settle(_SETTLE_SECONDS)
-        file = part.reads[0].path if part.reads and not isinstance(error, CancelledError) else None
+        file = part.reads[0].name if part.reads and not isinstance(error, CancelledError) else None
         what, hint = membership.cluster.why(error)
         raise SystemRefusedError(what, file=file, code="engine", hint=hint) from error
     try:
         return read_outcome(answer, part)
     except GradtoolError as error:
         membership.settle(_SETTLE_SECONDS)
-        named = {str(shard.path.absolute()): str(shard.path) for shard in part.reads}
+        named = {shard.source.address: shard.name for shard in part.reads}
         error.problems = tuple(
             replace(each, file=None if each.file is None else named.get(each.file, each.file))
             for each in error.problems

@@ -68,8 +68,8 @@ class Membership:
 
     def require_readable(self, shard: Shard) -> None:
         """Ask every worker whether it sees a shard."""
-        path = str(shard.path.absolute())
-        self._call("", lambda: Question(path, shard.stat.st_ino, None, self._backend, self._device))
+        path, inode = shard.source.address, shard.source.inode
+        self._call("", lambda: Question(path, inode, None, self._backend, self._device))
 
     def require_writable(self, folder: Path, run: str) -> None:
         """Ask every worker whether it sees the log of a run, whose name nobody can guess, and can write beside it."""

@@ -7,6 +7,7 @@ What comes back is never a pickle (`gradtool.engines.wire`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -30,10 +31,11 @@ from gradtool.errors import (
     os_errors_about,
     shortened,
 )
-from gradtool.store.format.header import Shard, is_same, is_unchanged
+from gradtool.store.format.header import Shard
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import NewFiles
-from gradtool.store.late import fresh_status, patiently
+from gradtool.store.late import patiently
+from gradtool.store.source import Source, open_source, read_range
 from gradtool.store.transaction.attempts import Attempt
 from gradtool.store.transaction.orders import Built
 from gradtool.wording import option, say
@@ -60,11 +62,9 @@ class Job(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """A file as a process sees it; devices have other numbers on other machines."""
+    """A file as a process sees it: its version, and a digest of its header."""
 
-    inode: int
-    size: int
-    mtime_ns: int
+    version: str
     digest: str
 
 
@@ -83,15 +83,11 @@ class Outcome(NamedTuple):
 
 def identity_of(shard: Shard) -> Identity:
     """A shard as it is seen here; raises `SystemRefusedError` if it is not the one whose header was read."""
-    with os_errors_about(shard.path):
-        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            digest = hashlib.blake2b(os.pread(fd, shard.data_start, 0), digest_size=16).hexdigest()
-            if not is_unchanged(fd, shard.stat):
-                raise changed_meanwhile(shard.path)
-        finally:
-            os.close(fd)
-    return Identity(shard.stat.st_ino, shard.size, shard.stat.st_mtime_ns, digest)
+    with os_errors_about(shard.name), contextlib.closing(shard.source.open()) as reader:
+        digest = hashlib.blake2b(read_range(reader, 0, shard.data_start), digest_size=16).hexdigest()
+        if not reader.is_unchanged:
+            raise changed_meanwhile(shard.name)
+    return Identity(shard.source.version, digest)
 
 
 def process() -> str:
@@ -135,8 +131,7 @@ def read_outcome(data: object, part: Part) -> Outcome:
         ValueError: it is no answer about this part.
     """
     built = None if part.writes is None else Built(0, 0, 0)
-    # Times may be negative.
-    seen = [Identity(0, 0, -1, "")] * len(part.reads)
+    seen = [Identity("", "")] * len(part.reads)
     return wire.unpacked(data, Outcome(part.work.tally(), built, seen, Clock(), 0.0, "", "", 0))
 
 
@@ -167,12 +162,11 @@ def _done(version: str, payload: bytes) -> Outcome:
 def refuse_changed(shards: Sequence[Shard]) -> None:
     """Raise `SystemRefusedError` if a file was replaced or written to since its header was read."""
     for shard in shards:
-        try:
-            unchanged = is_same(fresh_status(os.fspath(shard.path)), shard.stat)
-        except OSError:
-            unchanged = False
-        if not unchanged:
-            raise changed_meanwhile(shard.path)
+        # Opened, because a status may be an old one where files come over a network.
+        with contextlib.suppress(OSError), contextlib.closing(shard.source.open()) as reader:
+            if reader.is_unchanged:
+                continue
+        raise changed_meanwhile(shard.name)
 
 
 @functools.lru_cache(maxsize=4)
@@ -205,26 +199,26 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Shard:
             return NotImplemented
-        path, stat = str(value.path.absolute()), value.stat
-        return _seen, (path, value.data_start, value.size, stat.st_ino, stat.st_mtime_ns)
+        source = value.source
+        return _seen, (source.address, value.data_start, source.size, source.version)
 
 
-def _seen(path: str, data_start: int, size: int, inode: int, mtime_ns: int) -> Shard:
-    """The shard at a path as it is seen here; value that is yet to be made has no inode."""
-    if not inode:
-        return Shard(Path(path), data_start, size, {}, (), os.stat_result([0] * 10))
+def _seen(path: str, data_start: int, size: int, version: str) -> Shard:
+    """The shard at a path as it is seen here; one that is yet to be made has no version."""
+    if not version:
+        return Shard(Source(path, size), data_start, {}, ())
 
-    def look() -> os.stat_result | None:
-        status = fresh_status(path)
-        return status if (status.st_ino, status.st_size, status.st_mtime_ns) == (inode, size, mtime_ns) else None
+    def look() -> Source | None:
+        with contextlib.closing(open_source(Path(path))) as reader:
+            return reader.source if reader.source.version == version else None
 
     with os_errors_about(path):
         try:
-            status, tries = patiently(look)
+            source, tries = patiently(look)
         except (FileNotFoundError, NotADirectoryError) as error:
             what, hint = f"the worker on {HOST} does not see it", "mount the same file system there, at the same path"
             raise BackendUnavailableError(what, file=path, code="engine", hint=hint) from error
     _late.count += tries
-    if status is None:
+    if source is None:
         raise changed_meanwhile(path)
-    return Shard(Path(path), data_start, size, {}, (), status)
+    return Shard(source, data_start, {}, ())

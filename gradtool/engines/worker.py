@@ -13,7 +13,7 @@ from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Channel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
     from gradtool.backends.protocol import Backend, Data, NormSpec
     from gradtool.store.format.header import Shard
@@ -71,7 +71,7 @@ class Worker(Channel):
     @contextlib.contextmanager
     def view(self, block: Block, spec: NormSpec) -> Iterator[Data]:
         """Have a block for the backend to look at, which it may read itself."""
-        if reads_files(self.backend, self.destination, spec):
+        if reads_files(self.backend, self.destination, spec, [block.shard]):
             with self.file_block(block) as data:
                 yield data
         else:
@@ -107,6 +107,6 @@ class Worker(Channel):
         self.destination.write(self, loaded.block, loaded.view)
 
 
-def reads_files(backend: Backend, destination: Destination, spec: NormSpec) -> bool:
-    """Check whether blocks that are looked at are read by the backend: not where they are written afterwards."""
-    return not destination.count and backend.reads_files(spec)
+def reads_files(backend: Backend, destination: Destination, spec: NormSpec, shards: Iterable[Shard]) -> bool:
+    """Check whether the backend reads blocks of shards that are looked at: not where they are written afterwards."""
+    return not destination.count and backend.reads_files(spec) and all(shard.has_fd for shard in shards)

@@ -5,6 +5,7 @@ A worker may have another version of gradtool, or none. So questions and answers
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,9 +14,10 @@ from gradtool._version import __version__
 from gradtool.backends.choose import choose
 from gradtool.engines import wire
 from gradtool.engines.work import HOST, process
-from gradtool.errors import GradtoolError
+from gradtool.errors import BadInputError, GradtoolError
 from gradtool.store.fs import Folder
-from gradtool.store.late import fresh_status, patiently
+from gradtool.store.late import patiently
+from gradtool.store.source import open_source
 from gradtool.wording import Text, as_command, say
 
 if TYPE_CHECKING:
@@ -62,11 +64,14 @@ def report_in(data: object) -> dict[str, Any]:
 
 
 def _sees(asked: Question) -> bool:
+    def look() -> bool | None:
+        with contextlib.closing(open_source(Path(asked.path))) as reader:
+            return reader.source.inode == asked.inode or None
+
     try:
-        seen, _ = patiently(lambda: fresh_status(asked.path).st_ino == asked.inode or None)
-    except OSError:
+        return patiently(look)[0] is not None
+    except (OSError, BadInputError):
         return False
-    return seen is not None
 
 
 def _failure_to_write(asked: Question) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.rename import Renames
     from gradtool.store.io.destination import Destination, NewFile
-    from gradtool.store.transaction.commit import SmallFile
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
     from gradtool.wording import Wording

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.options import InfoOptions
-from gradtool.store.format.gradset import GradientSet, read_mapped, select
-from gradtool.store.format.header import read_outline
-from gradtool.store.format.index import read_weight_map
-from gradtool.store.format.listing import listing_of
+from gradtool.store.format.gradset import outline_of, select
 from gradtool.store.format.paths import no_path_error, read_path_list
 
 if TYPE_CHECKING:
@@ -86,12 +83,10 @@ def info(options: InfoOptions) -> InfoResult:
         paths += read_path_list(os.fspath(options.files_from)).paths
     if not paths:
         raise no_path_error()
-    sets = [_outline_of(path) for path in dict.fromkeys(paths)]
+    sets = [outline_of(path) for path in dict.fromkeys(paths)]
     selected = select(sets, options.include, options.exclude)
     shards = [shard for gradset in sets for shard in gradset.shards]
-    rows = [
-        TensorRow(tensor.name, str(shard.path), tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected
-    ]
+    rows = [TensorRow(tensor.name, shard.name, tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected]
     groups: dict[str, list[Tensor]] = defaultdict(list)
     for _, tensor in selected:
         groups[tensor.dtype].append(tensor)
@@ -105,7 +100,7 @@ def info(options: InfoOptions) -> InfoResult:
         seconds=perf_counter() - began,
         per_dtype=tuple(sorted(totals, key=lambda row: (-row.bytes, row.dtype))),
         per_metadata=tuple(
-            MetadataRow(key, value, str(shard.path)) for shard in shards for key, value in shard.metadata.items()
+            MetadataRow(key, value, shard.name) for shard in shards for key, value in shard.metadata.items()
         ),
         per_tensor=tuple(rows),
     )
@@ -114,14 +109,3 @@ def info(options: InfoOptions) -> InfoResult:
 def _totals(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
     """Count tensors, their elements and their bytes."""
     return len(tensors), sum(tensor.elements for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
-
-
-def _outline_of(path: str) -> GradientSet:
-    """Return a set as its headers describe it."""
-    listing = listing_of(path)
-    if listing.index is None:
-        shards = tuple(read_outline(file, is_named=listing.is_named) for file in listing.files)
-    else:
-        files = dict.fromkeys(read_weight_map(listing.index, is_named=listing.is_named).values())
-        shards = tuple(read_mapped(listing.index, file, read_outline) for file in files)
-    return GradientSet(listing.path, shards, listing.index)

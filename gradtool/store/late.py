@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,15 +14,6 @@ Found = TypeVar("Found")
 # After the last, a file that is not there is missing.
 PAUSES = (0.05, 0.2, 0.5, 1.0)
 _LATE = (errno.ENOENT, errno.ESTALE)
-
-
-def fresh_status(path: str) -> os.stat_result:
-    """The status of a file, which is opened for that: unlike others, an open file is no older than on its server."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
 def patiently(look: Callable[[], Found | None]) -> tuple[Found | None, int]:

@@ -1,6 +1,7 @@
 import math
 import threading
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def selected(tmp_path_factory):
 def blocks_of(selected):
     for shard, wanted in by_shard(selected).items():
         for block in plan(shard, wanted, TILE, nbytes=600_000):
-            yield block, memoryview(bytearray(shard.path.read_bytes()[block.begin : block.end]))
+            yield block, memoryview(bytearray(Path(shard.name).read_bytes()[block.begin : block.end]))
 
 
 def measured(selected, spec, blocks):

@@ -27,7 +27,7 @@ from gradtool.store.transaction.runs import leftovers_at
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from gradtool.ops.check.values import Severity
     from gradtool.store.format.examine import Examined
@@ -200,12 +200,12 @@ def _may_be_half_changed(problem: Problem, remains: Sequence[Leftover]) -> bool:
 
 def _distinct(examined: Sequence[Examined]) -> list[GradientSet]:
     """Return the sets that could be read; each file once."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[Hashable] = set()
     sets = []
     for each in examined:
-        new = [shard for shard in each.shards if shard.identity not in seen]
-        seen |= {shard.identity for shard in new}
-        sets.append(GradientSet(Path(each.path), tuple(new), each.index))
+        new = [shard for shard in each.shards if shard.source.identity not in seen]
+        seen |= {shard.source.identity for shard in new}
+        sets.append(GradientSet(each.path, tuple(new), each.index))
     return sets
 
 
@@ -263,4 +263,4 @@ def _layout_findings(shard: Shard) -> Iterator[tuple[Severity, Problem]]:
     else:
         return
     message = f"{what}; programs that map the file must copy what is not aligned"
-    yield "note", Problem("unaligned", message, str(shard.path), hint="save it again with the safetensors library")
+    yield "note", Problem("unaligned", message, shard.name, hint="save it again with the safetensors library")

@@ -146,7 +146,7 @@ def clip(options: ClipOptions) -> ClipResult:
         **call.statistics(selected, before, unscale=options.unscale, after=after, warnings=warnings),
         output=call.output_summary(output, destination),
         per_tensor=tuple(
-            TensorClip(tensor.name, str(shard.path), tensor.dtype, tensor.shape, was, now, coef, clipped)
+            TensorClip(tensor.name, shard.name, tensor.dtype, tensor.shape, was, now, coef, clipped)
             # There are no norms of tensors unless `per_tensor` asks for them.
             for (shard, tensor), was, now, coef, clipped in zip(
                 selected, norms.tensors, norms_after.tensors, decision.coefs, decision.clipped, strict=False

@@ -152,7 +152,8 @@ class Compare(ReadingPass[Comparison]):
 
     def work(self, block: Block, worker: Worker, tally: Comparison) -> None:
         """Compare a block, which the backend reads if it can, part by part."""
-        reads = reads_files(worker.backend, worker.destination, self.spec)
+        shards = [block.shard, *(self.others[span.tensor].shard for span in block.spans)]
+        reads = reads_files(worker.backend, worker.destination, self.spec, shards)
         parts = list(_side_by_side(block, self.others)) if reads else []
         if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
             self._load(block, worker, tally)

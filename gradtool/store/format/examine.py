@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import GradtoolError, Problem, SystemRefusedError, shortened
+from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, shortened
 from gradtool.store.format.filetypes import HEAD, not_an_index_error, not_safetensors_error
 from gradtool.store.format.gradset import read_mapped
 from gradtool.store.format.header import Shard, read_shard, read_text
 from gradtool.store.format.index import INDEX_SUFFIX, read_weight_map
 from gradtool.store.format.listing import files_in, listing_of
 from gradtool.store.format.tensors import BITS
+from gradtool.store.source import open_source, read_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -173,7 +173,7 @@ def _repeated_in(shard: Shard) -> list[Problem]:
         return []
     what = f"the header has {listed(repeated)} more than once"
     hint = "write the file again with one tensor of each name"
-    return [Problem("duplicate-name", what, str(shard.path), _only(repeated), hint)]
+    return [Problem("duplicate-name", what, shard.name, _only(repeated), hint)]
 
 
 def _repeated_between(found: Examined) -> set[str]:
@@ -186,10 +186,10 @@ def _repeated_between(found: Examined) -> set[str]:
             if first is not shard:
                 shared[shard, first].append(tensor.name)
     for (shard, first), names in shared.items():
-        first_name = first.path.name
+        first_name = first.file_name
         what = f"is also in {first_name}" if len(names) == 1 else f"has {listed(names)}, and so has {first_name}"
         hint = "if they are not shards of one set, name the files one by one"
-        found.faults.append(Problem("duplicate-name", what, str(shard.path), _only(names), hint))
+        found.faults.append(Problem("duplicate-name", what, shard.name, _only(names), hint))
     return {name for names in shared.values() for name in names}
 
 
@@ -200,7 +200,7 @@ def _compare(found: Examined, index: Path, weight_map: Mapping[str, str], repeat
         mapped[file].append(name)
     hint = "correct the index, or copy the set again"
     for shard in found.shards:
-        file, names = shard.path.name, {tensor.name for tensor in shard.tensors}
+        file, names = shard.file_name, {tensor.name for tensor in shard.tensors}
         missing = [name for name in mapped[file] if name not in names]
         if missing:
             what = f"the index maps {listed(missing)} to {file}, which does not contain {_them(missing)}"
@@ -223,16 +223,12 @@ def _them(names: Sequence[str]) -> str:
 def _is_stranger(file: Path) -> bool:
     """Whether a refused file is not even a damaged safetensors file, or index."""
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with closing(open_source(file)) as reader:
+            head, size = read_range(reader, 0, HEAD), reader.source.size
     except OSError:
         return True
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            return not stat.S_ISDIR(status.st_mode)
-        head = os.pread(fd, HEAD, 0)
-    finally:
-        os.close(fd)
+    except BadInputError:
+        return not os.path.isdir(file)  # noqa: PTH112 - Path's own raises without permission
     if file.name.endswith(INDEX_SUFFIX):
-        return not_an_index_error(file, head, status.st_size) is not None
-    return status.st_size < _LEAST_BYTES or not_safetensors_error(file, head, status.st_size) is not None
+        return not_an_index_error(file, head, size) is not None
+    return size < _LEAST_BYTES or not_safetensors_error(file, head, size) is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, shortened
-from gradtool.store.format.header import Shard, read_regular, read_shard
+from gradtool.store.format.header import Shard, read_outline, read_shard, read_small
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.listing import listing_of
 from gradtool.store.format.paths import no_path_error
@@ -16,12 +16,13 @@ from gradtool.store.format.patterns import compiled, matching
 from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from gradtool.store.format.listing import Listing
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
+    from gradtool.store.source import SmallFile
 
 _CORRECT = "correct the index, or copy the set again"
 
@@ -30,13 +31,13 @@ _CORRECT = "correct the index, or copy the set again"
 class GradientSet:
     """What one path names: a file, an index with its shards, or a folder."""
 
-    path: Path
+    name: str
     shards: tuple[Shard, ...]
     index: Path | None = None
 
-    def read_index(self) -> tuple[os.stat_result, bytes]:
-        """Read the status and the content of the index."""
-        return read_regular(self.index or self.path, is_named=self.index == self.path)
+    def read_index(self) -> SmallFile | None:
+        """Read the index, if there is one."""
+        return None if self.index is None else read_small(self.index, is_named=str(self.index) == self.name)
 
 
 class Selected(NamedTuple):
@@ -60,8 +61,8 @@ def open_sets(
     if not paths:
         raise no_path_error()
     sets: list[GradientSet] = []
-    # The first of each file, by device and inode; none is read twice.
-    first: dict[tuple[int, int], tuple[Shard, int]] = {}
+    # The first of each file; none is read twice.
+    first: dict[Hashable, tuple[Shard, int]] = {}
     for number, path in enumerate(paths):
         try:
             sets.append(_open_named(os.fspath(path)))
@@ -72,12 +73,12 @@ def open_sets(
                 raise
             raise explained from error
         for shard in () if may_repeat else sets[-1].shards:
-            other, before = first.setdefault(shard.identity, (shard, number))
+            other, before = first.setdefault(shard.source.identity, (shard, number))
             if other is not shard:
                 from gradtool.store.format.hints import NamedPath, named_twice_error  # only needed for the error
 
                 named, other_named = (NamedPath.from_call(paths, listed, at) for at in (number, before))
-                raise named_twice_error(shard.path, named, other.path, other_named)
+                raise named_twice_error(shard.name, named, other.name, other_named)
     return sets
 
 
@@ -107,7 +108,7 @@ def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_
         if one.tensor.dtype not in supported:
             what = f"unsupported dtype {one.tensor.dtype} (supported: {', '.join(supported)})"
             hint = say("skip it with {}", option("exclude", f"^{re.escape(one.tensor.name)}$")) if can_exclude else None
-            raise BadInputError(what, file=one.shard.path, tensor=one.tensor.name, code="dtype", hint=hint)
+            raise BadInputError(what, file=one.shard.name, tensor=one.tensor.name, code="dtype", hint=hint)
 
 
 def require_unique_names(selected: Iterable[Selected]) -> None:
@@ -123,8 +124,8 @@ def require_unique_names(selected: Iterable[Selected]) -> None:
                 call("norm", by_file=True),
                 option("concat", True),
             )
-            what = f"is in {other.path} too"
-            raise BadInputError(what, file=shard.path, tensor=tensor.name, code="shared-name", hint=hint)
+            what = f"is in {other.name} too"
+            raise BadInputError(what, file=shard.name, tensor=tensor.name, code="shared-name", hint=hint)
 
 
 def _open_named(path: str) -> GradientSet:
@@ -134,7 +135,7 @@ def _open_named(path: str) -> GradientSet:
     shards = tuple(read_shard(file, is_named=one.is_named) for file in one.files)
     if len(shards) > 1:
         _shards_by_tensor(shards)
-    return GradientSet(one.path, shards)
+    return GradientSet(str(one.path), shards)
 
 
 def _open_index(listing: Listing, index: Path) -> GradientSet:
@@ -143,7 +144,7 @@ def _open_index(listing: Listing, index: Path) -> GradientSet:
     files = dict.fromkeys(weight_map.values())
     shards = tuple(_distinct(index, (read_mapped(index, file, read_shard) for file in files)))
     home = _shards_by_tensor(shards)
-    names = {shard: shard.path.name for shard in shards}
+    names = {shard: shard.file_name for shard in shards}
     for name, file in weight_map.items():
         if name not in home or names[home[name]] != file:
             what = f"the index maps it to {file}, which does not contain it"
@@ -152,7 +153,18 @@ def _open_index(listing: Listing, index: Path) -> GradientSet:
         if name not in weight_map:
             what = f"is in {names[shard]}, but the index does not map it"
             raise BadInputError(what, file=index, tensor=name, hint=_CORRECT)
-    return GradientSet(listing.path, shards, index)
+    return GradientSet(str(listing.path), shards, index)
+
+
+def outline_of(path: str) -> GradientSet:
+    """Return a set as its headers describe it, which may be of types that the library does not know."""
+    listing = listing_of(path)
+    if listing.index is None:
+        shards = tuple(read_outline(file, is_named=listing.is_named) for file in listing.files)
+    else:
+        files = dict.fromkeys(read_weight_map(listing.index, is_named=listing.is_named).values())
+        shards = tuple(read_mapped(listing.index, file, read_outline) for file in files)
+    return GradientSet(str(listing.path), shards, listing.index)
 
 
 def read_mapped(index: Path, file: str, read: Callable[..., Shard]) -> Shard:
@@ -180,17 +192,17 @@ def _shards_by_tensor(shards: Sequence[Shard]) -> dict[str, Shard]:
                     "they are parts of one vector)",
                     option("concat", True),
                 )
-                what = f"is in {other.path.name} too"
-                raise BadInputError(what, file=shard.path, tensor=tensor.name, code="duplicate-name", hint=hint)
+                what = f"is in {other.file_name} too"
+                raise BadInputError(what, file=shard.name, tensor=tensor.name, code="duplicate-name", hint=hint)
     return home
 
 
 def _distinct(index: Path, shards: Iterable[Shard]) -> Iterator[Shard]:
     """The shards; raises `BadInputError` for one that is the same file as another, before the next one is read."""
-    home: dict[tuple[int, int], Shard] = {}
+    home: dict[Hashable, Shard] = {}
     for shard in shards:
-        other = home.setdefault(shard.identity, shard)
+        other = home.setdefault(shard.source.identity, shard)
         if other is not shard:
-            what = f"is the same file as {other.path.name}, and the index {index.name} names both"
-            raise BadInputError(what, file=shard.path, code="duplicate-file", hint="correct the index")
+            what = f"is the same file as {other.file_name}, and the index {index.name} names both"
+            raise BadInputError(what, file=shard.name, code="duplicate-file", hint="correct the index")
         yield shard

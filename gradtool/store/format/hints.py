@@ -82,7 +82,7 @@ class NamedPath(NamedTuple):
         return BadInputError.from_problems([explained])
 
 
-def named_twice_error(file: Path, named: NamedPath, other: Path, other_named: NamedPath) -> BadInputError:
+def named_twice_error(file: str, named: NamedPath, other: str, other_named: NamedPath) -> BadInputError:
     """Return the error for a file that two paths of a call lead to, one of them perhaps by another name."""
     same = "" if file == other else f"is the same file as {other} and "
     by = f"both times by {named}" if str(named) == str(other_named) else f"by {other_named} and by {named}"

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     shard: Shard
 
 
-def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str], *, spare: int = 0) -> Layout:
+def lay_out(path: Path | str, tensors: Iterable[Tensor], metadata: Mapping[str, str], *, spare: int = 0) -> Layout:
     """A file of these tensors, in this order, with new offsets, and `spare` bytes in its header.
 
     Raises:

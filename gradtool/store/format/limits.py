@@ -83,7 +83,7 @@ def check_name_lengths(path: Path, names: Iterable[str]) -> None:
             raise _over(path, what, f"{MAX_NAME:,} characters", f"it has {len(name):,}", "rename it")
 
 
-def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
+def check_new_name(file: str, tensor: str, new: str, option: Wording) -> None:
     """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
     what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
     if new == "__metadata__":
@@ -95,7 +95,7 @@ def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
         )
     else:
         return
-    raise BadInputError(what, file=path, tensor=tensor, code=code, hint="choose another name")
+    raise BadInputError(what, file=file, tensor=tensor, code=code, hint="choose another name")
 
 
 def _check_odd_text(path: Path, what: str, text: bytes) -> None:

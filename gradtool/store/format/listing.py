@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradtool.errors import NO_SUCH_FOLDER, BadInputError, os_errors_about
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.paths import is_there
+from gradtool.store.source import names_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,13 @@ def listing_of(path: str) -> Listing:
         BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
         SystemRefusedError: the folder cannot be listed.
     """
-    # A Path drops the slash, and with it that a folder is meant.
-    if path.endswith(os.sep) and not (is_there(path) and os.path.isdir(path)):  # noqa: PTH112
-        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
     one = Path(path)
-    if os.path.isdir(one):  # noqa: PTH112 - Path's own raises without permission
-        return _listing_of_folder(one)
+    names = _names_in(one)
+    # A Path drops the slash, and with it that a folder is meant.
+    if path.endswith(os.sep) and not (is_there(path) and names is not None):
+        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
+    if names is not None:
+        return _listing_of_folder(one, names)
     return Listing(one, (), one) if one.name.endswith(INDEX_SUFFIX) else Listing(one, (one,))
 
 
@@ -48,11 +54,10 @@ def files_in(folder: Path) -> tuple[Path, ...]:
 
 def parts_in(folder: Path) -> tuple[Path, ...]:
     """The safetensors files and indexes in a folder, in name order; hidden ones left out."""
-    return tuple(folder / name for name in _names_in(folder) if name.endswith((".safetensors", INDEX_SUFFIX)))
+    return tuple(folder / name for name in _names_in(folder) or () if name.endswith((".safetensors", INDEX_SUFFIX)))
 
 
-def _listing_of_folder(folder: Path) -> Listing:
-    names = _names_in(folder)
+def _listing_of_folder(folder: Path, names: Sequence[str]) -> Listing:
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         what = f"has {len(indexes)} indexes ({', '.join(indexes)})"
@@ -65,6 +70,7 @@ def _listing_of_folder(folder: Path) -> Listing:
     return Listing(folder, files, folder / indexes[0] if indexes else None)
 
 
-def _names_in(folder: Path) -> list[str]:
+def _names_in(folder: Path) -> list[str] | None:
     with os_errors_about(folder):
-        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        names = names_in(folder)
+    return None if names is None else sorted(name for name in names if not name.startswith("."))

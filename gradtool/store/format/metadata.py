@@ -34,7 +34,7 @@ def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
     old = read_text(shard)
     text = with_entries(old, entries)
     text = text.ljust(len(old)) if len(text) <= len(old) else padded(text, SPARE)
-    return new_header(shard.path, text, shard.size - shard.data_start)[0]
+    return new_header(shard.name, text, shard.size - shard.data_start)[0]
 
 
 def with_entries(header: bytes, entries: Mapping[str, str | None]) -> bytes:

@@ -13,7 +13,6 @@ from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from gradtool.store.format.gradset import GradientSet
 
@@ -77,11 +76,11 @@ def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
     for shard in one.shards:
         for tensor in shard.tensors:
             new = names[tensor.name]
-            check_new_name(shard.path, tensor.name, new, option("map"))
+            check_new_name(shard.name, tensor.name, new, option("map"))
             other = home.setdefault(new, tensor.name)
             if other != tensor.name:
                 message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, other)
-                raise BadInputError(message, file=shard.path, tensor=tensor.name, code="duplicate-name")
+                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="duplicate-name")
     shards = (
         replace(shard, tensors=tuple(tensor._replace(name=names[tensor.name]) for tensor in shard.tensors))
         for shard in one.shards
@@ -89,7 +88,7 @@ def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
     return replace(one, shards=tuple(shards))
 
 
-def prefix_problem(names: Sequence[str], other_names: Sequence[str], path: Path, other: object) -> Problem | None:
+def prefix_problem(names: Sequence[str], other_names: Sequence[str], file: str, other: object) -> Problem | None:
     """Return the problem of a set whose names differ from those of another by a prefix, such as DDP's `module.`.
 
     The names are those that the other set lacks; None if there is no such prefix.
@@ -102,7 +101,7 @@ def prefix_problem(names: Sequence[str], other_names: Sequence[str], path: Path,
         if prefix is not None:
             rule = f"^{re.escape(prefix)}=" if change == "remove" else "^=" + prefix.replace("\\", r"\\")
             message = f"{len(names)} tensor names {have} the prefix {prefix!r}, which those of {other} {lack}"
-            return Problem("extra-tensor", message, str(path), hint=say("use {} to {} it", option("map", rule), change))
+            return Problem("extra-tensor", message, file, hint=say("use {} to {} it", option("map", rule), change))
     return None
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from gradtool import tuning
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import Shard, is_unchanged
+from gradtool.store.format.header import Shard
+from gradtool.store.source import Reader, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.store.fs import File
 
@@ -81,7 +81,7 @@ class Channel:
         # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
         self._memory: list[memoryview | None] = []
         # The least recently used first.
-        self._open: OrderedDict[Shard | File, int] = OrderedDict()
+        self._open: OrderedDict[Shard | File, Reader] = OrderedDict()
         self._borrowed: list[Shard] = []
 
     @contextlib.contextmanager
@@ -113,12 +113,12 @@ class Channel:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        fill(shard.path, self._descriptor(shard), begin, view)
+        fill(self._reader(shard), begin, view)
         self.record_read(len(view), perf_counter() - began)
 
     @contextlib.contextmanager
     def borrow_fd(self, shard: Shard) -> Iterator[int]:
-        """Borrow the descriptor of a shard, to read it elsewhere and then report that to `record_read`.
+        """Borrow the descriptor of a shard, a local file, to read it elsewhere and then report that to `record_read`.
 
         Raises:
             SystemRefusedError: reading failed, or the file changed since its header was read.
@@ -130,9 +130,9 @@ class Channel:
         try:
             yield fd
         except EOFError as error:
-            raise _shortened(shard.path) from error
+            raise _shortened(shard.name) from error
         except OSError as error:
-            raise from_os_error(error, shard.path) from error
+            raise from_os_error(error, shard.name) from error
         finally:
             self._borrowed.remove(shard)
 
@@ -148,7 +148,7 @@ class Channel:
         Raises:
             SystemRefusedError: the file changed since its header was read.
         """
-        self._descriptor(shard)
+        self._reader(shard)
 
     def count(self, nbytes: int) -> None:
         """Count bytes as processed."""
@@ -158,7 +158,7 @@ class Channel:
     def read_again(self, shard: Shard, begin: int, view: memoryview) -> None:
         """Read as `read` does what is about to be overwritten; its bytes do not count."""
         began = perf_counter()
-        fill(shard.path, self._descriptor(shard), begin, view)
+        fill(self._reader(shard), begin, view)
         self.clock.read += perf_counter() - began
 
     def write(self, file: File, begin: int, view: memoryview) -> None:
@@ -179,75 +179,78 @@ class Channel:
 
     def check(self) -> None:
         """Raise `SystemRefusedError` if a file that is open changed while it was read."""
-        for file, fd in self._open.items():
-            self._check(file, fd)
+        for reader in self._open.values():
+            self._check(reader)
 
     def close(self) -> None:
         """Close every file."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def _descriptor(self, file: Shard | File) -> int:
-        fd = self._open.get(file)
-        if fd is not None:
+        return self._reader(file).fileno
+
+    def _reader(self, file: Shard | File) -> Reader:
+        reader = self._open.get(file)
+        if reader is not None:
             self._open.move_to_end(file)
-            return fd
+            return reader
         if len(self._open) >= self._max_files:
             self._close_oldest()
         while True:
             try:
-                fd = self._open_source(file) if isinstance(file, Shard) else file.open(os.O_WRONLY)
+                reader = self._open_source(file) if isinstance(file, Shard) else _open_destination(file)
             except SystemRefusedError:
                 raise
             except OSError as error:
                 # The limit of the system may be lower than ours.
                 if error.errno != errno.EMFILE or not self._close_oldest():
-                    raise from_os_error(error, file.path) from error
+                    raise from_os_error(error, file.name if isinstance(file, Shard) else file.path) from error
             else:
-                self._open[file] = fd
-                return fd
+                self._open[file] = reader
+                return reader
 
     def _close_oldest(self) -> bool:
         """Close the file that was not used for longest, unless all are borrowed; whether one was closed."""
         file = next((file for file in self._open if file not in self._borrowed), None)
         if file is None:
             return False
-        fd = self._open.pop(file)
-        try:
-            self._check(file, fd)
-        finally:
-            os.close(fd)
+        with contextlib.closing(self._open.pop(file)) as reader:
+            self._check(reader)
         return True
 
-    def _check(self, file: Shard | File, fd: int) -> None:
-        if isinstance(file, Shard) and not is_unchanged(fd, file.stat):
-            raise changed_meanwhile(file.path)
+    @staticmethod
+    def _check(reader: Reader) -> None:
+        if not reader.is_unchanged:
+            raise changed_meanwhile(reader.source.name)
 
-    def _open_source(self, shard: Shard) -> int:
-        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    def _open_source(self, shard: Shard) -> Reader:
+        reader = shard.source.open()
         try:
-            self._check(shard, fd)
+            self._check(reader)
             # A small file is read at once.
-            if shard.size > tuning.BLOCK_BYTES:
-                system.read_in_order(fd)
+            if reader.fileno >= 0 and shard.size > tuning.BLOCK_BYTES:
+                system.read_in_order(reader.fileno)
         except BaseException:
-            os.close(fd)
+            reader.close()
             raise
-        return fd
+        return reader
 
 
-def fill(path: Path, fd: int, begin: int, view: memoryview) -> None:
-    """Fill `view` with the bytes of an open file from `begin` on; `SystemRefusedError` if that has not so many."""
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(fd, [view[done:]], begin + done)
-        except OSError as error:
-            raise from_os_error(error, path) from error
-        if not count:
-            raise _shortened(path)
-        done += count
+def _open_destination(file: File) -> Reader:
+    # Without a status that it would have to keep.
+    return Reader(Source(str(file.path), 0), file.open(os.O_WRONLY))
 
 
-def _shortened(path: Path) -> SystemRefusedError:
-    return SystemRefusedError("became shorter while it was read", file=path, hint="run the command again")
+def fill(reader: Reader, begin: int, view: memoryview) -> None:
+    """Fill `view` with the bytes of a source from `begin` on; `SystemRefusedError` if it has not so many."""
+    try:
+        count = reader.read_into(view, begin)
+    except OSError as error:
+        raise from_os_error(error, reader.source.name) from error
+    if count < len(view):
+        raise _shortened(reader.source.name)
+
+
+def _shortened(name: str) -> SystemRefusedError:
+    return SystemRefusedError("became shorter while it was read", file=name, hint="run the command again")

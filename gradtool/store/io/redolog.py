@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
 from gradtool.store import fs, system
 from gradtool.store.io.channel import Channel, fill
+from gradtool.store.source import Reader, Source
 from gradtool.store.system import SECTOR
 from gradtool.wording import call, say
 
@@ -115,7 +116,7 @@ class RedoLog:
         errors: list[BaseException] = []
         lock = threading.Lock()
         with self.file.opened(os.O_RDONLY) as fd:
-            entries = self.entries(fd)
+            entries, reader = self.entries(fd), Reader(Source(str(self.file.path), self.size), fd)
 
             def copy() -> None:
                 channel = Channel(_OPEN_FILES, lambda nbytes: memoryview(bytearray(nbytes)))
@@ -126,7 +127,7 @@ class RedoLog:
                         if entry is None:
                             break
                         with channel.memory(entry.length) as view:
-                            fill(self.file.path, fd, entry.at, view)
+                            fill(reader, entry.at, view)
                             for start, stop in entry.parts:
                                 channel.save(targets[entry.number], entry.begin + start, [view[start:stop]])
                 except BaseException as error:  # noqa: BLE001 - raised below

@@ -8,7 +8,7 @@ run does not complete, recovery does.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from gradtool.errors import (
     GradtoolError,
@@ -33,21 +33,11 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import Folder
     from gradtool.store.io.redolog import RedoLog
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inplace import Target
     from gradtool.store.transaction.orders import Built, Order
     from gradtool.store.transaction.staging import Rights, Source
     from gradtool.store.transaction.transaction import Transaction
-
-
-class SmallFile(NamedTuple):
-    """An index or a state to be written: its path, its status when it was read, and the new content.
-
-    Without `stat` it is created.
-    """
-
-    path: Path
-    stat: os.stat_result | None
-    content: bytes
 
 
 class Commit:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs, signals
-from gradtool.store.format.header import is_same
 from gradtool.store.io.redolog import OVERHEAD, RedoLog
+from gradtool.store.source import is_same
 from gradtool.store.system import BLOCK
 from gradtool.store.transaction.log import Change, Redo
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError
@@ -13,7 +14,6 @@ from gradtool.store.transaction.readers import require_finished
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
-    from pathlib import Path
 
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
@@ -35,6 +35,11 @@ class OpenSets:
         """Every file of the call."""
         return [shard for one in self.sets for shard in one.shards]
 
+    @property
+    def local_paths(self) -> list[Path]:
+        """The files that runs may leave half changed."""
+        return [Path(shard.name) for shard in self.shards if shard.source.status]
+
     def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
         """The selected tensors of the given files."""
         return [one for shard in shards for one in self._by_shard.get(shard, ())]
@@ -54,7 +59,7 @@ class WritePlan(NamedTuple):
 
     writes: int | None = None
     created: NewSet | None = None
-    output_files: Collection[Path] | None = None
+    output_files: Collection[str] | None = None
     state: Path | None = None
     by_workers: bool = False
 
@@ -119,5 +124,5 @@ def open_to_read(inputs: Inputs) -> OpenSets:
         for place in inputs.places(error):
             require_finished_at(place)
         raise
-    require_finished(shard.path for shard in opened.shards)
+    require_finished(opened.local_paths)
     return opened

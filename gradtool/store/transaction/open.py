@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError
 from gradtool.store import signals
-from gradtool.store.format.header import is_unchanged
 from gradtool.store.transaction.acquire import acquire
 from gradtool.store.transaction.inputs import Inputs, OpenSets, WritePlan, open_to_read
 from gradtool.store.transaction.locks import InUse
@@ -52,13 +51,12 @@ def open_to_write(
         return
     with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
         refusal = _acquired(transaction, options.lock_timeout)
-        if transaction.may_be_stale or not all(is_unchanged(shard.path, shard.stat) for shard in output.shards):
+        if transaction.may_be_stale or not all(shard.source.is_unchanged for shard in output.shards):
             opened = inputs.open()
             output = Output.of(options, opened, plan)
         for target in (*output.targets, *output.states):
             transaction.targets.locate(target)
-        read = [*(shard.path for shard in opened.shards), *output.states]
-        require_finished(read, transaction.id)
+        require_finished([*opened.local_paths, *output.states], transaction.id)
         yield opened, output._replace(transaction=None if refusal else transaction, refusal=refusal)
 
 

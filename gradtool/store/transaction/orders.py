@@ -102,7 +102,7 @@ class Orders:
         expected = built.inode, built.size, order.new.size, os.geteuid()
         if status is None or (status.st_ino, status.st_size, status.st_size, status.st_uid) != expected:
             raise changed_meanwhile(folder.path / temporary)
-        original = order.new.shard.stat if order.keeps_attributes else None
+        original = order.new.shard.source.status if order.keeps_attributes else None
         file = File(folder, temporary, status.st_dev, status.st_ino)
         return Staged(built.number, file, name, target, original, order.is_new)
 

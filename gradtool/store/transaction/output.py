@@ -14,7 +14,8 @@ from gradtool.store.format.metadata import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.fs import File
 from gradtool.store.io.destination import DISCARD, NewFile, NewFiles, Overwritten
-from gradtool.store.transaction.commit import Commit, SmallFile
+from gradtool.store.source import SmallFile, require_status
+from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.inplace import Target
 from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
@@ -84,6 +85,9 @@ class Output(NamedTuple):
             raise UsageError(say(what, option("output"), len(output_files or ())), hint=hint)
         if options.is_elsewhere:
             check_collisions(output.targets, shards, indexes, output.shards)
+        else:
+            for shard in output.shards:
+                require_status(shard.source)
         if plan.state is not None:
             check_state(output.targets, plan.state)
         output.check_existing()
@@ -95,7 +99,7 @@ class Output(NamedTuple):
         if self.created:
             return list(self.created)
         indexes = [one.index for one in self.sets if one.index]
-        return [self._target(path) for path in (*(shard.path for shard in self.shards), *indexes)]
+        return [self._target(path) for path in (*(shard.name for shard in self.shards), *map(str, indexes))]
 
     @property
     def states(self) -> list[Path]:
@@ -115,7 +119,7 @@ class Output(NamedTuple):
     def made_of(self, sets: Sequence[GradientSet]) -> Self:
         """Return the same output with the files of more sets as sources."""
         indexes = [(one.index, None) for one in sets if one.index]
-        shards = [(shard.path, shard.stat) for one in sets for shard in one.shards]
+        shards = [(Path(shard.name), shard.source.status) for one in sets for shard in one.shards]
         return self._replace(sources=[*self.sources, *indexes, *shards])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
@@ -134,7 +138,7 @@ class Output(NamedTuple):
         """The paths that were written, as the caller named them, after those files were."""
         if self.is_elsewhere:
             return (str(self.options.output or self.folder),) if shards else ()
-        return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
+        return tuple(one.name for one in self.sets if any(shard in shards for shard in one.shards))
 
     def check_existing(self) -> None:
         """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
@@ -198,16 +202,16 @@ class Output(NamedTuple):
             else:
                 yield self._built(commit, files)
                 for path, stat, content in indexes:
-                    index = SmallFile(self._target(path), None if self.is_elsewhere else stat, content)
+                    index = SmallFile(self._target(str(path)), None if self.is_elsewhere else stat, content)
                     commit.stage_content(index, is_new=self.options.no_clobber)
             if state is not None:
                 commit.stage_content(state, is_new=state.stat is None)
             commit.put_in_place()
 
-    def _target(self, path: Path) -> Path:
+    def _target(self, name: str) -> Path:
         if self.options.output is not None:
             return Path(self.options.output)
-        return path if self.folder is None else self.folder / path.name
+        return Path(name) if self.folder is None else self.folder / Path(name).name
 
     def _built(self, commit: Commit, files: Sequence[NewFile]) -> Destination:
         """The destination that builds the files: here, or by other processes."""
@@ -215,19 +219,19 @@ class Output(NamedTuple):
             return NewFiles(_by_shard(files, [self._stage(commit, file) for file in files]))
         orders = {}
         for file in files:
-            target, keeps, is_new = self._target(file.shard.path), not self.is_elsewhere, self.options.no_clobber
+            target, keeps, is_new = self._target(file.shard.name), not self.is_elsewhere, self.options.no_clobber
             orders[file.shard] = commit.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
         return Ordered(orders, commit)
 
     def _stage(self, commit: Commit, file: NewFile) -> File:
-        original = None if self.is_elsewhere else file.shard.stat
-        target, is_new = self._target(file.shard.path), self.options.no_clobber
+        original = None if self.is_elsewhere else require_status(file.shard.source)
+        target, is_new = self._target(file.shard.name), self.options.no_clobber
         return commit.stage(target, file.size, original, file.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[SmallFile]:
         if not self.is_elsewhere or self.options.output is not None:
             return []
-        return [SmallFile(one.index, *one.read_index()) for one in self.sets if one.index]
+        return [index for one in self.sets if (index := one.read_index()) is not None]
 
 
 @contextlib.contextmanager
@@ -255,16 +259,16 @@ def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
     if in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
         what = "the header has no room for new metadata in place"
-        raise BadInputError(what, file=file.shard.path, code="header", hint=hint)
+        raise BadInputError(what, file=file.shard.name, code="header", hint=hint)
     return new
 
 
-def _sets_with(files: Collection[Path], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
+def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
     """The sets that have one of the files; where the output is elsewhere, only those files of them."""
-    found = [one for one in sets if any(shard.path in files for shard in one.shards)]
+    found = [one for one in sets if any(shard.name in files for shard in one.shards)]
     if not options.is_elsewhere:
         return found
-    own = [tuple(shard for shard in one.shards if shard.path in files) for one in found]
+    own = [tuple(shard for shard in one.shards if shard.name in files) for one in found]
     # A single file needs no index.
     indexes = [one.index if options.output is None else None for one in found]
     return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
@@ -276,5 +280,5 @@ def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, 
 
 def _changed(transaction: Transaction, file: NewFile) -> Target:
     """Return what is changed in place for a file, which must still be the one that was read."""
-    folder, name = transaction.targets.locate(file.shard.path)
-    return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)
+    (folder, name), status = transaction.targets.locate(Path(file.shard.name)), require_status(file.shard.source)
+    return Target(File(folder, name, status.st_dev, status.st_ino), status, file.changes)

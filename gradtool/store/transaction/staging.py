@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import is_same, links_and_rights
 from gradtool.store.fs import File
+from gradtool.store.source import is_same, links_and_rights
 from gradtool.store.transaction.log import Move
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class Threads:
     @property
     def workers(self) -> WorkerSummary:
         """This process alone."""
-        return WorkerSummary(1, 1, 0, self.backend.name, self.why)
+        return WorkerSummary(self.backend.name, self.why)
 
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:  # noqa: ARG002 - it is open here
         """Count the files; this process has opened them itself."""

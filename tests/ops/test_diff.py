@@ -32,7 +32,7 @@ from gradtool.backends.choose import choose as choose_backend
 from gradtool.backends.differences import empty_differences
 from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.engines import choose
-from gradtool.engines.wire import packed, unpacked
+from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.diff import comparison
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.reduction import TILE

@@ -11,7 +11,7 @@ from support import encode, gaussian, write
 
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import BlockSums, NormSpec, Piece
-from gradtool.engines.wire import packed, unpacked
+from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import GradtoolError, changed_meanwhile, os_errors_about
 from gradtool.store.fs import File
 from gradtool.store.io.destination import NewFile, read_for
-from gradtool.store.late import patiently
+from gradtool.store.late import retry_until_visible
 from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
 from gradtool.store.transaction.staging import Staged
 
@@ -98,7 +98,7 @@ class Orders:
         plain = all(type(value) is int for value in built) and FIRST_ATTEMPT <= built.number <= LAST_ATTEMPT
         temporary = name_of(self._transaction.id, built.number, "tmp") if plain else ""
         with os_errors_about(target):
-            status, _ = patiently(lambda: folder.status(temporary)) if plain else (None, 0)
+            status = retry_until_visible(lambda: folder.status(temporary)) if plain else None
         expected = built.inode, built.size, order.new.size, os.geteuid()
         if status is None or (status.st_ino, status.st_size, status.st_size, status.st_uid) != expected:
             raise changed_meanwhile(folder.path / temporary)

@@ -17,9 +17,9 @@ from gradtool.store.io.destination import DISCARD, NewFile, NewFiles, Overwritte
 from gradtool.store.source import SmallFile, require_status
 from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.inplace import Target
+from gradtool.store.transaction.inputs import require_finished
 from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
-from gradtool.store.transaction.readers import require_finished
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
 from gradtool.wording import call, option, say

@@ -99,7 +99,7 @@ class RedoLog:
             if len(header) < _HEADER_BYTES:
                 raise self._damaged()
             number, begin, length, count = _HEADER.unpack_from(header, _CHECKSUM.size)
-            if max(length, count) > _MAX_ENTRY_BYTES:
+            if max(length, count * _PART.size) > _MAX_ENTRY_BYTES:
                 raise self._damaged()
             tables = os.pread(fd, count * _PART.size + _sectors(begin, length) * _WORD, at + _HEADER_BYTES)
             at += _HEADER_BYTES + len(tables)

@@ -73,8 +73,8 @@ class InPlace:
 
     def apply(self) -> None:
         """Copy the redo log into the targets, and sync them."""
-        files = [target.file for target in self._targets]
-        self.log.apply(files)
+        with os_errors_about(self.log.file.path):
+            self.log.apply([target.file for target in self._targets])
         for file, before, _ in self._targets:
             with os_errors_about(file.path), file.opened(os.O_RDONLY) as fd:
                 if self._transaction.fsync:

@@ -84,14 +84,14 @@ class Writing(Options):
     no_clobber: bool = field("Fail if an output file exists, instead of replacing it.", default=False)
     dry_run: bool = field("Do everything except write.", default=False)
     write: Literal["replace", "inplace"] = field(
-        "Build new files and rename them into place, or overwrite changed bytes under an undo log.", default="replace"
+        "Build new files and rename them into place, or overwrite changed bytes from a redo log.", default="replace"
     )
     fsync: bool = field("Sync to disk, to survive a power cut.", default=True)
     lock_timeout: float = field("Seconds to wait for a lock.", "SECONDS", NOT_NEGATIVE_FINITE, default=0.0)
 
     @property
     def in_place(self) -> bool:
-        """Check whether files are overwritten, under an undo log."""
+        """Check whether files are overwritten, from a redo log."""
         return self.write == "inplace"
 
     @property

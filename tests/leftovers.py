@@ -8,7 +8,9 @@ from unittest import mock
 import numpy as np
 from support import in_place, registered, write
 
-from gradtool.store.transaction.replace import Replacement
+from gradtool.store.io.channel import Channel
+from gradtool.store.io.redolog import RedoLog
+from gradtool.store.transaction.commit import Commit
 
 ID = ".gradtool-0123456789ab"
 
@@ -38,32 +40,44 @@ def half_replaced(paths):
     new = [b"n" * path.stat().st_size for path in paths]
 
     def replace_all():
-        replacement = Replacement(registered(paths))
+        commit = Commit(registered(paths))
         for path, content in zip(paths, new, strict=True):
-            replacement.stage(path, len(content), path.stat()).path.write_bytes(content)
+            commit.stage(path, len(content), path.stat()).path.write_bytes(content)
         with mock.patch.object(os, "replace", side_effect=lambda *_, **__: os._exit(0)):
-            replacement.commit()
+            commit.put_in_place()
         raise AssertionError
 
     crash(replace_all)
     return new
 
 
+def redo_log_of(log, paths, new):
+    """Write to a redo log what files will hold."""
+    channel = Channel(4, lambda nbytes: memoryview(bytearray(nbytes)))
+    for number, (path, content) in enumerate(zip(paths, new, strict=True)):
+        old = memoryview(path.read_bytes())
+        log.add(channel, number, 0, old, memoryview(content), parts=[(0, len(content))])
+    channel.close()
+
+
 def half_changed(paths):
-    """Files that a run overwrote half of in place before it crashed; their old content."""
-    old = [path.read_bytes() for path in paths]
+    """Files of which a run had changed the first in place when it crashed; their new content."""
+    new = [b"overwritten" + path.read_bytes()[11:] for path in paths]
 
-    def overwrite():
-        undo_log = in_place(registered(paths), paths).__enter__().undo_log()
-        for number, (path, content) in enumerate(zip(paths, old, strict=True)):
-            new = b"overwritten" + content[11:]
-            undo_log.keep(number, 0, memoryview(content))
-            undo_log.seal(memoryview(new))
-            with path.open("r+b") as file:
-                file.write(b"overwritten")
+    def overwrite(*_):
+        with paths[0].open("r+b") as file:
+            file.write(new[0])
+        os._exit(0)
 
-    crash(overwrite)
-    return old
+    def change_all():
+        commit, log = in_place(registered(paths), paths)
+        redo_log_of(log, paths, new)
+        with mock.patch.object(RedoLog, "apply", overwrite):
+            commit.put_in_place()
+        raise AssertionError
+
+    crash(change_all)
+    return new
 
 
 def content_of(paths):

@@ -4,12 +4,12 @@ import os
 
 import numpy as np
 import pytest
+from gradtool.store.transaction.undolog import UndoLog
 from support import write
 from users import ALICE, MALLORY, run_as
 
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.log import HOST, line_of
-from gradtool.store.transaction.undolog import UndoLog
 
 ID = ".gradtool-0123456789ab"
 KEY = "00" * 16

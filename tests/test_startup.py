@@ -41,7 +41,16 @@ def test_a_run_off_a_terminal_imports_no_rich(tmp_path):
     (tmp_path / "x").write_bytes((2).to_bytes(8, "little") + b"{}")
     code = PROBE.format(
         arguments=["norm", str(tmp_path / "x")],
-        heavy=("rich", "cupy", "ml_dtypes", "torch", "dask", "distributed", "gradtool.engines.executor", *FORMATS),
+        heavy=(
+            "rich",
+            "cupy",
+            "ml_dtypes",
+            "torch",
+            "dask",
+            "distributed",
+            "gradtool.engines.cluster",
+            *FORMATS,
+        ),
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"

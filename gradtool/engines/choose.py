@@ -14,7 +14,8 @@ from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
-    from gradtool.engines.protocol import Cluster, Engine, Progress
+    from gradtool.engines.cluster.membership import Cluster
+    from gradtool.engines.protocol import Engine, Progress
     from gradtool.options import Compute, Local
 
 # More would only take memory.
@@ -43,7 +44,7 @@ def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice 
     (name, address), threads = asked_for(options.engine), options.threads
     if address is None:
         return local(options, progress)
-    from gradtool.engines.executor import Workers  # not needed by threads
+    from gradtool.engines.cluster.engine import Workers  # not needed by threads
 
     timeout = options.worker_timeout
     most = None if threads is None else min(threads, MOST_THREADS)
@@ -61,6 +62,6 @@ def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:
 
 
 def _join(address: str, timeout: float) -> Cluster:
-    from gradtool.engines.dask import Dask
+    from gradtool.engines.cluster.dask import Dask
 
     return Dask(address, timeout)

@@ -1,7 +1,7 @@
 """What engines and passes know of each other.
 
-An engine of this process runs the tasks of a pass in its threads (`threads`). One of other processes gives each of them
-a part of the pass (`executor`); which processes these are is the business of a `Cluster`.
+An engine of this process runs the tasks of a pass in its threads (`threads`); the one of other processes gives each of
+them a part of the pass (`cluster`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradtool.backends.protocol import Backend
     from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.channel import Clock
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
     # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
@@ -38,7 +37,7 @@ class Pass(Protocol[Result]):
         """Begin with nothing.
 
         To be collected from other processes, a tally needs two methods: `compact` makes fewer bytes of it, which are
-        sent as `gradtool.engines.wire` says, and `merge_part` adds that of a part with some `places`.
+        sent as `gradtool.engines.cluster.wire` says, and `merge_part` adds that of a part with some `places`.
         """
 
     def nbytes(self, destination: Destination) -> int:
@@ -99,38 +98,10 @@ class Engine(Protocol):
 
 
 class WorkerSummary(NamedTuple):
-    """Who did the work of a call: processes, their machines, waits and moved tasks, the backends and why these."""
+    """Who did the work of a call: the backends and why these, processes, their machines, waits and moved tasks."""
 
-    workers: int
-    hosts: int
-    retries: int
     backend: str
     why: str
-
-
-class WorkerInfo(NamedTuple):
-    """A worker process: its machine, and the tasks that it does at a time."""
-
-    host: str
-    slots: int
-
-
-class Cluster(Protocol):
-    """Worker processes, perhaps on other machines."""
-
-    name: str
-
-    def members(self) -> Mapping[str, WorkerInfo]:
-        """Return the workers that are alive, by address; `SystemRefusedError` if the cluster is lost."""
-
-    def submit(self, call: bytes, address: str | None = None, *, only: bool = False) -> Future[Any]:
-        """Have a worker make a pickled call: any, if possible the one at an address, or that one only."""
-
-    def stranded(self) -> Collection[Future[Any]]:
-        """Return the calls that wait for workers that are not alive."""
-
-    def why(self, error: BaseException) -> tuple[str, str | None]:
-        """Say what happened to a call that the cluster gave up, and perhaps what to do."""
-
-    def close(self) -> None:
-        """Drop all calls, and leave the cluster."""
+    workers: int = 1
+    hosts: int = 1
+    retries: int = 0

@@ -19,7 +19,7 @@ from gradtool.engines.worker import Worker
 from gradtool.errors import DeviceMemoryError
 from gradtool.store import signals, system
 from gradtool.store.io.channel import Clock
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend, Data
     from gradtool.engines.protocol import Progress
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
@@ -62,7 +62,7 @@ class Threads:
     @property
     def workers(self) -> WorkerSummary:
         """This process alone."""
-        return WorkerSummary(1, 1, 0, self.backend.name, self.why)
+        return WorkerSummary(self.backend.name, self.why)
 
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:  # noqa: ARG002 - it is open here
         """Count the files; this process has opened them itself."""
@@ -73,10 +73,6 @@ class Threads:
         tally, nbytes = work.tally(), work.nbytes(destination)
         # A thread for less than a few blocks costs more than it saves.
         threads, budget = max(1, min(self.count, nbytes >> 20)), min(_MAX_OPEN_FILES, _descriptors_left())
-        if destination.in_place is not None:
-            # An undo log for each thread, and a file with its folder while it is made.
-            threads = max(1, min(threads, budget // 4))
-            budget -= 2 * threads
         threads = max(1, min(threads, budget))
         tasks = (partial(work.work, task, tally=tally) for task in work.tasks(self.backend, destination))
         open_worker = partial(Worker, max(1, budget // threads), self.backend, destination, self._resident)
@@ -96,7 +92,7 @@ class Threads:
                     signals.deliver()
         except BaseException:
             # Not Thread.join, which does not survive an interrupt. A thread that only starts now finds nothing to do,
-            # and a second Ctrl-C must not roll back what a thread is still writing.
+            # and a second Ctrl-C must not remove what a thread is still writing.
             with signals.deferred():
                 queue.stop()
                 queue.idle.wait()

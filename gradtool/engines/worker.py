@@ -13,12 +13,12 @@ from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Channel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
     from gradtool.backends.protocol import Backend, Data, NormSpec
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
 
 
 class Loaded(NamedTuple):
@@ -43,7 +43,7 @@ class Worker(Channel):
         resident: MutableMapping[tuple[Shard, int, int], Data],
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(max_files, backend.memory, destination.in_place, on_bytes)
+        super().__init__(max_files, backend.memory, on_bytes)
         self.backend, self.destination, self._resident = backend, destination, resident
 
     @contextlib.contextmanager
@@ -56,7 +56,6 @@ class Worker(Channel):
                 self.count(len(view))
             else:
                 self.read(block.shard, block.begin, view)
-                self.destination.keep(self, block, view)
                 data = self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
             yield Loaded(block, view, data)
 
@@ -72,7 +71,7 @@ class Worker(Channel):
     @contextlib.contextmanager
     def view(self, block: Block, spec: NormSpec) -> Iterator[Data]:
         """Have a block for the backend to look at, which it may read itself."""
-        if reads_files(self.backend, self.destination, spec):
+        if reads_files(self.backend, self.destination, spec, [block.shard]):
             with self.file_block(block) as data:
                 yield data
         else:
@@ -108,6 +107,6 @@ class Worker(Channel):
         self.destination.write(self, loaded.block, loaded.view)
 
 
-def reads_files(backend: Backend, destination: Destination, spec: NormSpec) -> bool:
-    """Check whether blocks that are looked at are read by the backend: not where they are written afterwards."""
-    return not destination.count and backend.reads_files(spec)
+def reads_files(backend: Backend, destination: Destination, spec: NormSpec, shards: Iterable[Shard]) -> bool:
+    """Check whether the backend reads blocks of shards that are looked at: not where they are written afterwards."""
+    return not destination.count and backend.reads_files(spec) and all(shard.has_fd for shard in shards)

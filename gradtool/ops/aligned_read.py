@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 _ZEROS = "F8_E4M3"
 
 
-class Source(NamedTuple):
+class Operand(NamedTuple):
     """A gradient set: its tensors by the number of the target that they belong to, and what they are multiplied by."""
 
     tensors: Mapping[int, Selected]
     factor: float = 1.0
 
-    def restricted_to(self, numbers: Iterable[int]) -> Source:
+    def restricted_to(self, numbers: Iterable[int]) -> Operand:
         """Return what belongs to these targets, which are then numbered in this order."""
         return self._replace(tensors={at: self.tensors[n] for at, n in enumerate(numbers) if n in self.tensors})
 
 
 class _Part(NamedTuple):
-    """What a source has for a span, whose first sum is number `at`; zeros if nothing is selected."""
+    """What an operand has for a span, whose first sum is number `at`; zeros if nothing is selected."""
 
     span: Span
     at: int
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
 
 def read(
-    sources: Iterable[Source],
+    operands: Iterable[Operand],
     targets: Sequence[Selected],
     block: Block,
     channel: Channel,
@@ -56,11 +56,11 @@ def read(
     *,
     fills: bool = False,
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
-    """Read what the sources have for a block, in order, in batches of about `nbytes`, each valid until the next.
+    """Read what the operands have for a block, in order, in batches of about `nbytes`, each valid until the next.
 
-    With `fills`, a source has zeros where it has nothing.
+    With `fills`, an operand has zeros where it has nothing.
     """
-    for parts, size in _batches(sources, block, nbytes, fills=fills):
+    for parts, size in _batches(operands, block, nbytes, fills=fills):
         with channel.memory(size) as view:
             yield view, _load(parts, view, targets, channel)
 
@@ -70,16 +70,18 @@ def read_one(
     tensors: Mapping[int, Selected], targets: Sequence[Selected], block: Block, channel: Channel
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
     """Read what the tensors have for a block, which has some of their targets."""
-    # A single source comes in a single batch.
-    yield from read([Source(tensors)], targets, block, channel, 0)
+    # A single operand comes in a single batch.
+    yield from read([Operand(tensors)], targets, block, channel, 0)
 
 
-def _batches(sources: Iterable[Source], block: Block, nbytes: int, *, fills: bool) -> Iterator[tuple[list[_Part], int]]:
-    """Put the parts of sources together, with their bytes."""
+def _batches(
+    operands: Iterable[Operand], block: Block, nbytes: int, *, fills: bool
+) -> Iterator[tuple[list[_Part], int]]:
+    """Put the parts of operands together, with their bytes."""
     batch: list[_Part] = []
     filled = 0
-    for source in sources:
-        parts = _parts(source, block, fills=fills)
+    for operand in operands:
+        parts = _parts(operand, block, fills=fills)
         size = sum(part.nbytes for part in parts)
         if batch and filled + size > nbytes:
             yield batch, filled
@@ -90,12 +92,12 @@ def _batches(sources: Iterable[Source], block: Block, nbytes: int, *, fills: boo
         yield batch, filled
 
 
-def _parts(source: Source, block: Block, *, fills: bool) -> list[_Part]:
+def _parts(operand: Operand, block: Block, *, fills: bool) -> list[_Part]:
     parts, at = [], 0
     for span in block.spans:
-        selected = source.tensors.get(span.tensor)
+        selected = operand.tensors.get(span.tensor)
         if selected is not None or fills:
-            dtype, factor = (selected.tensor.dtype, source.factor) if selected else (_ZEROS, 1.0)
+            dtype, factor = (selected.tensor.dtype, operand.factor) if selected else (_ZEROS, 1.0)
             parts.append(_Part(span, at, selected, dtype, factor, span.elements * STORAGE[dtype].itemsize))
         at += span.elements
     return parts

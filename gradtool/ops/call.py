@@ -14,7 +14,7 @@ from gradtool.errors import Problem, UsageError
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import Rewriting
 from gradtool.store.format.paths import read_path_list
-from gradtool.store.transaction.destination import DISCARD, Discard
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
 from gradtool.wording import option, say
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.patterns import Renames
-    from gradtool.store.transaction.destination import Destination, NewFile
+    from gradtool.store.io.destination import Destination, NewFile
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
-    from gradtool.store.transaction.small import SmallFile
     from gradtool.wording import Wording
 
 # More than this takes numpy long enough to be worth a warning.
@@ -66,8 +66,6 @@ class Call:
         self.engine, self._choice = choose(options, progress if callable(progress) else None)
         self.inputs = Inputs(paths, options.include, options.exclude, dtypes, unique_names, listed, renames, may_repeat)
         self.options = options
-        # Where a pass that only reads writes nothing to.
-        self._nowhere: Destination = DISCARD
 
     @property
     def selected(self) -> list[Selected]:
@@ -107,9 +105,9 @@ class Call:
         finally:
             self.engine.close()
 
-    def run(self, work: Pass[Result], destination: Destination | None = None) -> Result:
+    def run(self, work: Pass[Result], destination: Destination = DISCARD) -> Result:
         """Run a pass, and return what it collected; without a destination nothing is written."""
-        return self.engine.run(work, destination or self._nowhere)
+        return self.engine.run(work, destination)
 
     @contextlib.contextmanager
     def writing(
@@ -121,10 +119,8 @@ class Call:
     ) -> Iterator[Destination]:
         """Write as `Output.writing` does; the time that it takes to commit counts."""
         with output.writing(files, indexes, state) as destination:
-            self._nowhere = Discard(destination.in_place)
             yield destination
             began = perf_counter()
-        self._nowhere = DISCARD
         if destination.count:
             self._commit_seconds += perf_counter() - began
 
@@ -192,7 +188,7 @@ def _check_in_place(options: Rewriting) -> None:
     """Raise `UsageError` where workers would overwrite files."""
     engine = asked_for(options.engine)
     if options.in_place and engine.address is not None:
-        what = "{} requires {}, because an undo log protects what one machine overwrites"
+        what = "{} requires {}, because a redo log protects what one machine overwrites"
         hint = say("use {} with {}", option("write", "replace"), option("engine", engine.name))
         raise UsageError(say(what, option("write", "inplace"), option("engine", "threads")), hint=hint)
 

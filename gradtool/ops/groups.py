@@ -37,7 +37,7 @@ def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Gro
                 first = patterns[group_by_name[tensor.name]]
                 what = say("is in two groups, {} and {}", option("group", first), option("group", pattern.pattern))
                 hint = say("narrow one of the regular expressions, or skip the tensor with {}", option("exclude"))
-                raise BadInputError(what, file=shard.path, tensor=tensor.name, code="two-groups", hint=hint)
+                raise BadInputError(what, file=shard.name, tensor=tensor.name, code="two-groups", hint=hint)
         group_by_name |= dict.fromkeys(matches, number)
     groups = [Group(pattern, []) for pattern in patterns]
     rest = Group(None, [])

@@ -158,7 +158,7 @@ def _tensor_row(selected: Selected, measurement: Measurement, number: int, norm:
     shard, tensor = selected
     row = TensorNorm(
         name=tensor.name,
-        file=str(shard.path),
+        file=shard.name,
         dtype=tensor.dtype,
         shape=tensor.shape,
         norm=norm,

@@ -82,9 +82,7 @@ def info(options: InfoOptions) -> InfoResult:
     sets = [_outline_of(path) for path in paths_of(options.named, options.files_from)]
     selected = select(sets, options.include, options.exclude)
     shards = [shard for gradset in sets for shard in gradset.shards]
-    rows = [
-        TensorRow(tensor.name, str(shard.path), tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected
-    ]
+    rows = [TensorRow(tensor.name, shard.name, tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected]
     groups: dict[str, list[Tensor]] = defaultdict(list)
     for _, tensor in selected:
         groups[tensor.dtype].append(tensor)
@@ -98,7 +96,7 @@ def info(options: InfoOptions) -> InfoResult:
         seconds=perf_counter() - began,
         per_dtype=tuple(sorted(totals, key=lambda row: (-row.bytes, row.dtype))),
         per_metadata=tuple(
-            MetadataRow(key, value, str(shard.path)) for shard in shards for key, value in shard.metadata.items()
+            MetadataRow(key, value, shard.name) for shard in shards for key, value in shard.metadata.items()
         ),
         per_tensor=tuple(rows),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 from gradtool import tuning
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Span
-    from gradtool.store.transaction.destination import Destination, Wanted
+    from gradtool.store.io.destination import Destination, Wanted
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,7 +109,8 @@ class ReadingPass(TensorPass[Result]):
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:
         """Return a larger size where the backend reads blocks itself, and nothing is to be written."""
-        if reads_files(backend, destination, self.spec):
+        shards = {shard for shard, _ in chain(self.selected, self.beside)}
+        if reads_files(backend, destination, self.spec, shards):
             return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
         return backend.block_bytes
 

@@ -1,4 +1,4 @@
-"""Recovers crashed runs: rolls them forward or back, and removes what they left."""
+"""Recovers crashed runs: rolls them forward, and removes what they left."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefused
 from gradtool.options import RecoverOptions
 from gradtool.store import signals
 from gradtool.store.format.paths import is_there, require_local
-from gradtool.store.transaction.guard import Scope
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
+from gradtool.store.transaction.runs import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RunRow:
     """One crashed run: what became of it, how many files it was about to change, its process, and its log.
 
-    `outcome` is "finished" (its files are all new), "undone" (all old) or "untouched" (it had not got that far).
+    `outcome` is "finished" (its files are all new) or "untouched" (all are old: it had not got far enough).
     """
 
     outcome: str
@@ -36,10 +36,9 @@ class RunRow:
 class RecoverResult:
     """What was done: the number of runs by what became of them, and of files `removed` that belonged to no run."""
 
-    headline: ClassVar[tuple[str, ...]] = ("finished", "undone", "untouched", "removed")
+    headline: ClassVar[tuple[str, ...]] = ("finished", "untouched", "removed")
 
     finished: int
-    undone: int
     untouched: int
     removed: int
     per_run: tuple[RunRow, ...]
@@ -47,7 +46,7 @@ class RecoverResult:
 
 @operation(RecoverOptions)
 def recover(options: RecoverOptions) -> RecoverResult:
-    """Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
+    """Roll crashed runs (killed, power cut) forward, and remove the files that they made.
 
     Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. For a file or an
     index, its folder is searched too. If `recover` itself is killed, call it again.
@@ -87,7 +86,7 @@ def recover(options: RecoverOptions) -> RecoverResult:
         from gradtool.store.format.hints import no_such_file  # only needed for the error
 
         raise BadInputError.from_problems([no_such_file(missing[0])])
-    counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "undone", "untouched")}
+    counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in ("finished", "untouched")}
     return RecoverResult(**counts, removed=removed, per_run=tuple(rows))
 
 

@@ -149,7 +149,7 @@ def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list
         Problem(
             "nonfinite",
             f"{found.nan[number]} NaN, {found.inf[number]} Inf, the first at index {found.first_nonfinite[number]}",
-            str(one.shard.path),
+            one.shard.name,
             one.tensor.name,
         )
         for number, one in enumerate(selected)
@@ -165,5 +165,5 @@ def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list
         if count:
             what = f"{number_of(count, 'result')} {'overflows' if count == 1 else 'overflow'} {one.tensor.dtype}"
             message = f"{what}, the first at index {written.first_nonfinite[number]}"
-            problems.append(Problem("overflow", message, str(one.shard.path), one.tensor.name))
+            problems.append(Problem("overflow", message, one.shard.name, one.tensor.name))
     return problems

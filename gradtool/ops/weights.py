@@ -70,8 +70,8 @@ def read_weight(gradients: GradientSet, key: str) -> Weight:
         return weight
     (other, other_shard), *_ = others
     here, there = (f"{key!r} = {each.value:g} of a {each.content}" for each in (other, weight))
-    message = f"has {here} in its metadata, but {shard.path.name} of the same set has {there}"
-    raise BadInputError(message, file=other_shard.path, code="weight", hint=_HINT)
+    message = f"has {here} in its metadata, but {shard.file_name} of the same set has {there}"
+    raise BadInputError(message, file=other_shard.name, code="weight", hint=_HINT)
 
 
 def _weight_of(shard: Shard, key: str) -> Weight:
@@ -89,7 +89,7 @@ def _weight_of(shard: Shard, key: str) -> Weight:
         message = f"is a sum weighted by {shortened(sum_key)!r}, so that {key!r} is not its weight"
     else:
         return Weight(value, content == _SUM)
-    raise BadInputError(message, file=shard.path, code="weight", hint=_HINT)
+    raise BadInputError(message, file=shard.name, code="weight", hint=_HINT)
 
 
 def stored_key(shards: Iterable[Shard]) -> str | None:
@@ -133,5 +133,5 @@ def replace_total(
         message = f"total weight removed, as it is not that of the new content: {removed}"
     elif entries or key is None:
         return dict.fromkeys(changed, changes), []
-    file = None if gradients is None else str(gradients.path)
+    file = None if gradients is None else gradients.name
     return dict.fromkeys(changed, changes), [Problem("weight-dropped", message, file, hint=hint)]

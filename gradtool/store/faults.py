@@ -13,6 +13,8 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from gradtool.store.system import SECTOR
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,8 +43,6 @@ def step() -> str | None:
 
 def write_half(kind: str, fd: int, views: Sequence[memoryview], begin: int) -> int:
     """Write half of the views, and after `tear` be killed; the bytes written."""
-    from gradtool.store.fs import SECTOR
-
     content = b"".join(views)
     if kind == "short":
         return os.pwrite(fd, content[: -(-len(content) // 2)], begin)

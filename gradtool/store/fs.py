@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-# A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
-SECTOR = 512
 UNSUPPORTED = system.UNSUPPORTED
 # The name now leads to a link, a folder, a socket or nothing.
 _REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
@@ -162,7 +160,7 @@ class Folder:
             refused.errno = error.errno
             raise refused from error
         try:
-            system.remove_acl(fd)
+            remove_acl(fd)
             status = os.fstat(fd)
         except BaseException:
             os.close(fd)
@@ -256,6 +254,24 @@ def change_mode(fd: int, mode: int) -> None:
     """Set the permissions of a file."""
     step()
     os.fchmod(fd, mode)
+
+
+def change_owner(fd: int, user: int, group: int) -> None:
+    """Set the owner and the group of a file."""
+    step()
+    os.fchown(fd, user, group)
+
+
+def copy_attributes(fd: int, to: int) -> None:
+    """Copy the extended attributes of a file, and its access control list."""
+    step()
+    system.copy_attributes(fd, to)
+
+
+def remove_acl(fd: int) -> None:
+    """Remove the access control list of a file, if it has one."""
+    step()
+    system.remove_acl(fd)
 
 
 def sync(fd: int) -> None:

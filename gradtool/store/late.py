@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,23 +16,29 @@ PAUSES = (0.05, 0.2, 0.5, 1.0)
 _LATE = (errno.ENOENT, errno.ESTALE)
 
 
-def fresh_status(path: str) -> os.stat_result:
-    """The status of a file, which is opened for that: unlike others, an open file is no older than on its server."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.fstat(fd)
-    finally:
-        os.close(fd)
+class Waits:
+    """How often this process has waited for a file to be shown."""
+
+    count = 0
+
+    def taken(self) -> int:
+        """Return the count since the last time, and begin again."""
+        count, self.count = self.count, 0
+        return count
 
 
-def patiently(look: Callable[[], Found | None]) -> tuple[Found | None, int]:
-    """What a look at a file finds, tried again while it is not there or a stale one is; and how often it was."""
-    for tries, pause in enumerate(PAUSES):
+WAITS = Waits()
+
+
+def retry_until_visible(look: Callable[[], Found | None]) -> Found | None:
+    """Return what a look at a file finds, tried again while the file is not there or a stale one is."""
+    for pause in PAUSES:
         try:
-            if (found := look()) is not None:
-                return found, tries
+            if (status := look()) is not None:
+                return status
         except OSError as error:
             if error.errno not in _LATE:
                 raise
+        WAITS.count += 1
         time.sleep(pause)
-    return look(), len(PAUSES)
+    return look()

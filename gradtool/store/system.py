@@ -1,6 +1,7 @@
 """What systems differ in: what Linux has a call for, and macOS another one or none.
 
-No other module asks which there are. A call is looked for each time it is used, so that tests can hide it.
+No other module asks which there are, and only `fs` calls what changes the disk here. A call is looked for each time it
+is used, so that tests can hide it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # The unit of `st_blocks`, on every file system.
 BLOCK = 512
+# A disk writes a sector as a whole or not at all; the system copies whole pages, which are made of sectors.
+SECTOR = 512
 # A folder that is only searched needs no permission to be listed.
 TO_SEARCH: int = getattr(os, "O_PATH", getattr(os, "O_SEARCH", os.O_RDONLY))
 # Of macOS's sys/fcntl.h: the command, all or nothing, from the end of what is allocated; and `struct fstore`.
@@ -161,23 +164,29 @@ def _attributes(fd: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def unnamed_file() -> Iterator[tuple[int, str]]:
-    """A file that no other process finds, in memory if it may be: its descriptor, and a path that leads to it.
+def unnamed_file(content: Sequence[bytes], size: int) -> Iterator[str]:
+    """Make a file that no other process finds, in memory if it may be, and yield a path that leads to it.
+
+    It has the content, and a hole up to its size.
 
     Raises:
         OSError: none can be made.
     """
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("gradtool", os.MFD_CLOEXEC)
-        try:
-            yield fd, f"/proc/self/fd/{fd}"
-        finally:
-            os.close(fd)
-        return
-    from tempfile import TemporaryFile  # slow to import
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("gradtool", os.MFD_CLOEXEC)
+            stack.callback(os.close, fd)
+            path = f"/proc/self/fd/{fd}"
+        else:
+            from tempfile import TemporaryFile  # slow to import
 
-    with TemporaryFile(prefix="gradtool-", buffering=0) as file:
-        yield file.fileno(), f"/dev/fd/{file.fileno()}"
+            fd = stack.enter_context(TemporaryFile(prefix="gradtool-", buffering=0)).fileno()
+            path = f"/dev/fd/{fd}"
+        written = os.writev(fd, content)
+        os.ftruncate(fd, size)
+        if written != sum(map(len, content)) or os.stat(path).st_size != size:  # noqa: PTH116 - it lives as long as fd
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        yield path
 
 
 def read_link(path: str, within: int | None = None) -> tuple[os.stat_result, str]:

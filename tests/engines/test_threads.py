@@ -2,6 +2,7 @@ import errno
 import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_reads_and_writes_that_fail_name_the_file(tmp_path, monkeypatch, call):
     blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
     with pytest.raises(SystemRefusedError, match="No space left") as caught:
         run(rewriting(blocks, lambda *_: None, {shard: file_at(target)}), threads=2)
-    assert caught.value.problems[0].file == str(shard.path if call == "preadv" else target)
+    assert caught.value.problems[0].file == str(Path(shard.name) if call == "preadv" else target)
 
 
 def test_where_no_thread_can_be_had_the_work_is_done_without(tmp_path, monkeypatch):
@@ -151,7 +152,7 @@ def test_a_file_that_changes_during_a_pass_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
     with pytest.raises(SystemRefusedError, match="changed by another program"):
         blocks = plan(shard, enumerate(shard.tensors), UNIT)
-        run(rewriting(blocks, lambda *_: os.utime(shard.path, ns=(0, 0)), {}), threads=1)
+        run(rewriting(blocks, lambda *_: os.utime(Path(shard.name), ns=(0, 0)), {}), threads=1)
 
 
 def test_progress_counts_every_byte(tmp_path):
@@ -165,7 +166,7 @@ def test_progress_counts_every_byte(tmp_path):
 def test_a_file_that_was_replaced_or_cut_since_it_was_opened_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
     blocks = list(plan(shard, enumerate(shard.tensors), UNIT))
-    with shard.path.open("r+b") as file:
+    with Path(shard.name).open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(SystemRefusedError, match="changed"):
         run(rewriting(blocks, lambda *_: None, {}), threads=1)
@@ -175,7 +176,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
 
     def cut(_block, _view):
-        with shard.path.open("r+b") as file:
+        with Path(shard.name).open("r+b") as file:
             file.truncate(100_000)
 
     with pytest.raises(SystemRefusedError, match="shorter"):

@@ -393,7 +393,8 @@ def test_a_run_that_is_changing_files_is_a_fault_for_as_long_as_it_does(tmp_path
     run = registered(paths)
     try:
         assert check(tmp_path).sound
-        run.append(changes=[[0, path.name, path.stat().st_size, path.stat().st_ino] for path in paths], fsync=False)
+        changes = [[0, path.name, path.stat().st_size, path.stat().st_ino] for path in paths]
+        run.append(ready=[[], changes, [0, 1, 0]], fsync=False)
         result = check(paths[1])
         assert found(result) == [("fault", "in-use", None)]
         assert f"PID {os.getpid()}" in result.per_finding[0].message

@@ -32,7 +32,7 @@ from gradtool.backends.choose import choose as choose_backend
 from gradtool.backends.differences import empty_differences
 from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.engines import choose
-from gradtool.engines.wire import packed, unpacked
+from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.diff import comparison
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.reduction import TILE
@@ -539,7 +539,7 @@ def test_it_can_run_elsewhere_in_parts(tmp_path):
     from gradtool.engines.threads import Threads
     from gradtool.ops.diff import pair
     from gradtool.ops.diff.comparison import Compare
-    from gradtool.store.transaction.destination import DISCARD
+    from gradtool.store.io.destination import DISCARD
     from gradtool.store.transaction.inputs import Inputs
 
     sizes = random_set(tmp_path / "a", 5)

@@ -12,10 +12,10 @@ from gradtool import norm, tuning
 from gradtool.backends.choose import choose
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.engines.threads import Threads
-from gradtool.engines.wire import packed, unpacked
 from gradtool.ops.histogram import CountExponents, Histograms, storage_ranges
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
 

@@ -218,7 +218,7 @@ def test_an_interruption_puts_everything_back(tmp_path):
     check_undone(folder, lambda: clip(folder, max_norm=1, write="inplace", progress=interrupt), KeyboardInterrupt)
 
 
-def test_a_disk_without_room_for_undo_logs_is_known_before_work_starts(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_a_redo_log_is_known_before_work_starts(tmp_path, monkeypatch):
     folder = write(tmp_path / "x" / "a.safetensors", {"a": gaussian(3_000, "F32")}).parent
     disk = os.statvfs(folder)
     fields = [1, 1, *disk[2:4], 12_239, *disk[5:]]
@@ -227,7 +227,7 @@ def test_a_disk_without_room_for_undo_logs_is_known_before_work_starts(tmp_path,
         folder,
         lambda: clip(folder, max_norm=1e-3, write="inplace"),
         SystemRefusedError,
-        "writing in place needs 12,240 bytes here for undo logs and filled holes, 12,239 are free",
+        "writing in place needs 12,240 bytes here for a redo log and filled holes, 12,239 are free",
     )
 
 
@@ -243,7 +243,7 @@ def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, mon
     if path.stat().st_blocks * 512 >= 12_000_000:
         pytest.skip("this file system has no holes")
     disk = os.statvfs(tmp_path)
-    # Enough for the undo logs, and not for the holes as well.
+    # Enough for the redo log, and not for the holes as well.
     fields = [1, 1, *disk[2:4], 13_000_000, *disk[5:]]
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
     gradient = write(tmp_path / "gradient", {"a": np.ones(3_000_000, np.float32)})
@@ -251,7 +251,7 @@ def test_a_sparse_file_is_refused_where_its_holes_cannot_be_filled(tmp_path, mon
         path.parent,
         lambda: accumulate(gradient, into=path, write="inplace"),
         SystemRefusedError,
-        "for undo logs and filled holes",
+        "for a redo log and filled holes",
     )
 
 

@@ -1,6 +1,7 @@
 import math
 import threading
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support import encode, gaussian, write
 
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import BlockSums, NormSpec, Piece
-from gradtool.engines.wire import packed, unpacked
+from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import by_shard, pieces_of
 from gradtool.reduction import TILE
@@ -44,7 +45,7 @@ def selected(tmp_path_factory):
 def blocks_of(selected):
     for shard, wanted in by_shard(selected).items():
         for block in plan(shard, wanted, TILE, nbytes=600_000):
-            yield block, memoryview(bytearray(shard.path.read_bytes()[block.begin : block.end]))
+            yield block, memoryview(bytearray(Path(shard.name).read_bytes()[block.begin : block.end]))
 
 
 def measured(selected, spec, blocks):

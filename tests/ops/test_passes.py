@@ -10,7 +10,7 @@ from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.ops.diff.comparison import Compare
 from gradtool.ops.histogram import CountExponents
 from gradtool.ops.passes import Measure
-from gradtool.store.transaction.destination import DISCARD, NewFile, Overwritten
+from gradtool.store.io.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.transaction.inputs import Inputs
 
 SPEC = NormSpec()
@@ -21,7 +21,7 @@ def test_only_a_pass_that_writes_nothing_has_a_backend_read_for_itself(tmp_path)
     opened = Inputs([str(path)]).open()
     measure = Measure(opened.selected, SPEC)
     backend = mock.Mock(block_bytes=tuning.BLOCK_BYTES)
-    in_place = Overwritten({opened.shards[0]: (NewFile(opened.shards[0], 0), None)}, None)
+    in_place = Overwritten([NewFile(opened.shards[0], 0)], None)
     counts = {}
     passes = (
         measure,

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gradtool.store.transaction.undolog import UndoLog
 from neighbours import ID, RUNNERS, crash, folder_of, forge, grads, log_bytes, only, several, state, told_once
 from users import ALICE, MALLORY, At, run_as
 
@@ -16,7 +17,6 @@ from gradtool.store.transaction import replace
 from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.transaction import Transaction
-from gradtool.store.transaction.undolog import UndoLog
 
 
 def move_of(temporary, target, folder=0):

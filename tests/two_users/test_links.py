@@ -8,8 +8,7 @@ from neighbours import RUNNERS, folder_of, grads, told_once
 from support import encode, write
 from users import ALICE, MALLORY, At, as_user, run_as
 
-from gradtool.store import links
-from gradtool.store.format import header
+from gradtool.store import links, source
 
 INDEX = "model.safetensors.index.json"
 
@@ -144,7 +143,7 @@ def test_a_model_cache_is_read_from_its_snapshots(root):
 
 # At the second call, the file is the link.
 SWAPS = {
-    "before it is opened": (header, "open_to_read", 2),
+    "before it is opened": (source, "open_to_read", 2),
     "after it was seen to be the reader's own": (links, "foreign_links", 1),
 }
 

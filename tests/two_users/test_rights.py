@@ -9,6 +9,7 @@ import struct
 import subprocess
 
 import pytest
+from gradtool.store.transaction.undolog import UndoLog
 from layers import layer
 from neighbours import crash, folder_of, grads, left_in, several, state, told_once
 from support import write
@@ -16,10 +17,9 @@ from users import ALICE, MALLORY, At, as_user, run_as
 
 from gradtool.store import fs
 from gradtool.store.fs import Folder
+from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.inplace import InPlace
-from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.transaction import Transaction
-from gradtool.store.transaction.undolog import UndoLog
 
 
 def test_a_file_of_another_owner_is_replaced_without_bits_to_act_as_that_one(root):
@@ -90,7 +90,7 @@ def test_what_only_its_owner_may_read_stays_so(root):
         seen.extend(mode_of(path) for path in folder.rglob("*.tmp"))
 
     def made(*arguments):
-        at = At(Replacement, "commit", lambda: look() or [check(mode == 0o600) for mode in seen] or check(False))
+        at = At(Commit, "put_in_place", lambda: look() or [check(mode == 0o600) for mode in seen] or check(False))
         answer = run_as(ALICE, *arguments, meanwhile=at)
         assert answer.code == 0, answer
 
@@ -139,7 +139,7 @@ def test_of_two_users_who_may_write_a_file_one_does_so_at_a_time(root, way):
             told_once(run_as(MALLORY, *arguments), "in use by PID ", f" of user {ALICE}")
         assert [path.read_bytes() for path in paths] == before
 
-    where = Replacement if way == "replace" else InPlace
+    where = Commit if way == "replace" else InPlace
     arguments = ["clip", folder, "--max-norm", "1", "--write", way]
     assert run_as(ALICE, *arguments, meanwhile=At(where, "commit", check)).code == 0
     assert left_in(folder) == []
@@ -355,7 +355,7 @@ def test_an_index_that_is_replaced_after_it_was_read_keeps_out_whom_it_kept_out(
         index.rename(shared / "away")
         index.write_text("{}")
 
-    at = At(Replacement, "commit", swap)
+    at = At(Commit, "put_in_place", swap)
     assert run_as(ALICE, "clip", shared, "--max-norm", "1", "--output-dir", new / "d", meanwhile=at).code == 0
     assert "secret" in (new / "d" / index.name).read_text()
     assert mode_of(new / "d" / index.name) == 0o600
@@ -364,6 +364,6 @@ def test_an_index_that_is_replaced_after_it_was_read_keeps_out_whom_it_kept_out(
 def test_an_input_that_is_closed_to_others_during_the_run_keeps_them_out(root):
     new = folder_of(0, root / "new", 0o777)
     source = grads(ALICE, root / "x")
-    at = At(Replacement, "commit", lambda: source.chmod(0o600), ALICE)
+    at = At(Commit, "put_in_place", lambda: source.chmod(0o600), ALICE)
     assert run_as(ALICE, "clip", source, "--max-norm", "1", "--output", new / "y", meanwhile=at).code == 0
     assert mode_of(new / "y") == 0o600

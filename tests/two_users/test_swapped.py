@@ -11,7 +11,7 @@ from users import ALICE, MALLORY, At, as_user, run_as
 from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import recovery
-from gradtool.store.transaction.replace import Replacement
+from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
@@ -23,7 +23,7 @@ def swap(path, by):
 
 
 INSTANTS = {
-    "before it is filled": (Replacement, "stage", True),
+    "before it is filled": (Commit, "stage", True),
     "before it is finished": (Staged, "finish", False),
     "before it is renamed": (Staged, "take_place", False),
     "while it is renamed": (Folder, "rename", False),
@@ -153,9 +153,9 @@ SWAPS = {
     "after the folders are opened": (Targets, "__init__", True),
     "after the log is written": (fs, "write_all", True),
     "after the others are looked at": (Transaction, "append", False),
-    "before a file is staged": (Replacement, "stage", False),
-    "after a file is staged": (Replacement, "stage", True),
-    "before the renames": (Replacement, "commit", False),
+    "before a file is staged": (Commit, "stage", False),
+    "after a file is staged": (Commit, "stage", True),
+    "before the renames": (Commit, "put_in_place", False),
     "between the renames": (Folder, "rename", False, 2),
 }
 

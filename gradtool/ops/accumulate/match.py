@@ -17,8 +17,8 @@ from gradtool.store.format.gradset import Selected, open_sets
 from gradtool.store.format.layout import SPARE, Layout, lay_out
 from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.io.destination import NewFile
+from gradtool.store.source import SmallFile
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Buffer(NamedTuple):
     def with_metadata(self, entries: Mapping[str, str]) -> Self:
         """Return the same new set with more metadata, and spare bytes for numbers that grow."""
         shards = [layout.shard for layout in self.layouts]
-        layouts = [lay_out(shard.path, shard.tensors, {**shard.metadata, **entries}, spare=SPARE) for shard in shards]
+        layouts = [lay_out(shard.name, shard.tensors, {**shard.metadata, **entries}, spare=SPARE) for shard in shards]
         return self._of(layouts, self.indexes)
 
     def measure_without(self, call: Call, numbers: Collection[int], spec: NormSpec) -> Measurement:
@@ -213,8 +213,8 @@ def match(
             if not is_broadcastable(each.tensor.shape, targets[number].tensor.shape):
                 shape, target = list(each.tensor.shape), list(targets[number].tensor.shape)
                 message = f"shape {shape} does not broadcast to {target}, its shape in {whole}"
-                problems.append(Problem("shape", message, str(each.shard.path), each.tensor.name))
-        row = GradientRow(weight=weight.value, missing=len(missing), extra=len(extra), file=str(gradient.path))
+                problems.append(Problem("shape", message, each.shard.name, each.tensor.name))
+        row = GradientRow(weight=weight.value, missing=len(missing), extra=len(extra), file=gradient.name)
         contributions.append(Contribution(matched, weight.is_sum, row))
     if problems:
         hint = None
@@ -234,15 +234,15 @@ def _unmatched(
     """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
     from gradtool.store.format.hints import prefix_problem  # only needed for the error
 
-    prefix = prefix_problem([each.tensor.name for each in extra], missing, gradient.path, whole)
+    prefix = prefix_problem([each.tensor.name for each in extra], missing, gradient.name, whole)
     if prefix is not None:
         return [prefix]
     if options.missing != "error":
         message = say("has no tensor of the buffer; {} needs at least one", option("missing", options.missing))
-        return [] if options.is_new else [Problem("missing-tensor", message, str(gradient.path))]
+        return [] if options.is_new else [Problem("missing-tensor", message, gradient.name)]
     return [
-        *(Problem("missing-tensor", f"is only in {whole}", str(gradient.path), name) for name in missing),
-        *(Problem("extra-tensor", f"is not in {whole}", str(each.shard.path), each.tensor.name) for each in extra),
+        *(Problem("missing-tensor", f"is only in {whole}", gradient.name, name) for name in missing),
+        *(Problem("extra-tensor", f"is not in {whole}", each.shard.name, each.tensor.name) for each in extra),
     ]
 
 
@@ -257,7 +257,7 @@ def _gap(
     if extra:
         names = _some([each.tensor.name for each in extra])
         parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), not added")
-    return Problem("unmatched", "; ".join(parts), str(gradient.path))
+    return Problem("unmatched", "; ".join(parts), gradient.name)
 
 
 def _some(names: Sequence[str]) -> str:

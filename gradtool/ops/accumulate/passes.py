@@ -12,7 +12,7 @@ from gradtool import tuning
 from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule, Tolerance
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.tally import Tallies
-from gradtool.ops.aligned_read import Source, read
+from gradtool.ops.aligned_read import Operand, read
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import TensorPass, pieces_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
 
 # A window of fewer elements costs more to read than to sort.
 _FEWEST = 512
@@ -45,7 +45,7 @@ class Add(TensorPass[Tallies[Measurement]]):
     title: ClassVar = "adding"
     by_tensor = ("divisors",)
 
-    gradients: Sequence[Source]
+    gradients: Sequence[Operand]
     rule: Rule
     trim: Trim | None = None
     divisors: Sequence[float] = ()
@@ -159,7 +159,7 @@ class Compare(Add):
             backend.accumulate(result, wide, self.addends(block, worker), rule, _UNMEASURED)
             differences = []
             for gradient, unscale in zip(self.gradients, self.unscales, strict=True):
-                stored = read([Source(gradient.tensors)], self.selected, block, worker, sys.maxsize)
+                stored = read([Operand(gradient.tensors)], self.selected, block, worker, sys.maxsize)
                 backend.accumulate(alone, wide, stored, Rule(keeps=False, divisor=unscale), _UNMEASURED)
                 differences.append(backend.differences(alone, wide, result, wide, Tolerance()))
         # Nothing is added before all is known: a device that has no room gets the block in halves.

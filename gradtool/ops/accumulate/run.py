@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.backends.protocol import NormSpec, Rule, Trim
 from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of
 from gradtool.ops.accumulate.passes import Add, Compare
-from gradtool.ops.aligned_read import Source
+from gradtool.ops.aligned_read import Operand
 from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.passes import Measure, TensorPass
 from gradtool.ops.results import nonfinite_problems, overflow_problems
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 _SKIP = say(
@@ -132,13 +132,13 @@ def _adding(
     if 0 in divisors:
         target = targets[divisors.index(0)]
         message = "the weights of the gradients that have it add up to 0, so that there is no mean"
-        raise BadInputError(message, file=target.shard.path, tensor=target.tensor.name, code="weight")
+        raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
     places = {number: place for place, number in enumerate(numbers)}
     return Add(
         targets,
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
-        [Source({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
+        [Operand({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
         Rule(options.adds_to_old, weight_sum if options.is_mean else None),
         trim_of(options),
         divisors,
@@ -183,7 +183,7 @@ def _screen(
 def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contribution, sums: Measurement) -> Measurement:
     """Measure what a gradient adds, without its weight; unless it broadcasts, that is what is in its files."""
     numbers = sorted(contribution.tensors)
-    gradient, targets = Source(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
+    gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
     if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
         return sums
     added = Add(targets, sums.spec, [gradient], Rule(keeps=False, rounds=False), is_new=True)
@@ -270,7 +270,7 @@ def _check_left(options: AccumulateOptions, targets: Sequence[Selected], accepte
             message = say("{} needs {} gradients with this tensor", option("reduce", options.reduce), needed)
             message = say("{}, but {} {} left; nothing written", message, count, "is" if count == 1 else "are")
             hint = say("use a smaller K, or {}", option("reduce", "median"))
-            file, name = target.shard.path, target.tensor.name
+            file, name = target.shard.name, target.tensor.name
             raise BadInputError(message, file=file, tensor=name, code="too-few", hint=hint)
 
 

@@ -24,16 +24,16 @@ from gradtool.store.format.gradset import GradientSet, quoted, select
 from gradtool.store.format.paths import paths_of
 from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Clock
-from gradtool.store.transaction.remains import remains_at
+from gradtool.store.transaction.runs import leftovers_at
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from gradtool.ops.check.values import Severity
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.remains import Remains
+    from gradtool.store.transaction.runs import Leftover
 
 # Files that are replaced while they are read are read again so often.
 _TRIES = 3
@@ -118,7 +118,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     """Look at everything once."""
     began = perf_counter()
     examined = [Examined(path) for path in named]
-    remains, errors = remains_at(named)
+    remains, errors = leftovers_at(named)
     others = [problem for error in errors for problem in error.problems]
     unreadable = [problem for each in examined for problem in each.unreadable]
     unreadable += [problem for problem in others if problem.code != "unfinished"]
@@ -188,7 +188,7 @@ def _require_readable(unreadable: list[Problem], not_safetensors: list[Problem],
         raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
 
 
-def _may_be_half_changed(problem: Problem, remains: Sequence[Remains]) -> bool:
+def _may_be_half_changed(problem: Problem, remains: Sequence[Leftover]) -> bool:
     """Tell whether a run may have left the file half changed, so that it is no safetensors file any more."""
     folder = Path(os.path.realpath(problem.file or ".")).parent
     return problem.code != "missing-file" and any(
@@ -198,12 +198,12 @@ def _may_be_half_changed(problem: Problem, remains: Sequence[Remains]) -> bool:
 
 def _distinct(examined: Sequence[Examined]) -> list[GradientSet]:
     """Return the sets that could be read; each file once."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[Hashable] = set()
     sets = []
     for each in examined:
-        new = [shard for shard in each.gradset.shards if shard.identity not in seen]
-        seen |= {shard.identity for shard in new}
-        sets.append(GradientSet(each.gradset.path, tuple(new), each.gradset.index))
+        new = [shard for shard in each.gradset.shards if shard.source.identity not in seen]
+        seen |= {shard.source.identity for shard in new}
+        sets.append(replace(each.gradset, shards=tuple(new)))
     return sets
 
 
@@ -218,7 +218,7 @@ def _select(sets: Sequence[GradientSet], examined: Sequence[Examined], options: 
 
 
 def _findings(
-    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Remains], unfinished: Sequence[Problem]
+    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Leftover], unfinished: Sequence[Problem]
 ) -> Iterator[tuple[Severity, Problem]]:
     """Yield what headers, indexes and the files of runs show."""
     for each in examined:
@@ -232,7 +232,7 @@ def _findings(
         yield "fault", problem
 
 
-def _leftover_finding(left: Remains, named: Sequence[str]) -> tuple[Severity, Problem]:
+def _leftover_finding(left: Leftover, named: Sequence[str]) -> tuple[Severity, Problem]:
     """Return what a run has left; the hint names the folder to recover, as it is `named` if it is."""
     folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
     same = (folder for folder in folders if os.path.realpath(folder) == str(left.folder))
@@ -261,4 +261,4 @@ def _layout_findings(shard: Shard) -> Iterator[tuple[Severity, Problem]]:
     else:
         return
     message = f"{what}; programs that map the file must copy what is not aligned"
-    yield "note", Problem("unaligned", message, str(shard.path), hint="save it again with the safetensors library")
+    yield "note", Problem("unaligned", message, shard.name, hint="save it again with the safetensors library")

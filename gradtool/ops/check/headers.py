@@ -15,6 +15,7 @@ from gradtool.errors import GradtoolError, Problem, SystemRefusedError
 from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, quoted
 from gradtool.store.format.header import FileTypeError, read_shard, read_text
 from gradtool.store.format.paths import parts_in
+from gradtool.store.source import is_file_or_folder
 
 if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
@@ -54,23 +55,24 @@ class Examined:
     def _sort(self, error: GradtoolError) -> None:
         """Add the problem of an error to the list where it belongs."""
         (problem,) = error.problems
+        file, is_mapped = problem.file or "", self._reader.weight_map is not None
         if isinstance(error, (MissingTensorError, UnmappedTensorError)):
             self.faults.append(replace(problem, code=error.finding))
         elif problem.code == "link":
             self.faults.append(problem)
         elif isinstance(error, SystemRefusedError):
             self.unreadable.append(problem)
-        elif self._is_other_type(error, problem.file or ""):
+        elif self._is_other_type(error, file):
             self.not_safetensors.append(problem)
-        # What was listed and is gone was removed meanwhile.
-        elif problem.code != "missing-file" or os.path.lexists(problem.file or ""):
+        # What was listed and is gone was removed meanwhile; what an index names should be there.
+        elif problem.code != "missing-file" or is_mapped or os.path.lexists(file):
             self.faults.append(problem)
 
     def _is_other_type(self, error: GradtoolError, file: str) -> bool:
         """Check whether what was named is missing, or is not even a damaged safetensors file or index."""
         if error.problems[0].code == "missing-file":
             return self._reader.weight_map is None and Path(file) == Path(self._reader.path)
-        return isinstance(error, FileTypeError) or not (os.path.isfile(file) or os.path.isdir(file))  # noqa: PTH112, PTH113
+        return isinstance(error, FileTypeError) or not is_file_or_folder(Path(file))
 
 
 def _read_patiently(path: Path, *, is_named: bool) -> Shard:
@@ -101,4 +103,4 @@ def _repeated_names(shard: Shard) -> list[Problem]:
         return []
     what = f"the header has {quoted(repeated)} more than once"
     hint = "write the file again with one tensor of each name"
-    return [Problem("duplicate-name", what, str(shard.path), only(repeated), hint)]
+    return [Problem("duplicate-name", what, shard.name, only(repeated), hint)]

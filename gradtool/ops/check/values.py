@@ -104,14 +104,14 @@ def value_findings(selected: Sequence[Selected], counts: ValueCounts) -> Iterato
     """Yield what the values show, tensor by tensor; then a note for each file with tensors of zeros."""
     zero: dict[Shard, list[str]] = {}
     for number, (shard, tensor) in enumerate(selected):
-        yield from _tensor_findings(tensor, str(shard.path), counts, number)
+        yield from _tensor_findings(tensor, shard.name, counts, number)
         if tensor.elements and counts.zeros[number] == tensor.elements:
             zero.setdefault(shard, []).append(tensor.name)
     for shard, names in zero.items():
         verb = "holds" if len(names) == 1 else "hold"
         message = f"{number_of(len(names), 'tensor')} of {len(shard.tensors):,} {verb} only zeros: {quoted(names)}"
         hint = "make sure that these parameters get a gradient, if they should"
-        yield "note", Problem("all-zero", message, str(shard.path), names[0] if len(names) == 1 else None, hint)
+        yield "note", Problem("all-zero", message, shard.name, names[0] if len(names) == 1 else None, hint)
 
 
 def _tensor_findings(tensor: Tensor, file: str, counts: ValueCounts, number: int) -> Iterator[tuple[Severity, Problem]]:

@@ -14,7 +14,7 @@ from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.groups import groups_of
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
 from gradtool.wording import option, say
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import TensorPass
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output
 
 
@@ -146,7 +146,7 @@ def clip(options: ClipOptions) -> ClipResult:
         **call.statistics(selected, before, unscale=options.unscale, after=after, warnings=warnings),
         output=call.output_summary(output, destination),
         per_tensor=tuple(
-            TensorClip(tensor.name, str(shard.path), tensor.dtype, tensor.shape, was, now, coef, clipped)
+            TensorClip(tensor.name, shard.name, tensor.dtype, tensor.shape, was, now, coef, clipped)
             # There are no norms of tensors unless `per_tensor` asks for them.
             for (shard, tensor), was, now, coef, clipped in zip(
                 selected, norms.tensors, norms_after.tensors, decision.coefs, decision.clipped, strict=False

@@ -16,8 +16,7 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import reindexed
 from gradtool.store.format.layout import lay_out, new_tensor
 from gradtool.store.format.tensors import BITS
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.io.destination import NewFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.output import Output
 
 # As float64, a block takes up to eight times as much. It must have room for a tile of F64.
@@ -45,12 +45,11 @@ def converted(output: Output, scaling: Scaling, dtype: str) -> tuple[Convert, li
     files = {shard: _new_file(shard, names[shard], dtype) for shard in output.shards}
     placed = {(shard, tensor.name): tensor for shard, (_, tensors) in files.items() for tensor in tensors}
     targets = [Selected(shard, placed[shard, tensor.name]) for shard, tensor in scaling.selected]
-    indexes = []
-    for owner in output.sets:
-        if owner.index is not None:
-            stat, content = owner.read_index()
-            tensors_of = {shard.path.name: files[shard][1] for shard in owner.shards}
-            indexes.append(SmallFile(owner.index, stat, reindexed(owner.index, tensors_of, content)))
+    indexes = [
+        reindexed(index, {shard.file_name: files[shard][1] for shard in owner.shards})
+        for owner in output.sets
+        if (index := owner.read_index()) is not None
+    ]
     # The pass measures what is stored, so nothing needs to be summed where it scales.
     quick = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
     return Convert(scaling.selected, scaling.spec, quick, targets), [file for file, _ in files.values()], indexes
@@ -62,7 +61,7 @@ def _new_file(shard: Shard, names: Collection[str], dtype: str) -> tuple[NewFile
     header, placed, size, copies = b"", shard.tensors, shard.size, [(0, shard.data_start, 0)]
     if any(new.dtype != old.dtype for new, old in zip(tensors, shard.tensors, strict=True)):
         # As the format's writers have it: larger elements first, so that every tensor is aligned.
-        header, new = lay_out(shard.path, sorted(tensors, key=lambda tensor: -BITS[tensor.dtype]), shard.metadata)
+        header, new = lay_out(shard.name, sorted(tensors, key=lambda tensor: -BITS[tensor.dtype]), shard.metadata)
         placed, size, copies = new.tensors, new.size, []
     begins = {tensor.name: tensor.begin for tensor in placed}
     copies += [(old.begin, old.end, begins[old.name]) for old in shard.tensors if old.name not in names]

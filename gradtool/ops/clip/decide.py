@@ -200,4 +200,4 @@ def out_of_range(selected: Selected, coef: float, hint: str) -> BadInputError:
     work = np.finfo(STORAGE[tensor.dtype].work)
     bounds = f"{work.dtype} ({work.tiny:.3g} to {work.max:.3g}), its type for {tensor.dtype}"
     what = f"the coefficient {coef!r} is out of range for {bounds}; nothing written"
-    return BadInputError(what, file=shard.path, tensor=tensor.name, hint=hint)
+    return BadInputError(what, file=shard.name, tensor=tensor.name, hint=hint)

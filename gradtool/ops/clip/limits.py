@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool import validators
 from gradtool.errors import BadInputError, UsageError, shortened
-from gradtool.store.format.header import read_regular
+from gradtool.store.format.header import read_small
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.source import SmallFile
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -174,10 +174,9 @@ def state_path(options: ClipOptions) -> Path | None:
 
 
 class StateFile(NamedTuple):
-    """The state of a rule, a small JSON file, with its path and its status when it was read; None if there was none."""
+    """The state of a rule, and the small JSON file that it was read from."""
 
-    path: Path
-    stat: os.stat_result | None
+    file: SmallFile
     rule: Rule
     state: State
 
@@ -190,13 +189,13 @@ class StateFile(NamedTuple):
             SystemRefusedError: it cannot be read.
         """
         try:
-            stat, content = read_regular(path, _MOST_BYTES)
+            file = read_small(path, _MOST_BYTES)
         except BadInputError as error:
             if error.problems[0].code != "missing-file":
                 raise
-            return cls(path, None, rule, State(rule.name, norm_type))
+            return cls(SmallFile(path, None, b""), rule, State(rule.name, norm_type))
         try:
-            return cls(path, stat, rule, _parse(content, State(rule.name, norm_type)))
+            return cls(file, rule, _parse(file.content, State(rule.name, norm_type)))
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             what = f"is not a state that this call can use ({shortened(str(error))})"
             hint = say("use another {}, or delete it to start again", option("state"))
@@ -209,7 +208,7 @@ class StateFile(NamedTuple):
             document["norm_type"] = _INFINITY  # JSON has no such number.
         # A line for each key: with an indent, json takes several times as long for many norms.
         lines = ",\n".join(f' "{key}": {json.dumps(value, allow_nan=False)}' for key, value in document.items())
-        return SmallFile(self.path, self.stat, f"{{\n{lines}\n}}\n".encode())
+        return self.file._replace(content=f"{{\n{lines}\n}}\n".encode())
 
 
 def _parse(content: bytes, new: State) -> State:

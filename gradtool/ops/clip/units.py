@@ -95,10 +95,10 @@ def _parameters(
         param = by_name.get(tensor.name)
         if param is None:
             missing = say("is missing from {}", option("params", options.params))
-            problems.append(Problem("missing-tensor", missing, str(shard.path), tensor.name))
+            problems.append(Problem("missing-tensor", missing, shard.name, tensor.name))
         elif param.tensor.shape != tensor.shape:
             shape = f"has shape {list(param.tensor.shape)}, but its gradient has {list(tensor.shape)}"
-            problems.append(Problem("shape", shape, str(param.shard.path), tensor.name))
+            problems.append(Problem("shape", shape, param.shard.name, tensor.name))
     if problems:
         raise BadInputError.from_problems(problems, say("use {} to skip tensors", option("exclude")))
     params = [by_name[grad.tensor.name] for grad in grads]

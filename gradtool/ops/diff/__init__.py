@@ -19,7 +19,6 @@ from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.ops.diff.comparison import Comparison
     from gradtool.store.format.gradset import Selected
@@ -166,8 +165,8 @@ def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected
     unmatched += [_unmatched(x, "shape", a_shape, b_shape) for x, a_shape, b_shape in shapes if a_shape != b_shape]
     if unmatched and not (skip and same):
         hint = say("use {} to compare only those whose names and shapes match", option("missing", "skip"))
-        a_path, b_path = (gradset.path for gradset in opened.sets)
-        error = BadInputError.from_problems(list(_problems(unmatched, a_path, b_path)), hint if same else None)
+        names = [gradset.name for gradset in opened.sets]
+        error = BadInputError.from_problems(list(_problems(unmatched, *names)), hint if same else None)
         error.summary = "no tensor is left to compare" if skip else None
         raise error
     return [x for x, _ in same], [y for _, y in same], unmatched
@@ -176,10 +175,10 @@ def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected
 def _unmatched(
     selected: Selected, why: str, shape_a: tuple[int, ...] | None, shape_b: tuple[int, ...] | None
 ) -> UnmatchedRow:
-    return UnmatchedRow(selected.tensor.name, str(selected.shard.path), why, shape_a, shape_b)
+    return UnmatchedRow(selected.tensor.name, selected.shard.name, why, shape_a, shape_b)
 
 
-def _problems(unmatched: Sequence[UnmatchedRow], a: Path, b: Path) -> Iterator[Problem]:
+def _problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> Iterator[Problem]:
     """Yield a problem for each tensor, but a single one for names that differ by a prefix."""
     from gradtool.store.format.hints import prefix_problem  # only needed for the error
 
@@ -225,7 +224,7 @@ def _rows(
         rows.append(
             TensorDiff(
                 name=tensor.name,
-                file=str(shard.path),
+                file=shard.name,
                 dtype_a=tensor.dtype,
                 dtype_b=other.tensor.dtype,
                 shape=tensor.shape,

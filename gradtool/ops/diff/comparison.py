@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
 
     # A number m·2^k as m and k, with 0.5 <= |m| < 1, or m = 0.
     Scaled = tuple[float, int]
@@ -152,7 +152,8 @@ class Compare(ReadingPass[Comparison]):
 
     def work(self, block: Block, worker: Worker, tally: Comparison) -> None:
         """Compare a block, which the backend reads if it can, part by part."""
-        reads = reads_files(worker.backend, worker.destination, self.spec)
+        shards = [block.shard, *(self.others[span.tensor].shard for span in block.spans)]
+        reads = reads_files(worker.backend, worker.destination, self.spec, shards)
         parts = list(_side_by_side(block, self.others)) if reads else []
         if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
             self._load(block, worker, tally)

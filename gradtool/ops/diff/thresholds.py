@@ -79,4 +79,4 @@ def _by_tensor(
     numbers = [number for number, extent in enumerate(extents) if extent]
     for number in sorted(numbers, key=lambda number: -extents[number]):
         shard, tensor = tensors[number]
-        yield Problem(code, message.format(*(column[number] for column in columns)), str(shard.path), tensor.name)
+        yield Problem(code, message.format(*(column[number] for column in columns)), shard.name, tensor.name)

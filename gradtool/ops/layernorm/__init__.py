@@ -98,9 +98,9 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
     with call.open_to_write(options, WritePlan(output_files=output_files), opened) as output:
         layers = find_layers(call.opened, options)
         for layer in layers:
-            if output_files is not None and layer.y_grad.shard.path not in output_files:
+            if output_files is not None and layer.y_grad.shard.name not in output_files:
                 # It had none when the files to be locked were chosen.
-                raise changed_meanwhile(layer.y_grad.shard.path)
+                raise changed_meanwhile(layer.y_grad.shard.name)
         if output.is_elsewhere:
             files = separate_files(layers)
         else:
@@ -176,7 +176,7 @@ def _rows(layers: Sequence[Layer], gradients: Gradients) -> list[LayerRow]:
                 seconds=seconds,
                 gb_per_s=nbytes / seconds / 1e9 if seconds else 0.0,
                 name=layer.name,
-                file=str(layer.y_grad.shard.path),
+                file=layer.y_grad.shard.name,
             )
         )
     return rows

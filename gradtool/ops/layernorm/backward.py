@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradtool.ops.call import Call
     from gradtool.ops.layernorm.patches import Floats, Patches
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
 
 
 class WideRows(NamedTuple):

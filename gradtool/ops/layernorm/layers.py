@@ -18,7 +18,6 @@ from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.options import LayerNormOptions
     from gradtool.store.format.gradset import GradientSet
@@ -151,10 +150,10 @@ class Lookup:
         foreign = () if role in _WEIGHTS else self._places[match.y_grad.tensor.name]
         others = [place for number, place in places.items() if number not in foreign]
         if len(others) > 1:
-            where = _listed([str(other.shard.path) for other in others])
+            where = _listed([other.shard.name for other in others])
             message = f"is missing here, and in several of the other files: {where}"
             hint = "name only one of them"
-            raise BadInputError(message, file=match.owner.path, tensor=name, code="duplicate-name", hint=hint)
+            raise BadInputError(message, file=match.owner.name, tensor=name, code="duplicate-name", hint=hint)
         return others[0] if others else None
 
     def require(self, match: Match, role: str, why: str = "") -> Selected:
@@ -166,14 +165,14 @@ class Lookup:
         tensor = self.find(match, role)
         if tensor is not None:
             return tensor
-        others = [str(owner.path) for number, owner in enumerate(self._opened.sets) if number != match.number]
+        others = [owner.name for number, owner in enumerate(self._opened.sets) if number != match.number]
         where = f", here and in {_listed(others)}," if others else ","
         message = f"is missing{where} but needed with {match.y_grad.tensor.name!r}{why}"
         hint = say("use {} if it has another name", option(role, "NAME"))
         if role == "scale":
             hint = say("{}, or {} for layers without weights", hint, option("affine", False))
         missing = match.prefix + getattr(self._options, role)
-        raise BadInputError(message, file=match.owner.path, tensor=missing, code="missing-tensor", hint=hint)
+        raise BadInputError(message, file=match.owner.name, tensor=missing, code="missing-tensor", hint=hint)
 
     def _is_prefix(self, prefix: str) -> bool:
         """Check whether a name is cut at a separator, and not in the middle of a word."""
@@ -188,9 +187,9 @@ def _listed(paths: Sequence[str]) -> str:
     return f"{named} and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else named
 
 
-def files_with_layers(opened: OpenSets, options: LayerNormOptions) -> set[Path]:
+def files_with_layers(opened: OpenSets, options: LayerNormOptions) -> set[str]:
     """Find the files that have a layer's gradient of the output, which are those that get results."""
-    return {match.y_grad.shard.path for match in Lookup(opened, options).matches()}
+    return {match.y_grad.shard.name for match in Lookup(opened, options).matches()}
 
 
 def find_layers(opened: OpenSets, options: LayerNormOptions) -> list[Layer]:
@@ -203,7 +202,7 @@ def find_layers(opened: OpenSets, options: LayerNormOptions) -> list[Layer]:
     lookup = Lookup(opened, options)
     matches = list(lookup.matches())
     layers = [_layer(match, lookup, options) for match in matches]
-    where = opened.sets[0].path if len(opened.sets) == 1 else None
+    where = opened.sets[0].name if len(opened.sets) == 1 else None
     names = {name for match in matches for name in match.names}
     for prefix in options.prefix:
         if prefix not in names:
@@ -221,7 +220,7 @@ def _layer(match: Match, lookup: Lookup, options: LayerNormOptions) -> Layer:
     shape, axis, inputs = x.tensor.shape, options.axis, input_roles(options)
     if not -len(shape) <= axis < len(shape):
         message = f"shape {list(shape)} has no axis {axis}"
-        raise BadInputError(message, file=x.shard.path, tensor=x.tensor.name, code="axis")
+        raise BadInputError(message, file=x.shard.name, tensor=x.tensor.name, code="axis")
     _check_shape(match.y_grad, shape, exact=True)
     scale = lookup.require(match, "scale") if options.affine else None
     bias = lookup.require(match, "bias", " to invert the layer") if "bias" in inputs else None
@@ -242,7 +241,7 @@ def _layer(match: Match, lookup: Lookup, options: LayerNormOptions) -> Layer:
         like = x if role == "x_grad" else scale
         if like is not None:
             name = match.prefix + getattr(options, role)
-            check_new_name(like.shard.path, like.tensor.name, name, option(role))
+            check_new_name(like.shard.name, like.tensor.name, name, option(role))
             outputs.append(new_tensor(name, like.tensor.dtype, like.tensor.shape))
     rows, columns = math.prod(shape[:axis]), math.prod(shape[axis:])
     name = match.names[1]
@@ -253,13 +252,13 @@ def _layer(match: Match, lookup: Lookup, options: LayerNormOptions) -> Layer:
 
 def _check_result_names(layers: Sequence[Layer]) -> None:
     """Raise `BadInputError` if two results of a set have one name, as prefixes within prefixes may make them have."""
-    results: dict[tuple[Path, str], Layer] = {}
+    results: dict[tuple[str, str], Layer] = {}
     for layer in layers:
         for output in layer.outputs:
-            other = results.setdefault((layer.owner.path, output.name), layer)
+            other = results.setdefault((layer.owner.name, output.name), layer)
             if other is not layer:
                 message = f"would be a result of both {other.name!r} and {layer.name!r}"
-                raise BadInputError(message, file=layer.owner.path, tensor=output.name, code="duplicate-name")
+                raise BadInputError(message, file=layer.owner.name, tensor=output.name, code="duplicate-name")
 
 
 def _check_shape(selected: Selected, expected: tuple[int, ...], *, exact: bool = False) -> None:
@@ -268,4 +267,4 @@ def _check_shape(selected: Selected, expected: tuple[int, ...], *, exact: bool =
     is_alike = shape == (math.prod(expected),) or [n for n in shape if n != 1] == [n for n in expected if n != 1]
     if shape != expected and (exact or not is_alike):
         message = f"has shape {list(shape)}, expected {list(expected)}"
-        raise BadInputError(message, file=selected.shard.path, tensor=selected.tensor.name, code="shape")
+        raise BadInputError(message, file=selected.shard.name, tensor=selected.tensor.name, code="shape")

@@ -94,7 +94,7 @@ class Patches:
 
     def _bad_x(self, message: str, hint: str) -> BadInputError:
         shard, tensor = self.layer.x
-        return BadInputError(message, file=shard.path, tensor=tensor.name, code="range", hint=hint)
+        return BadInputError(message, file=shard.name, tensor=tensor.name, code="range", hint=hint)
 
     def forget(self) -> None:
         """Free what is cached between patches."""
@@ -115,7 +115,7 @@ class Patches:
                 column = stretch[0] + scale.index(0.0)
                 message = say("{} 0 in column {}, by which the invertible form divides", what, column)
                 shard, tensor = layer.scale
-                raise BadInputError(message, file=shard.path, tensor=tensor.name, code="zero-scale")
+                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="zero-scale")
         self._weights = stretch, scale, bias
         return scale, bias
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,8 +12,7 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import mapped_in, reindexed
 from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.tensors import BITS
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.small import SmallFile
+from gradtool.store.io.destination import NewFile
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.store.format.header import Shard
     from gradtool.store.format.tensors import Tensor
+    from gradtool.store.source import SmallFile
     from gradtool.store.transaction.output import Output
 
     # What becomes of tensors of the old files: another takes the place of one, or None if it goes.
@@ -78,7 +79,7 @@ def changed_files(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
     Raises:
         BadInputError: X_grad cannot replace a Y_grad, a result would replace an input, or an index would be outdated.
     """
-    owners = {layer.owner.path: layer.owner for layer in layers}
+    owners = {layer.owner.name: layer.owner for layer in layers}
     shards_of = {
         path: {tensor.name: shard for shard in owner.shards for tensor in shard.tensors}
         for path, owner in owners.items()
@@ -86,7 +87,7 @@ def changed_files(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
     outputs: list[list[tuple[Shard, Tensor]]] = []
     replacements: dict[tuple[Shard, str], Tensor | None] = {}
     for layer in layers:
-        (y_shard, y_grad), shard_of = layer.y_grad, shards_of[layer.owner.path]
+        (y_shard, y_grad), shard_of = layer.y_grad, shards_of[layer.owner.name]
         outputs.append([(shard_of.get(output.name, y_shard), output) for output in layer.outputs])
         replacements |= {(shard, output.name): output for shard, output in outputs[-1] if output.name in shard_of}
         if x_grad_in_place:
@@ -94,7 +95,7 @@ def changed_files(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
             if (y_grad.dtype, y_grad.shape) != (x_grad.dtype, x_grad.shape):
                 message = f"has type {y_grad.dtype}, so X_grad of {x_grad.dtype} cannot replace it in place"
                 hint = say("leave out {}", option("x_grad_in_place", True))
-                raise BadInputError(message, file=y_shard.path, tensor=y_grad.name, code="dtype", hint=hint)
+                raise BadInputError(message, file=y_shard.name, tensor=y_grad.name, code="dtype", hint=hint)
             outputs[-1][0] = y_shard, x_grad
             replacements[y_shard, y_grad.name] = x_grad
             if x_grad.name in shard_of:
@@ -106,7 +107,7 @@ def changed_files(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
     for path, owner in owners.items():
         shard, is_alone = owner.shards[0], owner.index is None and len(owner.shards) == 1
         adds = is_alone and shard in files.shards and bool(files.shards[shard].layout.header)
-        index = mapped(shard.path.parent).get(shard.path.name) if adds else None
+        index = mapped(os.path.dirname(shard.name)).get(shard.file_name) if adds else None  # noqa: PTH120 - may be ""
         if index is not None:
             message = f"is a shard of {index.name}, which must map added tensors"
             raise BadInputError(message, file=path, hint="name the index instead")
@@ -115,8 +116,8 @@ def changed_files(layers: Sequence[Layer], *, x_grad_in_place: bool) -> Files:
 
 def _check_inputs_stay(layers: Sequence[Layer]) -> None:
     """Raise `BadInputError` if a result beside the inputs has the name of one, but for an X_grad like its Y_grad."""
-    sets = {shard: layer.owner.path for layer in layers for shard in layer.owner.shards}
-    results = {(layer.owner.path, output.name): (layer, output) for layer in layers for output in layer.outputs}
+    sets = {shard: layer.owner.name for layer in layers for shard in layer.owner.shards}
+    results = {(layer.owner.name, output.name): (layer, output) for layer in layers for output in layer.outputs}
     for layer in layers:
         for shard, tensor in layer.inputs:
             other, new = results.get((sets[shard], tensor.name), (None, tensor)) if shard in sets else (None, tensor)
@@ -126,7 +127,7 @@ def _check_inputs_stay(layers: Sequence[Layer]) -> None:
             if other is not layer:
                 message = f"is an input of {layer.name!r}, and a result of {other.name!r} would take its name"
             hint = say("choose another name, or use {} or {}", option("output"), option("output_dir"))
-            raise BadInputError(message, file=shard.path, tensor=tensor.name, hint=hint)
+            raise BadInputError(message, file=shard.name, tensor=tensor.name, hint=hint)
 
 
 def check_in_place(layers: Sequence[Layer], files: Files) -> None:
@@ -140,7 +141,7 @@ def check_in_place(layers: Sequence[Layer], files: Files) -> None:
         else:
             continue
         hint = say(hint, option("write", "inplace"))
-        raise BadInputError(message, file=shard.path, tensor=tensor.name, code="header", hint=hint)
+        raise BadInputError(message, file=shard.name, tensor=tensor.name, code="header", hint=hint)
 
 
 def with_inputs(files: Files, layers: Sequence[Layer]) -> Files:
@@ -160,16 +161,15 @@ def new_indexes(files: Files, output: Output) -> list[SmallFile]:
     indexes = []
     for owner in output.sets:
         # With results in one file, there is no set with an index.
-        if owner.index is not None:
-            status, content = owner.read_index()
+        if (index := owner.read_index()) is not None:
             tensors = {
-                shard.path.name: files.shards[shard].tensors if shard in files.shards else shard.tensors
+                shard.file_name: files.shards[shard].tensors if shard in files.shards else shard.tensors
                 for shard in owner.shards
                 if shard in files.shards or not output.is_elsewhere
             }
-            new = reindexed(owner.index, tensors, content)
-            if output.is_elsewhere or new != content:
-                indexes.append(SmallFile(owner.index, status, new))
+            new = reindexed(index, tensors)
+            if output.is_elsewhere or new != index:
+                indexes.append(new)
     return indexes
 
 
@@ -200,7 +200,7 @@ def _new_shard(shard: Shard, outputs: Sequence[Tensor], replacements: Replacemen
     if [tensor[:3] for tensor in order] == [tensor[:3] for tensor in shard.tensors]:
         layout, copies = Layout(b"", shard), {(0, shard.data_start): 0}
     else:
-        layout, copies = lay_out(shard.path, order, shard.metadata), {}
+        layout, copies = lay_out(shard.name, order, shard.metadata), {}
     computed = set(outputs)
     for old, new in zip(order, layout.shard.tensors, strict=True):
         if old not in computed:

@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import os
 import re
-import stat
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from gradtool.errors import BadInputError, number_of
 from gradtool.store.format.header import FileTypeError
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_TEXT
-from gradtool.store.links import open_to_read
+from gradtool.store.source import open_source, read_range
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -185,13 +184,12 @@ def _text_of(head: bytes) -> bytes:
 def file_type_error(path: Path, *, is_index: bool, is_named: bool) -> FileTypeError | None:
     """Return the error for a refused file that is not even a damaged safetensors file, or index; or else None."""
     wanted = ("an index", "remove .index.json from its name") if is_index else ("a safetensors file",)
+    # What cannot be read, or is no regular file, was refused for that.
     with (
-        contextlib.suppress(OSError),
-        open(path, "rb", buffering=0, opener=lambda *_: open_to_read(path, is_named=is_named)) as file,
+        contextlib.suppress(OSError, BadInputError),
+        contextlib.closing(open_source(path, is_named=is_named)) as reader,
     ):
-        status = os.fstat(file.fileno())
-        if stat.S_ISREG(status.st_mode):
-            return _file_type_error(path, file.read(HEAD), status.st_size, *wanted)
+        return _file_type_error(path, read_range(reader, 0, HEAD), reader.source.size, *wanted)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections import defaultdict
@@ -11,17 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gradtool.errors import BadInputError, GradtoolError, shortened
-from gradtool.store.format.header import Shard, read_regular, read_shard
+from gradtool.store.format.header import Shard, read_shard, read_small
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.paths import list_path, no_path_error
 from gradtool.store.format.patterns import compiled, matching
+from gradtool.store.source import identity_at
 from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Tensor
+    from gradtool.store.source import SmallFile
 
     _T = TypeVar("_T")
 
@@ -33,13 +34,13 @@ _MAX_NAMED = 3
 class GradientSet:
     """What one path names: a file, an index with its shards, or a folder."""
 
-    path: Path
+    name: str
     shards: tuple[Shard, ...]
     index: Path | None = None
 
-    def read_index(self) -> tuple[os.stat_result, bytes]:
-        """Read the status and the content of the index."""
-        return read_regular(self.index or self.path, is_named=self.index == self.path)
+    def read_index(self) -> SmallFile | None:
+        """Read the index, if there is one."""
+        return None if self.index is None else read_small(self.index, is_named=str(self.index) == self.name)
 
 
 class Selected(NamedTuple):
@@ -63,8 +64,8 @@ def open_sets(
     if not paths:
         raise no_path_error()
     sets: list[GradientSet] = []
-    # The first of each file, by device and inode; none is read twice.
-    first: dict[tuple[int, int], tuple[Shard, int]] = {}
+    # The first of each file; none is read twice.
+    first: dict[Hashable, tuple[Shard, int]] = {}
     for number, path in enumerate(paths):
         try:
             reader = SetReader(os.fspath(path))
@@ -77,12 +78,12 @@ def open_sets(
                 raise
             raise explanation from error
         for shard in () if may_repeat else sets[-1].shards:
-            other, before = first.setdefault(shard.identity, (shard, number))
+            other, before = first.setdefault(shard.source.identity, (shard, number))
             if other is not shard:
                 from gradtool.store.format.hints import NamedPath, named_twice_error  # only needed for the error
 
                 named, other_named = (NamedPath(paths, listed, at) for at in (number, before))
-                raise named_twice_error(shard.path, named, other.path, other_named)
+                raise named_twice_error(shard.name, named, other.name, other_named)
     return sets
 
 
@@ -112,7 +113,7 @@ def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_
         if one.tensor.dtype not in supported:
             what = f"unsupported dtype {one.tensor.dtype} (supported: {', '.join(supported)})"
             hint = say("skip it with {}", option("exclude", f"^{re.escape(one.tensor.name)}$")) if can_exclude else None
-            raise BadInputError(what, file=one.shard.path, tensor=one.tensor.name, code="dtype", hint=hint)
+            raise BadInputError(what, file=one.shard.name, tensor=one.tensor.name, code="dtype", hint=hint)
 
 
 def require_unique_names(selected: Iterable[Selected]) -> None:
@@ -128,8 +129,8 @@ def require_unique_names(selected: Iterable[Selected]) -> None:
                 call("norm", by_file=True),
                 option("concat", True),
             )
-            what = f"is in {other.path} too"
-            raise BadInputError(what, file=shard.path, tensor=tensor.name, code="shared-name", hint=hint)
+            what = f"is in {other.name} too"
+            raise BadInputError(what, file=shard.name, tensor=tensor.name, code="shared-name", hint=hint)
 
 
 class MissingTensorError(BadInputError):
@@ -161,7 +162,7 @@ class SetReader:
     @property
     def gradset(self) -> GradientSet:
         """The set, as far as it could be read."""
-        return GradientSet(Path(self.path), tuple(self.shards), self.index)
+        return GradientSet(str(Path(self.path)), tuple(self.shards), self.index)
 
     def errors(self) -> Iterator[GradtoolError]:
         """Read everything, and compare an index with its shards in both directions."""
@@ -184,13 +185,9 @@ class SetReader:
 
     def drop_repeated_files(self) -> Iterator[GradtoolError]:
         """Drop files that are the same as another one, before they are read; it is an error if an index names both."""
-        first_files: dict[tuple[int, int] | Path, Path] = {}
+        first_files: dict[Hashable, Path] = {}
         for file in self.files:
-            key: tuple[int, int] | Path = file
-            with contextlib.suppress(OSError):
-                status = file.stat()
-                key = status.st_dev, status.st_ino
-            first = first_files.setdefault(key, file)
+            first = first_files.setdefault(identity_at(file), file)
             if first is not file and self.index is not None and self.weight_map is not None:
                 what = f"is the same file as {first.name}, and the index {self.index.name} names both"
                 yield BadInputError(what, file=file, code="duplicate-file", hint="correct the index")
@@ -224,15 +221,15 @@ class SetReader:
                 if first is not shard:
                     repeated[shard, first].append(tensor.name)
         for (shard, first), names in repeated.items():
-            what = f"is in {first.path.name} too"
+            what = f"is in {first.file_name} too"
             if len(names) > 1:
-                what = f"has {quoted(names)}, and so has {first.path.name}"
+                what = f"has {quoted(names)}, and so has {first.file_name}"
             hint = say(
                 "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if they "
                 "are parts of one vector)",
                 option("concat", True),
             )
-            yield BadInputError(what, file=shard.path, tensor=only(names), code="duplicate-name", hint=hint)
+            yield BadInputError(what, file=shard.name, tensor=only(names), code="duplicate-name", hint=hint)
         if self.weight_map is not None:
             everywhere = {name for names in repeated.values() for name in names}
             yield from self._compare_with_index(self.weight_map, everywhere)
@@ -243,7 +240,7 @@ class SetReader:
             mapped[file].append(name)
         hint = "correct the index, or copy the set again"
         for shard in self.shards:
-            file, contained = shard.path.name, {tensor.name for tensor in shard.tensors}
+            file, contained = shard.file_name, {tensor.name for tensor in shard.tensors}
             missing = [name for name in mapped[file] if name not in contained]
             if missing:
                 what = f"the index maps it to {file}, which does not contain it"
@@ -251,7 +248,7 @@ class SetReader:
                     what = f"the index maps {quoted(missing)} to {file}, which does not contain them"
                 yield MissingTensorError(what, file=self.index, tensor=only(missing), hint=hint)
         for shard in self.shards:
-            file, names = shard.path.name, [tensor.name for tensor in shard.tensors]
+            file, names = shard.file_name, [tensor.name for tensor in shard.tensors]
             extra = [name for name in names if name not in repeated and weight_map.get(name) != file]
             if extra:
                 what = f"is in {file}, but the index does not map it{' there' if extra[0] in weight_map else ''}"

@@ -15,21 +15,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import stat
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
 from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, parse, tensor_of
-from gradtool.store.links import open_to_read
+from gradtool.store.source import SmallFile, Source, open_source, read_range
 from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from gradtool.store.source import Reader
 
     Tensors = tuple[Tensor, ...]
 
@@ -52,19 +53,32 @@ class _WithoutNumpy:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shard:
-    """One file of a gradient set; `tensors` are in the order of their bytes."""
+    """One file of a gradient set: a header over a source; `tensors` are in the order of their bytes."""
 
-    path: Path
+    source: Source
     data_start: int
-    size: int
     metadata: dict[str, str]
     tensors: tuple[Tensor, ...]
-    stat: os.stat_result
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Device and inode: the same for every name of the file."""
-        return self.stat.st_dev, self.stat.st_ino
+    def name(self) -> str:
+        """Its path as it was named, for messages."""
+        return self.source.name
+
+    @property
+    def file_name(self) -> str:
+        """Its name in its folder."""
+        return os.path.basename(self.source.name)  # noqa: PTH119 - no path of this system, perhaps
+
+    @property
+    def has_fd(self) -> bool:
+        """Whether it is read by a descriptor, which others may read by, too."""
+        return self.source.status is not None
+
+    @property
+    def size(self) -> int:
+        """Its bytes, those of the header among them."""
+        return self.source.size
 
 
 def read_shard(path: Path, *, is_named: bool = True) -> Shard:
@@ -74,10 +88,10 @@ def read_shard(path: Path, *, is_named: bool = True) -> Shard:
         BadInputError: the file is missing, not a regular file, or refused by the safetensors library.
         SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path, is_named=is_named) as (fd, status):
-        text = _read_header(path, fd, status.st_size)
+    with _judged(path, is_named=is_named) as reader:
+        text = _read_header(path, reader)
         read = _remembered if len(text) <= _SHORT_ENOUGH else _checked
-        return _shard(path, text, status, *read(path, text, status.st_size))
+        return _shard(reader.source, text, *read(path, text, reader.source.size))
 
 
 def read_outline(path: Path, *, is_named: bool = True) -> Shard:
@@ -87,13 +101,13 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
         BadInputError: the file is missing, not a regular file, or does not say what its tensors are.
         SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path, is_named=is_named) as (fd, status):
-        text = _read_header(path, fd, status.st_size)
-        check_fields(path, text, status.st_size)
-        return _shard(path, text, status, *_parsed(path, text))
+    with _judged(path, is_named=is_named) as reader:
+        text = _read_header(path, reader)
+        check_fields(path, text, reader.source.size)
+        return _shard(reader.source, text, *_parsed(path, text))
 
 
-def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
+def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     """Judge a new header, for so many bytes of data, as that of an input; return its bytes and the file they describe.
 
     Every header that is written is made here: what gradtool writes, it can read again.
@@ -101,7 +115,7 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     Raises:
         BadInputError: it would be beyond the limits, or refused by the safetensors library.
     """
-    size = 8 + len(text) + nbytes
+    path, size = Path(path), 8 + len(text) + nbytes
     try:
         check_length(path, "the header", len(text))
         check_header_size(path, text)
@@ -111,100 +125,62 @@ def new_header(path: Path, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
         (one,) = error.problems
         message = say("nothing written, because the new header would be invalid: {}", one.message)
         raise BadInputError(message, file=path, tensor=one.tensor, code=one.code, hint=one.hint) from error
-    shard = _shard(path, text, os.stat_result([0] * 10), *_parsed(path, text))
-    return len(text).to_bytes(8, "little") + text, replace(shard, size=size)
+    shard = _shard(Source(str(path), size), text, *_parsed(path, text))
+    return len(text).to_bytes(8, "little") + text, shard
 
 
 def read_text(shard: Shard) -> bytes:
-    """The JSON of a shard's header, once more.
+    """Read the JSON of a shard's header once more.
 
     Raises:
         SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
     """
-    with _opened(shard.path, is_named=True) as (fd, _):
-        text = _pread(fd, shard.data_start - 8, 8)
-        if not is_unchanged(fd, shard.stat):
-            raise changed_meanwhile(shard.path)
+    with os_errors_about(shard.name), contextlib.closing(shard.source.open()) as reader:
+        text = read_range(reader, 8, shard.data_start - 8)
+        if not reader.is_unchanged:
+            raise changed_meanwhile(shard.name)
         return text
 
 
-def version_of(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to, unless the date is set back."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _links_and_rights(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_mode, status.st_uid, status.st_gid, status.st_nlink
-
-
-def is_same(now: os.stat_result, before: os.stat_result) -> bool:
-    """Check whether a file was neither replaced nor written to between two statuses.
-
-    Whoever writes can set back the date of the content, but not that of the inode (ctime). That changes with the mode,
-    the owner and the number of links too; where one of these differs, it says nothing about the content.
-    """
-    if version_of(now) != version_of(before):
-        return False
-    return now.st_ctime_ns == before.st_ctime_ns or _links_and_rights(now) != _links_and_rights(before)
-
-
-def is_unchanged(path_or_fd: Path | int, before: os.stat_result) -> bool:
-    """Whether a file was neither replaced nor written to since it had that status."""
-    try:
-        return is_same(os.stat(path_or_fd), before)  # noqa: PTH116 - a descriptor has no Path
-    except OSError:
-        return False
-
-
-def read_regular(path: Path, most: int | None = None, *, is_named: bool = True) -> tuple[os.stat_result, bytes]:
-    """The status and the content of a small regular file; anything else is refused, and a FIFO does not block.
+def read_small(path: Path, most: int | None = None, *, is_named: bool = True) -> SmallFile:
+    """Read a small file as a whole.
 
     Raises:
         BadInputError: the file is missing, too large, or not a regular file.
         SystemRefusedError: it cannot be read, or changed meanwhile; or another user's link leads there.
     """
-    with _opened(path, is_named=is_named) as (fd, status):
-        check_length(path, "the file", status.st_size, most)
-        content = _pread(fd, status.st_size, 0)
-        if len(content) != status.st_size or not is_unchanged(fd, status):
+    with _opened(path, is_named=is_named) as reader:
+        size = reader.source.size
+        check_length(path, "the file", size, most)
+        content = read_range(reader, 0, size)
+        if len(content) != size or not reader.is_unchanged:
             raise changed_meanwhile(path)
-        return status, content
+        return SmallFile(path, reader.source.status, content)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file, opened for reading, and its status; anything else is refused."""
-    with os_errors_about(path):
-        fd = open_to_read(path, is_named=is_named)
-        try:
-            status = os.fstat(fd)
-            if stat.S_ISDIR(status.st_mode):
-                hint = "name the folder itself, or rename it"
-                raise BadInputError("is a folder, not a file", file=path, hint=hint)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadInputError("is not a regular file", file=path)
-            yield fd, status
-        finally:
-            os.close(fd)
+def _opened(path: Path, *, is_named: bool) -> Iterator[Reader]:
+    with os_errors_about(path), contextlib.closing(open_source(path, is_named=is_named)) as reader:
+        yield reader
 
 
 @contextlib.contextmanager
-def _judged(path: Path, *, is_named: bool) -> Iterator[tuple[int, os.stat_result]]:
+def _judged(path: Path, *, is_named: bool) -> Iterator[Reader]:
     """As `_opened`, for a file that must not change until the end of the block."""
-    with _opened(path, is_named=is_named) as (fd, status):
+    with _opened(path, is_named=is_named) as reader:
         try:
-            yield fd, status
+            yield reader
         except BadInputError:
             # It may look invalid only because it is being written.
-            if not is_unchanged(path, status):
+            if not reader.source.is_unchanged:
                 raise changed_meanwhile(path) from None
             raise
-        if not is_unchanged(path, status):
+        if not reader.source.is_unchanged:
             raise changed_meanwhile(path)
 
 
-def _shard(path: Path, text: bytes, status: os.stat_result, metadata: dict[str, str], tensors: Tensors) -> Shard:
-    return Shard(path, 8 + len(text), status.st_size, dict(metadata), tensors, status)
+def _shard(source: Source, text: bytes, metadata: dict[str, str], tensors: Tensors) -> Shard:
+    return Shard(source, 8 + len(text), dict(metadata), tensors)
 
 
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
@@ -233,13 +209,13 @@ def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
 _remembered = functools.lru_cache(maxsize=64)(_checked)
 
 
-def _read_header(path: Path, fd: int, size: int) -> bytes:
+def _read_header(path: Path, reader: Reader) -> bytes:
     """The header's JSON, unless it is too large."""
-    start = os.pread(fd, 8, 0)
+    start, size = read_range(reader, 0, 8), reader.source.size
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > MAX_TEXT or 8 + length > size:  # noqa: PLR2004 - the length field
         raise _explain_start(path, start, size)
-    text = _pread(fd, length, 8)
+    text = read_range(reader, 8, length)
     if len(text) < length:
         raise changed_meanwhile(path)
     check_header_size(path, text)
@@ -292,22 +268,9 @@ def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
     with contextlib.ExitStack() as stack:
         copy: Path | str = path
         with contextlib.suppress(OSError):
-            fd, name = stack.enter_context(system.unnamed_file())
-            written = os.writev(fd, [len(text).to_bytes(8, "little"), text])
-            os.ftruncate(fd, size)
-            if written == 8 + len(text) and os.stat(name).st_size == size:  # noqa: PTH116 - it lives as long as fd
-                copy = name
+            content = [len(text).to_bytes(8, "little"), text]
+            copy = stack.enter_context(system.unnamed_file(content, size))
         yield copy
-
-
-def _pread(fd: int, length: int, offset: int) -> bytes:
-    """A range of a file, or as much of it as the file has."""
-    parts = []
-    while length > 0 and (part := os.pread(fd, length, offset)):
-        parts.append(part)
-        length -= len(part)
-        offset += len(part)
-    return b"".join(parts)
 
 
 def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:

@@ -196,7 +196,7 @@ def path_error(error: BadInputError, named: NamedPath) -> BadInputError | None:
     return BadInputError.from_problems([replace(explanation, message=message)])
 
 
-def named_twice_error(file: Path, named: NamedPath, other: Path, other_named: NamedPath) -> BadInputError:
+def named_twice_error(file: str, named: NamedPath, other: str, other_named: NamedPath) -> BadInputError:
     """Return the error for a file that two paths of a call lead to, one of them perhaps by another name."""
     same = "" if file == other else f"is the same file as {other} and "
     by = f"both times by {named}" if str(named) == str(other_named) else f"by {other_named} and by {named}"
@@ -217,7 +217,7 @@ def shell_pattern_hint(name: str, pattern: str, names: Iterable[str] | None = No
     return say("if it is a shell pattern, write {}", option(name, regex))
 
 
-def prefix_problem(names: Sequence[str], other_names: Sequence[str], path: Path, other: object) -> Problem | None:
+def prefix_problem(names: Sequence[str], other_names: Sequence[str], file: str, other: object) -> Problem | None:
     """Return the problem of a set whose names differ from those of another by a prefix, such as DDP's `module.`.
 
     The names are those that the other set lacks; None if there is no such prefix.
@@ -230,7 +230,7 @@ def prefix_problem(names: Sequence[str], other_names: Sequence[str], path: Path,
         if prefix is not None:
             rule = f"^{re.escape(prefix)}=" if change == "remove" else "^=" + prefix.replace("\\", r"\\")
             message = f"{len(names)} tensor names {have} the prefix {prefix!r}, which those of {other} {lack}"
-            return Problem("extra-tensor", message, str(path), hint=say("use {} to {} it", option("map", rule), change))
+            return Problem("extra-tensor", message, file, hint=say("use {} to {} it", option("map", rule), change))
     return None
 
 

@@ -7,10 +7,11 @@ import json
 import os
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, SystemRefusedError, shortened
-from gradtool.store.format.header import read_regular
+from gradtool.store.format.header import read_small
 from gradtool.store.format.layout import encoded
 from gradtool.store.format.limits import (
     MAX_TEXT,
@@ -22,16 +23,16 @@ from gradtool.store.format.limits import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.store.format.tensors import Tensor
+    from gradtool.store.source import SmallFile
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
-def reindexed(index: Path, files: Mapping[str, Sequence[Tensor]], content: bytes) -> bytes:
-    """Return the content of an index for other tensors in the files of a set; as it is, if it still fits."""
-    document: dict[str, Any] = json.loads(content)
+def reindexed(index: SmallFile, files: Mapping[str, Sequence[Tensor]]) -> SmallFile:
+    """Return an index for other tensors in the files of a set; as it is, if it still fits."""
+    document: dict[str, Any] = json.loads(index.content)
     names = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
     known = {name: names[name] for name in document["weight_map"] if name in names}
     new = document | {"weight_map": known | names}
@@ -42,7 +43,7 @@ def reindexed(index: Path, files: Mapping[str, Sequence[Tensor]], content: bytes
             "total_parameters": sum(tensor.elements for tensor in tensors),
         }
         new["metadata"] = metadata | {key: total for key, total in totals.items() if key in metadata}
-    return content if new == document else new_index(index, new)
+    return index if new == document else index._replace(content=new_index(index.path, new))
 
 
 def read_weight_map(index: Path, *, is_named: bool = True) -> dict[str, str]:
@@ -52,7 +53,7 @@ def read_weight_map(index: Path, *, is_named: bool = True) -> dict[str, str]:
         BadInputError: the index is missing or invalid, or a shard is not in its folder.
         SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    return _weight_map_in(index, read_regular(index, is_named=is_named)[1])
+    return _weight_map_in(index, read_small(index, is_named=is_named).content)
 
 
 def new_index(path: Path, document: Mapping[str, Any]) -> bytes:
@@ -89,7 +90,7 @@ def _weight_map_in(index: Path, text: bytes) -> dict[str, str]:
     return weight_map
 
 
-def mapped_in(folder: Path) -> dict[str, Path]:
+def mapped_in(folder: str) -> dict[str, Path]:
     """Return the files that indexes in a folder map to, each with its index; those that cannot be read are left out.
 
     Raises:
@@ -98,7 +99,7 @@ def mapped_in(folder: Path) -> dict[str, Path]:
     # By device and inode: one index may have many names.
     indexes: dict[tuple[int, int], tuple[Path, int]] = {}
     with contextlib.suppress(OSError):
-        for path in folder.iterdir():
+        for path in Path(folder).iterdir():
             if path.name.endswith(INDEX_SUFFIX) and os.path.exists(path):  # noqa: PTH110 - Path's own may raise
                 status = path.stat()
                 indexes[status.st_dev, status.st_ino] = path, status.st_size

@@ -42,7 +42,7 @@ def new_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return tensor._replace(end=tensor.elements * BITS[dtype] // 8)
 
 
-def lay_out(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str], *, spare: int = 0) -> Layout:
+def lay_out(path: Path | str, tensors: Iterable[Tensor], metadata: Mapping[str, str], *, spare: int = 0) -> Layout:
     """Lay out a file of these tensors, in this order, with new offsets, and `spare` bytes in its header.
 
     Raises:
@@ -71,7 +71,7 @@ def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
     old = read_text(shard)
     text = with_entries(old, entries)
     text = text.ljust(len(old)) if len(text) <= len(old) else _padded(text, SPARE)
-    return new_header(shard.path, text, shard.size - shard.data_start)[0]
+    return new_header(shard.name, text, shard.size - shard.data_start)[0]
 
 
 def with_entries(header: bytes, entries: Mapping[str, str | None]) -> bytes:

@@ -85,10 +85,10 @@ class NewSet(NamedTuple):
 def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
     """Raise `BadInputError` for tensors that have no place in the files of a set, or if there is no tensor at all."""
     known = {tensor.name for shard in like.shards for tensor in shard.tensors}
-    message = say("is not in {} ({})", like.path, option("shard_like"))
+    message = say("is not in {} ({})", like.name, option("shard_like"))
     hint = say("name a set of the same model, or use {}", option("exclude"))
     problems = [
-        Problem("extra-tensor", message, str(one.shard.path), one.tensor.name)
+        Problem("extra-tensor", message, one.shard.name, one.tensor.name)
         for one in selected
         if one.tensor.name not in known
     ]
@@ -102,7 +102,7 @@ def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
 def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> dict[Path, list[Tensor]]:
     """The tensors in the files and in the order in which a set has them; a file that would have none is left out."""
     new = {one.name: one for one in tensors}
-    parts = [(shard.path.name, [new[one.name] for one in shard.tensors if one.name in new]) for shard in like.shards]
+    parts = [(shard.file_name, [new[one.name] for one in shard.tensors if one.name in new]) for shard in like.shards]
     return {folder / name: part for name, part in parts if part}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, from_os_error, os_errors_about
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
+from gradtool.store.source import names_in
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ def list_path(path: str) -> tuple[list[Path], Path | None]:
         BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
         SystemRefusedError: the folder cannot be listed.
     """
-    # A Path drops the slash, and with it that a folder is meant.
-    if path.endswith(os.sep) and not (is_there(path) and os.path.isdir(path)):  # noqa: PTH112
-        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
     named = Path(path)
-    if not os.path.isdir(named):  # noqa: PTH112 - Path's own raises without permission
+    parts = _parts_in(named)
+    # A Path drops the slash, and with it that a folder is meant.
+    if path.endswith(os.sep) and not (is_there(path) and parts is not None):
+        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
+    if parts is None:
         return ([], named) if named.name.endswith(INDEX_SUFFIX) else ([named], None)
-    parts = parts_in(named)
     indexes = [part for part in parts if part.name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         what = f"has {len(indexes)} indexes ({', '.join(index.name for index in indexes)})"
@@ -54,9 +55,15 @@ def list_path(path: str) -> tuple[list[Path], Path | None]:
 
 def parts_in(folder: Path) -> list[Path]:
     """List the safetensors files and indexes in a folder, in name order; hidden ones left out."""
+    return _parts_in(folder) or []
+
+
+def _parts_in(folder: Path) -> list[Path] | None:
     with os_errors_about(folder):
-        names = sorted(entry.name for entry in folder.iterdir())
-    return [folder / name for name in names if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
+        names = names_in(folder)
+    if names is None:
+        return None
+    return [folder / name for name in sorted(names) if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
 
 
 def is_there(path: str) -> bool:

@@ -23,7 +23,6 @@ from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from gradtool.store.format.gradset import GradientSet
     from gradtool.wording import Wording
@@ -175,16 +174,16 @@ def _renamed(gradset: GradientSet, new_names: Mapping[str, str]) -> GradientSet:
     for shard in gradset.shards:
         for tensor in shard.tensors:
             new = new_names[tensor.name]
-            check_new_name(shard.path, tensor.name, new, option("map"))
+            check_new_name(shard.name, tensor.name, new, option("map"))
             if old_names.setdefault(new, tensor.name) != tensor.name:
                 message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, old_names[new])
-                raise BadInputError(message, file=shard.path, tensor=tensor.name, code="duplicate-name")
+                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="duplicate-name")
         tensors = tuple(tensor._replace(name=new_names[tensor.name]) for tensor in shard.tensors)
         shards.append(replace(shard, tensors=tensors))
     return replace(gradset, shards=tuple(shards))
 
 
-def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
+def check_new_name(file: str, tensor: str, new: str, option: Wording) -> None:
     """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
     what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
     if new == "__metadata__":
@@ -194,4 +193,4 @@ def check_new_name(path: Path, tensor: str, new: str, option: Wording) -> None:
         what = say(limit, what, MAX_NAME, len(new))
     else:
         return
-    raise BadInputError(what, file=path, tensor=tensor, code=code, hint="choose another name")
+    raise BadInputError(what, file=file, tensor=tensor, code=code, hint="choose another name")

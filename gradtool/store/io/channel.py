@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 from gradtool import tuning
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import Shard, is_unchanged
+from gradtool.store.format.header import Shard
+from gradtool.store.source import Reader, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from gradtool.store.fs import File
-    from gradtool.store.transaction.inplace import InPlace
-    from gradtool.store.transaction.undolog import UndoLog
 
     # What a destination writes whatever a pass does.
     Task = Callable[["Channel"], None]
@@ -67,27 +65,23 @@ class Clock:
 class Channel:
     """Reads shards and writes files, for one thread, with at most `max_files` open at a time.
 
-    Memory comes from `allocate`, and is used again. `in_place` is the transaction whose files are overwritten, if there
-    is one.
+    Memory comes from `allocate`, and is used again.
     """
 
     def __init__(
         self,
         max_files: int,
         allocate: Callable[[int], memoryview],
-        in_place: InPlace | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self.clock = Clock()
         self._max_files = max_files
         self._allocate = allocate
-        self._in_place = in_place
         self._on_bytes = on_bytes
-        self._undo_log: UndoLog | None = None
         # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
         self._memory: list[memoryview | None] = []
         # The least recently used first.
-        self._open: OrderedDict[Shard | File, int] = OrderedDict()
+        self._open: OrderedDict[Shard | File, Reader] = OrderedDict()
         self._borrowed: list[Shard] = []
 
     @contextlib.contextmanager
@@ -119,12 +113,12 @@ class Channel:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        self._fill(shard.path, self._descriptor(shard), begin, view)
+        fill(self._reader(shard), begin, view)
         self.record_read(len(view), perf_counter() - began)
 
     @contextlib.contextmanager
     def borrow_fd(self, shard: Shard) -> Iterator[int]:
-        """Borrow the descriptor of a shard, to read it elsewhere and then report that to `record_read`.
+        """Borrow the descriptor of a shard, a local file, to read it elsewhere and then report that to `record_read`.
 
         Raises:
             SystemRefusedError: reading failed, or the file changed since its header was read.
@@ -136,9 +130,9 @@ class Channel:
         try:
             yield fd
         except EOFError as error:
-            raise _shortened(shard.path) from error
+            raise _shortened(shard.name) from error
         except OSError as error:
-            raise from_os_error(error, shard.path) from error
+            raise from_os_error(error, shard.name) from error
         finally:
             self._borrowed.remove(shard)
 
@@ -154,141 +148,109 @@ class Channel:
         Raises:
             SystemRefusedError: the file changed since its header was read.
         """
-        self._descriptor(shard)
+        self._reader(shard)
 
     def count(self, nbytes: int) -> None:
         """Count bytes as processed."""
         if self._on_bytes is not None:
             self._on_bytes(nbytes)
 
+    def read_again(self, shard: Shard, begin: int, view: memoryview) -> None:
+        """Read as `read` does what is about to be overwritten; its bytes do not count."""
+        began = perf_counter()
+        fill(self._reader(shard), begin, view)
+        self.clock.read += perf_counter() - began
+
     def write(self, file: File, begin: int, view: memoryview) -> None:
-        """Write `view` into a new file, from byte `begin` on.
+        """Write `view` into a file, from byte `begin` on.
 
         Raises:
             SystemRefusedError: writing failed.
         """
+        self.save(file, begin, [view])
+        self.clock.written_bytes += len(view)
+
+    def save(self, file: File, begin: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Write parts one after another as `write` does; their bytes do not count."""
         began = perf_counter()
         with os_errors_about(file.path):
-            self.clock.written_bytes += fs.write_all(self._descriptor(file), [view], begin)
-        self.clock.write += perf_counter() - began
-
-    def keep(self, file: File, begin: int, view: memoryview, in_place: InPlace) -> None:
-        """Save `view`, which was read from byte `begin` of a file on: to overwrite it, it need not be read again.
-
-        Raises:
-            SystemRefusedError: it could not be saved.
-        """
-        began = perf_counter()
-        self._undo_log = self._undo_log or in_place.undo_log()
-        self._undo_log.keep(in_place.number_of(file), begin, view)
-        self.clock.write += perf_counter() - began
-
-    def overwrite(
-        self, file: File, begin: int, view: memoryview, parts: Sequence[tuple[int, int]], in_place: InPlace
-    ) -> None:
-        """Overwrite the given parts of `view`, which lies at byte `begin` of the file; the old content is saved first.
-
-        Raises:
-            SystemRefusedError: the old content could not be saved, or writing failed.
-        """
-        began = perf_counter()
-        fd, number = self._descriptor(file), in_place.number_of(file)
-        log = self._undo_log = self._undo_log or in_place.undo_log()
-        if not log.has_kept(number, begin, len(view)):
-            with self.memory(len(view)) as old:
-                self._fill(file.path, fd, begin, old)
-                log.keep(number, begin, old)
-        log.seal(view)
-        with os_errors_about(file.path):
-            for start, stop in parts:
-                self.clock.written_bytes += fs.write_all(fd, [view[start:stop]], begin + start)
+            fs.write_all(self._descriptor(file), parts, begin)
         self.clock.write += perf_counter() - began
 
     def check(self) -> None:
         """Raise `SystemRefusedError` if a file that is open changed while it was read."""
-        for file, fd in self._open.items():
-            self._check(file, fd)
+        for reader in self._open.values():
+            self._check(reader)
 
     def close(self) -> None:
         """Close every file."""
         while self._open:
-            os.close(self._open.popitem()[1])
-        if self._undo_log is not None:
-            self._undo_log.close()
-            self._undo_log = None
-
-    @staticmethod
-    def _fill(path: Path, fd: int, begin: int, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(fd, [view[done:]], begin + done)
-            except OSError as error:
-                raise from_os_error(error, path) from error
-            if not count:
-                raise _shortened(path)
-            done += count
+            self._open.popitem()[1].close()
 
     def _descriptor(self, file: Shard | File) -> int:
-        fd = self._open.get(file)
-        if fd is not None:
+        return self._reader(file).fileno
+
+    def _reader(self, file: Shard | File) -> Reader:
+        reader = self._open.get(file)
+        if reader is not None:
             self._open.move_to_end(file)
-            return fd
+            return reader
         if len(self._open) >= self._max_files:
             self._close_oldest()
         while True:
             try:
-                fd = self._open_source(file) if isinstance(file, Shard) else self._open_destination(file)
+                reader = self._open_source(file) if isinstance(file, Shard) else _open_destination(file)
             except SystemRefusedError:
                 raise
             except OSError as error:
                 # The limit of the system may be lower than ours.
                 if error.errno != errno.EMFILE or not self._close_oldest():
-                    raise from_os_error(error, file.path) from error
+                    raise from_os_error(error, file.name if isinstance(file, Shard) else file.path) from error
             else:
-                self._open[file] = fd
-                return fd
+                self._open[file] = reader
+                return reader
 
     def _close_oldest(self) -> bool:
         """Close the file that was not used for longest, unless all are borrowed; whether one was closed."""
         file = next((file for file in self._open if file not in self._borrowed), None)
         if file is None:
             return False
-        fd = self._open.pop(file)
-        try:
-            self._check(file, fd)
-        finally:
-            os.close(fd)
+        with contextlib.closing(self._open.pop(file)) as reader:
+            self._check(reader)
         return True
 
-    def _check(self, file: Shard | File, fd: int) -> None:
-        if not isinstance(file, Shard) or is_unchanged(fd, file.stat):
-            return
-        # A file that this run overwrites has changed, of course.
-        if self._in_place is None or not self._in_place.is_ours(fd):
-            raise changed_meanwhile(file.path)
+    @staticmethod
+    def _check(reader: Reader) -> None:
+        if not reader.is_unchanged:
+            raise changed_meanwhile(reader.source.name)
 
-    def _open_source(self, shard: Shard) -> int:
-        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    def _open_source(self, shard: Shard) -> Reader:
+        reader = shard.source.open()
         try:
-            self._check(shard, fd)
+            self._check(reader)
             # A small file is read at once.
-            if shard.size > tuning.BLOCK_BYTES:
-                system.read_in_order(fd)
+            if reader.fileno >= 0 and shard.size > tuning.BLOCK_BYTES:
+                system.read_in_order(reader.fileno)
         except BaseException:
-            os.close(fd)
+            reader.close()
             raise
-        return fd
-
-    def _open_destination(self, file: File) -> int:
-        if self._in_place is None:
-            return file.open(os.O_WRONLY)
-        fd = file.open(os.O_RDWR)
-        if not self._in_place.is_ours(fd):
-            os.close(fd)
-            raise changed_meanwhile(file.path)
-        return fd
+        return reader
 
 
-def _shortened(path: Path) -> SystemRefusedError:
-    return SystemRefusedError("became shorter while it was read", file=path, hint="run the command again")
+def _open_destination(file: File) -> Reader:
+    # Without a status that it would have to keep.
+    return Reader(Source(str(file.path), 0), file.open(os.O_WRONLY))
+
+
+def fill(reader: Reader, begin: int, view: memoryview) -> None:
+    """Fill `view` with the bytes of a source from `begin` on; `SystemRefusedError` if it has not so many."""
+    try:
+        count = reader.read_into(view, begin)
+    except OSError as error:
+        raise from_os_error(error, reader.source.name) from error
+    if count < len(view):
+        raise _shortened(reader.source.name)
+
+
+def _shortened(name: str) -> SystemRefusedError:
+    return SystemRefusedError("became shorter while it was read", file=name, hint="run the command again")

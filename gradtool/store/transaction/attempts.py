@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
-from gradtool.store.late import patiently
+from gradtool.store.late import retry_until_visible
 from gradtool.store.transaction.files import name_of
 from gradtool.store.transaction.orders import FIRST_ATTEMPT, LAST_ATTEMPT, Built
 
@@ -44,11 +44,11 @@ class Attempt:
                 return self._folder.status(order.permit)
 
             try:
-                patiently(look)
+                retry_until_visible(look)
             except (FileNotFoundError, NotADirectoryError):
                 raise self._ended() from None
             self.require_permit()
-            self._number, self._fd, self.file = self._create()
+            self._number, self._fd, self.file = new_temporary(self._folder, order.run)
             stack.callback(self._close)
             stack.push(self._remove_after_an_error)
             # If it was made too late to be found, the permit is gone now.
@@ -92,17 +92,6 @@ class Attempt:
             self.require_permit()
             return Built(self._number, status.st_ino, status.st_size)
 
-    def _create(self) -> tuple[int, int, File]:
-        for tries in range(_TRIES):
-            # Not counted, because other attempts for the same run are made elsewhere at the same time.
-            number = random.SystemRandom().randint(FIRST_ATTEMPT, LAST_ATTEMPT)
-            try:
-                return number, *self._folder.create_file(name_of(self._order.run, number, "tmp"))
-            except FileExistsError:
-                if tries == _TRIES - 1:
-                    raise
-        raise AssertionError
-
     def _prepare(self) -> None:
         new = self._order.new
         for begin, end in [(0, new.size)] if new.ranges is None else new.ranges:
@@ -118,3 +107,16 @@ class Attempt:
                 # The name may have been swept.
                 if self.file.is_there:
                     self._folder.unlink(self.file.name)
+
+
+def new_temporary(folder: Folder, run: str) -> tuple[int, int, File]:
+    """Make a temporary of a run in a process that does not hold its locks: its number, its descriptor, and the file."""
+    for tries in range(_TRIES):
+        # Not counted, because other attempts for the same run are made elsewhere at the same time.
+        number = random.SystemRandom().randint(FIRST_ATTEMPT, LAST_ATTEMPT)
+        try:
+            return number, *folder.create_file(name_of(run, number, "tmp"))
+        except FileExistsError:
+            if tries == _TRIES - 1:
+                raise
+    raise AssertionError

@@ -2,9 +2,9 @@
 
 `.gradtool-ID.run` is the transaction log, in the run's home: the first folder that it writes to. Every other folder has
 a pointer to it, of the same name. `.gradtool-ID.lock`, in the home, is locked while the process lives.
-`.gradtool-ID-N.tmp` will replace a target, `.gradtool-ID-N.old` is a second name for a target that is being replaced,
-and `.gradtool-ID-N.undo` is an undo log: what was overwritten in place. In folders that not every user may list,
-`.gradtool-HASH.at` is a second name of the log for each target, by which readers find it.
+`.gradtool-ID-N.tmp` will replace a target, and `.gradtool-ID-N.redo` is a redo log: what will be copied into targets.
+In folders that not every user may list, `.gradtool-HASH.at` is a second name of the log for each target, by which
+readers find it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PREFIX = ".gradtool-"
 MARKER = ".at"
-_NAME = re.compile(r"(\.gradtool-[0-9a-f]{12})(?:\.run|\.lock|-\d{1,9}\.(?:tmp|old|undo))")
+_NAME = re.compile(r"(\.gradtool-[0-9a-f]{12})(?:\.run|\.lock|-\d{1,9}\.(?:tmp|redo))")
 
 
 def log_of(run: str) -> str:

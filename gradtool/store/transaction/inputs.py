@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError
+from gradtool.errors import BadInputError, SystemRefusedError, os_errors_about
 from gradtool.store.format.gradset import check_dtypes, open_sets, require_unique_names, select
-from gradtool.store.transaction.readers import require_finished
+from gradtool.store.fs import Folder
+from gradtool.store.transaction.files import files_of_runs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
-    from pathlib import Path
 
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.newset import NewSet
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.patterns import Renames
-    from gradtool.store.transaction.guard import Scope
+    from gradtool.store.transaction.runs import Scope
 
 
 class OpenSets:
@@ -34,6 +37,11 @@ class OpenSets:
     def shards(self) -> list[Shard]:
         """Every file of the call."""
         return [shard for one in self.sets for shard in one.shards]
+
+    @property
+    def local_paths(self) -> list[Path]:
+        """The files that runs may leave half changed."""
+        return [Path(shard.name) for shard in self.shards if shard.source.status]
 
     def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
         """The selected tensors of the given files."""
@@ -54,7 +62,7 @@ class WritePlan(NamedTuple):
 
     writes: int | None = None
     created: NewSet | None = None
-    output_files: Collection[Path] | None = None
+    output_files: Collection[str] | None = None
     state: Path | None = None
     by_workers: bool = False
 
@@ -92,7 +100,7 @@ class Inputs(NamedTuple):
 
     def places(self, error: GradtoolError | None = None) -> list[Scope]:
         """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
-        from gradtool.store.transaction.guard import Scope  # only needed for errors, and to write
+        from gradtool.store.transaction.runs import Scope  # only needed for errors, and to write
 
         files = [problem.file for problem in error.problems if problem.file] if error else []
         places: dict[Scope, None] = {}
@@ -113,11 +121,47 @@ def open_to_read(inputs: Inputs) -> OpenSets:
     try:
         opened = inputs.open()
     except BadInputError as error:
-        from gradtool.store.transaction.guard import require_finished_at  # only needed for the error
+        from gradtool.store.transaction.runs import require_finished_at  # only needed for the error
 
         # A half-changed file may be what is wrong.
         for place in inputs.places(error):
             require_finished_at(place)
         raise
-    require_finished(shard.path for shard in opened.shards)
+    require_finished(opened.local_paths)
     return opened
+
+
+def require_finished(paths: Iterable[Path], run: str | None = None) -> None:
+    """Raise `SystemRefusedError` if one of the files may be half changed, by a run other than `run`."""
+    names: dict[Path, dict[str, Path]] = {}
+    parents: dict[Path, Path] = {}
+    for path in paths:
+        parent, name = _real(path, parents)
+        names.setdefault(parent, {})[name] = path
+    for parent, files in names.items():
+        with os_errors_about(parent), Folder.at(parent) as folder:
+            if _may_have_logs(folder):
+                from gradtool.store.transaction.runs import require_finished_in
+
+                require_finished_in(folder, files, run)
+
+
+def _real(path: Path, parents: dict[Path, Path]) -> tuple[Path, str]:
+    """The folder and the name of a file, links followed; `parents` are the folders that were looked up already."""
+    if os.path.islink(path):  # noqa: PTH114 - Path's own may raise
+        real = Path(os.path.realpath(path))
+        return real.parent, real.name
+    parent = path.parent
+    if parent not in parents:
+        parents[parent] = Path(os.path.realpath(parent))
+    return parents[parent], path.name
+
+
+def _may_have_logs(folder: Folder) -> bool:
+    """Whether a folder has files of runs, or cannot be listed."""
+    try:
+        return bool(files_of_runs(folder))
+    except SystemRefusedError as error:
+        if error.errno != errno.EACCES:
+            raise
+        return True

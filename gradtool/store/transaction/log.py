@@ -16,27 +16,29 @@ from gradtool.errors import BadInputError
 from gradtool.store.format.index import is_file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 HOST = os.uname().nodename
 # The version that is written, and the only one that is read: none was released before.
-FORMAT = 2
+FORMAT = 3
 # Of one log: a hundred thousand files take 15 MB.
 MAX_BYTES = 32_000_000
 MAX_FILES = 100_000
 # The cost of JSON depends on how many values it has: how many of each character a step may have, per file and at least.
-_PER_FILE = {b"[": 1, b"{": 1, b",": 7, b'"': 4}
+_PER_FILE = {b"[": 1, b"{": 1, b",": 8, b'"': 4}
 PER_STEP = 100
-# A run writes six, and each recovery adds two.
+# A run writes four, and each recovery adds two.
 _MAX_STEPS = 1000
+# What became of the targets of a run: all are new, or all are old.
+FINISHED, UNTOUCHED = "finished", "untouched"
 _MAX_PID = (1 << 31) - 1
 _ENCODING = "utf-8", "surrogateescape"
 
 
 class Move(NamedTuple):
-    """A temporary and the target that it replaces; `size`, `mtime_ns` and `original` (its inode) if the target exists.
+    """A temporary and the target that it replaces; what follows the temporary's `inode` is the target's, if it exists.
 
-    `inode` is the temporary's, by which the target is recognized once it is new.
+    By that inode the target is recognized once it is new.
     """
 
     folder: int
@@ -45,11 +47,12 @@ class Move(NamedTuple):
     inode: int
     size: int | None
     mtime_ns: int | None
-    original: int | None
+    ctime_ns: int | None
+    attributes: int | None
 
 
 class Change(NamedTuple):
-    """A file that is changed in place."""
+    """A file that is changed in place, with its size and inode. Its place in the list is its number in the redo log."""
 
     folder: int
     name: str
@@ -57,13 +60,21 @@ class Change(NamedTuple):
     inode: int
 
 
+class Redo(NamedTuple):
+    """The redo log of the run, in its home: the number in its name, its inode, and the bytes that count."""
+
+    number: int
+    inode: int
+    size: int
+
+
 class Log(NamedTuple):
     """A transaction log as it was read; `names` are the targets in its own folder, `folders` those of the whole run.
 
-    `ready`: no other run writes the targets. `moves` and `changes`: what may be half done. `revoked`: the moves are
-    rolled back. `done` and `undone`: all files are new, or old, and only the clean-up is left. `missing`: folders that
-    the run makes in its home. `boot`: the boot of the machine. `key`: what the checksums of its undo logs begin with.
-    `size`: bytes without a torn end and without the lines that recoveries add.
+    `holds_locks`: no other run writes the targets. `moves` and `changes`: the run is ready, and these are rolled
+    forward; `redo` has the content of the changes. `ended`: what became of the targets; only the clean-up is left.
+    `missing`: folders that the run makes in its home. `boot`: the boot of the machine. `size`: bytes without a torn end
+    and without the lines that recoveries add.
     """
 
     path: Path
@@ -72,17 +83,15 @@ class Log(NamedTuple):
     pid: int
     host: str
     boot: str
-    key: str
     names: frozenset[str]
     home: Path
     folders: tuple[Path, ...]
     missing: tuple[str, ...] = ()
-    ready: bool = False
-    moves: tuple[Move, ...] = ()
-    changes: tuple[Change, ...] = ()
-    revoked: bool = False
-    done: bool = False
-    undone: bool = False
+    holds_locks: bool = False
+    moves: Sequence[Move] = ()
+    changes: Sequence[Change] = ()
+    redo: Redo | None = None
+    ended: str | None = None
     size: int = 0
 
     @property
@@ -92,27 +101,23 @@ class Log(NamedTuple):
 
     @property
     def steps(self) -> list[Move | Change]:
-        """What may be half done, file by file."""
-        return [*self.moves, *self.changes]
+        """The files that the run changes, once it is ready."""
+        return [*self.changes, *self.moves]
+
+    @property
+    def is_atomic(self) -> bool:
+        """Whether a single rename, which is done or not, is all that is left to do."""
+        return len(self.moves) == 1 and not self.changes
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether some targets may be new and others old; a single rename is atomic."""
-        return bool(len(self.moves) > 1 or self.changes) and not (self.done or self.undone)
-
-    @property
-    def ends_with_rename(self) -> bool:
-        """Whether files are changed in place, and become new as a whole when one more file is renamed."""
-        return bool(self.changes and self.moves)
+        """Whether some targets may be new and others old."""
+        return bool(self.steps) and not self.is_atomic and self.ended is None
 
     @property
     def outcome(self) -> str:
-        """What recovery makes, or made, of the targets; a single move is not considered."""
-        if self.undone or self.revoked:
-            return "undone"
-        if self.moves or self.done:
-            return "finished"
-        return "undone" if self.changes else "untouched"
+        """What recovery makes, or made, of the targets, unless the run is atomic."""
+        return self.ended or (FINISHED if self.steps else UNTOUCHED)
 
     @property
     def who(self) -> str:
@@ -153,12 +158,13 @@ def parse(path: Path, status: os.stat_result, content: bytes) -> Log | None:
         folders=(path.parent, *(_beside(path, folder) for folder in run.get("folders", []))),
         missing=tuple(missing),
         boot=_text(run["boot"]),
-        key=_text(run["key"]),
         size=size,
         **_process(run),
     )
     log = log._replace(**_progress(steps[1:]))
-    if not all(_is_sound(step, log) for step in log.steps):
+    if not all(_is_sound(step, log) for step in log.steps) or not _are_counts(log.redo or ()):
+        raise ValueError
+    if log.changes and log.redo is None:
         raise ValueError
     return log
 
@@ -169,12 +175,14 @@ def _progress(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for step in steps:
         if "taken" in step:
             facts |= _process(step["taken"])
-        elif "moves" in step:
-            facts["moves"] = tuple(Move(*one) for one in step["moves"])
-        elif "changes" in step:
-            facts["changes"] = tuple(Change(*one) for one in step["changes"])
-        elif step.keys() <= {"ready", "revoked", "done", "undone"}:
-            facts |= dict.fromkeys(step, True)
+        elif "ready" in step:
+            moves, changes, redo = step["ready"]
+            facts["moves"], facts["changes"] = [Move(*move) for move in moves], [Change(*change) for change in changes]
+            facts["redo"] = None if redo is None else Redo(*redo)
+        elif step.get("ended") in (FINISHED, UNTOUCHED):
+            facts["ended"] = step["ended"]
+        elif "holds_locks" in step:
+            facts["holds_locks"] = True
         else:
             raise ValueError
     return facts
@@ -186,13 +194,16 @@ def _is_sound(step: Move | Change, log: Log) -> bool:
     name = fields.pop("name")
     if isinstance(step, Move):
         # Negative before 1970.
-        has_mtime = type(fields.pop("mtime_ns")) is int
-        if (step.size, step.mtime_ns, step.original) == (None, None, None):
-            del fields["size"], fields["original"]
-        elif not has_mtime:
+        times = [type(fields.pop(name)) is int for name in ("mtime_ns", "ctime_ns")]
+        if step[4:] == (None,) * 4:
+            del fields["size"], fields["attributes"]
+        elif not all(times):
             return False
-    are_counts = all(type(value) is int and value >= 0 for value in fields.values())
-    return is_file_name(name) and are_counts and step.folder < len(log.folders)
+    return is_file_name(name) and _are_counts(fields.values()) and step.folder < len(log.folders)
+
+
+def _are_counts(values: Iterable[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _process(step: Mapping[str, Any]) -> dict[str, Any]:

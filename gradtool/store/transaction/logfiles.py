@@ -8,9 +8,9 @@ import re
 import stat
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import SystemRefusedError, from_os_error, os_errors_about, unfinished
+from gradtool.errors import from_os_error, os_errors_about, unfinished
 from gradtool.store import fs
-from gradtool.store.transaction.files import MARKER, PREFIX, files_of_runs, log_of
+from gradtool.store.transaction.files import MARKER, log_of
 from gradtool.store.transaction.log import MAX_BYTES, Log, line_of, parse
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _START = re.compile(rb'[0-9a-f]{8} \{"run":\{"id":"(\.gradtool-[0-9a-f]{12})"')
 _START_BYTES = 64
-MAX_BYTES_IN_FOLDER = 64_000_000
 # What the system says of a link, a socket, or a path that cannot exist.
 _NOT_A_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
 
@@ -33,28 +32,6 @@ def is_trusted(owner: int, folder: Folder) -> bool:
     In a sticky one (such as /tmp), where every user may add files, only those of this user, root and its owner do.
     """
     return not folder.mode & stat.S_ISVTX or owner in (0, os.geteuid(), folder.owner)
-
-
-def logs_in(folder: Folder) -> list[Log]:
-    """Every log and pointer in a folder that can be read; raises `SystemRefusedError` if they are too large."""
-    logs = []
-    # By owner, so that the files of one user cannot hide those of another.
-    left: dict[int, int] = {}
-    for name in files_of_runs(folder):
-        status = folder.status(name) if name.endswith(".run") else None
-        if status is None or status.st_size > MAX_BYTES:
-            continue
-        trusted = is_trusted(status.st_uid, folder)
-        owner = -1 if trusted else status.st_uid
-        left[owner] = left.get(owner, MAX_BYTES_IN_FOLDER) - status.st_size
-        if left[owner] >= 0:
-            log = read_log(folder, name)
-            logs += [] if log is None else [log]
-        elif trusted:
-            what = f"its transaction logs ({PREFIX}*.run) exceed the limit of {MAX_BYTES_IN_FOLDER:,} bytes"
-            hint = "recover the crashed runs, or delete their logs"
-            raise SystemRefusedError(what, file=folder.path, code="limit", hint=hint)
-    return logs
 
 
 def read_log(folder: Folder, name: str) -> Log | None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import GradtoolError, changed_meanwhile, os_errors_about
 from gradtool.store.fs import File
-from gradtool.store.late import patiently
-from gradtool.store.transaction.destination import NewFile, read_for
+from gradtool.store.io.destination import NewFile, read_for
+from gradtool.store.late import retry_until_visible
 from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
 from gradtool.store.transaction.staging import Staged
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradtool.store.fs import Folder
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
-    from gradtool.store.transaction.destination import Wanted
-    from gradtool.store.transaction.replace import Replacement
+    from gradtool.store.io.destination import Wanted
+    from gradtool.store.transaction.commit import Commit
     from gradtool.store.transaction.transaction import Transaction
 
 # Numbers of attempts, from here on, are drawn at random; all that a run counts itself are below.
@@ -75,7 +75,7 @@ class Orders:
 
     def add(self, target: Path, new: NewFile, *, keeps_attributes: bool, is_new: bool = False) -> Order:
         """Order a file that will become `target`."""
-        folder, name = self._transaction.locate(target)
+        folder, name = self._transaction.targets.locate(target)
         # Until all attempts are removed, the log must stay.
         self._transaction.leaves_files = True
         with os_errors_about(target):
@@ -94,15 +94,15 @@ class Orders:
             SystemRefusedError: it is not.
         """
         target = self._missing.pop((order.folder, order.name))
-        folder, name = self._transaction.locate(target)
+        folder, name = self._transaction.targets.locate(target)
         plain = all(type(value) is int for value in built) and FIRST_ATTEMPT <= built.number <= LAST_ATTEMPT
         temporary = name_of(self._transaction.id, built.number, "tmp") if plain else ""
         with os_errors_about(target):
-            status, _ = patiently(lambda: folder.status(temporary)) if plain else (None, 0)
+            status = retry_until_visible(lambda: folder.status(temporary)) if plain else None
         expected = built.inode, built.size, order.new.size, os.geteuid()
         if status is None or (status.st_ino, status.st_size, status.st_size, status.st_uid) != expected:
             raise changed_meanwhile(folder.path / temporary)
-        original = order.new.shard.stat if order.keeps_attributes else None
+        original = order.new.shard.source.status if order.keeps_attributes else None
         file = File(folder, temporary, status.st_dev, status.st_ino)
         return Staged(built.number, file, name, target, original, order.is_new)
 
@@ -129,7 +129,7 @@ class Ordered:
     """New files that other processes build; what they have built is adopted, and put in place with all others."""
 
     orders: Mapping[Shard, Order]
-    replacement: Replacement
+    replacement: Commit
     in_place: None = None
 
     @property

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
-from gradtool.store import signals
 from gradtool.store.format.layout import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.format.paths import parts_in
 from gradtool.store.fs import File
-from gradtool.store.transaction.acquire import acquire
-from gradtool.store.transaction.destination import DISCARD, NewFile, NewFiles, Overwritten
-from gradtool.store.transaction.inplace import InPlace, Target
+from gradtool.store.io.destination import DISCARD, NewFile, NewFiles, Overwritten
+from gradtool.store.source import SmallFile, require_status
+from gradtool.store.transaction.commit import Commit
+from gradtool.store.transaction.inplace import Target
+from gradtool.store.transaction.inputs import require_finished
 from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
-from gradtool.store.transaction.readers import require_finished
-from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.small import SmallFile, write_small
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
 from gradtool.wording import call, option, say
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.destination import Destination
+    from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets, WritePlan
     from gradtool.store.transaction.staging import Source
 
@@ -46,7 +44,7 @@ class Output(NamedTuple):
     """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
-    exist. `transaction` holds the locks, if they have been taken. `state` and `by_workers` are those of the plan.
+    exist. `transaction` holds the locks, unless there was a `refusal`. `state` and `by_workers` are those of the plan.
     """
 
     options: Writing
@@ -55,6 +53,7 @@ class Output(NamedTuple):
     created: Sequence[Path] = ()
     folder: Path | None = None
     transaction: Transaction | None = None
+    refusal: SystemRefusedError | None = None
     state: Path | None = None
     by_workers: bool = False
 
@@ -86,6 +85,9 @@ class Output(NamedTuple):
             raise UsageError(say(what, option("output"), len(output_files or ())), hint=hint)
         if options.is_elsewhere:
             check_collisions(output.targets, shards, indexes, output.shards)
+        else:
+            for shard in output.shards:
+                require_status(shard.source)
         if plan.state is not None:
             check_state(output.targets, plan.state)
         output.check_existing()
@@ -97,7 +99,7 @@ class Output(NamedTuple):
         if self.created:
             return list(self.created)
         indexes = [one.index for one in self.sets if one.index]
-        return [self._target(path) for path in (*(shard.path for shard in self.shards), *indexes)]
+        return [self._target(path) for path in (*(shard.name for shard in self.shards), *map(str, indexes))]
 
     @property
     def states(self) -> list[Path]:
@@ -117,7 +119,7 @@ class Output(NamedTuple):
     def made_of(self, sets: Sequence[GradientSet]) -> Self:
         """Return the same output with the files of more sets as sources."""
         indexes = [(one.index, None) for one in sets if one.index]
-        shards = [(shard.path, shard.stat) for one in sets for shard in one.shards]
+        shards = [(Path(shard.name), shard.source.status) for one in sets for shard in one.shards]
         return self._replace(sources=[*self.sources, *indexes, *shards])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
@@ -136,7 +138,7 @@ class Output(NamedTuple):
         """The paths that were written, as the caller named them, after those files were."""
         if self.is_elsewhere:
             return (str(self.options.output or self.folder),) if shards else ()
-        return tuple(str(one.path) for one in self.sets if any(shard in shards for shard in one.shards))
+        return tuple(one.name for one in self.sets if any(shard in shards for shard in one.shards))
 
     def check_existing(self) -> None:
         """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
@@ -162,22 +164,10 @@ class Output(NamedTuple):
         targets = dict.fromkeys([*self.targets, *common])
         return Transaction(Targets(targets, self.folder, self.states), fsync=self.options.fsync)
 
-    def held_by(self, transaction: Transaction) -> Self:
-        """The same, with the locks that a transaction has taken."""
-        return self._replace(transaction=transaction)
-
-    @contextlib.contextmanager
-    def locked_for_state(self) -> Iterator[Self]:
-        """The same, where no input is written; locked if there is a state, which no other run may write meanwhile."""
-        if self.state is None or self.options.dry_run:
-            if self.states:
-                # What a path that leads nowhere is refused by, in a dry run too.
-                Targets((), self.folder, self.states).close()
-            require_finished(one for one in self.states if one.parent.is_dir())
-            yield self
-            return
-        with self._locked() as transaction:
-            yield self.held_by(transaction)
+    def check_state_files(self) -> None:
+        """Check the state for a call that writes nothing: that its path leads somewhere, and no run changes it."""
+        Targets((), self.folder, self.states).close()
+        require_finished(state for state in self.states if state.parent.is_dir())
 
     @contextlib.contextmanager
     def writing(
@@ -198,66 +188,50 @@ class Output(NamedTuple):
         if self.options.dry_run or not (files or (self.is_elsewhere and not self.created) or state):
             yield DISCARD
             return
+        transaction = self.transaction
+        if transaction is None:
+            raise self.refusal or AssertionError("nothing is locked")
         indexes = self._copied_indexes() if indexes is None else indexes
         small = [*indexes, *([] if state is None else [state])]
         sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
-        with self._locked() as transaction:
-            # Another run may have written them while this one waited for its locks.
-            self.check_existing()
+        # Another run may have written them while this one waited for its locks.
+        self.check_existing()
+        with Commit(transaction, sources) as commit:
             if self.options.in_place and files:
-                targets = [_target_of(transaction, file) for file in files]
-                with InPlace(transaction, targets, sources) as in_place:
-                    yield Overwritten(_by_shard(files, [target.file for target in targets]), in_place)
-                    if state is not None:
-                        write_small(in_place.last, state, is_new=state.stat is None)
-                    in_place.commit()
+                yield Overwritten(files, commit.overwrite([_changed(transaction, file) for file in files]))
             else:
-                with Replacement(transaction, sources) as replacement:
-                    yield self._built(replacement, files)
-                    self._write_indexes(replacement, indexes)
-                    if state is not None:
-                        write_small(replacement, state, is_new=state.stat is None)
-                    replacement.commit()
+                yield self._built(commit, files)
+                for path, stat, content in indexes:
+                    index = SmallFile(self._target(str(path)), None if self.is_elsewhere else stat, content)
+                    commit.stage_content(index, is_new=self.options.no_clobber)
+            if state is not None:
+                commit.stage_content(state, is_new=state.stat is None)
+            commit.put_in_place()
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[Transaction]:
-        """The transaction that has locked the files: for the whole call, or only to write."""
-        if self.transaction is not None:
-            yield self.transaction
-            return
-        with signals.deferred(), self.new_transaction() as transaction, explained(transaction):
-            acquire(transaction, timeout=self.options.lock_timeout)
-            yield transaction
-
-    def _target(self, path: Path) -> Path:
+    def _target(self, name: str) -> Path:
         if self.options.output is not None:
             return Path(self.options.output)
-        return path if self.folder is None else self.folder / path.name
+        return Path(name) if self.folder is None else self.folder / Path(name).name
 
-    def _built(self, replacement: Replacement, files: Sequence[NewFile]) -> Destination:
+    def _built(self, commit: Commit, files: Sequence[NewFile]) -> Destination:
         """The destination that builds the files: here, or by other processes."""
         if not self.by_workers:
-            return NewFiles(_by_shard(files, [self._stage(replacement, file) for file in files]))
+            return NewFiles(_by_shard(files, [self._stage(commit, file) for file in files]))
         orders = {}
         for file in files:
-            target, keeps, is_new = self._target(file.shard.path), not self.is_elsewhere, self.options.no_clobber
-            orders[file.shard] = replacement.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
-        return Ordered(orders, replacement)
+            target, keeps, is_new = self._target(file.shard.name), not self.is_elsewhere, self.options.no_clobber
+            orders[file.shard] = commit.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
+        return Ordered(orders, commit)
 
-    def _stage(self, replacement: Replacement, file: NewFile) -> File:
-        original = None if self.is_elsewhere else file.shard.stat
-        target, is_new = self._target(file.shard.path), self.options.no_clobber
-        return replacement.stage(target, file.size, original, file.ranges, is_new=is_new)
+    def _stage(self, commit: Commit, file: NewFile) -> File:
+        original = None if self.is_elsewhere else require_status(file.shard.source)
+        target, is_new = self._target(file.shard.name), self.options.no_clobber
+        return commit.stage(target, file.size, original, file.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[SmallFile]:
         if not self.is_elsewhere or self.options.output is not None:
             return []
-        return [SmallFile(one.index, *one.read_index()) for one in self.sets if one.index]
-
-    def _write_indexes(self, replacement: Replacement, indexes: Sequence[SmallFile]) -> None:
-        for path, stat, content in indexes:
-            index = SmallFile(self._target(path), None if self.is_elsewhere else stat, content)
-            write_small(replacement, index, is_new=self.options.no_clobber)
+        return [index for one in self.sets if (index := one.read_index()) is not None]
 
 
 @contextlib.contextmanager
@@ -285,16 +259,16 @@ def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
     if in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
         what = "the header has no room for new metadata in place"
-        raise BadInputError(what, file=file.shard.path, code="header", hint=hint)
+        raise BadInputError(what, file=file.shard.name, code="header", hint=hint)
     return new
 
 
-def _sets_with(files: Collection[Path], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
+def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
     """The sets that have one of the files; where the output is elsewhere, only those files of them."""
-    found = [one for one in sets if any(shard.path in files for shard in one.shards)]
+    found = [one for one in sets if any(shard.name in files for shard in one.shards)]
     if not options.is_elsewhere:
         return found
-    own = [tuple(shard for shard in one.shards if shard.path in files) for one in found]
+    own = [tuple(shard for shard in one.shards if shard.name in files) for one in found]
     # A single file needs no index.
     indexes = [one.index if options.output is None else None for one in found]
     return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
@@ -304,7 +278,7 @@ def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, 
     return {file.shard: (file, one) for file, one in zip(files, written, strict=True)}
 
 
-def _target_of(transaction: Transaction, file: NewFile) -> Target:
-    """What is changed in place for a file, which must still be the one that was read."""
-    folder, name = transaction.locate(file.shard.path)
-    return Target(File(folder, name, *file.shard.identity), file.shard.stat, file.changes)
+def _changed(transaction: Transaction, file: NewFile) -> Target:
+    """Return what is changed in place for a file, which must still be the one that was read."""
+    (folder, name), status = transaction.targets.locate(Path(file.shard.name)), require_status(file.shard.source)
+    return Target(File(folder, name, status.st_dev, status.st_ino), status, file.changes)

@@ -58,7 +58,7 @@ def check_collisions(
 
     `originals` are the inputs that would be replaced without an output.
     """
-    inputs, replaceable = {shard.identity for shard in shards}, {shard.identity for shard in originals}
+    inputs, replaceable = ({shard.source.identity for shard in each} for each in (shards, originals))
     for index in indexes:
         with contextlib.suppress(OSError):
             inputs.add((index.stat().st_dev, index.stat().st_ino))
@@ -87,7 +87,7 @@ def check_collisions(
 
 def check_not_replaced(sets: Sequence[GradientSet], name: str, targets: Sequence[Path]) -> None:
     """Raise `UsageError` for a target that is a file of sets that are only read, and that an option names."""
-    files = [path for one in sets for path in (*(shard.path for shard in one.shards), one.index) if path is not None]
+    files = [str(path) for one in sets for path in (*(shard.name for shard in one.shards), one.index) if path]
     read = set(map(os.path.realpath, files))
     for target in targets:
         if os.path.realpath(target) in read:

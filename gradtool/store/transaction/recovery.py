@@ -1,4 +1,7 @@
-"""Crashed runs found and recovered, and orphans removed."""
+"""Crashed runs, rolled forward from the line that says they were ready; before it, they changed nothing.
+
+Every step may be interrupted and repeated.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,39 @@ import contextlib
 import errno
 import os
 import stat
-from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, from_os_error
+from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs
-from gradtool.store.fs import Folder
-from gradtool.store.transaction.crashed import Crashed, is_own
-from gradtool.store.transaction.files import MARKER, PREFIX, files_of_runs, lock_of, log_of, remove, run_of
-from gradtool.store.transaction.guard import home_of, is_about
+from gradtool.store.fs import File, Folder
+from gradtool.store.io.redolog import RedoLog, changed_since
+from gradtool.store.transaction.files import (
+    MARKER,
+    PREFIX,
+    files_of_runs,
+    lock_of,
+    log_of,
+    marker_of,
+    name_of,
+    remove,
+    run_of,
+)
 from gradtool.store.transaction.locks import InUse, claim, lock
-from gradtool.store.transaction.logfiles import logs_in, read_log
+from gradtool.store.transaction.log import FINISHED, HOST, UNTOUCHED
+from gradtool.store.transaction.logfiles import append_step, is_trusted, read_log
+from gradtool.store.transaction.runs import home_of, runs_in
+from gradtool.store.transaction.staging import is_new, is_replaceable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection
     from pathlib import Path
 
-    from gradtool.store.transaction.guard import Scope
-    from gradtool.store.transaction.log import Log
+    from gradtool.store.transaction.log import Change, Log, Move
+    from gradtool.store.transaction.runs import Scope
 
 
 class Recovered(NamedTuple):
-    """What became of a crashed run: its files are all new ("finished"), all old ("undone"), or were never touched."""
+    """What became of a crashed run: its files are all new ("finished"), or all old ("untouched")."""
 
     outcome: str
     files: int
@@ -55,26 +69,13 @@ def recover_if_crashed(log: Log, *, force: bool = False) -> Recovered | InUse | 
         raise from_os_error(error, known.path) from error
 
 
-def _recover(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
-    lock_fd = claim(folder, known)
-    if lock_fd is None or isinstance(lock_fd, InUse):
-        return lock_fd
-    with fs.closing(lock_fd):
-        # Read again: the run may have got further before it ended.
-        home = read_log(folder, known.path.name)
-        if home is None:
-            return None
-        with Crashed.opened(folder, home) as crashed:
-            outcome = crashed.recover(force=force)
-        return Recovered(outcome, len(home.steps), home.pid, home.path)
-
-
 def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
     """Recover every crashed run that is in a scope, and remove the orphans there.
 
     Returns what became of each run, or why it could not be recovered; and the number of orphans that were removed.
     """
-    found: list[Recovered | InUse | GradtoolError] = []
+    outcomes: list[Recovered | InUse | GradtoolError] = []
+    removed = 0
     try:
         folder = Folder.at(scope.folder)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -84,39 +85,233 @@ def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | I
     except OSError as error:
         raise from_os_error(error, scope.folder) from error
     with folder:
-        for log in logs_in(folder):
-            if is_about(log, folder, scope.name):
-                try:
-                    found += filter(None, [recover_if_crashed(log, force=force)])
-                except GradtoolError as error:
-                    found.append(error)
-        try:
-            return found, _remove_orphans(folder)
-        except GradtoolError as error:
-            return [*found, error], 0
+        for run in runs_in(folder, scope.names):
+            try:
+                if run.log is None:
+                    removed += _remove_orphan(folder, run.id, run.files)
+                elif (outcome := recover_if_crashed(run.log, force=force)) is not None:
+                    outcomes.append(outcome)
+            except GradtoolError as error:
+                outcomes.append(error)
+        with os_errors_about(folder.path):
+            return outcomes, removed + _remove_old_markers(folder)
 
 
-def _remove_orphans(folder: Folder) -> int:
-    """Remove the user's files of runs whose log is gone or was never written; the number removed."""
-    removed, found = 0, defaultdict(list)
-    for name in files_of_runs(folder):
-        found[run_of(name) or ""].append(name)
-    for run, names in found.items():
-        with _orphaned(folder, run) as is_orphaned:
-            removed += sum(is_own(folder, name) and remove(folder, name) for name in names if is_orphaned)
-    for name in folder.names():
-        if name.startswith(PREFIX) and name.endswith(MARKER) and is_own(folder, name):
-            log = read_log(folder, name)
-            if log is None or folder.status(log.path.name) is None:
-                removed += remove(folder, name)
-    return removed
+def _recover(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
+    lock_fd = claim(folder, known)
+    if lock_fd is None or isinstance(lock_fd, InUse):
+        return lock_fd
+    with fs.closing(lock_fd), contextlib.ExitStack() as stack:
+        # Read again: the run may have got further before it ended.
+        home = read_log(folder, known.path.name)
+        if home is None:
+            return None
+        log = File(folder, home.path.name, folder.identity[0], home.inode)
+        crashed = _Crashed(folder, home, stack.enter_context(log.opened(os.O_RDWR)), stack)
+        return Recovered(crashed.recover(force=force), len(home.steps), home.pid, home.path)
 
 
-@contextlib.contextmanager
-def _orphaned(folder: Folder, run: str) -> Iterator[bool]:
-    """Whether a run has no log and no process that is about to write one; inside the block, none can."""
+class _Crashed:
+    """A crashed run that we have locked: its log and its folders, open until the stack is closed.
+
+    Of its folders, those count that have a pointer to it. So a forged log reaches no folder where its run did not work.
+    """
+
+    def __init__(self, folder: Folder, home: Log, fd: int, stack: contextlib.ExitStack) -> None:
+        self._home, self._fd = home, fd
+        # By number, and the names that the log there lists.
+        self._folders, self._names = {0: folder}, {0: home.names}
+        # Folders whose pointer is missing or another run's.
+        self._unpointed: list[Folder] = []
+        for number, path in enumerate(home.folders[1:], 1):
+            # No other error says that the folder is gone.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._add(number, stack.enter_context(Folder.at(path)))
+            if number not in self._folders and home.is_unfinished:
+                what = f"belongs to an unfinished run with files in {path} too, where its log is missing"
+                hint = f"restore that folder, or delete {home.run}* here to keep the data as it is"
+                raise unfinished(what, home.path, hint)
+
+    def _add(self, number: int, folder: Folder) -> None:
+        pointer = read_log(folder, self._home.path.name)
+        if pointer is not None and pointer.home == self._home.path and pointer.owner == self._home.owner:
+            self._folders[number], self._names[number] = folder, pointer.names
+        else:
+            self._unpointed.append(folder)
+
+    def recover(self, *, force: bool) -> str:
+        """Roll the run forward if it was ready, and remove its files; return the outcome."""
+        home = self._home
+        outcome = self._outcome()
+        # The log must be on the disk before anything that follows from it.
+        fs.sync(self._fd)
+        if home.is_unfinished:
+            self._roll_forward(force=force)
+            if len(home.folders) > 1 or home.redo is not None:
+                self._append(ended=FINISHED)
+        self._clear(unmake=outcome != FINISHED)
+        return outcome
+
+    def _outcome(self) -> str:
+        """Return what becomes of the targets. Of a single rename, that depends on whether it was done."""
+        home = self._home
+        if not home.is_atomic or home.ended:
+            return home.outcome
+        (move,) = home.moves
+        folder = self._folders.get(move.folder)
+        if folder is None or not is_new(folder, move):
+            return UNTOUCHED
+        # The run may have crashed before it did this.
+        folder.sync()
+        return FINISHED
+
+    def _roll_forward(self, *, force: bool) -> None:
+        """Copy and rename what the run did not, once it is certain that no other program has changed a target."""
+        home = self._home
+        if any(step.name not in self._names[step.folder] for step in home.steps):
+            hint = f"delete {home.run}* to keep the data as it is"
+            raise unfinished("changes files that it does not list", home.path, hint)
+        targets, redo = self._targets(force=force), self._redo_log(force=force)
+        if redo is not None and not force:
+            redo.check(targets)
+        moves = [move for move in home.moves if self._is_left(move, force=force)]
+        self._take()
+        if redo is not None:
+            redo.finish(targets)
+        for move in moves:
+            self._folders[move.folder].rename(name_of(home.run, move.number, "tmp"), move.name)
+        # The run's own renames may not be on the disk either.
+        for folder in self._folders.values():
+            folder.sync()
+
+    def _append(self, **entry: Any) -> None:
+        append_step(self._fd, os.fstat(self._fd).st_size, fsync=True, **entry)
+
+    def _take(self) -> None:
+        """Log that this process recovers the run, once that is certain."""
+        # A torn line would hide what is appended, and earlier recoveries no longer matter.
+        fs.resize(self._fd, self._home.size)
+        with contextlib.suppress(OSError):  # The disk may be full.
+            self._append(taken={"pid": os.getpid(), "host": HOST})
+
+    def _targets(self, *, force: bool) -> dict[int, tuple[File, int]]:
+        """Return the files that are changed in place, by number, with their sizes."""
+        targets = {}
+        for number, change in enumerate(self._home.changes):
+            folder = self._folders[change.folder]
+            file = _target_of(folder, change)
+            if not force and (file is None or file.inode != change.inode):
+                raise changed_since(folder.path / change.name)
+            if file is not None:
+                targets[number] = (file, change.size)
+        return targets
+
+    def _redo_log(self, *, force: bool) -> RedoLog | None:
+        """Return the redo log, known by its inode or, with `force`, in a copy of the folder, by its owner."""
+        home, folder = self._home, self._folders[0]
+        if home.redo is None:
+            return None
+        file = folder.file(name := name_of(home.run, home.redo.number, "redo"))
+        with os_errors_about(folder.path / name):
+            status = folder.status(name)
+        is_it = status is not None and stat.S_ISREG(status.st_mode) and status.st_uid == home.owner
+        if file is None or not is_it:
+            hint = f"restore it, or delete {home.run}* to keep the data as it is"
+            raise unfinished(f"belongs to an unfinished run whose redo log {name} is missing", home.path, hint)
+        if file.inode != home.redo.inode and not force:
+            raise changed_since(file.path)
+        return RedoLog(file, home.redo.size)
+
+    def _is_left(self, move: Move, *, force: bool) -> bool:
+        """Check whether a rename is still to be done; raise `SystemRefusedError` if it cannot be."""
+        folder, temporary = self._folders[move.folder], name_of(self._home.run, move.number, "tmp")
+        built = folder.status(temporary)
+        if built is not None and built.st_ino != move.inode and not is_trusted(built.st_uid, folder):
+            built = None
+        if is_new(folder, move) or (built is None and force):
+            return False  # It was renamed.
+        if built is None or (built.st_ino != move.inode and not force):
+            # The inodes differ in a copy of the folder.
+            raise changed_since(folder.path / (move.name if built is None else temporary))
+        now = folder.status(move.name)
+        if now is not None and not force and not is_replaceable(now, move):
+            raise changed_since(folder.path / move.name)
+        return stat.S_ISREG(built.st_mode)
+
+    def _clear(self, *, unmake: bool) -> None:
+        """Remove the run's files, its log and its lock last."""
+        log, first = self._home.path.name, self._folders[0]
+        for number, folder in self._folders.items():
+            self._clear_folder(folder, self._names[number])
+        pointed = list(self._folders.values())[1:]
+        for folder in pointed:
+            folder.unlink(log)
+        # On the disk too, a pointer must be gone before its log is, even one that the run removed itself.
+        for folder in (*pointed, *self._unpointed):
+            # A pointer that was made but not written.
+            if _is_own(folder, log) and read_log(folder, log) is None:
+                folder.unlink(log)
+            folder.sync()
+        missing = self._home.missing
+        for number in range(len(missing), 0, -1) if unmake else ():
+            _unmake(first, missing[:number])
+        first.unlink(log)
+        first.unlink(lock_of(self._home.run))
+
+    def _clear_folder(self, folder: Folder, names: frozenset[str]) -> None:
+        # Listed twice, because a worker may make a temporary until the permit to do so is gone.
+        for _ in range(2):
+            for name in files_of_runs(folder):
+                if run_of(name) == self._home.run and not name.endswith((".run", ".lock")):
+                    _remove_ours(folder, name)
+        log = folder.status(self._home.path.name)
+        for marker in map(marker_of, names):
+            status = folder.status(marker)
+            if status is not None and log is not None and os.path.samestat(status, log):
+                folder.unlink(marker)
+
+
+def _is_own(folder: Folder, name: str) -> bool:
+    """Check whether a name is a file of this user."""
+    status = folder.status(name)
+    return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
+
+
+def _target_of(folder: Folder, change: Change) -> File | None:
+    """Return the file that is changed in place, if there is one of that size."""
+    status = folder.status(change.name)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != change.size:
+        return None
+    return File(folder, change.name, status.st_dev, status.st_ino)
+
+
+def _remove_ours(folder: Folder, name: str) -> None:
+    """Remove a file of a run; a folder, or another user's file that we may not remove, stays."""
+    status = folder.status(name)
+    if status is None or stat.S_ISDIR(status.st_mode):
+        return
+    try:
+        folder.unlink(name)
+    except PermissionError:
+        if status.st_uid == os.geteuid():
+            raise
+
+
+def _unmake(home: Folder, names: tuple[str, ...]) -> None:
+    """Remove a folder that the run made, if it is empty."""
     with contextlib.ExitStack() as stack:
-        free = True
+        above = home
+        for name in names[:-1]:
+            try:
+                above = stack.enter_context(Folder(above.path / name, fs.open_folder(name, within=above.fd)))
+            except OSError:
+                return
+        above.unmake(names[-1])
+
+
+def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
+    """Remove the user's files of a run that has no log and no process that is about to write one; count them."""
+    with contextlib.ExitStack() as stack:
         for name in (lock_of(run), log_of(run)):
             try:
                 # For writing: some file systems refuse to lock a file that is open for reading only.
@@ -124,12 +319,21 @@ def _orphaned(folder: Folder, run: str) -> Iterator[bool]:
             except FileNotFoundError:
                 continue
             except OSError:
-                free = False
-                break
+                return 0
             # Without locks, a process may be about to write the log.
-            free = free and stat.S_ISREG(os.fstat(fd).st_mode) and lock(fd) is True
-        try:
-            has_log = read_log(folder, log_of(run)) is not None
-        except GradtoolError:
-            has_log = True
-        yield free and not has_log
+            if not stat.S_ISREG(os.fstat(fd).st_mode) or lock(fd) is not True:
+                return 0
+        if read_log(folder, log_of(run)) is not None:
+            return 0
+        return sum(_is_own(folder, name) and remove(folder, name) for name in names)
+
+
+def _remove_old_markers(folder: Folder) -> int:
+    """Remove the user's markers that lead to no log; count them."""
+    removed = 0
+    for name in folder.names():
+        if name.startswith(PREFIX) and name.endswith(MARKER) and _is_own(folder, name):
+            log = read_log(folder, name)
+            if log is None or folder.status(log.path.name) is None:
+                removed += remove(folder, name)
+    return removed

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import is_same
 from gradtool.store.fs import File
+from gradtool.store.source import is_same, links_and_rights
+from gradtool.store.transaction.log import Move
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +53,12 @@ class Staged:
     # When the replaced file was last changed before its attributes were taken; 0 if there was none.
     _taken: int = -1
 
+    def move(self, folder: int) -> Move:
+        """Return what the log says of the rename, in the folder of that number, when all is ready."""
+        now = self.folder.status(self.name)
+        version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, _attributes(now))
+        return Move(folder, self.number, self.name, self.temporary.inode, *version)
+
     @property
     def folder(self) -> Folder:
         """The folder of both."""
@@ -62,13 +70,16 @@ class Staged:
         A file that replaces none, or replaces it with other content, gets a mode that follows from its sources.
 
         Raises:
-            SystemRefusedError: that file was written to or replaced since it was read, or does not keep its attributes.
+            SystemRefusedError: that file was written to or replaced since it was read, or does not keep its attributes;
+                or there is one though the target is new.
         """
         with os_errors_about(self.target):
             for _ in range(_TRIES):
                 now = self.folder.status(self.name)
                 if self.original is not None and (now is None or not is_same(now, self.original)):
                     break
+                if self.is_new and now is not None:
+                    raise self._created()
                 changed = 0 if now is None else now.st_ctime_ns
                 if changed == self._taken:
                     return
@@ -85,7 +96,7 @@ class Staged:
                 mode = _kept_mode(now)
             else:
                 # A worker on another machine may not have seen it.
-                system.remove_acl(fd)
+                fs.remove_acl(fd)
                 if now is not None:
                     sources = [*sources, rights_of(self.name, within=self.folder.fd)]
                 mode = new_mode(os.fstat(fd).st_gid, sources)
@@ -93,14 +104,6 @@ class Staged:
             fs.change_mode(fd, mode)
             if fsync:
                 fs.sync(fd)
-
-    def note_link(self) -> None:
-        """Note that the replaced file has a further name: that is no change of its content or attributes."""
-        now, before = self.folder.status(self.name), self.original
-        if now is None or before is None or not is_same(now, before):
-            return
-        if (now.st_mode, now.st_uid, now.st_gid) == (before.st_mode, before.st_uid, before.st_gid):
-            self.original, self._taken = now, now.st_ctime_ns
 
     def take_place(self, sources: Sequence[Rights], *, fsync: bool) -> bool:
         """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file.
@@ -143,20 +146,41 @@ class Staged:
             if self._is_target():
                 return True
             if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
-                what = "another program created it in the meantime"
-                raise SystemRefusedError(what, file=self.target, hint="run the command again") from error
+                raise self._created() from error
             return False
         return True
+
+    def _created(self) -> SystemRefusedError:
+        what = "another program created it in the meantime"
+        return SystemRefusedError(what, file=self.target, hint="run the command again")
+
+
+def is_new(folder: Folder, move: Move) -> bool:
+    """Check whether the target of a move is the file that was its temporary."""
+    status = folder.status(move.name)
+    return status is not None and status.st_ino == move.inode
+
+
+def is_replaceable(now: os.stat_result, move: Move) -> bool:
+    """Check whether a target is still what it was when the run was ready, as `is_same` does."""
+    if (now.st_size, now.st_mtime_ns) != (move.size, move.mtime_ns):
+        return False
+    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes
+
+
+def _attributes(status: os.stat_result) -> int:
+    """Return what explains that an inode has changed though its content has not, as a number."""
+    return zlib.crc32(repr(links_and_rights(status)).encode())
 
 
 def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:
     """Give a new file the owner and the extended attributes of the file that it replaces."""
     # Until it has all of them, nobody else may open it.
-    os.fchmod(fd, _OWNER_MAY)
+    fs.change_mode(fd, _OWNER_MAY)
     ours = os.fstat(fd)
     if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
-        os.fchown(fd, original.st_uid, original.st_gid)
-    system.copy_attributes(original_fd, fd)
+        fs.change_owner(fd, original.st_uid, original.st_gid)
+    fs.copy_attributes(original_fd, fd)
 
 
 def rights_of(path: Path | str, before: os.stat_result | None = None, within: int | None = None) -> Rights:

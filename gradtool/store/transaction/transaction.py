@@ -13,21 +13,18 @@ from gradtool.store import fs
 from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import PREFIX, lock_of, log_of, marker_of, name_of, remove, succeeds
 from gradtool.store.transaction.locks import create_locked
-from gradtool.store.transaction.log import FORMAT, HOST, line_of
+from gradtool.store.transaction.log import FINISHED, FORMAT, HOST, UNTOUCHED, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gradtool.store.fs import Folder
     from gradtool.store.transaction.targets import Targets
 
 _TRIES = 10
 _LOCKED = "cannot lock a new file here: another process always locks it first"
-# The longest number in a log, and how many there are for each target.
-_LONGEST = -(1 << 63)
-_NUMBERS = 6
+# The longest numbers that a log has for a target.
+_LONGEST = [10**5, 10**9, *[-(1 << 63)] * 4, 1 << 32]
 
 
 class Transaction:
@@ -36,7 +33,6 @@ class Transaction:
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
         self.fsync = fsync
         self.id = ""
-        self.key = os.urandom(16).hex()
         # The files may have changed while we waited for other runs.
         self.may_be_stale = False
         self.targets = targets
@@ -49,7 +45,7 @@ class Transaction:
         self._numbers = itertools.count()
         # Recovery needs the log to find the files that are left.
         self.leaves_files = False
-        # Only recovery may roll the run forward or back.
+        # Only recovery may go on.
         self.needs_recovery = False
 
     def __enter__(self) -> Self:
@@ -65,12 +61,8 @@ class Transaction:
 
     @property
     def hint_to_recover(self) -> str:
-        """Say how to roll this run forward or back, once it has ended."""
+        """Say how to complete this run, once it has ended."""
         return say("run {}", call("recover", str(self.home.path)))
-
-    def locate(self, target: Path) -> tuple[Folder, str]:
-        """The folder and the name of a target; raises `SystemRefusedError` if its path leads elsewhere now."""
-        return self.targets.locate(target)
 
     def register(self) -> None:
         """Write the log to the home, and a pointer to it to every other folder."""
@@ -91,7 +83,7 @@ class Transaction:
         if self._size:
             # Removing all pointers may take a while; others need not wait for that.
             with contextlib.suppress(OSError):
-                append_step(self._log, self._size, fsync=False, undone=True)
+                append_step(self._log, self._size, fsync=False, ended=UNTOUCHED)
         self._end()
 
     def new_name(self, kind: str) -> tuple[int, str]:
@@ -131,13 +123,13 @@ class Transaction:
         for folder in self.targets.folders if self.fsync else ():
             folder.sync()
 
-    def end(self, **entry: Any) -> None:
-        """Log that only the clean-up is left, unless that is just the log itself."""
-        if len(self.targets.folders) > 1 or self._marked:
-            self.append(**entry)
+    def end(self, *, always: bool) -> None:
+        """Log that all files are new and only the clean-up is left; unless `always`, not if that is just the log."""
+        if always or len(self.targets.folders) > 1 or self._marked:
+            self.append(ended=FINISHED)
 
     def leave_to_recovery(self) -> None:
-        """Do nothing more; a later run will roll this one forward or back."""
+        """Do nothing more; a later run will recover this one."""
         self.leaves_files = self.needs_recovery = True
 
     def close(self) -> None:
@@ -155,8 +147,8 @@ class Transaction:
         for folder, names in self.targets.planned.items():
             file = folder.path / min(names, default="")
             line_of(file, run=self._facts(folder))
-            moves += [[name, *[_LONGEST] * _NUMBERS] for name in names]
-        line_of(file, moves=moves)
+            moves += [[name, *_LONGEST] for name in names]
+        line_of(file, ready=[moves, [], None])
 
     def _lock_home(self) -> None:
         for _ in range(_TRIES):
@@ -198,7 +190,7 @@ class Transaction:
         missing = self.targets.missing
         names = sorted(self.targets.names[folder])
         facts: dict[str, Any] = {"id": self.id or PREFIX + "0" * 12, "format": FORMAT, "pid": os.getpid(), "host": HOST}
-        facts |= {"boot": boot_id(), "key": self.key, "files": names}
+        facts |= {"boot": boot_id(), "files": names}
         if folder is not self.home:
             return facts | {"home": os.path.relpath(self.home.path / log_of(self.id), folder.path)}
         others = [one.path for one in self.targets.folders[1:]]

@@ -7,9 +7,9 @@ from buffers import f32, lay_out, refused
 from support import read, write_index
 
 from gradtool import NonFiniteError, accumulate, norm
+from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.engines.threads import Threads
-from gradtool.engines.wire import packed, unpacked
-from gradtool.store.transaction.destination import DISCARD
+from gradtool.store.io.destination import DISCARD
 
 SUM_OF_2 = {"n": "2", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
 

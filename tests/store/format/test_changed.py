@@ -14,7 +14,7 @@ from gradtool import BadInputError, GradtoolError, SystemRefusedError, clip, nor
 from gradtool.store import system
 from gradtool.store.format import header
 from gradtool.store.format.gradset import open_sets
-from gradtool.store.format.header import read_regular, read_shard
+from gradtool.store.format.header import read_shard, read_small
 from gradtool.store.transaction import inputs as opening
 
 ONES = {"a": np.ones(20_000, np.float32), "b": np.ones(3, np.float64)}
@@ -84,7 +84,7 @@ def before(monkeypatch, module, name, act):
 
 
 MOMENTS = {
-    "read": (ONES, os, "pread"),
+    "read": (ONES, os, "preadv"),
     "short judged": (ONES, safetensors, "deserialize"),
     "judged": (LONG, safetensors, "safe_open"),
     "parsed": (ONES, json, "loads"),
@@ -163,10 +163,10 @@ def test_an_invalid_file_that_changes_meanwhile_is_not_called_invalid(tmp_path, 
 @pytest.mark.parametrize("change", WRITES)
 def test_an_index_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
     index = write_index(tmp_path, {"1.safetensors": ONES})
-    before(monkeypatch, os, "pread", lambda: change(index))
+    before(monkeypatch, os, "preadv", lambda: change(index))
     with pytest.raises(SystemRefusedError, match="changed"):
         open_sets([index])
-    assert read_regular(index)[1] == index.read_bytes()
+    assert read_small(index).content == index.read_bytes()
 
 
 def test_the_library_judges_a_copy_that_no_other_program_can_cut(tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_the_library_judges_a_copy_that_no_other_program_can_cut(tmp_path, monke
     assert name != str(path)
 
 
-def no_room():
+def no_room(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

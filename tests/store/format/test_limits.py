@@ -113,7 +113,7 @@ def test_an_index_of_many_names_is_read_once_for_all_layers(tmp_path, monkeypatc
     reads = counted(monkeypatch, index, "read_weight_map")
     folders = counted(monkeypatch, placement, "mapped_in")
     assert gradtool.layernorm_backward(files).layers == 2
-    assert (len(reads), folders) == (1, [tmp_path])
+    assert (len(reads), folders) == (1, [str(tmp_path)])
 
 
 def test_indexes_of_too_many_bytes_are_not_searched(tmp_path, monkeypatch):

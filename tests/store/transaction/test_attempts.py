@@ -7,18 +7,18 @@ import struct
 
 import numpy as np
 import pytest
+from gradtool.store.transaction.guard import Scope
 from leftovers import crash
 from support import registered, write
 
 from gradtool.errors import SystemRefusedError
 from gradtool.store import fs
 from gradtool.store.format.header import read_shard
+from gradtool.store.io.destination import NewFile
 from gradtool.store.transaction import attempts, orders
 from gradtool.store.transaction.attempts import Attempt
-from gradtool.store.transaction.destination import NewFile
-from gradtool.store.transaction.guard import Scope
+from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.recovery import recover_at
-from gradtool.store.transaction.replace import Replacement
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def run(path):
     run.close()
 
 
-def ordered(replacement, path):
+def ordered(commit, path):
     """An order for a new file of the same size, as another process gets it."""
     shard = read_shard(path)
-    order = replacement.orders.add(path, NewFile(shard, shard.size), keeps_attributes=True)
+    order = commit.orders.add(path, NewFile(shard, shard.size), keeps_attributes=True)
     return order, pickle.loads(pickle.dumps(order))  # noqa: S301 - of this process
 
 
@@ -53,24 +53,24 @@ def temporaries(path):
 
 def test_the_attempt_that_is_adopted_becomes_the_file_and_all_others_go(path, run):
     size = path.stat().st_size
-    with Replacement(run) as replacement:
-        order, sent = ordered(replacement, path)
+    with Commit(run) as commit:
+        order, sent = ordered(commit, path)
         first, second = build(sent, b"1"), build(sent, b"2")
         assert first.number != second.number
         assert len(temporaries(path)) == 3  # and the permit
-        replacement.adopt(order, second)
-        replacement.commit()
+        commit.adopt(order, second)
+        commit.put_in_place()
     assert (path.read_bytes(), path.stat().st_ino, temporaries(path)) == (b"2" * size, second.inode, [])
 
 
 def test_an_attempt_that_goes_on_after_the_commit_writes_to_nothing(path, run):
     size = path.stat().st_size
-    with Replacement(run) as replacement:
-        order, sent = ordered(replacement, path)
+    with Commit(run) as commit:
+        order, sent = ordered(commit, path)
         late = Attempt(sent).__enter__()
         fd = late.file.open(os.O_WRONLY)
-        replacement.adopt(order, build(sent, b"2"))
-        replacement.commit()
+        commit.adopt(order, build(sent, b"2"))
+        commit.put_in_place()
     try:
         fs.write_all(fd, [b"1" * size], 0)
         with pytest.raises(SystemRefusedError, match="the run has ended"):
@@ -85,20 +85,20 @@ def test_an_attempt_that_goes_on_after_the_commit_writes_to_nothing(path, run):
 
 def test_an_attempt_that_begins_after_the_run_has_ended_leaves_nothing(path, run, monkeypatch):
     monkeypatch.setattr("gradtool.store.late.PAUSES", ())
-    with Replacement(run) as replacement:
-        _, sent = ordered(replacement, path)
+    with Commit(run) as commit:
+        _, sent = ordered(commit, path)
     with pytest.raises(SystemRefusedError, match="the run has ended"):
         build(sent, b"1")
     assert temporaries(path) == []
 
 
 def test_an_attempt_that_is_made_just_after_the_sweep_removes_itself(path, run, monkeypatch):
-    replacement = Replacement(run)
-    _, sent = ordered(replacement, path)
+    commit = Commit(run)
+    _, sent = ordered(commit, path)
     create = attempts.Attempt._create
 
     def create_late(self):
-        assert replacement.orders.withdraw()
+        assert commit.orders.withdraw()
         return create(self)
 
     monkeypatch.setattr(attempts.Attempt, "_create", create_late)
@@ -108,8 +108,8 @@ def test_an_attempt_that_is_made_just_after_the_sweep_removes_itself(path, run, 
 
 
 def test_an_attempt_that_is_made_during_the_sweep_removes_itself(path, run, monkeypatch):
-    replacement = Replacement(run)
-    _, sent = ordered(replacement, path)
+    commit = Commit(run)
+    _, sent = ordered(commit, path)
     names_in = orders.files_of_runs
 
     def listed_too_early(folder):
@@ -120,21 +120,21 @@ def test_an_attempt_that_is_made_during_the_sweep_removes_itself(path, run, monk
 
     monkeypatch.setattr("gradtool.store.late.PAUSES", ())
     monkeypatch.setattr(orders, "files_of_runs", listed_too_early)
-    assert replacement.orders.withdraw()
+    assert commit.orders.withdraw()
     assert temporaries(path) == []
 
 
 def test_an_attempt_whose_temporary_was_swept_stops(path, run):
-    with Replacement(run) as replacement:
-        _, sent = ordered(replacement, path)
+    with Commit(run) as commit:
+        _, sent = ordered(commit, path)
         with pytest.raises(SystemRefusedError, match="was changed by another program"), Attempt(sent) as attempt:
             attempt.file.path.unlink()
             attempt.look()
 
 
 def test_an_attempt_that_fails_removes_its_temporary(path, run):
-    with Replacement(run) as replacement:
-        _, sent = ordered(replacement, path)
+    with Commit(run) as commit:
+        _, sent = ordered(commit, path)
         permit = temporaries(path)
         with pytest.raises(ZeroDivisionError), Attempt(sent):
             raise ZeroDivisionError
@@ -143,9 +143,9 @@ def test_an_attempt_that_fails_removes_its_temporary(path, run):
 
 def test_nothing_is_committed_unless_all_files_were_built(path, run):
     before = path.read_bytes()
-    with pytest.raises(AssertionError, match="no worker has built a file"), Replacement(run) as replacement:
-        ordered(replacement, path)
-        replacement.commit()
+    with pytest.raises(AssertionError, match="no worker has built a file"), Commit(run) as commit:
+        ordered(commit, path)
+        commit.put_in_place()
     assert (path.read_bytes(), temporaries(path)) == (before, [])
 
 
@@ -154,8 +154,8 @@ def test_a_file_that_was_built_elsewhere_gets_the_rights_of_what_it_is_made_of_a
     path.chmod(0o600)
     run.close()
     run = registered([new])
-    with Replacement(run, [(path, None)]) as replacement:
-        order = replacement.orders.add(new, NewFile(read_shard(path), path.stat().st_size), keeps_attributes=False)
+    with Commit(run, [(path, None)]) as commit:
+        order = commit.orders.add(new, NewFile(read_shard(path), path.stat().st_size), keeps_attributes=False)
         built = build(pickle.loads(pickle.dumps(order)), b"1")  # noqa: S301 - of this process
         temporary = path.parent / temporaries(path)[-1]
         if hasattr(os, "setxattr"):
@@ -164,8 +164,8 @@ def test_a_file_that_was_built_elsewhere_gets_the_rights_of_what_it_is_made_of_a
             with contextlib.suppress(OSError):
                 packed = b"".join(struct.pack("<HHi", *entry) for entry in entries)
                 os.setxattr(temporary, "system.posix_acl_access", struct.pack("<I", 2) + packed)
-        replacement.adopt(order, built)
-        replacement.commit()
+        commit.adopt(order, built)
+        commit.put_in_place()
     run.close()
     assert new.stat().st_mode & 0o7777 == 0o600
     assert not hasattr(os, "listxattr") or "system.posix_acl_access" not in os.listxattr(new)
@@ -175,7 +175,7 @@ def test_recovering_removes_permits_and_attempts(path):
     before = path.read_bytes()
 
     def build_and_crash():
-        build(ordered(Replacement(registered([path])), path)[1], b"1")
+        build(ordered(Commit(registered([path])), path)[1], b"1")
         os._exit(0)
 
     crash(build_and_crash)

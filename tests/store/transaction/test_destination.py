@@ -4,7 +4,7 @@ import numpy as np
 from support import write
 
 from gradtool.store.format.header import read_shard
-from gradtool.store.transaction.destination import NewFile
+from gradtool.store.io.destination import NewFile
 
 
 def test_a_longer_header_moves_what_is_copied_behind_it_and_is_reserved_too(tmp_path):

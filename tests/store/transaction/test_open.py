@@ -15,8 +15,8 @@ from tiers import EXHAUSTIVE
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
+from gradtool.store.transaction.inputs import require_finished
 from gradtool.store.transaction.log import line_of
-from gradtool.store.transaction.readers import require_finished
 
 
 def one_file(folder, name="x.safetensors", value=3.0):

@@ -13,9 +13,8 @@ from support import gradtool, gradtool_json, in_place, registered, snapshot, wri
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, recover, zero
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.inplace import InPlace
-from gradtool.store.transaction.replace import Replacement
-from gradtool.store.transaction.undolog import Undo
+from gradtool.store.io.redolog import RedoLog
+from gradtool.store.transaction.commit import Commit
 
 
 @pytest.mark.parametrize("by", ["recover", "recover file", "zero"])
@@ -35,17 +34,17 @@ def test_what_was_ready_takes_its_place(tmp_path, by):
 
 
 @pytest.mark.parametrize("by", ["recover", "recover file", "zero"])
-def test_what_was_overwritten_comes_back(tmp_path, by):
+def test_what_was_half_overwritten_is_completed(tmp_path, by):
     paths = files_in(tmp_path)
-    old = half_changed(paths)
+    new = half_changed(paths)
+    assert content_of(paths) != new
     if by == "zero":
-        assert zero(paths[1]).output.files_written == 1
-        assert paths[1].read_bytes() == old[1][:-20] + bytes(20)
+        with pytest.raises(BadInputError, match="not a safetensors file"):
+            zero(paths[1])  # The new content of this test is none that it could work with.
     else:
         result = recover(tmp_path if by == "recover" else paths[1])
-        assert [(row.outcome, row.files) for row in result.per_run] == [("undone", 2)]
-        assert paths[1].read_bytes() == old[1]
-    assert paths[0].read_bytes() == old[0]
+        assert [(row.outcome, row.files) for row in result.per_run] == [("finished", 2)]
+    assert content_of(paths) == new
     assert sorted(tmp_path.iterdir()) == paths
 
 
@@ -60,7 +59,7 @@ def test_a_copy_of_what_a_crashed_run_left_is_not_thrown_away(tmp_path, leave):
     # But for who has tried.
     assert {path.name for path in before} == {path.name for path in (tmp_path / "copy").iterdir()}
     result = recover(tmp_path / "copy", force=True)
-    assert result.finished + result.undone == 1
+    assert result.finished == 1
     assert content_of(sorted((tmp_path / "copy").iterdir())) == wanted
 
 
@@ -85,34 +84,47 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path, monke
 
 def test_a_recovery_that_fails_may_be_tried_any_number_of_times(tmp_path, monkeypatch):
     paths = files_in(tmp_path)
-    old = half_changed(paths)
+    new = half_changed(paths)
     size = next(tmp_path.glob("*.run")).stat().st_size
 
     def refuse(*_, **__):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Undo, "put_back", refuse)
+        patch.setattr(RedoLog, "finish", refuse)
         for _ in range(5):
             with pytest.raises(SystemRefusedError, match="Input/output error"):
                 recover(tmp_path)
     assert next(tmp_path.glob("*.run")).stat().st_size < size + 100
-    assert recover(tmp_path).undone == 1
-    assert content_of(paths) == old
+    assert recover(tmp_path).finished == 1
+    assert content_of(paths) == new
 
 
-def test_an_entry_that_is_torn_or_false_was_saved_of_nothing_that_changed(tmp_path):
+@pytest.mark.parametrize("at", [0, 5, 20, 40, 60, -1])
+def test_a_redo_log_that_is_damaged_is_not_applied(tmp_path, at):
     paths = files_in(tmp_path, 1)
     half_changed(paths)
-    (undo,) = tmp_path.glob("*.undo")
-    with undo.open("r+b") as file:
-        file.seek(50)
-        file.write(b"?")
-    log = next(tmp_path.glob("*.run")).stat()
-    os.utime(undo, ns=(log.st_mtime_ns, log.st_mtime_ns))
-    overwritten = content_of(paths)
-    assert recover(tmp_path).undone == 1
-    assert content_of(paths) == overwritten
+    (redo,) = tmp_path.glob("*.redo")
+    content = bytearray(redo.read_bytes())
+    content[at] ^= 1
+    redo.write_bytes(content)
+    before = snapshot(tmp_path)
+    for force in (False, True):
+        with pytest.raises(SystemRefusedError, match="is damaged, so what was to be changed in place is lost; delete"):
+            recover(tmp_path, force=force)
+    assert [path for path, was in snapshot(tmp_path).items() if before[path] != was] == [*tmp_path.glob("*.run")]
+
+
+def test_a_redo_log_that_is_gone_is_told_of(tmp_path):
+    paths = files_in(tmp_path, 1)
+    half_changed(paths)
+    (redo,) = tmp_path.glob("*.redo")
+    redo.unlink()
+    before = snapshot(tmp_path)
+    for force in (False, True):
+        with pytest.raises(SystemRefusedError, match=f"redo log {redo.name} is missing; restore it, or delete"):
+            recover(tmp_path, force=force)
+    assert snapshot(tmp_path) == before
 
 
 def test_it_says_what_it_did(tmp_path):
@@ -121,22 +133,22 @@ def test_it_says_what_it_did(tmp_path):
     (tmp_path / "a" / f"{ID}-7.tmp").touch()
     done = gradtool("recover", tmp_path / "a", tmp_path / "b")
     lines = [line.split("\t") for line in done.stdout.splitlines()]
-    assert lines[:4] == [["finished", "1"], ["undone", "1"], ["untouched", "0"], ["removed", "1"]]
-    assert [(line[:3], line[4].startswith(str(tmp_path))) for line in lines[4:]] == [
-        (["run", "undone", "2"], True),
+    assert lines[:3] == [["finished", "2"], ["untouched", "0"], ["removed", "1"]]
+    assert [(line[:3], line[4].startswith(str(tmp_path))) for line in lines[3:]] == [
+        (["run", "finished", "2"], True),
         (["run", "finished", "2"], True),
     ]
     again = gradtool_json("recover", tmp_path / "a")
-    assert again["data"] == {"finished": 0, "undone": 0, "untouched": 0, "removed": 0, "per_run": []}
+    assert again["data"] == {"finished": 0, "untouched": 0, "removed": 0, "per_run": []}
 
 
 def test_a_live_run_is_left_alone_and_told_of(tmp_path):
     paths = files_in(tmp_path)
     run = registered(paths)
-    with Replacement(run) as replacement:
-        replacement.stage(paths[0], 10, paths[0].stat())
+    with Commit(run) as commit:
+        commit.stage(paths[0], 10, paths[0].stat())
         half_changed([write(tmp_path / "other.safetensors", {"t": np.ones(3, np.float32)})])
-        (tmp_path / f"{ID}-0.old").touch()
+        (tmp_path / f"{ID}-0.redo").touch()
         answer = gradtool_json("recover", tmp_path)
         assert (answer["exit_code"], [one["code"] for one in answer["errors"]]) == (5, ["in-use"])
         # What does not belong to it is done nevertheless.
@@ -154,7 +166,7 @@ def test_a_live_run_is_left_alone_and_told_of(tmp_path):
 def test_what_a_run_left_that_crashed_before_it_changed_anything_is_removed(tmp_path):
     paths = files_in(tmp_path)
     before = snapshot(tmp_path)
-    crash(lambda: Replacement(registered(paths)).stage(paths[0], 10, paths[0].stat()))
+    crash(lambda: Commit(registered(paths)).stage(paths[0], 10, paths[0].stat()))
     assert norm(tmp_path).norm > 0
     assert recover(paths[0]).untouched == 1
     assert snapshot(tmp_path) == before
@@ -183,9 +195,9 @@ def test_a_file_that_another_program_wrote_after_the_crash_is_not_lost(tmp_path)
 
 def test_a_run_without_changes_is_none_that_could_lose_anything(tmp_path):
     (path,) = files_in(tmp_path, 1)
-    crash(lambda: in_place(registered([path]), [path]).__enter__())
+    crash(lambda: in_place(registered([path]), [path]))
     os.utime(path, ns=(0, 2 * time.time_ns()))
-    assert recover(tmp_path).undone == 1
+    assert recover(tmp_path).untouched == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -237,11 +249,11 @@ def test_a_folder_of_links_is_recovered_where_its_files_are(tmp_path):
     for path in paths:
         (snapshots / path.name).symlink_to(path)
     for named in (snapshots, snapshots / "model.safetensors.index.json"):
-        old = half_changed(paths)
+        new = half_changed(paths)
         with pytest.raises(SystemRefusedError, match=r"run gradtool.recover\(.*\)"):
             norm(snapshots)
-        assert recover(named).undone == 1
-        assert content_of(paths) == old
+        assert recover(named).finished == 1
+        assert content_of(paths) == new
 
 
 def test_what_cannot_be_recovered_does_not_keep_the_rest(tmp_path):
@@ -249,7 +261,7 @@ def test_what_cannot_be_recovered_does_not_keep_the_rest(tmp_path):
     other = [write(tmp_path / "a" / "other.safetensors", {"o": np.ones(5, np.float32)})]
     half_changed(bad)
     bad[0].unlink()
-    old = half_changed(other) + half_changed(good)
+    new = half_changed(other) + half_changed(good)
     (tmp_path / "a" / f"{ID}-3.tmp").touch()
     with pytest.raises(SystemRefusedError) as caught:
         recover([tmp_path / "nowhere" / "x", tmp_path / "a", tmp_path / "b"])
@@ -257,10 +269,10 @@ def test_what_cannot_be_recovered_does_not_keep_the_rest(tmp_path):
         ("missing-file", str(tmp_path / "nowhere")),
         ("unfinished", str(bad[0])),
     ]
-    assert content_of(other + good) == old
+    assert content_of(other + good) == new
     assert not (tmp_path / "a" / f"{ID}-3.tmp").exists()
     # And by force without the file that is gone.
-    assert recover(tmp_path / "a", force=True).undone == 1
+    assert recover(tmp_path / "a", force=True).finished == 1
     assert len(list((tmp_path / "a").iterdir())) == 2
 
 
@@ -272,7 +284,7 @@ def test_a_name_that_nothing_knows_is_no_success(tmp_path):
 
 def test_what_another_program_wrote_is_told_by_its_content_and_not_by_its_time(tmp_path):
     (path,) = files_in(tmp_path, 1)
-    (old,) = half_changed([path])
+    (new,) = half_changed([path])
     times = path.stat()
     with path.open("r+b") as file:
         file.seek(30)
@@ -284,8 +296,8 @@ def test_what_another_program_wrote_is_told_by_its_content_and_not_by_its_time(t
         with pytest.raises(SystemRefusedError, match="another program wrote to it"):
             command(tmp_path)
     assert path.read_bytes() == theirs
-    assert recover(tmp_path, force=True).undone == 1
-    assert path.read_bytes() == old
+    assert recover(tmp_path, force=True).finished == 1
+    assert path.read_bytes() == new
 
 
 @pytest.mark.parametrize("when", [-86_400, 0, 1, 4_102_444_800])
@@ -296,11 +308,13 @@ def test_no_date_hides_what_is_half_done(tmp_path, when):
     new = half_replaced(paths)
     assert recover(tmp_path).finished == 1
     assert content_of(paths) == new
-    old = half_changed(paths)
+    for path in files_in(tmp_path):
+        os.utime(path, ns=(when * 10**9 - 1,) * 2)
+    new = half_changed(paths)
     for path in paths:
         os.utime(path, ns=(when * 10**9 - 1,) * 2)
-    assert recover(tmp_path).undone == 1
-    assert content_of(paths) == old
+    assert recover(tmp_path).finished == 1
+    assert content_of(paths) == new
 
 
 def test_an_interruption_at_the_worst_instant_leaves_a_log(tmp_path, monkeypatch):
@@ -311,28 +325,27 @@ def test_an_interruption_at_the_worst_instant_leaves_a_log(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(InPlace, "commit", interrupt)
-        patch.setattr(InPlace, "__exit__", interrupt)
+        patch.setattr(RedoLog, "apply", interrupt)
         with pytest.raises(KeyboardInterrupt):
             clip(path, max_norm=1, write="inplace")
-    assert path.read_bytes() != old
-    assert recover(path).undone == 1
     assert path.read_bytes() == old
+    assert recover(path).finished == 1
+    assert norm(path).norm == pytest.approx(1)
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_force_puts_back_all_that_is_still_there(tmp_path):
+def test_force_completes_all_that_is_still_there(tmp_path):
     for lose in (lambda path: path.unlink(), lambda path: os.truncate(path, 30)):
         paths = files_in(tmp_path, 3)
-        old = half_changed(paths)
+        new = half_changed(paths)
         lose(paths[1])
-        assert recover(tmp_path, force=True).undone == 1
-        assert [paths[0].read_bytes(), paths[2].read_bytes()] == [old[0], old[2]]
+        assert recover(tmp_path, force=True).finished == 1
+        assert [paths[0].read_bytes(), paths[2].read_bytes()] == [new[0], new[2]]
 
 
 def test_a_link_that_leads_nowhere_is_no_failure(tmp_path):
     paths = files_in(tmp_path, 1)
-    old = half_changed(paths)
+    new = half_changed(paths)
     (tmp_path / "lost.safetensors").symlink_to(tmp_path / "gone" / "x")
-    assert recover(tmp_path).undone == 1
-    assert content_of(paths) == old
+    assert recover(tmp_path).finished == 1
+    assert content_of(paths) == new

@@ -14,7 +14,7 @@ pytest.importorskip("distributed", reason="Dask is not installed; pip install '.
 from dask_cluster import DaskCluster, is_stopped
 from distributed.core import error_message
 
-from gradtool.engines import dask
+from gradtool.engines.cluster import dask
 
 # Makes a file where it is unpickled, unless that is the process that pickled it: Dask tries what it sends.
 EVIL = """
@@ -24,29 +24,29 @@ class Evil:
         return eval, (f"__import__('os').getpid() == {os.getpid()} or open({MADE!r}, 'w')",)
 """
 WORKERS = {
-    "a result": "from gradtool.engines import work\nwork.perform = lambda *_: Evil()",
-    "an answer": "from gradtool.engines import worker_check\nworker_check.report_status = lambda *_: Evil()",
+    "an answer": "lie = Evil",
     "an error": """
-from gradtool.engines import work
-def fail(*_):
+def lie():
     raise RuntimeError(Evil())
-work.perform = fail
 """,
     "an error without end": """
-from gradtool.engines import work
-def fail(*_):
+def lie():
     raise RuntimeError(10**6000)
-work.perform = fail
 """,
-    "the type of a result": """
+    "the type of an answer": """
 import copyreg
-from gradtool.engines import work
 class Kind(type): pass
 copyreg.pickle(Kind, lambda _: Evil().__reduce__())
 class Typed(bytes, metaclass=Kind): pass
-work.perform = lambda *_: Typed(b"x")
+lie = lambda: Typed(b"x")
 """,
 }
+# What is asked about a part is lied about, or about the worker itself.
+LIAR = """
+from gradtool.engines.cluster import work
+answer = work.answer
+work.answer = lambda version, payload: lie() if b"{kind}" in payload else answer(version, payload)
+"""
 SCHEDULERS = {
     "who is there": """
 def dask_setup(scheduler):
@@ -110,18 +110,18 @@ def test_an_error_of_a_worker_is_told_by_its_kind_and_its_words(sent, said):
     assert dask.Dask.why(None, error) == (f"a worker failed: {said}", None)
 
 
-@pytest.mark.parametrize("lie", WORKERS)
-def test_a_pickle_of_a_worker_is_not_unpickled(tmp_path, lie):
+@pytest.mark.parametrize(("lie", "kind"), [*((lie, "Job") for lie in WORKERS), ("an answer", "Check")])
+def test_a_pickle_of_a_worker_is_not_unpickled(tmp_path, lie, kind):
     path, made = sample(tmp_path), tmp_path / "made"
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(f"MADE = {str(made)!r}\n{EVIL}\n{WORKERS[lie]}")
+    (site / "sitecustomize.py").write_text(f"MADE = {str(made)!r}\n{EVIL}\n{WORKERS[lie]}\n{LIAR.format(kind=kind)}")
     with DaskCluster(tmp_path / "cluster") as cluster:
         cluster.worker(PYTHONPATH=str(site))
         before = path.read_bytes()
         done = cluster.run("clip", path, "--max-norm", "1e-3")
     assert not made.exists()
-    assert (done.returncode, done.stderr.count("gradtool: error: ")) == ({"an answer": 4}.get(lie, 5), 1), done
+    assert (done.returncode, done.stderr.count("gradtool: error: ")) == (4 if kind == "Check" else 5, 1), done
     assert path.read_bytes() == before
 
 

@@ -5,9 +5,11 @@ import signal
 import stat
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gradtool.store.transaction.replace import Replacement
 from support import gradtool, registered, snapshot, until_told, write, write_back_in_time
 
 from gradtool import SystemRefusedError, UsageError, clip, norm, recover
@@ -16,15 +18,19 @@ from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import replace, staging
 from gradtool.store.transaction.output_checks import check_collisions
-from gradtool.store.transaction.replace import Replacement
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.transaction import Transaction
 
 LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
 
 
+def file_at(path):
+    """A file as it is when its header is read."""
+    return SimpleNamespace(path=path, size=path.stat().st_size, stat=path.stat())
+
+
 def shards_of(folder, count=2):
-    return [read_shard(write(folder / f"{i}.safetensors", {f"t{i}": np.ones(5, np.float32)})) for i in range(count)]
+    return [file_at(write(folder / f"{i}.safetensors", {f"t{i}": np.ones(5, np.float32)})) for i in range(count)]
 
 
 @contextlib.contextmanager
@@ -77,7 +83,7 @@ def test_the_space_is_reserved_and_the_temporary_hidden(tmp_path):
 def test_the_mode_is_kept_even_one_that_forbids_writing(tmp_path, mode):
     (shard,) = shards_of(tmp_path, 1)
     shard.path.chmod(mode)
-    object.__setattr__(shard, "stat", shard.path.stat())
+    shard.stat = shard.path.stat()
     with replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
@@ -89,7 +95,7 @@ def test_extended_attributes_are_kept(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     try:
         os.setxattr(shard.path, "user.note", b"from rank 3")
-        object.__setattr__(shard, "stat", shard.path.stat())
+        shard.stat = shard.path.stat()
     except OSError as error:
         pytest.skip(f"this file system has no extended attributes: {error}")
     with replacing(tmp_path) as replacement:
@@ -102,7 +108,7 @@ def test_extended_attributes_are_kept(tmp_path):
 def test_a_file_without_an_access_control_list_gets_none_from_its_folder(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     shard.path.chmod(0o660)
-    object.__setattr__(shard, "stat", shard.path.stat())
+    shard.stat = shard.path.stat()
     # What new files in the folder inherit: user 1234 may do everything. Of linux/posix_acl_xattr.h: tag, rights, ID.
     entries = [(1, 7, -1), (2, 7, 1234), (4, 7, -1), (0x10, 7, -1), (0x20, 0, -1)]
     default = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
@@ -161,7 +167,7 @@ def test_the_owner_is_kept(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     os.chown(shard.path, 1234, 4321)
     shard.path.chmod(0o4755)
-    shard = read_shard(shard.path)
+    shard = file_at(shard.path)
     with replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         replacement.commit()
@@ -252,7 +258,7 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     (shard,) = shards_of(tmp_path / "real", 1)
     link = tmp_path / "link.safetensors"
     link.symlink_to(shard.path)
-    shard = read_shard(link)
+    shard = file_at(link)
     with replacing(tmp_path / "real") as replacement:
         fill(replacement.stage(link, shard.size, shard.stat))
         replacement.commit()
@@ -588,7 +594,7 @@ def test_an_access_control_list_lets_nobody_read_a_temporary_and_is_that_of_the_
         os.setxattr(shard.path, ACL, acl(1234))
     except OSError as error:
         pytest.skip(f"this file system has no access control lists: {error}")
-    object.__setattr__(shard, "stat", shard.path.stat())
+    shard.stat = shard.path.stat()
     with replacing(tmp_path) as replacement:
         temporary = replacement.stage(shard.path, shard.size, shard.stat)
         # The rights of the group are then the most that anybody in the list has.
@@ -619,7 +625,7 @@ def test_attributes_that_are_removed_meanwhile_are_not_restored(tmp_path):
     except OSError as error:
         pytest.skip(f"this file system has no extended attributes: {error}")
     shard.path.chmod(0o644)
-    object.__setattr__(shard, "stat", shard.path.stat())
+    shard.stat = shard.path.stat()
     with replacing(tmp_path) as replacement:
         fill(replacement.stage(shard.path, shard.size, shard.stat))
         os.removexattr(shard.path, "user.note")
@@ -640,7 +646,7 @@ def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypa
 
 def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
     path = tmp_path / ("😀" * 60 + ".safetensors")
-    shard = read_shard(write(path, {"a": np.ones(5, np.float32)}))
+    shard = file_at(write(path, {"a": np.ones(5, np.float32)}))
     with replacing(tmp_path, path.name) as replacement:
         fill(replacement.stage(path, shard.size, shard.stat))
         replacement.commit()
@@ -648,11 +654,11 @@ def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
 
 
 def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
-    shards = shards_of(tmp_path)
+    shards = [read_shard(file.path) for file in shards_of(tmp_path)]
     with pytest.raises(UsageError, match="two inputs"):
         check_collisions([tmp_path / "x", tmp_path / "x"], shards)
     with pytest.raises(UsageError, match="is an input"):
-        check_collisions([shards[0].path], shards)
+        check_collisions([Path(shards[0].name)], shards)
     (tmp_path / "link").symlink_to(tmp_path / "x")
     with pytest.raises(UsageError, match="two inputs"):
         check_collisions([tmp_path / "x", tmp_path / "link"], shards)

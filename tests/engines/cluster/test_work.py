@@ -1,6 +1,7 @@
-"""A worker's own part: files that are shown late or never, and errors that say where they happened."""
+"""A worker's own part: whether it is fit, files that are shown late or never, errors that say where they happened."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from support import sample
 import gradtool
 from gradtool._version import __version__
 from gradtool.backends.protocol import NormSpec
-from gradtool.engines import work
+from gradtool.engines.cluster import wire, work
 from gradtool.ops.passes import Measure
 from gradtool.store import late
+from gradtool.store.io.destination import DISCARD, NewFile
 from gradtool.store.transaction.attempts import Attempt
-from gradtool.store.transaction.destination import DISCARD, NewFile
 from gradtool.store.transaction.inputs import Inputs
 from gradtool.store.transaction.orders import Order
 
@@ -25,12 +26,56 @@ def job_about(path, order=2.0):
     """A job that measures a file, as it is sent."""
     opened = Inputs([str(path)]).open()
     (part,) = Measure(opened.selected, NormSpec(order)).parts(DISCARD)
-    return part, work.packed(work.Job(part, None, None, 1, None))
+    return part, work.call_for(work.Job(part, None, None, 1, None))
 
 
-def performed(part, payload):
+def performed(part, call):
     """What a worker answers, as the command reads it."""
-    return work.read_outcome(work.perform(__version__, payload), part)
+    return wire.unpacked(pickle.loads(call), work.empty_outcome(part))  # noqa: S301 - of this process
+
+
+def checked(check):
+    """What a worker answers that is asked whether it is fit."""
+    return wire.unpacked(pickle.loads(work.call_for(check)), work.Report())  # noqa: S301 - of this process
+
+
+@pytest.fixture
+def check(tmp_path):
+    """What a worker is asked that is to write beside a file."""
+    path = sample(tmp_path)
+    return work.Check(str(path), path.stat().st_ino, ".gradtool-0123456789ab", os.geteuid(), None, None)
+
+
+def test_a_worker_that_is_fit_leaves_nothing(check, tmp_path):
+    report = checked(check)
+    assert (report.host, report.process) == (work.HOST, work.process())
+    assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"inode": 1}, "does not see {folder}/x.safetensors; mount the same file system there, at the same path"),
+        ({"path": "/none/x"}, "does not see /none/x; mount the same file system there, at the same path"),
+        ({"backend": "vulkan"}, "backend must be auto, cpu or cuda, not 'vulkan'"),
+        ({"user": os.geteuid() + 1}, "start the workers as the user who runs the command"),
+        ({"run": "n" * 300}, "cannot make files in {folder}: File name too long; make it writable there"),
+    ],
+)
+def test_a_worker_that_is_not_fit_names_its_host_and_the_remedy(check, tmp_path, monkeypatch, changes, said):
+    monkeypatch.setattr(late, "PAUSES", ())
+    with pytest.raises(gradtool.BackendUnavailableError) as error:
+        checked(check._replace(**changes))
+    assert str(error.value).startswith(f"the worker on {work.HOST}")
+    assert said.format(folder=tmp_path) in str(error.value)
+    assert error.value.problems[0].code == "engine"
+
+
+def test_a_worker_of_another_version_does_not_look_at_what_it_is_asked():
+    with pytest.raises(gradtool.BackendUnavailableError) as error:
+        wire.unpacked(work.answer("0.0.1", b"of another version"), None)
+    said = f"has gradtool {__version__}, this is 0.0.1; install the same version there"
+    assert str(error.value) == f"the worker on {work.HOST} {said}"
 
 
 @pytest.mark.parametrize("shown", ["nothing", "the one before"])
@@ -41,8 +86,9 @@ def test_a_file_that_is_shown_late_is_waited_for(tmp_path, monkeypatch, shown):
     if shown == "the one before":
         shutil.copy(new, path)
     monkeypatch.setattr(late.time, "sleep", lambda _: new.replace(path) if new.exists() else None)
+    late.WAITS.taken()
     done = performed(part, payload)
-    assert (done.late, done.seen[0].inode) == (1, path.stat().st_ino)
+    assert (done.late, done.read) == (1, [work.fingerprint(Inputs([str(path)]).open().shards[0])])
 
 
 def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkeypatch):
@@ -83,6 +129,6 @@ def test_an_attempt_in_a_folder_that_is_not_there_makes_nothing(tmp_path, monkey
 
 
 def test_processes_of_the_same_host_and_number_are_told_apart():
-    code = "import os; os.getpid = lambda: 1; from gradtool.engines.work import process; print(process())"
+    code = "import os; os.getpid = lambda: 1; from gradtool.engines.cluster.work import process; print(process())"
     said = {subprocess.check_output([sys.executable, "-c", code], cwd=Path(work.__file__).parents[2]) for _ in range(2)}
     assert len(said) == 2

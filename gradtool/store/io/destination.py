@@ -1,4 +1,4 @@
-"""Where results go: nowhere, into new files, or over the old content.
+"""Where results go: nowhere, into new files, or into a redo log for files that are written in place.
 
 A pass writes to a `Destination` and never asks which one it is.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradtool.store.fs import File
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
-    from gradtool.store.transaction.inplace import InPlace
+    from gradtool.store.io.redolog import RedoLog
     from gradtool.store.transaction.orders import Order
 
     # The tensors of each file that a pass works on, with their numbers, in the order of their bytes.
@@ -68,10 +68,6 @@ class Destination(Protocol):
     """What a pass writes to."""
 
     @property
-    def in_place(self) -> InPlace | None:
-        """The transaction whose files are overwritten, if there is one."""
-
-    @property
     def orders(self) -> Mapping[Shard, Order]:
         """The files that other processes are asked to build; none of a destination that a pass writes to."""
 
@@ -92,9 +88,6 @@ class Destination(Protocol):
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         """The blocks that a pass over the wanted tensors must visit, as `plan` cuts them."""
 
-    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
-        """Keep a block as it was read, if it will be overwritten."""
-
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write a block that a pass has changed."""
 
@@ -103,15 +96,12 @@ class Destination(Protocol):
 
 
 class Discard:
-    """Writes nothing: for a dry run, or a pass that only measures; perhaps files that are being overwritten."""
+    """Writes nothing: for a dry run, or a pass that only measures."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
     shards = ()
     count = 0
-
-    def __init__(self, in_place: InPlace | None = None) -> None:
-        self.in_place = in_place
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return sum(one.tensor.nbytes for one in selected)
@@ -122,9 +112,6 @@ class Discard:
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         for shard, tensors in wanted.items():
             yield from plan(shard, tensors, unit, nbytes=nbytes)
-
-    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
-        pass
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         pass
@@ -140,8 +127,6 @@ class NewFiles:
     """New files, which take the place of the old ones later, or are written elsewhere."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
-
-    in_place = None
 
     def __init__(self, files: Mapping[Shard, tuple[NewFile, File]]) -> None:
         self.files = files
@@ -174,9 +159,6 @@ class NewFiles:
                 whole = new.copies is None
                 yield from plan(shard, wanted.get(shard, ()), unit, whole=whole, start=start, nbytes=nbytes)
 
-    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
-        pass
-
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         new, file = self.files[block.shard]
         channel.write(file, block.begin + new.shift, view)
@@ -195,12 +177,13 @@ class NewFiles:
 
 
 class Overwritten:
-    """The files themselves, whose old content is saved before it is overwritten."""
+    """The files themselves: what changes in them goes into a redo log, from which it is copied later."""
 
     orders: ClassVar[Mapping[Shard, Order]] = {}
 
-    def __init__(self, files: Mapping[Shard, tuple[NewFile, File]], in_place: InPlace) -> None:
-        self.files, self.in_place = files, in_place
+    def __init__(self, files: Sequence[NewFile], log: RedoLog) -> None:
+        self.files = {new.shard: (new, number) for number, new in enumerate(files)}
+        self.log = log
 
     @property
     def shards(self) -> Collection[Shard]:
@@ -226,20 +209,24 @@ class Overwritten:
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         return DISCARD.blocks(wanted, unit, nbytes)
 
-    def keep(self, channel: Channel, block: Block, view: memoryview) -> None:
-        channel.keep(self.files[block.shard][1], block.begin, view, self.in_place)
-
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        channel.overwrite(self.files[block.shard][1], block.begin, view, covered(block), self.in_place)
+        self._write(channel, block.shard, block.begin, view, covered(block))
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
-        channel.overwrite(self.files[shard][1], begin, view, [(0, len(view))], self.in_place)
+        self._write(channel, shard, begin, view, [(0, len(view))])
+
+    def _write(
+        self, channel: Channel, shard: Shard, begin: int, view: memoryview, parts: Sequence[tuple[int, int]]
+    ) -> None:
+        with channel.memory(len(view)) as old:
+            channel.read_again(shard, begin, old)
+            self.log.add(channel, self.files[shard][1], begin, old, view, parts=parts)
+        channel.clock.written_bytes += sum(stop - start for start, stop in parts)
 
     def _put_header(self, shard: Shard, channel: Channel) -> None:
         self.put(channel, shard, 0, memoryview(self.files[shard][0].header))
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:
-        channel.touch(shard)
         self.put(channel, shard, begin, memoryview(bytes(end - begin)))
         channel.count(end - begin)
 

@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
+from gradtool.store.transaction.undolog import Undo, UndoLog
 from support import file_at
 
 from gradtool import SystemRefusedError
 from gradtool.store import fs
-from gradtool.store.fs import SECTOR, Folder
-from gradtool.store.transaction.undolog import Undo, UndoLog
+from gradtool.store.fs import Folder
+from gradtool.store.system import SECTOR
 
 KEY = "a key"
 

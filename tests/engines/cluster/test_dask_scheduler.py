@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -22,8 +23,8 @@ import distributed  # noqa: F401 - its loggers exist
 from dask_cluster import DaskCluster, is_stopped
 from same_results import soon
 
-from gradtool.engines.dask import Dask
-from gradtool.engines.work import call
+from gradtool.engines.cluster.dask import Dask
+from gradtool.engines.cluster.work import Call
 
 CLIP = ["clip", "--max-norm", "1e-3"]
 
@@ -123,7 +124,8 @@ def test_a_large_call_is_made_without_a_warning(tmp_path):
         cluster.worker()
         dask = Dask(str(cluster.file), 30.0)
         try:
-            assert dask.submit(call(len, bytes(11_000_000))).result(timeout=30) == 11_000_000
+            (worker,) = dask.members()
+            assert dask.submit(pickle.dumps(Call(len, bytes(11_000_000))), worker).result(timeout=30) == 11_000_000
         finally:
             dask.close()
 

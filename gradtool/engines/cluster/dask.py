@@ -17,21 +17,18 @@ import threading
 import warnings
 from concurrent.futures import CancelledError, Future, wait
 from contextvars import ContextVar, copy_context
-from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
-from gradtool.engines.protocol import WorkerInfo
 from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
 from gradtool.store import signals
-from gradtool.store.format.header import read_regular
+from gradtool.store.format.header import read_small
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 Answer = TypeVar("Answer")
 
@@ -54,41 +51,33 @@ class Dask:
     """The workers of a scheduler, which is named by its address or by the file that it has written."""
 
     def __init__(self, address: str, timeout: float) -> None:
-        self.name = f"the Dask scheduler at {address}"
+        self.name, self._timeout = f"the Dask scheduler at {address}", timeout
+        # The last sign of life of each worker, as the scheduler dates it, and when it was new here.
+        self._signs: dict[str, tuple[Any, float]] = {}
         try:
             client = _imported()
         except ImportError as error:
             what = f"Dask cannot be loaded: {error}"
             raise BackendUnavailableError(what, code="engine", hint=_INSTALL) from error
         where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
-        # What it would log, we report.
-        self._muted = _mute()
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                self._client = _answer(
-                    lambda: client(where, timeout=timeout, set_as_default=False, name="gradtool"), timeout + 1
-                )
-        except Exception as error:
-            # Anything: Dask takes what another kind of server says for sizes of its own messages, and for much else.
-            self._unmute()
-            said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
-            what = f"{self.name} does not answer: {said or type(error).__name__}"
-            hint = say("start one with `dask scheduler`, or correct {}", option("engine"))
-            raise SystemRefusedError(what, code="engine", hint=hint) from error
-        except BaseException:
-            self._unmute()
-            raise
-        self._timeout = timeout
-        # By key: a call, and the workers that it was meant for.
-        self._calls: dict[str, tuple[Future[Any], Collection[str]]] = {}
-        # The last sign of life of each worker, as the scheduler dates it, and when it was new here.
-        self._signs: dict[str, tuple[Any, float]] = {}
-        self._alive: list[str] = []
-        self._silent: list[str] = []
-        self._stranded: list[Future[Any]] = []
+        with contextlib.ExitStack() as stack:
+            # What it would log, we report.
+            stack.enter_context(_muted())
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    self._client = _answer(
+                        lambda: client(where, timeout=timeout, set_as_default=False, name="gradtool"), timeout + 1
+                    )
+            except Exception as error:
+                # Anything: Dask takes what another kind of server says for sizes of its own messages, or for much else.
+                said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
+                what = f"{self.name} does not answer: {said or type(error).__name__}"
+                hint = say("start one with `dask scheduler`, or correct {}", option("engine"))
+                raise SystemRefusedError(what, code="engine", hint=hint) from error
+            self._muted = stack.pop_all()
 
-    def members(self) -> Mapping[str, WorkerInfo]:
-        """The workers that the scheduler knows and that have lately given a sign of life."""
+    def members(self) -> Mapping[str, int]:
+        """Return the workers that the scheduler knows and that have lately given a sign of life, with their threads."""
         client = self._client
         # What listens to the scheduler ends at a message that it cannot read.
         listens = getattr(client, "_handle_report_task", None)
@@ -97,79 +86,40 @@ class Dask:
         try:
             workers = _answer(lambda: client.sync(client.scheduler.identity), _ANSWER_SECONDS)["workers"]
             now, patience = monotonic(), max(self._timeout, _LEAST_PATIENCE + _PATIENCE_FOR_EACH * len(workers))
-            signs, members = {}, {}
-            for address, one in workers.items():
+            signs = {}
+            for address, worker in workers.items():
                 sign, since = self._signs.get(address, (None, now))
-                signs[address] = (sign, since) if sign == one["last_seen"] else (one["last_seen"], now)
-                slots = min(max(int(one["nthreads"]), 1), _MOST_SLOTS)
-                members[address] = WorkerInfo(urlsplit(address).hostname or address, slots)
+                signs[address] = (sign, since) if sign == worker["last_seen"] else (worker["last_seen"], now)
+            slots = {address: min(max(int(worker["nthreads"]), 1), _MOST_SLOTS) for address, worker in workers.items()}
         except Exception as error:
             raise self._lost() from error
         self._signs = signs
-        self._silent = [one for one, (_, since) in signs.items() if now > since + patience]
-        for address in self._silent:
-            del members[address]
-        self._alive, held = list(members), self._held()
-        calls = list(self._calls.items())
-        self._stranded = [
-            call for key, (call, meant) in calls if key in held or (meant and members.keys().isdisjoint(meant))
-        ]
-        return members
+        return {address: count for address, count in slots.items() if now <= signs[address][1] + patience}
 
-    def stranded(self) -> Collection[Future[Any]]:
-        """The calls that wait for workers that are gone or silent, when `members` last looked."""
-        return self._stranded
-
-    def _held(self) -> set[str]:
-        """The keys of what silent workers have to do, or have done."""
-        held: set[str] = set()
-        with contextlib.suppress(Exception):  # Some are gone by now, which is seen next time.
-            for ask in (self._client.processing, self._client.has_what) if self._silent else ():
-                held.update(*_answer(partial(ask, self._silent), _ANSWER_SECONDS).values())
-        return held
-
-    def submit(self, call: bytes, address: str | None = None, *, only: bool = False) -> Future[Any]:
-        """Have a worker make a pickled call: any, if possible the one at an address, or that one only."""
-        workers = [] if address is None else [address]
-        if self._silent and not only:
-            # Without its tasks, one that is silent would be the first to get others.
-            workers, only = self._alive, True
+    def submit(self, call: bytes, address: str) -> Future[Any]:
+        """Have the worker at an address make a pickled call."""
         try:
-            return _run_inert(self._submit, call, workers, only)
+            return _run_inert(self._submit, call, address)
         except Exception as error:
             raise self._lost() from error
 
-    def _submit(self, call: bytes, workers: list[str], only: bool) -> Future[Any]:
-        place = {"workers": workers, "allow_other_workers": not only} if workers else {}
+    def _submit(self, call: bytes, address: str) -> Future[Any]:
         with warnings.catch_warnings(action="ignore"):  # Of a call that is large, as one about many tensors is.
             # Not pure: the same call is work to be done again.
-            future = self._client.submit(pickle.loads, call, pure=False, **place)
-        result: Future[Any] = Future()
+            future = self._client.submit(pickle.loads, call, pure=False, workers=[address])
 
-        def ended(_: Future[Any]) -> None:
-            self._calls.pop(future.key, None)
-            if result.cancelled() and future.status != "cancelled":
-                future.cancel()
-
-        async def deliver() -> None:
-            # As Dask's executor, whose futures never end where an answer cannot be read.
+        # Not Dask's executor, whose futures never end where an answer cannot be read.
+        async def result() -> Any:
             try:
-                result.set_result(await future)
-            except (CancelledError, asyncio.CancelledError):
-                result.cancel()
-            except Exception as error:  # noqa: BLE001
-                result.set_exception(error)
+                return await future
+            except asyncio.CancelledError:
+                await future.cancel()
+                raise
 
-        self._calls[future.key] = result, workers
-        result.add_done_callback(ended)
-        asyncio.run_coroutine_threadsafe(deliver(), self._client.loop.asyncio_loop)
-        return result
+        return asyncio.run_coroutine_threadsafe(result(), self._client.loop.asyncio_loop)
 
     def why(self, error: BaseException) -> tuple[str, str | None]:
         """Say what happened to a call that Dask gave up, with a hint."""
-        if type(error).__name__ == "KilledWorker":
-            hint = say("see their logs; fewer {} and smaller shards need less memory", option("threads"))
-            return "every worker that was given the task died", hint
         if isinstance(error, CancelledError):
             try:
                 self.members()
@@ -180,13 +130,8 @@ class Dask:
 
     def close(self) -> None:
         """Drop all calls, and disconnect."""
-        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+        with self._muted, contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             self._client.close(timeout=_CLOSE_SECONDS)
-        self._unmute()
-
-    def _unmute(self) -> None:
-        while self._muted:
-            self._muted.pop().disabled = False
 
     def _lost(self) -> SystemRefusedError:
         hint = "start it and its workers again, and run the command again"
@@ -216,13 +161,18 @@ def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
     return answer.result()
 
 
-def _mute() -> list[logging.Logger]:
-    """Disable the logs of Dask and its event loop, each of which has a level of its own; those that were enabled."""
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """Disable the logs of Dask and its event loop, each of which has a level of its own."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in {"distributed", "tornado"}]
-    muted = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
-    for logger in muted:
+    loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    for logger in loggers:
         logger.disabled = True
-    return muted
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
 
 
 def _address_in(path: str, timeout: float) -> str:
@@ -234,7 +184,7 @@ def _address_in(path: str, timeout: float) -> str:
             raise SystemRefusedError(what, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
         sleep(_POLL_SECONDS)
         signals.deliver()
-    _, text = read_regular(Path(path), _FILE_BYTES)
+    text = read_small(Path(path), _FILE_BYTES).content
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         if type(address := json.loads(text)["address"]) is str:
             return address

@@ -1,0 +1,143 @@
+"""The workers of a cluster: waited for, checked before they get work, and watched while they have some."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import wait
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gradtool._version import __version__
+from gradtool.engines.cluster import wire
+from gradtool.engines.cluster.work import Report, call_for
+from gradtool.errors import BackendUnavailableError, GradtoolError, SystemRefusedError, shortened
+from gradtool.store import signals
+from gradtool.wording import option, say
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    from gradtool.engines.cluster.work import Check
+
+HEARTBEAT_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+# Until a worker that has not answered is known to be busy, and not silent.
+_GRACE_SECONDS = 2.0
+
+
+class Cluster(Protocol):
+    """Worker processes, perhaps on other machines, each with an address."""
+
+    name: str
+
+    def members(self) -> Mapping[str, int]:
+        """Count the tasks that each worker does at a time, if it is alive; `SystemRefusedError` if all is lost."""
+
+    def submit(self, call: bytes, address: str) -> Future[Any]:
+        """Have the worker at an address make a pickled call."""
+
+    def why(self, error: BaseException) -> tuple[str, str | None]:
+        """Say what happened to a call that the cluster gave up, and perhaps what to do."""
+
+    def close(self) -> None:
+        """Drop all calls, and leave the cluster."""
+
+
+class Membership:
+    """Who is there. Each worker is asked whether it is fit, even one that joins late, and gets work once it says so."""
+
+    def __init__(self, cluster: Cluster, timeout: float) -> None:
+        self.cluster, self._timeout = cluster, timeout
+        # How many tasks each worker that is fit does at a time, by its address; and the address of each process.
+        self.fit: dict[str, int] = {}
+        self.addresses: dict[tuple[str, str], str] = {}
+        self._backends: Counter[tuple[str, str]] = Counter()
+        # What workers are asked, who has not answered yet, and since when.
+        self._question = b""
+        self._asked: dict[str, tuple[Future[Any], float]] = {}
+        self._members: Mapping[str, int] = {}
+        self._looked = self._seen = 0.0
+
+    @property
+    def backend(self) -> tuple[str, str]:
+        """The backends of all workers that were fit, and why most of them have theirs."""
+        names = sorted({name for name, _ in self._backends})
+        return ", ".join(names), next(iter(self._backends.most_common(1)), (("", ""), 0))[0][1]
+
+    def require_fit(self, check: Check) -> None:
+        """Have every worker make a check, of which there must be one, and wait for them.
+
+        Raises:
+            SystemRefusedError: as `watch`; or a worker is busy with something else.
+            BackendUnavailableError: as `watch`.
+        """
+        question = call_for(check)
+        if question == self._question:
+            return
+        self._question, self.fit, self._asked = question, {}, {}
+        self._seen, self._looked = monotonic(), -_LOOK_SECONDS
+        self.watch()
+        while self._asked or not self.fit:
+            futures = [future for future, _ in self._asked.values()]
+            if futures:
+                wait(futures, HEARTBEAT_SECONDS)
+            else:
+                sleep(HEARTBEAT_SECONDS)
+            signals.deliver()
+            self.watch()
+            late = [address for address, (_, since) in self._asked.items() if monotonic() > since + self._timeout]
+            if late:
+                what = f"the worker {late[0]} has not answered for {self._timeout:g} s"
+                hint = say("stop it, or wait longer with {}", option("worker_timeout"))
+                raise SystemRefusedError(what, code="engine", hint=hint)
+
+    def watch(self) -> bool:
+        """Hear what workers have answered and, once a second at most, look who is there; return whether it looked.
+
+        Raises:
+            SystemRefusedError: the cluster is lost, or has had no worker for too long.
+            BackendUnavailableError: a worker cannot do the work.
+        """
+        for address, (future, _) in list(self._asked.items()):
+            if future.done():
+                del self._asked[address]
+                self._hear(address, future)
+        now = monotonic()
+        if now < self._looked + _LOOK_SECONDS:
+            return False
+        members = self._members = self.cluster.members()
+        self._looked = now
+        if members:
+            self._seen = now
+        elif now > self._seen + self._timeout:
+            what = f"{self.cluster.name} has had no worker for {self._timeout:g} s"
+            hint = say("start some, or wait longer with {}", option("worker_timeout"))
+            raise SystemRefusedError(what, code="engine", hint=hint)
+        # One that has died will not answer; another one may come to its address.
+        self.fit = {address: members[address] for address in self.fit if address in members}
+        self._asked = {address: asked for address, asked in self._asked.items() if address in members}
+        for address in members.keys() - self.fit.keys() - self._asked.keys():
+            self._asked[address] = self.cluster.submit(self._question, address), now + _GRACE_SECONDS
+        return True
+
+    def _hear(self, address: str, future: Future[Any]) -> None:
+        """Count a worker as fit, or raise what is wrong with it."""
+        try:
+            report = wire.unpacked(future.result(), Report())
+        except GradtoolError:
+            raise
+        except ValueError as error:
+            what = f"the worker {address} has another version of gradtool"
+            raise BackendUnavailableError(what, code="engine", hint=f"install {__version__} there") from error
+        except Exception as error:
+            if type(error).__name__ in {"ImportError", "ModuleNotFoundError"}:
+                what = f"the worker {address} cannot load gradtool: {shortened(str(error))}"
+                hint = f"install gradtool {__version__} there"
+                raise BackendUnavailableError(what, code="engine", hint=hint) from error
+            what, remedy = self.cluster.why(error)
+            raise SystemRefusedError(f"{address}: {what}", code="engine", hint=remedy) from error
+        process = report.host, report.process
+        self._backends[report.backend, report.why] += process not in self.addresses
+        self.addresses[process] = address
+        self.fit[address] = self._members[address]

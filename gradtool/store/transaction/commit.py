@@ -1,0 +1,214 @@
+"""One commit for all that a run writes: built beside the data, then put in place.
+
+New files are renamed over the old ones; what changes in place is copied from a redo log. Before a line of the
+transaction log says that everything is ready, all files are old. From that line on they are as good as new: what the
+run does not complete, recovery does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Self
+
+from gradtool.errors import (
+    GradtoolError,
+    SystemRefusedError,
+    changed_meanwhile,
+    from_os_error,
+    os_errors_about,
+    unfinished,
+)
+from gradtool.store import fs, signals
+from gradtool.store.fs import File
+from gradtool.store.transaction.files import remove
+from gradtool.store.transaction.inplace import InPlace
+from gradtool.store.transaction.log import UNTOUCHED
+from gradtool.store.transaction.orders import Orders
+from gradtool.store.transaction.staging import Staged, keep_attributes, rights_of
+from gradtool.wording import say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from gradtool.store.fs import Folder
+    from gradtool.store.io.redolog import RedoLog
+    from gradtool.store.source import SmallFile
+    from gradtool.store.transaction.inplace import Target
+    from gradtool.store.transaction.orders import Built, Order
+    from gradtool.store.transaction.staging import Rights, Source
+    from gradtool.store.transaction.transaction import Transaction
+
+
+class Commit:
+    """Every file that one run writes.
+
+    Used as a context manager: `stage` or `overwrite` files, write their content, then `put_in_place` all of them. At
+    the end of the block, what was not put in place is removed. A symbolic link stays a link, and its target is
+    replaced. Users get no rights to new files that they do not have to all `sources`; without any, only their owner may
+    read them.
+    """
+
+    def __init__(self, transaction: Transaction, sources: Sequence[Source] = ()) -> None:
+        self._transaction, self._sources = transaction, sources
+        self._staged: list[Staged] = []
+        self._in_place: InPlace | None = None
+        # Temporaries whose targets are linked.
+        self._linked: list[tuple[Folder, str]] = []
+        # Of files that other processes build.
+        self.orders = Orders(transaction)
+        # Whether all files are in their places.
+        self.is_committed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._transaction.needs_recovery:
+            return
+        self._transaction.leaves_files = not self.clean()
+        if error is not None:
+            error.add_note("all files were written before" if self.is_committed else "no file was changed")
+
+    def clean(self) -> bool:
+        """Remove all files that are not in their places; whether all are gone."""
+        files = [*((staged.folder, staged.temporary.name) for staged in self._staged), *self._linked]
+        if self._in_place is not None:
+            files.append(self._in_place.log.file[:2])
+        gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
+        return all(gone)
+
+    def stage(
+        self,
+        target: Path,
+        size: int,
+        original: os.stat_result | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        *,
+        is_new: bool = False,
+    ) -> File:
+        """Make a temporary of `size` bytes, with its disk space reserved, that will become `target`.
+
+        With `original`, the status of the replaced file when it was read, the file gets the mode, owner and extended
+        attributes that this one has at the end. Without, a file that is replaced is one more of the sources. With
+        `ranges`, only these are reserved, and the rest is holes. A target that `is_new` replaces nothing.
+        """
+        signals.deliver()
+        folder, name = self._transaction.targets.locate(target)
+        # Until the temporary is removed, the log must stay.
+        self._transaction.leaves_files = True
+        number, temporary = self._transaction.new_name("tmp")
+        with os_errors_about(target):
+            fd, file = folder.create_file(temporary)
+            self._staged.append(Staged(number, file, name, target, original, is_new))
+            with fs.closing(fd):
+                # In this order, because macOS reserves space only behind the end of a file.
+                for begin, end in [(0, size)] if ranges is None else ranges:
+                    fs.reserve(fd, begin, end)
+                fs.resize(fd, size)
+                if original is not None:
+                    with File(folder, name, original.st_dev, original.st_ino).opened(os.O_RDONLY) as original_fd:
+                        # They are taken again at the rename; what cannot be kept is better known now.
+                        keep_attributes(fd, original_fd, original)
+                    fs.change_mode(fd, 0o600)
+        return file
+
+    def adopt(self, order: Order, built: Built) -> None:
+        """Take what another process has built as ordered; raises `SystemRefusedError` if it is something else."""
+        self._staged.append(self.orders.adopted(order, built))
+
+    def stage_content(self, file: SmallFile, *, is_new: bool) -> None:
+        """Stage a small file with its content; if `is_new`, it may not exist when it is put in its place."""
+        staged = self.stage(file.path, len(file.content), file.stat, is_new=is_new)
+        with os_errors_about(file.path), staged.opened(os.O_WRONLY) as fd:
+            fs.write_all(fd, [file.content], 0)
+
+    def overwrite(self, targets: Sequence[Target]) -> RedoLog:
+        """Return the redo log for what changes in targets in place; their numbers are those of the sequence."""
+        self._in_place = InPlace(self._transaction, targets)
+        return self._in_place.reserve()
+
+    def put_in_place(self) -> None:
+        """Sync everything, log that it is ready, and rename and copy it into its places.
+
+        Raises:
+            SystemRefusedError: another program changed a file since it was read, or a sync failed, and all files are as
+                they were; or a rename or a copy failed after the first, and recovery must go on.
+        """
+        self.orders.require_all_built()
+        makes_new = any(staged.original is None for staged in self._staged)
+        # Of thousands of files, only a few differ.
+        sources = list({rights_of(path, before) for path, before in self._sources}) if makes_new else []
+        for staged in self._staged:
+            staged.finish(sources, fsync=self._transaction.fsync)
+            signals.deliver()
+        is_atomic = len(self._staged) == 1 and self._in_place is None
+        if self._staged or self._in_place:
+            self._log_ready(sources, is_atomic=is_atomic)
+            self._move_and_copy(sources, is_atomic=is_atomic)
+        swapped = [staged for staged in self._staged if staged.was_swapped()]
+        written, self._staged = self._staged, []
+        if swapped:
+            raise changed_meanwhile(swapped[0].target)
+        try:
+            self._transaction.sync_folders()
+            if not is_atomic:
+                # A redo log may be removed only when it is certain that nobody needs it.
+                self._transaction.end(always=self._in_place is not None)
+        except OSError as error:
+            # The log must stay while a rename may not be on the disk.
+            if not is_atomic:
+                self._transaction.leave_to_recovery()
+            file = written[0].target if written else self._transaction.home.path
+            hint = "run sync, and not this command again" if is_atomic else self._transaction.hint_to_recover
+            what = "all files were written and are in place, but whether they would survive a power cut is unknown"
+            reason = f"{what}: the folder could not be synced: {error.strerror}"
+            raise SystemRefusedError(reason, file=file, hint=hint) from error
+
+    def _log_ready(self, sources: Sequence[Rights], *, is_atomic: bool) -> None:
+        """Check once more that every target is as it was read, and log that all is ready."""
+        for staged in self._staged:
+            staged.finish(sources, fsync=self._transaction.fsync)
+        folders = self._transaction.targets.folders
+        moves = [staged.move(folders.index(staged.folder)) for staged in self._staged]
+        with os_errors_about(self._transaction.home.path):
+            changes, redo = ([], None) if self._in_place is None else self._in_place.finish()
+            if not is_atomic:
+                self._transaction.add_markers()
+                self._transaction.sync()
+            self._transaction.append(ready=[moves, changes, redo])
+
+    def _move_and_copy(self, sources: Sequence[Rights], *, is_atomic: bool) -> None:
+        """Put everything in place; if nothing can be, the run is not ready any more."""
+        transaction = self._transaction
+        # An exception that nobody expects, such as a lack of memory, is left to recovery too.
+        transaction.needs_recovery = not is_atomic
+        begun = self._in_place is not None
+        try:
+            if self._in_place is not None:
+                self._in_place.apply()
+            for staged in self._staged:
+                if staged.take_place(sources, fsync=transaction.fsync):
+                    # It stays until the link is synced: recovery needs each file under one of its names.
+                    self._linked.append((staged.folder, staged.temporary.name))
+                begun = True
+        except GradtoolError as error:
+            if not begun:
+                self._call_off()
+                raise
+            transaction.leave_to_recovery()
+            problem = error.problems[0]
+            what = say("some files are new and some are not: {}", problem.message)
+            raise unfinished(what, problem.file, transaction.hint_to_recover) from error
+        self.is_committed = True
+        signals.mark_committed()
+        transaction.needs_recovery = False
+
+    def _call_off(self) -> None:
+        """Log that nothing was put in place and nothing will be."""
+        try:
+            self._transaction.append(ended=UNTOUCHED)
+        except OSError as error:
+            self._transaction.leave_to_recovery()
+            raise from_os_error(error, self._transaction.home.path) from error
+        self._transaction.needs_recovery = False

@@ -1,0 +1,155 @@
+"""Workers that come, go and answer when they like, on a cluster that does as it is told."""
+
+from concurrent.futures import Future
+
+import pytest
+from support import sample
+
+import gradtool
+from gradtool.backends.protocol import NormSpec
+from gradtool.engines.cluster import engine, membership
+from gradtool.engines.cluster.engine import Workers
+from gradtool.engines.cluster.membership import Membership
+from gradtool.engines.cluster.wire import packed, packed_error
+from gradtool.engines.cluster.work import Check, Report
+from gradtool.ops.passes import Measure
+from gradtool.store.transaction.inputs import Inputs
+
+CHECK = Check("/data/x", 1, None, 0, None, None)
+FIT = packed(Report("node", "1", "cpu", ""))
+UNFIT = packed_error(gradtool.BackendUnavailableError("the worker on node does not see /data/x"))
+
+
+class Told:
+    """A cluster whose calls are done by the test."""
+
+    name = "the cluster"
+
+    def __init__(self):
+        self.members_now, self.asked, self.tasks = {"a": 1}, [], []
+        self.answers = {"a": FIT}
+
+    def members(self):
+        return dict(self.members_now)
+
+    def submit(self, call, address):
+        future = Future()
+        if b"Job" in call:
+            self.tasks.append((address, call, future))
+            return future
+        self.asked.append((address, future))
+        if address in self.answers:
+            future.set_result(self.answers[address])
+        return future
+
+    def why(self, error):
+        return str(error), None
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "HEARTBEAT_SECONDS", 0.0)
+    return Told()
+
+
+@pytest.fixture
+def members(cluster):
+    members = Membership(cluster, 0.1)
+    members.require_fit(CHECK)
+    return members
+
+
+def test_a_worker_that_joins_late_is_not_waited_for_and_gets_work_once_it_is_fit(cluster, members):
+    cluster.members_now["b"] = 2
+    members.watch()
+    members.watch()
+    assert members.fit == {"a": 1}
+    ((_, answered),) = cluster.asked[1:]
+    answered.set_result(packed(Report("late", "1", "cpu", "")))
+    members.watch()
+    assert members.addresses == {("node", "1"): "a", ("late", "1"): "b"}
+    assert members.fit == {"a": 1, "b": 2}
+
+
+def test_a_worker_that_joins_late_and_is_not_fit_is_refused(cluster, members):
+    cluster.members_now["b"] = 1
+    cluster.answers["b"] = UNFIT
+    members.watch()
+    with pytest.raises(gradtool.BackendUnavailableError, match="the worker on node does not see /data/x"):
+        members.watch()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b'{"answer": {"version": "0.0.1"}}', "the worker b has another version of gradtool"),
+        (ModuleNotFoundError("No module named 'gradtool'"), "the worker b cannot load gradtool: No module named"),
+    ],
+)
+def test_a_worker_without_this_gradtool_is_refused(cluster, members, answer, said):
+    cluster.members_now["b"] = 1
+    members.watch()
+    ((_, answered),) = cluster.asked[1:]
+    answered.set_result(answer) if type(answer) is bytes else answered.set_exception(answer)
+    with pytest.raises(gradtool.BackendUnavailableError, match=said):
+        members.watch()
+
+
+def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, monkeypatch):
+    monkeypatch.setattr(membership, "_GRACE_SECONDS", 0.0)
+    cluster.answers.clear()
+    with pytest.raises(gradtool.SystemRefusedError, match=r"the worker a has not answered for 0\.1 s"):
+        Membership(cluster, 0.1).require_fit(CHECK)
+
+
+def test_the_same_is_asked_once_and_something_else_again(cluster, members):
+    members.require_fit(CHECK)
+    assert len(cluster.asked) == 1
+    members.require_fit(CHECK._replace(run="run"))
+    assert len(cluster.asked) == 2
+
+
+def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, members):
+    cluster.members_now.clear()
+    members.watch()
+    cluster.members_now["a"] = 1
+    cluster.answers["a"] = UNFIT
+    members.watch()
+    with pytest.raises(gradtool.BackendUnavailableError, match="does not see"):
+        members.watch()
+
+
+def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, members):
+    cluster.members_now["b"] = 1
+    members.watch()
+    del cluster.members_now["b"]
+    members.watch()
+    cluster.asked[1][1].set_result(UNFIT)
+    members.watch()
+    assert members.addresses == {("node", "1"): "a"}
+
+
+def test_what_a_lost_worker_had_goes_to_others_but_not_without_end(cluster, tmp_path):
+    opened = Inputs([str(sample(tmp_path))]).open()
+    workers = Workers("dask:x", lambda: cluster)
+    workers.prepare(None, opened.shards)
+    submit = cluster.submit
+
+    def lose(call, address):
+        future = submit(call, address)
+        if b"Job" in call:
+            # It dies of its task, and another one comes.
+            (number,) = cluster.members_now.values()
+            cluster.members_now = {f"{address}'": number}
+            cluster.answers = {f"{address}'": FIT}
+        return future
+
+    cluster.submit = lose
+    with pytest.raises(gradtool.SystemRefusedError, match="every worker that was given the task died"):
+        workers.run(Measure(opened.selected, NormSpec()))
+    assert [address for address, *_ in cluster.tasks] == ["a", "a'", "a''", "a'''"]
+    assert all(future.cancelled() for *_, future in cluster.tasks)

@@ -20,7 +20,6 @@ from gradtool.errors import (
 )
 from gradtool.store import fs, signals
 from gradtool.store.fs import File
-from gradtool.store.transaction.files import remove
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import UNTOUCHED
 from gradtool.store.transaction.orders import Orders
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from gradtool.store.fs import Folder
     from gradtool.store.io.redolog import RedoLog
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inplace import Target
@@ -53,8 +51,6 @@ class Commit:
         self._transaction, self._sources = transaction, sources
         self._staged: list[Staged] = []
         self._in_place: InPlace | None = None
-        # Temporaries whose targets are linked.
-        self._linked: list[tuple[Folder, str]] = []
         # Of files that other processes build.
         self.orders = Orders(transaction)
         # Whether all files are in their places.
@@ -64,19 +60,8 @@ class Commit:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._transaction.needs_recovery:
-            return
-        self._transaction.leaves_files = not self.clean()
-        if error is not None:
+        if error is not None and not self._transaction.needs_recovery:
             error.add_note("all files were written before" if self.is_committed else "no file was changed")
-
-    def clean(self) -> bool:
-        """Remove all files that are not in their places; whether all are gone."""
-        files = [*((staged.folder, staged.temporary.name) for staged in self._staged), *self._linked]
-        if self._in_place is not None:
-            files.append(self._in_place.log.file[:2])
-        gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
-        return all(gone)
 
     def stage(
         self,
@@ -95,8 +80,6 @@ class Commit:
         """
         signals.deliver()
         folder, name = self._transaction.targets.locate(target)
-        # Until the temporary is removed, the log must stay.
-        self._transaction.leaves_files = True
         number, temporary = self._transaction.new_name("tmp")
         with os_errors_about(target):
             fd, file = folder.create_file(temporary)
@@ -188,9 +171,7 @@ class Commit:
             if self._in_place is not None:
                 self._in_place.apply()
             for staged in self._staged:
-                if staged.take_place(sources, fsync=transaction.fsync):
-                    # It stays until the link is synced: recovery needs each file under one of its names.
-                    self._linked.append((staged.folder, staged.temporary.name))
+                staged.take_place(sources, fsync=transaction.fsync)
                 begun = True
         except GradtoolError as error:
             if not begun:

@@ -12,16 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
-from functools import partial
+import stat
 from typing import TYPE_CHECKING
 
 from gradtool.errors import os_errors_about
+from gradtool.store.fs import Folder, open_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gradtool.store.fs import File, Folder
+    from collections.abc import Collection, Mapping, Sequence
 
 PREFIX = ".gradtool-"
 MARKER = ".at"
@@ -62,31 +60,56 @@ def files_of_runs(folder: Folder) -> list[str]:
         return sorted(name for name in folder.names() if name.startswith(PREFIX) and run_of(name))
 
 
-def remove(folder: Folder, name: str) -> bool:
-    """Remove a file that is no longer needed; whether that succeeded."""
-    return succeeds(partial(folder.unlink, name))
+def clear(run: str, targets: Mapping[Folder, Collection[str]], missing: Sequence[str], *, fsync: bool) -> None:
+    """Remove whatever a run has made in its folders, of which the first is its home: its log and its lock last.
+
+    Each folder comes with the names of the targets there. `missing` are the folders that the run made in its home; they
+    are removed if they are empty. May be interrupted and repeated.
+    """
+    log, (home, *others) = log_of(run), targets
+    for folder, names in targets.items():
+        _remove_files(folder, run)
+        status = folder.status(log)
+        for marker in map(marker_of, names):
+            marked = folder.status(marker)
+            if status is not None and marked is not None and os.path.samestat(status, marked):
+                folder.unlink(marker)
+    for folder in others:
+        folder.unlink(log)
+        # In a power cut, no pointer may outlive the log.
+        if fsync:
+            folder.sync()
+    for number in range(len(missing), 0, -1):
+        _unmake(home, missing[:number])
+    home.unlink(log)
+    home.unlink(lock_of(run))
 
 
-def succeeds(call: Callable[[], None]) -> bool:
-    """Whether a call succeeds, tried twice."""
+def _remove_files(folder: Folder, run: str) -> None:
+    """Remove the temporaries and the redo log of a run; folders and files that only others may remove stay."""
+    # Listed again, because a worker may make a temporary until the permit to do so is gone.
     for _ in range(2):
-        with contextlib.suppress(OSError):
-            call()
-            return True
-    return False
+        names = [name for name in files_of_runs(folder) if run_of(name) == run and not name.endswith((".run", ".lock"))]
+        for name in names:
+            status = folder.status(name)
+            if status is None or stat.S_ISDIR(status.st_mode):
+                continue
+            try:
+                folder.unlink(name)
+            except PermissionError:
+                if status.st_uid == os.geteuid():
+                    raise
+        if not names:
+            return
 
 
-def remove_all(files: Sequence[File]) -> bool:
-    """Remove files in parallel, because freeing a large one takes as long as a pass over it; whether all are gone."""
-    threads, left = [], list(files)
-    with contextlib.suppress(RuntimeError):  # No more threads can be started.
-        while len(left) > 1:
-            thread = threading.Thread(target=remove, args=(left[-1].folder, left[-1].name))
-            thread.start()
-            threads.append(thread)
-            left.pop()
-    for file in left:
-        remove(file.folder, file.name)
-    for thread in threads:
-        thread.join()
-    return not any(file.is_there for file in files)
+def _unmake(home: Folder, names: Sequence[str]) -> None:
+    """Remove a folder that the run made, if it is empty."""
+    with contextlib.ExitStack() as stack:
+        above = home
+        for name in names[:-1]:
+            try:
+                above = stack.enter_context(Folder(above.path / name, open_folder(name, within=above.fd)))
+            except OSError:
+                return
+        above.unmake(names[-1])

@@ -43,8 +43,6 @@ class InPlace:
             _require_writable(target, fsync=transaction.fsync)
             signals.deliver()
         nbytes = self._require_disk_space()
-        # From here on, the transaction log must stay until the clean-up is complete.
-        transaction.leaves_files = True
         self._number, name = transaction.new_name("redo")
         with os_errors_about(transaction.home.path / name):
             fd, file = transaction.home.create_file(name)

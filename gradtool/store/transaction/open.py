@@ -16,7 +16,7 @@ from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, os
 from gradtool.store import signals
 from gradtool.store.transaction.inputs import Inputs, OpenSets, WritePlan, open_to_read, require_finished
 from gradtool.store.transaction.locks import InUse
-from gradtool.store.transaction.output import Output, explained
+from gradtool.store.transaction.output import Output
 from gradtool.store.transaction.recovery import Recovered, recover_at, recover_if_crashed
 from gradtool.store.transaction.runs import runs_in
 
@@ -56,7 +56,7 @@ def open_to_write(
         output.check_state_files()
         yield opened, output
         return
-    with signals.deferred(), output.new_transaction() as transaction, explained(transaction):
+    with signals.deferred(), output.new_transaction() as transaction:
         refusal = _acquired(transaction, options.lock_timeout)
         if transaction.may_be_stale or not all(shard.source.is_unchanged for shard in output.shards):
             opened = inputs.open()

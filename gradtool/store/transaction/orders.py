@@ -6,16 +6,15 @@ run a task twice, and a worker that it took for dead may go on. The first attemp
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import GradtoolError, changed_meanwhile, os_errors_about
+from gradtool.errors import changed_meanwhile, os_errors_about
 from gradtool.store.fs import File
 from gradtool.store.io.destination import NewFile, read_for
 from gradtool.store.late import retry_until_visible
-from gradtool.store.transaction.files import files_of_runs, name_of, remove, run_of
+from gradtool.store.transaction.files import name_of
 from gradtool.store.transaction.staging import Staged
 
 if TYPE_CHECKING:
@@ -76,8 +75,6 @@ class Orders:
     def add(self, target: Path, new: NewFile, *, keeps_attributes: bool, is_new: bool = False) -> Order:
         """Order a file that will become `target`."""
         folder, name = self._transaction.targets.locate(target)
-        # Until all attempts are removed, the log must stay.
-        self._transaction.leaves_files = True
         with os_errors_about(target):
             if folder not in self._permits:
                 _, permit = self._transaction.new_name("tmp")
@@ -110,18 +107,6 @@ class Orders:
         """Raise `AssertionError` unless all files are built."""
         if self._missing:
             raise AssertionError("no worker has built a file that was ordered")
-
-    def withdraw(self) -> bool:
-        """Remove the permits and then all attempts, taken or not; whether all are gone.
-
-        An attempt that is made later finds no permit, and removes itself.
-        """
-        gone = [remove(folder, permit) for folder, permit in self._permits.items()]
-        for folder in self._permits:
-            with contextlib.suppress(GradtoolError):  # It cannot be listed; attempts then remove what they made.
-                names = [name for name in files_of_runs(folder) if run_of(name) == self._transaction.id]
-                gone += [remove(folder, name) for name in names if name.endswith(".tmp")]
-        return all(gone)
 
 
 @dataclass(frozen=True)

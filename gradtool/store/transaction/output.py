@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
+from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError
 from gradtool.store.format.layout import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.format.paths import parts_in
@@ -22,7 +22,7 @@ from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
-from gradtool.wording import call, option, say
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     # For each file whose metadata change, the entries that get a new text, or none.
     Metadata = Mapping[Shard, Mapping[str, str | None]]
-
-_NOTE = say("{}, or the next run, makes the files all old or all new", call("recover"))
 
 
 class Output(NamedTuple):
@@ -232,23 +230,6 @@ class Output(NamedTuple):
         if not self.is_elsewhere or self.options.output is not None:
             return []
         return [index for one in self.sets if (index := one.read_index()) is not None]
-
-
-@contextlib.contextmanager
-def explained(transaction: Transaction) -> Iterator[None]:
-    """Add the remedy to an error that leaves files for `gradtool recover`."""
-    try:
-        yield
-    except BaseException as error:
-        if transaction.leaves_files:
-            error.add_note(_NOTE)
-        if transaction.needs_recovery and isinstance(error, GradtoolError):
-            problem, hint = error.problems[0], transaction.hint_to_recover
-            if problem.hint != hint:
-                raise SystemRefusedError(
-                    problem.message, file=problem.file, tensor=problem.tensor, code="unfinished", hint=hint
-                ) from error
-        raise
 
 
 def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:

@@ -15,17 +15,7 @@ from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, fro
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.io.redolog import RedoLog, changed_since
-from gradtool.store.transaction.files import (
-    MARKER,
-    PREFIX,
-    files_of_runs,
-    lock_of,
-    log_of,
-    marker_of,
-    name_of,
-    remove,
-    run_of,
-)
+from gradtool.store.transaction.files import MARKER, PREFIX, clear, lock_of, log_of, name_of
 from gradtool.store.transaction.locks import InUse, claim, lock
 from gradtool.store.transaction.log import FINISHED, HOST, UNTOUCHED
 from gradtool.store.transaction.logfiles import append_step, is_trusted, read_log
@@ -149,7 +139,7 @@ class _Crashed:
             self._roll_forward(force=force)
             if len(home.folders) > 1 or home.redo is not None:
                 self._append(ended=FINISHED)
-        self._clear(unmake=outcome != FINISHED)
+        self._clear()
         return outcome
 
     def _outcome(self) -> str:
@@ -238,37 +228,16 @@ class _Crashed:
             raise changed_since(folder.path / move.name)
         return stat.S_ISREG(built.st_mode)
 
-    def _clear(self, *, unmake: bool) -> None:
-        """Remove the run's files, its log and its lock last."""
-        log, first = self._home.path.name, self._folders[0]
-        for number, folder in self._folders.items():
-            self._clear_folder(folder, self._names[number])
-        pointed = list(self._folders.values())[1:]
-        for folder in pointed:
-            folder.unlink(log)
-        # On the disk too, a pointer must be gone before its log is, even one that the run removed itself.
-        for folder in (*pointed, *self._unpointed):
-            # A pointer that was made but not written.
+    def _clear(self) -> None:
+        """Remove whatever the run has made."""
+        log = self._home.path.name
+        for folder in self._unpointed:
+            # A pointer that was made but not written; on the disk too, it must be gone before the log is.
             if _is_own(folder, log) and read_log(folder, log) is None:
                 folder.unlink(log)
             folder.sync()
-        missing = self._home.missing
-        for number in range(len(missing), 0, -1) if unmake else ():
-            _unmake(first, missing[:number])
-        first.unlink(log)
-        first.unlink(lock_of(self._home.run))
-
-    def _clear_folder(self, folder: Folder, names: frozenset[str]) -> None:
-        # Listed twice, because a worker may make a temporary until the permit to do so is gone.
-        for _ in range(2):
-            for name in files_of_runs(folder):
-                if run_of(name) == self._home.run and not name.endswith((".run", ".lock")):
-                    _remove_ours(folder, name)
-        log = folder.status(self._home.path.name)
-        for marker in map(marker_of, names):
-            status = folder.status(marker)
-            if status is not None and log is not None and os.path.samestat(status, log):
-                folder.unlink(marker)
+        targets = {folder: self._names[number] for number, folder in self._folders.items()}
+        clear(self._home.run, targets, self._home.missing, fsync=True)
 
 
 def _is_own(folder: Folder, name: str) -> bool:
@@ -277,36 +246,21 @@ def _is_own(folder: Folder, name: str) -> bool:
     return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
 
 
+def _remove_own(folder: Folder, name: str) -> bool:
+    """Remove a file of this user; whether that succeeded."""
+    with contextlib.suppress(OSError):
+        if _is_own(folder, name):
+            folder.unlink(name)
+            return True
+    return False
+
+
 def _target_of(folder: Folder, change: Change) -> File | None:
     """Return the file that is changed in place, if there is one of that size."""
     status = folder.status(change.name)
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != change.size:
         return None
     return File(folder, change.name, status.st_dev, status.st_ino)
-
-
-def _remove_ours(folder: Folder, name: str) -> None:
-    """Remove a file of a run; a folder, or another user's file that we may not remove, stays."""
-    status = folder.status(name)
-    if status is None or stat.S_ISDIR(status.st_mode):
-        return
-    try:
-        folder.unlink(name)
-    except PermissionError:
-        if status.st_uid == os.geteuid():
-            raise
-
-
-def _unmake(home: Folder, names: tuple[str, ...]) -> None:
-    """Remove a folder that the run made, if it is empty."""
-    with contextlib.ExitStack() as stack:
-        above = home
-        for name in names[:-1]:
-            try:
-                above = stack.enter_context(Folder(above.path / name, fs.open_folder(name, within=above.fd)))
-            except OSError:
-                return
-        above.unmake(names[-1])
 
 
 def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
@@ -325,15 +279,15 @@ def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
                 return 0
         if read_log(folder, log_of(run)) is not None:
             return 0
-        return sum(_is_own(folder, name) and remove(folder, name) for name in names)
+        return sum(_remove_own(folder, name) for name in names)
 
 
 def _remove_old_markers(folder: Folder) -> int:
     """Remove the user's markers that lead to no log; count them."""
     removed = 0
     for name in folder.names():
-        if name.startswith(PREFIX) and name.endswith(MARKER) and _is_own(folder, name):
+        if name.startswith(PREFIX) and name.endswith(MARKER):
             log = read_log(folder, name)
             if log is None or folder.status(log.path.name) is None:
-                removed += remove(folder, name)
+                removed += _remove_own(folder, name)
     return removed

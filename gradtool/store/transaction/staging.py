@@ -105,23 +105,22 @@ class Staged:
             if fsync:
                 fs.sync(fd)
 
-    def take_place(self, sources: Sequence[Rights], *, fsync: bool) -> bool:
+    def take_place(self, sources: Sequence[Rights], *, fsync: bool) -> None:
         """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file.
 
-        Returns whether the temporary is left, as a second name of a target that did not exist.
+        It stays as a second name of a target that must not exist: recovery needs each file under one of its names.
         """
         self.finish(sources, fsync=fsync)
         with os_errors_about(self.target):
             if not self.temporary.is_there:
                 raise changed_meanwhile(self.temporary.path)
             if self.is_new and self._link():
-                return True
+                return
             try:
                 self.folder.rename(self.temporary.name, self.name)
             except OSError:
                 if not self._is_target():
                     raise
-            return False
 
     def was_swapped(self) -> bool:
         """Whether another file took the temporary's name at the very instant of the rename."""

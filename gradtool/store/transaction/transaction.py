@@ -8,10 +8,10 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import SystemRefusedError, os_errors_about
+from gradtool.errors import GradtoolError, SystemRefusedError, os_errors_about
 from gradtool.store import fs
 from gradtool.store.system import boot_id
-from gradtool.store.transaction.files import PREFIX, lock_of, log_of, marker_of, name_of, remove, succeeds
+from gradtool.store.transaction.files import PREFIX, clear, lock_of, log_of, marker_of, name_of
 from gradtool.store.transaction.locks import create_locked
 from gradtool.store.transaction.log import FINISHED, FORMAT, HOST, UNTOUCHED, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.targets import Targets
 
 _TRIES = 10
+_NOTE = say("{}, or the next run, makes the files all old or all new", call("recover"))
 _LOCKED = "cannot lock a new file here: another process always locks it first"
 # The longest numbers that a log has for a target.
 _LONGEST = [10**5, 10**9, *[-(1 << 63)] * 4, 1 << 32]
@@ -37,22 +38,27 @@ class Transaction:
         self.may_be_stale = False
         self.targets = targets
         self._pid = os.getpid()
-        # The folders that have our log or a pointer to it, and the log's markers.
-        self._logged: list[Folder] = []
-        self._marked: list[tuple[Folder, str]] = []
         self._lock = self._log = -1
         self._size = 0
         self._numbers = itertools.count()
-        # Recovery needs the log to find the files that are left.
-        self.leaves_files = False
         # Only recovery may go on.
         self.needs_recovery = False
+        # Whether something could not be removed at the end.
+        self.leaves_files = False
+        self._has_markers = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
+        if error is not None and self.leaves_files:
+            error.add_note(_NOTE)
+        if isinstance(error, GradtoolError) and self.needs_recovery:
+            problem, hint = error.problems[0], self.hint_to_recover
+            if problem.hint != hint:
+                what, file, tensor = problem.message, problem.file, problem.tensor
+                raise SystemRefusedError(what, file=file, tensor=tensor, code="unfinished", hint=hint) from error
 
     @property
     def home(self) -> Folder:
@@ -110,7 +116,7 @@ class Transaction:
             for marker in map(marker_of, sorted(names)):
                 with contextlib.suppress(OSError):  # A file system without links has no such permissions either.
                     folder.link(log_of(self.id), marker)
-                    self._marked.append((folder, marker))
+                    self._has_markers = True
 
     def sync(self) -> None:
         """Sync the log, its pointers, and the names of all files made so far."""
@@ -125,12 +131,12 @@ class Transaction:
 
     def end(self, *, always: bool) -> None:
         """Log that all files are new and only the clean-up is left; unless `always`, not if that is just the log."""
-        if always or len(self.targets.folders) > 1 or self._marked:
+        if always or len(self.targets.folders) > 1 or self._has_markers:
             self.append(ended=FINISHED)
 
     def leave_to_recovery(self) -> None:
         """Do nothing more; a later run will recover this one."""
-        self.leaves_files = self.needs_recovery = True
+        self.needs_recovery = True
 
     def close(self) -> None:
         """Remove the log, its pointers first, and close the lock and all folders."""
@@ -138,7 +144,6 @@ class Transaction:
             # A forked process has nothing to end.
             if os.getpid() == self._pid:
                 self._end()
-                self._unmake()
 
     def _check_log_size(self) -> None:
         """Raise `BadInputError` now for a log that would become too large later."""
@@ -161,7 +166,6 @@ class Transaction:
 
     def _write_log(self) -> None:
         fd = self._log = self.home.create(log_of(self.id))
-        self._logged.append(self.home)
         self._size = fs.write_all(fd, [line_of(run=self._facts(self.home))], 0)
         # Other users must be able to read it; but not while it is empty, or they could lock it.
         fs.change_mode(fd, 0o644)
@@ -180,7 +184,6 @@ class Transaction:
         else:
             raise SystemRefusedError(_LOCKED, file=folder.path)
         with fs.closing(fd):
-            self._logged.append(folder)
             fs.write_all(fd, [line_of(run=self._facts(folder))], 0)
             if self.fsync:
                 fs.sync(fd)
@@ -200,30 +203,21 @@ class Transaction:
         return facts | {"folders": [os.path.relpath(other, folder.path) for other in others]}
 
     def _end(self) -> None:
-        """Remove the log's markers, its pointers, the log, and last the lock."""
+        """Remove whatever the run has made, unless recovery needs it, and unlock."""
         if self._lock < 0:
             return
         try:
-            if not self.leaves_files:
-                self._clear()
+            self.leaves_files = self.needs_recovery or not any(self._clears() for _ in range(2))
         finally:
             opened = [fd for fd in (self._log, self._lock) if fd >= 0]
             self._lock = self._log = -1
-            self._logged, self._marked, self._size = [], [], 0
+            self._size = 0
             for fd in opened:
                 os.close(fd)
 
-    def _clear(self) -> None:
-        home, log = self.home, log_of(self.id)
-        others = [folder for folder in self._logged if folder is not home]
-        gone = [remove(folder, marker) for folder, marker in self._marked] + [remove(folder, log) for folder in others]
-        # In a power cut, no pointer may outlive the log.
-        gone += [succeeds(folder.sync) for folder in others if self.fsync]
-        if all(gone) and (home not in self._logged or remove(home, log)):
-            remove(home, lock_of(self.id))
-
-    def _unmake(self) -> None:
-        """Remove the folders that were made for the targets, if they are empty."""
-        for outer, inner in reversed(list(itertools.pairwise([self.home, *self.targets.made]))):
-            with contextlib.suppress(OSError):
-                outer.unmake(inner.path.name)
+    def _clears(self) -> bool:
+        """Remove whatever the run has made; whether that succeeded."""
+        with contextlib.suppress(OSError):
+            clear(self.id, self.targets.names, self.targets.missing, fsync=self.fsync)
+            return True
+        return False

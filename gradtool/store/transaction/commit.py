@@ -23,7 +23,6 @@ from gradtool.store.fs import File
 from gradtool.store.transaction.files import remove
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import UNTOUCHED
-from gradtool.store.transaction.orders import Orders
 from gradtool.store.transaction.staging import Staged, keep_attributes, rights_of
 from gradtool.wording import say
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from gradtool.store.io.redolog import RedoLog
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inplace import Target
-    from gradtool.store.transaction.orders import Built, Order
     from gradtool.store.transaction.staging import Rights, Source
     from gradtool.store.transaction.transaction import Transaction
 
@@ -53,10 +51,8 @@ class Commit:
         self._transaction, self._sources = transaction, sources
         self._staged: list[Staged] = []
         self._in_place: InPlace | None = None
-        # Temporaries whose targets are linked.
-        self._linked: list[tuple[Folder, str]] = []
-        # Of files that other processes build.
-        self.orders = Orders(transaction)
+        # Other files to remove at the end: temporaries whose targets are linked, or that were given up.
+        self._others: list[tuple[Folder, str]] = []
         # Whether all files are in their places.
         self.is_committed = False
 
@@ -70,12 +66,17 @@ class Commit:
         if error is not None:
             error.add_note("all files were written before" if self.is_committed else "no file was changed")
 
+    @property
+    def count(self) -> int:
+        """Count the new files."""
+        return len(self._staged)
+
     def clean(self) -> bool:
         """Remove all files that are not in their places; whether all are gone."""
-        files = [*((staged.folder, staged.temporary.name) for staged in self._staged), *self._linked]
+        files = [*((staged.folder, staged.temporary.name) for staged in self._staged), *self._others]
         if self._in_place is not None:
             files.append(self._in_place.log.file[:2])
-        gone = [self.orders.withdraw(), *(remove(folder, name) for folder, name in files)]
+        gone = [remove(folder, name) for folder, name in files]
         return all(gone)
 
     def stage(
@@ -113,9 +114,10 @@ class Commit:
                     fs.change_mode(fd, 0o600)
         return file
 
-    def adopt(self, order: Order, built: Built) -> None:
-        """Take what another process has built as ordered; raises `SystemRefusedError` if it is something else."""
-        self._staged.append(self.orders.adopted(order, built))
+    def give_up(self, temporary: File) -> None:
+        """Do not put a temporary in place that was staged, and remove it at the end of the block."""
+        self._staged = [staged for staged in self._staged if staged.temporary != temporary]
+        self._others.append((temporary.folder, temporary.name))
 
     def stage_content(self, file: SmallFile, *, is_new: bool) -> None:
         """Stage a small file with its content; if `is_new`, it may not exist when it is put in its place."""
@@ -135,7 +137,6 @@ class Commit:
             SystemRefusedError: another program changed a file since it was read, or a sync failed, and all files are as
                 they were; or a rename or a copy failed after the first, and recovery must go on.
         """
-        self.orders.require_all_built()
         makes_new = any(staged.original is None for staged in self._staged)
         # Of thousands of files, only a few differ.
         sources = list({rights_of(path, before) for path, before in self._sources}) if makes_new else []
@@ -190,7 +191,7 @@ class Commit:
             for staged in self._staged:
                 if staged.take_place(sources, fsync=transaction.fsync):
                     # It stays until the link is synced: recovery needs each file under one of its names.
-                    self._linked.append((staged.folder, staged.temporary.name))
+                    self._others.append((staged.folder, staged.temporary.name))
                 begun = True
         except GradtoolError as error:
             if not begun:

@@ -259,11 +259,9 @@ class _Crashed:
         first.unlink(lock_of(self._home.run))
 
     def _clear_folder(self, folder: Folder, names: frozenset[str]) -> None:
-        # Listed twice, because a worker may make a temporary until the permit to do so is gone.
-        for _ in range(2):
-            for name in files_of_runs(folder):
-                if run_of(name) == self._home.run and not name.endswith((".run", ".lock")):
-                    _remove_ours(folder, name)
+        for name in files_of_runs(folder):
+            if run_of(name) == self._home.run and not name.endswith((".run", ".lock")):
+                _remove_ours(folder, name)
         log = folder.status(self._home.path.name)
         for marker in map(marker_of, names):
             status = folder.status(marker)

@@ -29,11 +29,17 @@ _CORRECT = "correct the index, or copy the set again"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientSet:
-    """What one path names: a file, an index with its shards, or a folder."""
+    """What one path names: a file, an index with its shards, or a folder. In `split` are tensors that lie in pieces."""
 
     name: str
     shards: tuple[Shard, ...]
     index: Path | None = None
+    split: tuple[Shard, ...] = ()
+
+    @property
+    def tensors(self) -> Iterator[Selected]:
+        """Its tensors, each whole, in the order of the files."""
+        return (Selected(shard, tensor) for shard in (*self.shards, *self.split) for tensor in shard.tensors)
 
     def read_index(self) -> SmallFile | None:
         """Read the index, if there is one."""
@@ -90,7 +96,7 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         BadInputError: a pattern matches no tensor, or nothing is left.
     """
     wanted, unwanted = compiled(include, "include"), compiled(exclude, "exclude")
-    everything = [Selected(shard, tensor) for one in sets for shard in one.shards for tensor in shard.tensors]
+    everything = [selected for one in sets for selected in one.tensors]
     if not wanted and not unwanted:
         return everything
     names = {one.tensor.name for one in everything}

@@ -61,7 +61,7 @@ class Renames(NamedTuple):
             BadInputError: a pattern matches no name, or two tensors of a set would have the same name.
         """
         chosen = list(sets)[self.sets]
-        names = {tensor.name: tensor.name for one in chosen for shard in one.shards for tensor in shard.tensors}
+        names = {tensor.name: tensor.name for one in chosen for _, tensor in one.tensors}
         for rule in self.rules:
             matching(set(names.values()), [rule.pattern], "map")
             renamed_to = dict(apply(rule.pattern, rule.applied, set(names.values()), "map"))
@@ -73,19 +73,21 @@ class Renames(NamedTuple):
 
 def _renamed(one: GradientSet, names: dict[str, str]) -> GradientSet:
     home: dict[str, str] = {}
-    for shard in one.shards:
-        for tensor in shard.tensors:
-            new = names[tensor.name]
-            check_new_name(shard.name, tensor.name, new, option("map"))
-            other = home.setdefault(new, tensor.name)
-            if other != tensor.name:
-                message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, other)
-                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="duplicate-name")
-    shards = (
-        replace(shard, tensors=tuple(tensor._replace(name=names[tensor.name]) for tensor in shard.tensors))
-        for shard in one.shards
+    for shard, tensor in one.tensors:
+        new = names[tensor.name]
+        check_new_name(shard.name, tensor.name, new, option("map"))
+        other = home.setdefault(new, tensor.name)
+        if other != tensor.name:
+            message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, other)
+            raise BadInputError(message, file=shard.name, tensor=tensor.name, code="duplicate-name")
+    shards, split = (
+        tuple(
+            replace(shard, tensors=tuple(tensor._replace(name=names[tensor.name]) for tensor in shard.tensors))
+            for shard in each
+        )
+        for each in (one.shards, one.split)
     )
-    return replace(one, shards=tuple(shards))
+    return replace(one, shards=shards, split=split)
 
 
 def prefix_problem(names: Sequence[str], other_names: Sequence[str], file: str, other: object) -> Problem | None:

@@ -119,7 +119,8 @@ class Channel:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        self._fill(self._reader(shard), begin, view)
+        for file, at, part in shard.runs(begin, len(view)):
+            self._fill(self._reader(file), at, view[part])
         self.record_read(len(view), perf_counter() - began)
 
     @contextlib.contextmanager
@@ -154,7 +155,8 @@ class Channel:
         Raises:
             SystemRefusedError: the file changed since its header was read.
         """
-        self._reader(shard)
+        for file in shard.files:
+            self._reader(file)
 
     def count(self, nbytes: int) -> None:
         """Count bytes as processed."""

@@ -13,7 +13,7 @@ from gradtool.store.format.gradset import check_dtypes, open_sets, require_uniqu
 from gradtool.store.transaction.readers import require_finished
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
@@ -40,9 +40,9 @@ class OpenSets:
         """The files that runs may leave half changed."""
         return [Path(shard.name) for shard in self.shards if shard.source.status]
 
-    def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
-        """The selected tensors of the given files."""
-        return [one for shard in shards for one in self._by_shard.get(shard, ())]
+    def selected_in(self, gradients: GradientSet) -> list[Selected]:
+        """The selected tensors of a set."""
+        return [one for shard in (*gradients.shards, *gradients.split) for one in self._by_shard.get(shard, ())]
 
     @cached_property
     def _by_shard(self) -> dict[Shard, list[Selected]]:

@@ -85,6 +85,9 @@ class Output(NamedTuple):
                 what = "{} is one file, but {} files get results"
             hint = say("use {} for several files", option("output_dir"))
             raise UsageError(say(what, option("output"), len(output_files or ())), hint=hint)
+        if plan.by_workers and any(one.split for one in written):
+            hint = say("use {}", option("engine", "threads"))
+            raise UsageError("other processes cannot write tensors that are split over files", hint=hint)
         if options.is_elsewhere:
             check_collisions(output.targets, shards, indexes, output.shards)
         else:
@@ -129,7 +132,8 @@ class Output(NamedTuple):
         changes: dict[Shard, int] = {}
         metadata = metadata or {}
         for one in changed:
-            changes[one.shard] = changes.get(one.shard, 0) + one.tensor.nbytes
+            for shard, begin, end in one.shard.ranges(one.tensor):
+                changes[shard] = changes.get(shard, 0) + end - begin
         return [
             NewFile(shard, shard.size, changes=changes.get(shard, 0), metadata=metadata.get(shard))
             for shard in self.shards

@@ -175,7 +175,7 @@ def _tensor_row(selected: Selected, measurement: Measurement, number: int, norm:
 def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement) -> Iterator[FileNorm]:
     first = 0
     for path, gradset in zip(paths, opened.sets, strict=True):
-        selected = opened.selected_in(gradset.shards)
+        selected = opened.selected_in(gradset)
         end = first + len(selected)
         part = measurement.between(first, end)
         row = FileNorm(

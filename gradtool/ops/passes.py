@@ -87,18 +87,15 @@ class TensorPass(Generic[Result]):
         for shard in destination.shards or (wanted if by_file else ()):
             places = [(number, 0) for number, _ in wanted.get(shard, ())]
             work = self.restricted_to([self.selected[number] for number, _ in places], places)
-            reads = dict.fromkeys([*([shard] if self.reads_selected else []), *(other.shard for other in work.beside)])
+            reads = [*([shard] if self.reads_selected else []), *(other.shard for other in work.beside)]
             nbytes = shard.size + sum(other.tensor.nbytes for other in work.beside)
-            yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
+            yield Part(work, places, _files_of(reads), shard if destination.count else None, nbytes)
         blocks = () if by_file else DISCARD.blocks(wanted, TILE, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]
             stretches = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]
-            reads, nbytes = (
-                dict.fromkeys(block.shard for block in batch),
-                sum(block.end - block.begin for block in batch),
-            )
-            yield Part(self.restricted_to(stretches, places), places, list(reads), None, nbytes)
+            reads, nbytes = _files_of(block.shard for block in batch), sum(block.end - block.begin for block in batch)
+            yield Part(self.restricted_to(stretches, places), places, reads, None, nbytes)
 
     def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
         """Return the same for parts of tensors, whose places name the whole ones."""
@@ -184,6 +181,11 @@ def _batches(blocks: Iterable[Block], nbytes: int) -> Iterator[list[Block]]:
         batch.append(block)
     if batch:
         yield batch
+
+
+def _files_of(shards: Iterable[Shard]) -> list[Shard]:
+    """Return the files that shards are read from, each once."""
+    return list(dict.fromkeys(file for shard in dict.fromkeys(shards) for file in shard.files))
 
 
 def _stretch(block: Block, span: Span) -> Tensor:

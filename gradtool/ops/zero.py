@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
 from gradtool.ops.call import Call
-from gradtool.ops.passes import TensorPass, by_shard
+from gradtool.ops.passes import TensorPass
 from gradtool.ops.results import OutputSummary, Result
 from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
@@ -70,7 +71,7 @@ def _without_totals(call: Call) -> tuple[Metadata, list[Problem]]:
     metadata: dict[Shard, Mapping[str, str | None]] = {}
     warnings: list[Problem] = []
     for gradients in call.opened.sets:
-        if any(has_values(tensor) for _, tensor in call.opened.selected_in(gradients.shards)):
+        if any(has_values(tensor) for _, tensor in call.opened.selected_in(gradients)):
             hint = say("use {} to store the next total", option("overwrite", True))
             changes, warning = replace_total(gradients, None, None, hint)
             metadata |= changes
@@ -81,10 +82,13 @@ def _without_totals(call: Call) -> tuple[Metadata, list[Problem]]:
 def _files(call: Call, output: Output, metadata: Metadata) -> list[NewFile]:
     """Return the files to be written: copies of what is not zeroed, and zeros."""
     selected = [each for each in call.selected if each.tensor.nbytes]
-    tensors = by_shard(selected)
+    ranges: dict[Shard, list[tuple[int, int]]] = defaultdict(list)
+    for part, tensor in selected:
+        for shard, begin, end in part.ranges(tensor):
+            ranges[shard].append((begin, end))
     files = []
     for file in output.files(selected, metadata):
-        zeros = [(tensor.begin, tensor.end) for _, tensor in tensors.get(file.shard, ())]
+        zeros = sorted(ranges[file.shard])
         files.append(file._replace(zeros=zeros, copies=_copies(file.shard, zeros)))
     return files
 

@@ -12,11 +12,12 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import changed_meanwhile, os_errors_about
+from gradtool.errors import UsageError, changed_meanwhile, os_errors_about
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.io.destination import NewFile, read_for
 from gradtool.store.source import open_source, require_status
+from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -68,6 +69,9 @@ class RemoteFiles:
     """New files that workers write; the last attempt at each is put in place with all other files of the run."""
 
     def __init__(self, staging: Staging) -> None:
+        if any(gradset.split for gradset in staging.output.sets):
+            hint = say("use {}", option("engine", "threads"))
+            raise UsageError("workers cannot write tensors that are split over files", hint=hint)
         self._staging, self._files = staging, {new.shard: new for new in staging.files}
         self._attempts: dict[Shard, File] = {}
 

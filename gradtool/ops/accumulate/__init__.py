@@ -75,9 +75,9 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     with call.open_to_write(options, WritePlan(len(into), created)) as output:
         gradients = call.opened.sets[len(into) :]
         _check_count(options, len(gradients))
-        selected = [call.opened.selected_in(gradient.shards) for gradient in gradients]
+        selected = [call.opened.selected_in(gradient) for gradient in gradients]
         if created is None:
-            buffer = Buffer(call.opened.selected_in(output.shards), output.sets[0])
+            buffer = Buffer(call.opened.selected_in(output.sets[0]), output.sets[0])
         else:
             buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
         weights = weights_of(options, gradients)

@@ -104,9 +104,8 @@ class Buffer(NamedTuple):
         """Return the files to be written: new ones, or those in which tensors or metadata change, and elsewhere all."""
         if self.existing is None:
             return [NewFile(shard, shard.size, header, copies=()) for header, shard in self.layouts]
-        shards = {selected.shard for selected in changed}
         files = output.files(changed, metadata)
-        return [file if file.shard in shards else file._replace(copies=[(0, file.size, 0)]) for file in files]
+        return [file if file.changes else file._replace(copies=[(0, file.size, 0)]) for file in files]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,7 +250,7 @@ def _total(
     numbers = {number for number, target in enumerate(buffer.targets) if has_values(target.tensor)}
     if options.missing == "skip" and not all(numbers <= each.tensors.keys() for each in accepted):
         return None, say("use {} for a total of all gradients", option("missing", "zero"))
-    tensors = [tensor for shard in existing.shards for tensor in shard.tensors] if existing is not None else []
+    tensors = [tensor for _, tensor in existing.tensors] if existing is not None else []
     if existing is not None and sum(map(has_values, tensors)) != len(numbers):
         return None, "add to all tensors to keep a total"
     if not options.adds_to_old:

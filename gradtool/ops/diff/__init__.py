@@ -156,7 +156,7 @@ def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected
         BadInputError: a tensor is only in one of them, or has another shape in the other, unless `skip`; or nothing is
             left. Every such tensor is named.
     """
-    a, b = ({x.tensor.name: x for x in opened.selected_in(gradset.shards)} for gradset in opened.sets)
+    a, b = ({x.tensor.name: x for x in opened.selected_in(gradset)} for gradset in opened.sets)
     pairs = [(x, b[name]) for name, x in a.items() if name in b]
     same = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
     unmatched = [_unmatched(x, "only a", x.tensor.shape, None) for name, x in a.items() if name not in b]

@@ -119,22 +119,20 @@ class Lookup:
         self._places: dict[str, dict[int, Selected]] = {}
         endings = tuple(getattr(options, role) for role in input_roles(options))
         for number, owner in enumerate(opened.sets):
-            for shard in owner.shards:
-                for tensor in shard.tensors:
-                    if tensor.name.endswith(endings):
-                        self._places.setdefault(tensor.name, {})[number] = Selected(shard, tensor)
+            for selected in owner.tensors:
+                if selected.tensor.name.endswith(endings):
+                    self._places.setdefault(selected.tensor.name, {})[number] = selected
 
     def matches(self) -> Iterator[Match]:
         """Yield the selected gradients of layers' outputs, of the prefixes asked for or all, in their order."""
         suffix, wanted = self._options.y_grad, self._options.prefix
         selected = {(shard, tensor.name) for shard, tensor in self._opened.selected}
         for number, owner in enumerate(self._opened.sets):
-            for shard in owner.shards:
-                for tensor in shard.tensors:
-                    if tensor.name.endswith(suffix) and (shard, tensor.name) in selected:
-                        match = Match(number, owner, tensor.name.removesuffix(suffix), Selected(shard, tensor))
-                        if self._is_prefix(match.prefix) and (not wanted or not set(wanted).isdisjoint(match.names)):
-                            yield match
+            for shard, tensor in owner.tensors:
+                if tensor.name.endswith(suffix) and (shard, tensor.name) in selected:
+                    match = Match(number, owner, tensor.name.removesuffix(suffix), Selected(shard, tensor))
+                    if self._is_prefix(match.prefix) and (not wanted or not set(wanted).isdisjoint(match.names)):
+                        yield match
 
     def find(self, match: Match, role: str) -> Selected | None:
         """Find a tensor of a layer, if there is one.

@@ -32,11 +32,17 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientSet:
-    """What one path names: a file, an index with its shards, or a folder."""
+    """What one path names: a file, an index with its shards, or a folder. In `split` are tensors that lie in pieces."""
 
     name: str
     shards: tuple[Shard, ...]
     index: Path | None = None
+    split: tuple[Shard, ...] = ()
+
+    @property
+    def tensors(self) -> Iterator[Selected]:
+        """Its tensors, each whole, in the order of the files."""
+        return (Selected(shard, tensor) for shard in (*self.shards, *self.split) for tensor in shard.tensors)
 
     def read_index(self) -> SmallFile | None:
         """Read the index, if there is one."""
@@ -95,7 +101,7 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
         BadInputError: a pattern matches no tensor, or nothing is left.
     """
     wanted, unwanted = compiled(include, "include"), compiled(exclude, "exclude")
-    everything = [Selected(shard, tensor) for gradset in sets for shard in gradset.shards for tensor in shard.tensors]
+    everything = [selected for gradset in sets for selected in gradset.tensors]
     if not wanted and not unwanted:
         return everything
     names = {tensor.name for _, tensor in everything}

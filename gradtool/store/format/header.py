@@ -28,7 +28,7 @@ from gradtool.store.source import SmallFile, Source, open_source, read_range
 from gradtool.wording import say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from gradtool.store.source import Reader
 
@@ -69,6 +69,19 @@ class Shard:
     def file_name(self) -> str:
         """Its name in its folder."""
         return os.path.basename(self.source.name)  # noqa: PTH119 - no path of this system, perhaps
+
+    @property
+    def files(self) -> Sequence[Shard]:
+        """The files that it is read from: itself."""
+        return (self,)
+
+    def ranges(self, tensor: Tensor) -> Iterator[tuple[Shard, int, int]]:
+        """Yield which bytes of which files a tensor takes."""
+        yield self, tensor.begin, tensor.end
+
+    def runs(self, begin: int, nbytes: int) -> Iterator[tuple[Shard, int, slice]]:
+        """Yield where bytes from `begin` on lie: in which file, from which byte on, and which of them follow there."""
+        yield self, begin, slice(nbytes)
 
     @property
     def has_fd(self) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.header import Shard
     from gradtool.wording import Wording
 
     _T = TypeVar("_T")
@@ -153,8 +154,7 @@ class Renames(NamedTuple):
             BadInputError: a pattern matches no name, or two tensors of a set would have the same name.
         """
         result = list(sets)
-        shards = [shard for gradset in result[self.sets] for shard in gradset.shards]
-        new_names = {tensor.name: tensor.name for shard in shards for tensor in shard.tensors}
+        new_names = {tensor.name: tensor.name for gradset in result[self.sets] for _, tensor in gradset.tensors}
         for pattern, replacement in self.rules:
             names = set(new_names.values())
             matching(names, pattern, "map")
@@ -170,17 +170,17 @@ class Renames(NamedTuple):
 
 def _renamed(gradset: GradientSet, new_names: Mapping[str, str]) -> GradientSet:
     old_names: dict[str, str] = {}
-    shards = []
-    for shard in gradset.shards:
-        for tensor in shard.tensors:
-            new = new_names[tensor.name]
-            check_new_name(shard.name, tensor.name, new, option("map"))
-            if old_names.setdefault(new, tensor.name) != tensor.name:
-                message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, old_names[new])
-                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="duplicate-name")
-        tensors = tuple(tensor._replace(name=new_names[tensor.name]) for tensor in shard.tensors)
-        shards.append(replace(shard, tensors=tensors))
-    return replace(gradset, shards=tuple(shards))
+    for shard, tensor in gradset.tensors:
+        new = new_names[tensor.name]
+        check_new_name(shard.name, tensor.name, new, option("map"))
+        if old_names.setdefault(new, tensor.name) != tensor.name:
+            message = say("{} gives the name {!r} to it and to {!r}", option("map"), new, old_names[new])
+            raise BadInputError(message, file=shard.name, tensor=tensor.name, code="duplicate-name")
+
+    def renamed(shard: Shard) -> Shard:
+        return replace(shard, tensors=tuple(tensor._replace(name=new_names[tensor.name]) for tensor in shard.tensors))
+
+    return replace(gradset, shards=tuple(map(renamed, gradset.shards)), split=tuple(map(renamed, gradset.split)))
 
 
 def check_new_name(file: str, tensor: str, new: str, option: Wording) -> None:

@@ -49,8 +49,8 @@ def plan(
     """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
     `wanted` are the tensors in file order, each with its number for the spans. With `whole`, blocks without spans cover
-    the rest of the file from byte `start` on, for a copy of it. A block has at most `nbytes`, which must have room for
-    a unit.
+    the rest of the file from byte `start` on, for a copy of it; but no block covers a tensor of number -1, the piece of
+    one that is worked on elsewhere. A block has at most `nbytes`, which must have room for a unit.
     """
     nbytes = tuning.BLOCK_BYTES if nbytes is None else nbytes
     begin = position = start
@@ -60,12 +60,13 @@ def plan(
         if not elements:
             continue
         itemsize = tensor.nbytes // elements
-        if position == start or tensor.begin - position > BRIDGE_BYTES:
+        is_piece = number < 0
+        if position == start or is_piece or tensor.begin - position > BRIDGE_BYTES:
             yield from _cut(shard, begin, position, spans, nbytes)
             if whole:
                 yield from _cut(shard, position, tensor.begin, [], nbytes)
-            begin, spans = tensor.begin, []
-        done = 0
+            begin, spans = tensor.end if is_piece else tensor.begin, []
+        done = elements if is_piece else 0
         while done < elements:
             at = tensor.begin + done * itemsize
             left, room = elements - done, (begin + nbytes - at) // itemsize

@@ -113,8 +113,12 @@ class Channel:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        fill(self._reader(shard), begin, view)
+        self._fill(shard, begin, view)
         self.record_read(len(view), perf_counter() - began)
+
+    def _fill(self, shard: Shard, begin: int, view: memoryview) -> None:
+        for file, at, part in shard.runs(begin, len(view)):
+            fill(self._reader(file), at, view[part])
 
     @contextlib.contextmanager
     def borrow_fd(self, shard: Shard) -> Iterator[int]:
@@ -148,7 +152,8 @@ class Channel:
         Raises:
             SystemRefusedError: the file changed since its header was read.
         """
-        self._reader(shard)
+        for file in shard.files:
+            self._reader(file)
 
     def count(self, nbytes: int) -> None:
         """Count bytes as processed."""
@@ -158,7 +163,7 @@ class Channel:
     def read_again(self, shard: Shard, begin: int, view: memoryview) -> None:
         """Read as `read` does what is about to be overwritten; its bytes do not count."""
         began = perf_counter()
-        fill(self._reader(shard), begin, view)
+        self._fill(shard, begin, view)
         self.clock.read += perf_counter() - began
 
     def write(self, file: File, begin: int, view: memoryview) -> None:

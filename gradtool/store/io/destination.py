@@ -5,10 +5,13 @@ A pass writes to a `Destination` and never asks which one it is.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from gradtool import tuning
+from gradtool.store.format.tensors import Tensor
 from gradtool.store.io.blocks import covered, plan
 
 if TYPE_CHECKING:
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
     from gradtool.store.fs import File
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
@@ -148,15 +150,24 @@ class NewFiles:
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         """All of each file that a pass writes whole, and of others the wanted tensors."""
+        split = {shard: tensors for shard, tensors in wanted.items() if shard not in self.files}
+        yield from DISCARD.blocks(split, unit, nbytes)
+        pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
+        for shard, tensors in split.items():
+            for file, begin, end in chain.from_iterable(shard.ranges(tensor) for _, tensor in tensors):
+                pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
         for shard, (new, _) in self.files.items():
             if new.copies is None or shard in wanted:
                 start = shard.data_start if new.header else 0
-                whole = new.copies is None
-                yield from plan(shard, wanted.get(shard, ()), unit, whole=whole, start=start, nbytes=nbytes)
+                tensors = wanted.get(shard, ())
+                if shard in pieces:
+                    tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
+                yield from plan(shard, tensors, unit, whole=new.copies is None, start=start, nbytes=nbytes)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        new, file = self.files[block.shard]
-        channel.write(file, block.begin + new.shift, view)
+        for shard, begin, part in block.shard.runs(block.begin, len(view)):
+            new, file = self.files[shard]
+            channel.write(file, begin + new.shift, view[part])
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         channel.write(self.files[shard][1], begin, view)
@@ -203,7 +214,12 @@ class Overwritten:
         return DISCARD.blocks(wanted, unit, nbytes)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        self._write(channel, block.shard, block.begin, view, covered(block))
+        if block.shard in self.files:
+            self._write(channel, block.shard, block.begin, view, covered(block))
+            return
+        for start, stop in covered(block):
+            for shard, begin, part in block.shard.runs(block.begin + start, stop - start):
+                self.put(channel, shard, begin, view[start:stop][part])
 
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         self._write(channel, shard, begin, view, [(0, len(view))])
@@ -228,7 +244,7 @@ def read_for(files: Collection[NewFile], selected: Iterable[Selected]) -> int:
     """Bytes that are read to write new files, by a pass over the selected tensors, about."""
     whole = {new.shard for new in files if new.copies is None}
     copied = sum(end - begin for new in files for begin, end, _ in new.copies or ())
-    read = sum(one.tensor.nbytes for one in selected if one.shard not in whole)
+    read = sum(one.tensor.nbytes for one in selected if whole.isdisjoint(one.shard.files))
     return sum(shard.size for shard in whole) + copied + read
 
 

@@ -43,9 +43,9 @@ class OpenSets:
         """The files that runs may leave half changed."""
         return [Path(shard.name) for shard in self.shards if shard.source.status]
 
-    def selected_in(self, shards: Iterable[Shard]) -> list[Selected]:
-        """The selected tensors of the given files."""
-        return [one for shard in shards for one in self._by_shard.get(shard, ())]
+    def selected_in(self, gradients: GradientSet) -> list[Selected]:
+        """The selected tensors of a set."""
+        return [one for shard in (*gradients.shards, *gradients.split) for one in self._by_shard.get(shard, ())]
 
     @cached_property
     def _by_shard(self) -> dict[Shard, list[Selected]]:

@@ -123,7 +123,8 @@ class Output(NamedTuple):
         changes: dict[Shard, int] = {}
         metadata = metadata or {}
         for one in changed:
-            changes[one.shard] = changes.get(one.shard, 0) + one.tensor.nbytes
+            for shard, begin, end in one.shard.ranges(one.tensor):
+                changes[shard] = changes.get(shard, 0) + end - begin
         return [
             NewFile(shard, shard.size, changes=changes.get(shard, 0), metadata=metadata.get(shard))
             for shard in self.shards

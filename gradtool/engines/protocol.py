@@ -1,7 +1,6 @@
 """What engines and passes know of each other.
 
-An engine of this process runs the tasks of a pass in its threads (`threads`); the one of other processes gives each of
-them a part of the pass (`cluster`).
+The threads of this process run the tasks of a pass (`threads`); other processes each run a part of it (`cluster`).
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gradtool.backends.protocol import Backend
+    from gradtool.engines.cluster.work import Part
     from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.channel import Clock
-    from gradtool.store.io.destination import Destination
-    from gradtool.store.transaction.output import Output
+    from gradtool.store.io.destination import Destination, WrittenFiles
+    from gradtool.store.transaction.output import Output, Staging
 
     # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
     Progress = Callable[[str, int, int], None]
@@ -34,13 +34,9 @@ class Pass(Protocol[Result]):
         """What it does, for a progress bar."""
 
     def tally(self) -> Result:
-        """Begin with nothing.
+        """Begin with nothing. Other processes `compact` a tally to send it, and `merge_part` adds that of a part."""
 
-        To be collected from other processes, a tally needs two methods: `compact` makes fewer bytes of it, which are
-        sent as `gradtool.engines.cluster.wire` says, and `merge_part` adds that of a part with some `places`.
-        """
-
-    def nbytes(self, destination: Destination) -> int:
+    def nbytes(self, destination: WrittenFiles) -> int:
         """Count the bytes that are read in all, about."""
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
@@ -55,21 +51,8 @@ class Pass(Protocol[Result]):
     def halves(self, task: Any) -> Sequence[Any]:
         """Cut a task in two for a device that has no room for it; () if it is too small."""
 
-    def parts(self, destination: Destination) -> Iterator[Part]:
-        """Yield the parts, which cover the pass and all files of the destination."""
-
-
-class Part(NamedTuple):
-    """A part of a pass: a pass over fewer tensors, and for each of them its number in the whole and its first element.
-
-    It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
-    """
-
-    work: Pass[Any]
-    places: Sequence[tuple[int, int]]
-    reads: Sequence[Shard]
-    writes: Shard | None
-    nbytes: int
+    def parts(self, destination: WrittenFiles) -> Iterator[Part]:
+        """Yield the parts for other processes, which cover the pass and all files of the destination."""
 
 
 class Engine(Protocol):
@@ -90,7 +73,10 @@ class Engine(Protocol):
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
         """Make sure that these files can be worked on, and written where the output is locked."""
 
-    def run(self, work: Pass[Result], destination: Destination = ...) -> Result:
+    def destination(self, staging: Staging) -> WrittenFiles:
+        """Return the destination whose new files this engine writes."""
+
+    def run(self, work: Pass[Result], destination: Any = ...) -> Result:
         """Run a pass, and write what the destination needs besides."""
 
     def close(self) -> None:

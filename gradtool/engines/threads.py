@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradtool.engines.protocol import Progress
     from gradtool.store.format.header import Shard
     from gradtool.store.io.destination import Destination
-    from gradtool.store.transaction.output import Output
+    from gradtool.store.transaction.output import Output, Staging
 
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
 MAX_DEFAULT_THREADS = 16
@@ -47,13 +47,12 @@ def default_threads() -> int:
 
 
 class Threads:
-    """Runs passes on up to `count` threads, and adds up time and bytes over all of them."""
+    """Runs passes on up to `count` threads, and adds up time and bytes over all; `why` says why this backend."""
 
     name: ClassVar = "threads"
 
     def __init__(self, backend: Backend, count: int = 1, progress: Progress | None = None, why: str = "") -> None:
         self.backend, self.count, self.progress = backend, count, progress
-        # Why the backend was chosen.
         self.why = why
         self.clock = Clock()
         self._files = 0
@@ -68,12 +67,16 @@ class Threads:
         """Count the files; this process has opened them itself."""
         self._files = len(shards)
 
+    def destination(self, staging: Staging) -> Destination:
+        """Return the destination whose files this process writes."""
+        return staging.write_here()
+
     def run(self, work: Pass[Result], destination: Destination = DISCARD) -> Result:
         """Run a pass, and write what the destination needs besides. The first exception stops all threads."""
         tally, nbytes = work.tally(), work.nbytes(destination)
+        budget = min(_MAX_OPEN_FILES, _descriptors_left())
         # A thread for less than a few blocks costs more than it saves.
-        threads, budget = max(1, min(self.count, nbytes >> 20)), min(_MAX_OPEN_FILES, _descriptors_left())
-        threads = max(1, min(threads, budget))
+        threads = max(1, min(self.count, nbytes >> 20, budget))
         tasks = (partial(work.work, task, tally=tally) for task in work.tasks(self.backend, destination))
         open_worker = partial(Worker, max(1, budget // threads), self.backend, destination, self._resident)
         queue = _Queue(chain(destination.tasks(), tasks), open_worker, work.halves)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.patterns import Renames
-    from gradtool.store.io.destination import Destination, NewFile
+    from gradtool.store.io.destination import NewFile, WrittenFiles
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
@@ -92,7 +92,6 @@ class Call:
         """Open what the call names, unless it was `opened` without a lock, and lock it where it is written."""
         from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
 
-        plan = plan._replace(by_workers=self._choice is None)
         with quiet(), open_to_write(self.inputs, options, plan, opened) as (sets, output), self._prepared(sets, output):
             yield output
 
@@ -105,7 +104,7 @@ class Call:
         finally:
             self.engine.close()
 
-    def run(self, work: Pass[Result], destination: Destination = DISCARD) -> Result:
+    def run(self, work: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
         """Run a pass, and return what it collected; without a destination nothing is written."""
         return self.engine.run(work, destination)
 
@@ -116,9 +115,12 @@ class Call:
         files: Sequence[NewFile],
         indexes: Sequence[SmallFile] | None = None,
         state: SmallFile | None = None,
-    ) -> Iterator[Destination]:
-        """Write as `Output.writing` does; the time that it takes to commit counts."""
-        with output.writing(files, indexes, state) as destination:
+    ) -> Iterator[WrittenFiles]:
+        """Write as `Output.writing` does; the engine writes new files. The time that it takes to commit counts."""
+        from gradtool.store.transaction.output import Staging  # not needed by what only reads
+
+        with output.writing(files, indexes, state) as staging:
+            destination = self.engine.destination(staging) if isinstance(staging, Staging) else staging
             yield destination
             began = perf_counter()
         if destination.count:
@@ -155,7 +157,7 @@ class Call:
             warnings=tuple(warnings),
         )
 
-    def output_summary(self, output: Output, destination: Destination) -> OutputSummary:
+    def output_summary(self, output: Output, destination: WrittenFiles) -> OutputSummary:
         """Sum up what was written, after the destination is closed."""
         return OutputSummary(
             wrote=output.wrote(destination.shards),
@@ -186,16 +188,16 @@ class Call:
 
 def _check_in_place(options: Rewriting) -> None:
     """Raise `UsageError` where workers would overwrite files."""
-    engine = asked_for(options.engine)
-    if options.in_place and engine.address is not None:
+    engine, address = asked_for(options.engine)
+    if options.in_place and address is not None:
         what = "{} requires {}, because a redo log protects what one machine overwrites"
-        hint = say("use {} with {}", option("write", "replace"), option("engine", engine.name))
+        hint = say("use {} with {}", option("write", "replace"), option("engine", engine))
         raise UsageError(say(what, option("write", "inplace"), option("engine", "threads")), hint=hint)
 
 
 def require_this_machine(options: Compute, what: Wording) -> None:
     """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
-    engine = asked_for(options.engine)
-    if engine.address is not None:
-        hint = say("use {} instead of {}", option("engine", "threads"), engine.name)
+    engine, address = asked_for(options.engine)
+    if address is not None:
+        hint = say("use {} instead of {}", option("engine", "threads"), engine)
         raise UsageError(say("{} runs on one machine", what), hint=hint)

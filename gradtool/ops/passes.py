@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 from gradtool import tuning
 from gradtool.backends.protocol import NormSpec, Piece
-from gradtool.engines.protocol import Part, Result
+from gradtool.engines.protocol import Result
 from gradtool.engines.worker import reads_files
 from gradtool.ops.measurement import Measurement
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import BITS, Tensor
 from gradtool.store.io.blocks import Block, halved
+from gradtool.store.io.destination import DISCARD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from gradtool.backends.protocol import Backend, BlockSums, Data
+    from gradtool.engines.cluster.work import Part
     from gradtool.engines.worker import Worker
     from gradtool.store.format.header import Shard
     from gradtool.store.io.blocks import Span
-    from gradtool.store.io.destination import Destination, Wanted
+    from gradtool.store.io.destination import Destination, Wanted, WrittenFiles
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +60,7 @@ class TensorPass(Generic[Result]):
     def work(self, task: Any, worker: Worker, tally: Result) -> None:
         """Work on a block, and add to the tally."""
 
-    def nbytes(self, destination: Destination) -> int:
+    def nbytes(self, destination: WrittenFiles) -> int:
         """Count the bytes of the tensors, or of whole files that are written anew."""
         return destination.nbytes([*self.selected, *self.beside])
 
@@ -74,11 +76,13 @@ class TensorPass(Generic[Result]):
         """Cut a block in two; other tasks stay whole."""
         return halved(task, TILE) if isinstance(task, Block) else ()
 
-    def parts(self, destination: Destination) -> Iterator[Part]:
+    def parts(self, destination: WrittenFiles) -> Iterator[Part]:
         """Yield a part for each new file; or, where nothing is written, for a stretch of a file or several small ones.
 
         What reads tensors beside others has a part for each file.
         """
+        from gradtool.engines.cluster.work import Part  # not needed by threads
+
         wanted, by_file = by_shard(self.selected), destination.count or self.beside or not self.reads_selected
         for shard in destination.shards or (wanted if by_file else ()):
             places = [(number, 0) for number, _ in wanted.get(shard, ())]
@@ -86,7 +90,7 @@ class TensorPass(Generic[Result]):
             reads = dict.fromkeys([*([shard] if self.reads_selected else []), *(other.shard for other in work.beside)])
             nbytes = shard.size + sum(other.tensor.nbytes for other in work.beside)
             yield Part(work, places, list(reads), shard if destination.count else None, nbytes)
-        blocks = () if by_file else destination.blocks(wanted, TILE, tuning.PART_BYTES)
+        blocks = () if by_file else DISCARD.blocks(wanted, TILE, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]
             stretches = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]

@@ -108,23 +108,16 @@ class Dask:
             # Not pure: the same call is work to be done again.
             future = self._client.submit(pickle.loads, call, pure=False, workers=[address])
 
-        # Not Dask's executor, whose futures never end where an answer cannot be read.
         async def result() -> Any:
-            try:
-                return await future
-            except asyncio.CancelledError:
-                await future.cancel()
-                raise
+            return await future
 
+        # Not Dask's executor, whose futures never end where an answer cannot be read.
         return asyncio.run_coroutine_threadsafe(result(), self._client.loop.asyncio_loop)
 
     def why(self, error: BaseException) -> tuple[str, str | None]:
-        """Say what happened to a call that Dask gave up, with a hint."""
+        """Say what happened to a call that Dask gave up, with a hint; raises `SystemRefusedError` if all is lost."""
+        self.members()
         if isinstance(error, CancelledError):
-            try:
-                self.members()
-            except SystemRefusedError as lost:
-                return lost.problems[0].message, lost.problems[0].hint
             return f"{self.name} gave up a task", "run the command again"
         return f"a worker failed: {shortened(f'{type(error).__name__}: {error}')}", None
 

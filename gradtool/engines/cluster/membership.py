@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from concurrent.futures import wait
-from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Protocol
+from concurrent.futures import Future, wait
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from gradtool._version import __version__
 from gradtool.engines.cluster import wire
@@ -16,8 +15,8 @@ from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Future
 
+    from gradtool.engines.cluster.dask import Dask
     from gradtool.engines.cluster.work import Check
 
 HEARTBEAT_SECONDS = 0.2
@@ -26,44 +25,19 @@ _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 
 
-class Cluster(Protocol):
-    """Worker processes, perhaps on other machines, each with an address."""
-
-    name: str
-
-    def members(self) -> Mapping[str, int]:
-        """Count the tasks that each worker does at a time, if it is alive; `SystemRefusedError` if all is lost."""
-
-    def submit(self, call: bytes, address: str) -> Future[Any]:
-        """Have the worker at an address make a pickled call."""
-
-    def why(self, error: BaseException) -> tuple[str, str | None]:
-        """Say what happened to a call that the cluster gave up, and perhaps what to do."""
-
-    def close(self) -> None:
-        """Drop all calls, and leave the cluster."""
-
-
 class Membership:
     """Who is there. Each worker is asked whether it is fit, even one that joins late, and gets work once it says so."""
 
-    def __init__(self, cluster: Cluster, timeout: float) -> None:
+    def __init__(self, cluster: Dask, timeout: float) -> None:
         self.cluster, self._timeout = cluster, timeout
-        # How many tasks each worker that is fit does at a time, by its address; and the address of each process.
+        # How many tasks each worker that is fit does at a time, and what it computes with, by its address.
         self.fit: dict[str, int] = {}
-        self.addresses: dict[tuple[str, str], str] = {}
-        self._backends: Counter[tuple[str, str]] = Counter()
+        self.reports: dict[str, Report] = {}
         # What workers are asked, who has not answered yet, and since when.
         self._question = b""
         self._asked: dict[str, tuple[Future[Any], float]] = {}
         self._members: Mapping[str, int] = {}
         self._looked = self._seen = 0.0
-
-    @property
-    def backend(self) -> tuple[str, str]:
-        """The backends of all workers that were fit, and why most of them have theirs."""
-        names = sorted({name for name, _ in self._backends})
-        return ", ".join(names), next(iter(self._backends.most_common(1)), (("", ""), 0))[0][1]
 
     def require_fit(self, check: Check) -> None:
         """Have every worker make a check, of which there must be one, and wait for them.
@@ -79,11 +53,7 @@ class Membership:
         self._seen, self._looked = monotonic(), -_LOOK_SECONDS
         self.watch()
         while self._asked or not self.fit:
-            futures = [future for future, _ in self._asked.values()]
-            if futures:
-                wait(futures, HEARTBEAT_SECONDS)
-            else:
-                sleep(HEARTBEAT_SECONDS)
+            wait([future for future, _ in self._asked.values()] or [Future()], HEARTBEAT_SECONDS)
             signals.deliver()
             self.watch()
             late = [address for address, (_, since) in self._asked.items() if monotonic() > since + self._timeout]
@@ -124,7 +94,7 @@ class Membership:
     def _hear(self, address: str, future: Future[Any]) -> None:
         """Count a worker as fit, or raise what is wrong with it."""
         try:
-            report = wire.unpacked(future.result(), Report())
+            self.reports[address] = wire.unpacked(future.result(), Report())
         except GradtoolError:
             raise
         except ValueError as error:
@@ -137,7 +107,4 @@ class Membership:
                 raise BackendUnavailableError(what, code="engine", hint=hint) from error
             what, remedy = self.cluster.why(error)
             raise SystemRefusedError(f"{address}: {what}", code="engine", hint=remedy) from error
-        process = report.host, report.process
-        self._backends[report.backend, report.why] += process not in self.addresses
-        self.addresses[process] = address
         self.fit[address] = self._members[address]

@@ -1,9 +1,8 @@
 """What workers answer: JSON, which the command reads without believing anything.
 
 A pickle can run code where it is read. So an answer holds numbers, strings, lists and arrays only. It is read into an
-empty answer of the kind that is expected, which says what types may come, and how much. A number may be negative only
-where the empty answer has a negative one, and a count only in an array that is one of `signed_names`. Binary exponents
-may be negative, and so may sums, which are left to whoever adds them up.
+empty answer of the kind that is expected, which says what types may come, and how much. No number may be negative but
+counts in an array that is one of `signed_names`, binary exponents, and sums, which are left to whoever adds them up.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 # Errors that a worker may report, by name.
-_ERRORS: dict[str, type[GradtoolError]] = {
-    one.__name__: one
-    for one in (errors.BackendUnavailableError, errors.BadInputError, errors.DeviceMemoryError, errors.NonFiniteError)
-} | {one.__name__: one for one in (errors.SystemRefusedError, errors.UsageError)}
+_ERRORS: dict[str, type[GradtoolError]] = {k: kind for k, kind in vars(errors).items() if hasattr(kind, "exit_code")}
 # Largest values of arrays of a binary exponent, and of a count of elements, of which many can be added up.
 _LARGEST = {"i": 1 << 13, "q": 1 << 56}
 _LARGEST_NUMBER = 1 << 64
@@ -41,9 +37,9 @@ _MOST_CONDENSED = 1 << 22
 def packed(answer: object) -> bytes:
     """Pack an answer.
 
-    It may be made of numbers, strings, None, arrays, lists, tuples, dictionaries, dataclasses, and objects whose
-    `sent_names` name all attributes that need be sent. Arrays named in `condensed_names` may have any length, and
-    those named in `signed_names` counts below zero.
+    It may be made of numbers, strings, None, lists, tuples, dataclasses, and objects whose `sent_names` name all
+    attributes that need be sent, which may be arrays. Those named in `condensed_names` may have any length, and those
+    named in `signed_names` counts below zero.
     """
     return json.dumps({"answer": _tree(answer)}).encode()
 
@@ -51,7 +47,7 @@ def packed(answer: object) -> bytes:
 def packed_error(error: GradtoolError) -> bytes:
     """Pack an error."""
     problems = [[_worded(text) for text in dataclasses.astuple(problem)] for problem in error.problems]
-    name = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
     return json.dumps({"error": [name, _worded(error.summary), problems]}).encode()
 
 
@@ -75,39 +71,38 @@ def unpacked(data: object, empty: Answer) -> Answer:
     raise error
 
 
-def _names(one: Any) -> Sequence[str]:
-    """The attributes of an object that are sent."""
-    return getattr(one, "sent_names", None) or [field.name for field in dataclasses.fields(one)]
+def _names(value: Any) -> Sequence[str]:
+    """Return the attributes of an object that are sent."""
+    return getattr(value, "sent_names", None) or [field.name for field in dataclasses.fields(value)]
 
 
-def _tree(one: Any) -> Any:
-    if one is None or isinstance(one, (int, float, str)):
-        return one
-    if isinstance(one, array):
+def _tree(value: Any) -> Any:
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, array):
         # Mostly zeros, or a few numbers.
-        return [one.typecode, base64.b64encode(zlib.compress(one.tobytes(), 1)).decode()]
-    if isinstance(one, dict):
-        return {name: _tree(value) for name, value in one.items()}
-    values = one if isinstance(one, (list, tuple)) else [getattr(one, name) for name in _names(one)]
-    return [_tree(value) for value in values]
+        return [value.typecode, base64.b64encode(zlib.compress(value.tobytes(), 1)).decode()]
+    items = value if isinstance(value, (list, tuple)) else [getattr(value, name) for name in _names(value)]
+    return list(map(_tree, items))
 
 
-def _filled(empty: Any, tree: Any, *, exact: bool = True, signed: bool = False) -> Any:
-    """What a tree says, if it is like what is `empty`; if not `exact`, an array may have another length."""
+def _filled(empty: Any, tree: Any) -> Any:
+    """Return what a tree says, if it is like what is `empty`."""
     if empty is None or isinstance(empty, (int, float, str)):
         return _plain(tree, empty)
-    if isinstance(empty, array):
-        return _array(empty, *tree, exact=exact, signed=signed)
-    if isinstance(empty, dict):
-        return {name: _filled(value, tree[name]) for name, value in empty.items()}
     if type(tree) is not list:
         raise ValueError("no list")
     if isinstance(empty, (list, tuple)):
-        values = [_filled(value, one) for value, one in zip(empty, tree, strict=True)]
+        values = [_filled(value, branch) for value, branch in zip(empty, tree, strict=True)]
         return type(empty)(*values) if hasattr(empty, "_fields") else type(empty)(values)
-    for name, one in zip(_names(empty), tree, strict=True):
-        exact, signed = name not in getattr(empty, "condensed_names", ()), name in getattr(empty, "signed_names", ())
-        setattr(empty, name, _filled(getattr(empty, name), one, exact=exact, signed=signed))
+    condensed, signed = getattr(empty, "condensed_names", ()), getattr(empty, "signed_names", ())
+    for name, branch in zip(_names(empty), tree, strict=True):
+        value = getattr(empty, name)
+        if isinstance(value, array):
+            value = _array(value, *branch, exact=name not in condensed, signed=name in signed)
+        else:
+            value = _filled(value, branch)
+        setattr(empty, name, value)
     return empty
 
 
@@ -115,7 +110,7 @@ def _plain(value: Any, empty: Any) -> Any:
     """A value of the same type and of ordinary size."""
     if type(value) is not type(empty) or (type(value) is str and len(value) > _LONGEST_TEXT):
         raise ValueError("a value of another type")
-    if type(value) in (int, float) and not (-_LARGEST_NUMBER if empty < 0 else 0) <= value < _LARGEST_NUMBER:
+    if type(value) in (int, float) and not 0 <= value < _LARGEST_NUMBER:
         raise ValueError("a number out of range")
     return value
 

@@ -8,19 +8,20 @@ What comes back is never a pickle (`gradtool.engines.cluster.wire`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import os
 import pickle
 import secrets
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool._version import __version__
 from gradtool.backends.choose import Choice, choose
 from gradtool.engines.cluster import wire
+from gradtool.engines.cluster.remote_files import retry_until_visible, waits
 from gradtool.engines.threads import Threads, default_threads
 from gradtool.errors import (
     BackendUnavailableError,
@@ -32,20 +33,17 @@ from gradtool.errors import (
     shortened,
 )
 from gradtool.store.format.header import Shard
-from gradtool.store.fs import Folder
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import NewFiles
-from gradtool.store.late import WAITS, retry_until_visible
-from gradtool.store.source import Source, open_source, read_range
-from gradtool.store.transaction.attempts import Attempt, new_temporary
-from gradtool.store.transaction.orders import Built
+from gradtool.store.source import Source, read_range
 from gradtool.wording import as_command, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradtool.engines.protocol import Part
-    from gradtool.store.transaction.orders import Order
+    from gradtool.engines.cluster.remote_files import BuildRequest
+    from gradtool.engines.protocol import Pass
+    from gradtool.store.fs import File
 
 HOST = os.uname().nodename
 # In containers, processes may share the name of a host and a number.
@@ -53,109 +51,105 @@ _SALT = secrets.token_hex(4)
 _MOUNT = "mount the same file system there, at the same path"
 
 
-class Report(NamedTuple):
-    """What a worker that is fit answers: its machine, its process, its backend, and why that one."""
+class Part(NamedTuple):
+    """A part of a pass: a pass over fewer tensors, and for each of them its number in the whole and its first element.
 
-    host: str = ""
-    process: str = ""
+    It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
+    """
+
+    work: Pass[Any]
+    places: Sequence[tuple[int, int]]
+    reads: Sequence[Shard]
+    writes: Shard | None
+    nbytes: int
+
+
+class Report(NamedTuple):
+    """What a worker that is fit answers: its backend, and why that one."""
+
     backend: str = ""
     why: str = ""
 
 
 class Check(NamedTuple):
-    """Asks a worker whether it is fit: sees a file, has a backend and, for a `run`, can make files beside that file."""
+    """Asks a worker whether it is fit: sees a file, has a backend and, for a `user`, can write to that file."""
 
     path: str
     inode: int
-    run: str | None
-    user: int
+    user: int | None
     backend: str | None
     device: int | None
 
     def perform(self) -> Report:
-        """Return who the worker is; raises `BackendUnavailableError` if it is not fit."""
-        if not self._sees_file():
+        """Return what the worker computes with; raises `BackendUnavailableError` if it is not fit."""
+        try:
+            seen = retry_until_visible(Path(self.path), lambda source: source.inode == self.inode)
+        except (OSError, BadInputError):
+            seen = None
+        if seen is None:
             raise _unfit(f"the worker on {HOST} does not see {self.path}", _MOUNT)
         try:
             choice = _chosen(self.backend, self.device)
         except GradtoolError as error:
             (problem,) = error.problems
             raise _unfit(say("the worker on {}: {}", HOST, problem.message), problem.hint) from error
-        if self.run is not None:
-            self._require_writable(self.run)
-        return Report(HOST, process(), choice.backend.name, as_command(choice.why))
+        if self.user is not None:
+            self._require_writable(self.user)
+        return Report(choice.backend.name, as_command(choice.why))
 
-    def _sees_file(self) -> bool:
-        def look() -> bool | None:
-            with contextlib.closing(open_source(Path(self.path))) as reader:
-                return reader.source.inode == self.inode or None
-
-        try:
-            return retry_until_visible(look) is not None
-        except (OSError, BadInputError):
-            return False
-
-    def _require_writable(self, run: str) -> None:
-        if os.geteuid() != self.user:
-            what = f"the worker on {HOST} runs as user {os.geteuid()}, and this command as user {self.user}"
+    def _require_writable(self, user: int) -> None:
+        if os.geteuid() != user:
+            what = f"the worker on {HOST} runs as user {os.geteuid()}, and this command as user {user}"
             raise _unfit(what, "start the workers as the user who runs the command")
-        folder = Path(self.path).parent
         try:
-            with Folder.at(folder) as opened:
-                _, fd, file = new_temporary(opened, run)
-                os.close(fd)
-                opened.unlink(file.name)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
-            what = f"the worker on {HOST} cannot make files in {folder}: {error.strerror or error}"
+            what = f"the worker on {HOST} cannot write in {Path(self.path).parent}: {error.strerror}"
             raise _unfit(what, "make it writable there") from error
 
 
 class Outcome(NamedTuple):
-    """What a worker answers about a part: what was collected and built, fingerprints of the files read, and who did it.
+    """What a worker answers about a part: what was collected, fingerprints of the files that were read, and who did it.
 
-    `late` files had to be waited for.
+    `waits` counts the files that had to be waited for.
     """
 
     tally: Any
-    built: Built | None
     read: list[str]
     clock: Clock
     host: str = ""
     process: str = ""
-    late: int = 0
+    waits: int = 0
 
 
 class Job(NamedTuple):
-    """Asks a worker to do a part of a pass, and to build the new file that the part writes."""
+    """Asks a worker to do a part of a pass, and to write the new file of that part."""
 
     part: Part
     backend: str | None
     device: int | None
     threads: int | None
-    order: Order | None
+    request: BuildRequest | None
 
     def perform(self) -> Outcome:
         """Do the part."""
-        threads = Threads(_chosen(self.backend, self.device).backend, self.threads or default_threads())
-        read = [fingerprint(shard) for shard in self.part.reads]
-        built = None
-        if self.order is None:
-            tally = threads.run(self.part.work)
-            require_unchanged(self.part.reads)
+        backend, part, request = _chosen(self.backend, self.device).backend, self.part, self.request
+        threads = Threads(backend, self.threads or default_threads())
+        if request is None:
+            tally = threads.run(part.work)
         else:
-            with Attempt(self.order) as attempt:
-                threads.progress = lambda *_: attempt.look()
-                tally = threads.run(self.part.work, NewFiles({self.order.new.shard: (self.order.new, attempt.file)}))
-                require_unchanged(self.part.reads)
-                built = attempt.finish()
+            with request.opened() as file:
+                threads.progress = partial(_require_there, file)
+                tally = threads.run(part.work, NewFiles({request.new.shard: (request.new, file)}))
         threads.close()
-        return Outcome(tally.compact(), built, read, threads.clock, HOST, process(), WAITS.taken())
+        read = [fingerprint(shard) for shard in part.reads]
+        waited, waits[:] = len(waits), []
+        return Outcome(tally.compact(), read, threads.clock, HOST, f"{os.getpid()}-{_SALT}", waited)
 
 
 def empty_outcome(part: Part) -> Outcome:
     """Return the outcome that an answer about a part is read into."""
-    built = None if part.writes is None else Built(0, 0, 0)
-    return Outcome(part.work.tally(), built, [""] * len(part.reads), Clock())
+    return Outcome(part.work.tally(), [""] * len(part.reads), Clock())
 
 
 def call_for(task: Check | Job) -> bytes:
@@ -172,12 +166,10 @@ def answer(version: str, payload: bytes) -> bytes:
         return wire.packed_error(_unfit(what, "install the same version there"))
     try:
         return wire.packed(pickle.loads(payload).perform())  # noqa: S301 - the engine lets its users run anything here
-    except SystemRefusedError as error:
-        error.problems = [
-            replace(each, message=say("{} (worker on {})", each.message, HOST)) for each in error.problems
-        ]
-        return wire.packed_error(error)
     except GradtoolError as error:
+        if isinstance(error, SystemRefusedError):
+            problems = error.problems
+            error.problems = [replace(each, message=say("{} (worker on {})", each.message, HOST)) for each in problems]
         return wire.packed_error(error)
     except MemoryError:
         what, hint = f"out of memory on the worker on {HOST}", say("use fewer {}", option("threads"))
@@ -190,36 +182,32 @@ def fingerprint(shard: Shard) -> str:
     """Return a checksum of what a process sees of a shard: its header, and the version of its source.
 
     Raises:
-        SystemRefusedError: it is not the shard whose header was read.
+        SystemRefusedError: it was replaced or written to since its header was read.
     """
-    with os_errors_about(shard.name), contextlib.closing(shard.source.open()) as reader:
-        content = shard.source.version.encode() + read_range(reader, 0, shard.data_start)
-        if not reader.is_unchanged:
-            raise changed_meanwhile(shard.name)
+    with os_errors_about(shard.name):
+        try:
+            # Opened, because a status may be an old one where files come over a network.
+            reader = shard.source.open()
+        except (FileNotFoundError, NotADirectoryError):
+            raise changed_meanwhile(shard.name) from None
+        with contextlib.closing(reader):
+            content = shard.source.version.encode() + read_range(reader, 0, shard.data_start)
+            if not reader.is_unchanged:
+                raise changed_meanwhile(shard.name)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def require_unchanged(shards: Sequence[Shard]) -> None:
-    """Raise `SystemRefusedError` if a file was replaced or written to since its header was read."""
-    for shard in shards:
-        # Opened, because a status may be an old one where files come over a network.
-        with contextlib.suppress(OSError), contextlib.closing(shard.source.open()) as reader:
-            if reader.is_unchanged:
-                continue
-        raise changed_meanwhile(shard.name)
+def _require_there(file: File, *_: object) -> None:
+    """Raise `SystemRefusedError` if the run has no use for a file any more."""
+    if not file.is_there:
+        raise changed_meanwhile(file.path)
 
 
 def _unfit(message: str, hint: str | None) -> BackendUnavailableError:
-    """Return the error for a worker that cannot do the work."""
     return BackendUnavailableError(message, code="engine", hint=hint)
 
 
-def process() -> str:
-    """Return an ID of this process."""
-    return f"{os.getpid()}-{_SALT}"
-
-
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def _chosen(backend: str | None, device: int | None) -> Choice:
     return choose(backend, device)
 
@@ -247,14 +235,9 @@ def _shard_at(path: str, data_start: int, size: int, version: str) -> Shard:
     """Return the shard at a path as it is seen here; one that is yet to be made has no version."""
     if not version:
         return Shard(Source(path, size), data_start, {}, ())
-
-    def look() -> Source | None:
-        with contextlib.closing(open_source(Path(path))) as reader:
-            return reader.source if reader.source.version == version else None
-
     with os_errors_about(path):
         try:
-            source = retry_until_visible(look)
+            source = retry_until_visible(Path(path), lambda source: source.version == version)
         except (FileNotFoundError, NotADirectoryError) as error:
             what = f"the worker on {HOST} does not see it"
             raise BackendUnavailableError(what, file=path, code="engine", hint=_MOUNT) from error

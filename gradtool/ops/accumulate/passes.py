@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block
-    from gradtool.store.io.destination import Destination
+    from gradtool.store.io.destination import Destination, WrittenFiles
 
 # A window of fewer elements costs more to read than to sort.
 _FEWEST = 512
@@ -67,7 +67,7 @@ class Add(TensorPass[Tallies[Measurement]]):
         """Begin with nothing: after the gradients were added and, if that is measured, before."""
         return Tallies([Measurement(self.selected, self.spec) for _ in range(1 + self.measures_before)])
 
-    def nbytes(self, destination: Destination) -> int:
+    def nbytes(self, destination: WrittenFiles) -> int:
         """Count the bytes of the gradients, and of the buffer where it is read."""
         gradients = sum(selected.tensor.nbytes for selected in self.beside)
         return gradients + destination.nbytes(self.selected if self.rule.keeps else ())
@@ -141,7 +141,7 @@ class Compare(Add):
         """Begin with nothing, for each gradient."""
         return Tallies([Comparison(self.selected) for _ in self.gradients])
 
-    def nbytes(self, destination: Destination) -> int:  # noqa: ARG002 - nothing is written
+    def nbytes(self, destination: WrittenFiles) -> int:  # noqa: ARG002 - nothing is written
         """Count the bytes of the gradients, which are read twice."""
         return 2 * sum(selected.tensor.nbytes for selected in self.beside)
 

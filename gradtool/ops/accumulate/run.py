@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.ops.measurement import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.io.destination import Destination
+    from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output
 
 _SKIP = say(
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     targets: Sequence[Selected]
     after: Measurement
     before: Measurement | None
-    destination: Destination
+    destination: WrittenFiles
     contributions: Sequence[Contribution]
     weight_sum: float = 0.0
     sum_norm: float | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.measurement import Measurement
     from gradtool.ops.passes import TensorPass
-    from gradtool.store.io.destination import Destination
+    from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output
 
 
@@ -184,7 +184,7 @@ def clip(options: ClipOptions) -> ClipResult:
 
 def _write(
     call: Call, output: Output, options: ClipOptions, decision: Decision
-) -> tuple[Destination, Measurement, Sequence[Problem]]:
+) -> tuple[WrittenFiles, Measurement, Sequence[Problem]]:
     """Write what changes, and the state; return where it was written, what all tensors are now, and what to warn of."""
     if decision.scaling is None:
         return DISCARD, decision.before, ()

@@ -6,7 +6,7 @@ A pass writes to a `Destination` and never asks which one it is.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from gradtool import tuning
 from gradtool.store.io.blocks import covered, plan
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
     from gradtool.store.io.redolog import RedoLog
-    from gradtool.store.transaction.orders import Order
 
     # The tensors of each file that a pass works on, with their numbers, in the order of their bytes.
     Wanted = Mapping[Shard, Sequence[tuple[int, Tensor]]]
@@ -64,12 +63,8 @@ class NewFile(NamedTuple):
         return header + copied if self.zeros else None
 
 
-class Destination(Protocol):
-    """What a pass writes to."""
-
-    @property
-    def orders(self) -> Mapping[Shard, Order]:
-        """The files that other processes are asked to build; none of a destination that a pass writes to."""
+class WrittenFiles(Protocol):
+    """The files that a pass writes, here or elsewhere."""
 
     @property
     def shards(self) -> Collection[Shard]:
@@ -81,6 +76,10 @@ class Destination(Protocol):
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         """Bytes that are read in all by a pass over the selected tensors, about."""
+
+
+class Destination(WrittenFiles, Protocol):
+    """What a pass writes to in this process."""
 
     def tasks(self) -> Iterator[Task]:
         """What is written whatever the pass does: headers, copies and zeros."""
@@ -97,8 +96,6 @@ class Destination(Protocol):
 
 class Discard:
     """Writes nothing: for a dry run, or a pass that only measures."""
-
-    orders: ClassVar[Mapping[Shard, Order]] = {}
 
     shards = ()
     count = 0
@@ -125,8 +122,6 @@ DISCARD = Discard()
 
 class NewFiles:
     """New files, which take the place of the old ones later, or are written elsewhere."""
-
-    orders: ClassVar[Mapping[Shard, Order]] = {}
 
     def __init__(self, files: Mapping[Shard, tuple[NewFile, File]]) -> None:
         self.files = files
@@ -178,8 +173,6 @@ class NewFiles:
 
 class Overwritten:
     """The files themselves: what changes in them goes into a redo log, from which it is copied later."""
-
-    orders: ClassVar[Mapping[Shard, Order]] = {}
 
     def __init__(self, files: Sequence[NewFile], log: RedoLog) -> None:
         self.files = {new.shard: (new, number) for number, new in enumerate(files)}

@@ -22,7 +22,6 @@ from gradtool.store import fs, signals
 from gradtool.store.fs import File
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import UNTOUCHED
-from gradtool.store.transaction.orders import Orders
 from gradtool.store.transaction.staging import Staged, keep_attributes, rights_of
 from gradtool.wording import say
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from gradtool.store.io.redolog import RedoLog
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inplace import Target
-    from gradtool.store.transaction.orders import Built, Order
     from gradtool.store.transaction.staging import Rights, Source
     from gradtool.store.transaction.transaction import Transaction
 
@@ -51,8 +49,6 @@ class Commit:
         self._transaction, self._sources = transaction, sources
         self._staged: list[Staged] = []
         self._in_place: InPlace | None = None
-        # Of files that other processes build.
-        self.orders = Orders(transaction)
         # Whether all files are in their places.
         self.is_committed = False
 
@@ -62,6 +58,11 @@ class Commit:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and not self._transaction.needs_recovery:
             error.add_note("all files were written before" if self.is_committed else "no file was changed")
+
+    @property
+    def count(self) -> int:
+        """Count the new files."""
+        return len(self._staged)
 
     def stage(
         self,
@@ -96,9 +97,9 @@ class Commit:
                     fs.change_mode(fd, 0o600)
         return file
 
-    def adopt(self, order: Order, built: Built) -> None:
-        """Take what another process has built as ordered; raises `SystemRefusedError` if it is something else."""
-        self._staged.append(self.orders.adopted(order, built))
+    def give_up(self, temporary: File) -> None:
+        """Do not put a temporary in place that was staged; it is removed with all that the run has made."""
+        self._staged = [staged for staged in self._staged if staged.temporary != temporary]
 
     def stage_content(self, file: SmallFile, *, is_new: bool) -> None:
         """Stage a small file with its content; if `is_new`, it may not exist when it is put in its place."""
@@ -118,7 +119,6 @@ class Commit:
             SystemRefusedError: another program changed a file since it was read, or a sync failed, and all files are as
                 they were; or a rename or a copy failed after the first, and recovery must go on.
         """
-        self.orders.require_all_built()
         makes_new = any(staged.original is None for staged in self._staged)
         # Of thousands of files, only a few differ.
         sources = list({rights_of(path, before) for path, before in self._sources}) if makes_new else []

@@ -87,20 +87,15 @@ def clear(run: str, targets: Mapping[Folder, Collection[str]], missing: Sequence
 
 def _remove_files(folder: Folder, run: str) -> None:
     """Remove the temporaries and the redo log of a run; folders and files that only others may remove stay."""
-    # Listed again, because a worker may make a temporary until the permit to do so is gone.
-    for _ in range(2):
-        names = [name for name in files_of_runs(folder) if run_of(name) == run and not name.endswith((".run", ".lock"))]
-        for name in names:
-            status = folder.status(name)
-            if status is None or stat.S_ISDIR(status.st_mode):
-                continue
-            try:
-                folder.unlink(name)
-            except PermissionError:
-                if status.st_uid == os.geteuid():
-                    raise
-        if not names:
-            return
+    for name in files_of_runs(folder):
+        status = folder.status(name)
+        if run_of(name) != run or name.endswith((".run", ".lock")) or status is None or stat.S_ISDIR(status.st_mode):
+            continue
+        try:
+            folder.unlink(name)
+        except PermissionError:
+            if status.st_uid == os.geteuid():
+                raise
 
 
 def _unmake(home: Folder, names: Sequence[str]) -> None:

@@ -56,15 +56,13 @@ class WritePlan(NamedTuple):
     """What a call writes, besides what its options say: the first `writes` of its sets, or all.
 
     Or else those with one of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that is
-    written together with the sets, and says what a later call must know of this one. With `by_workers`, other processes
-    build new files.
+    written together with the sets, and says what a later call must know of this one.
     """
 
     writes: int | None = None
     created: NewSet | None = None
     output_files: Collection[str] | None = None
     state: Path | None = None
-    by_workers: bool = False
 
 
 EVERYTHING = WritePlan()

@@ -18,7 +18,6 @@ from gradtool.store.source import SmallFile, require_status
 from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.inplace import Target
 from gradtool.store.transaction.inputs import require_finished
-from gradtool.store.transaction.orders import Ordered
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
@@ -42,7 +41,7 @@ class Output(NamedTuple):
     """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
-    exist. `transaction` holds the locks, unless there was a `refusal`. `state` and `by_workers` are those of the plan.
+    exist. `transaction` holds the locks, unless there was a `refusal`. `state` is that of the plan.
     """
 
     options: Writing
@@ -53,7 +52,6 @@ class Output(NamedTuple):
     transaction: Transaction | None = None
     refusal: SystemRefusedError | None = None
     state: Path | None = None
-    by_workers: bool = False
 
     @classmethod
     def of(cls, options: Writing, opened: OpenSets, plan: WritePlan) -> Self:
@@ -69,7 +67,7 @@ class Output(NamedTuple):
         folder = None if options.output_dir is None else Path(options.output_dir)
         written = sets[: plan.writes] if output_files is None else _sets_with(output_files, sets, options)
         indexes = [one.index for one in sets if one.index]
-        output = cls(options, written, (), folder=folder, state=plan.state, by_workers=plan.by_workers).made_of(sets)
+        output = cls(options, written, (), folder=folder, state=plan.state).made_of(sets)
         if created is not None:
             output = output._replace(created=created.targets(opened.selected))
         if created is not None and created.like is not None:
@@ -173,8 +171,8 @@ class Output(NamedTuple):
         files: Sequence[NewFile],
         indexes: Sequence[SmallFile] | None = None,
         state: SmallFile | None = None,
-    ) -> Iterator[Destination]:
-        """A destination for the files, which are all put in their places at the end of the block.
+    ) -> Iterator[Staging | Destination]:
+        """Stage files, or have them overwritten; all are put in their places at the end of the block.
 
         An exception in the block leaves every file as it was. `indexes` are written too; by default a copy of each
         where the output is elsewhere. So is `state`, even where there are no files.
@@ -198,7 +196,9 @@ class Output(NamedTuple):
             if self.options.in_place and files:
                 yield Overwritten(files, commit.overwrite([_changed(transaction, file) for file in files]))
             else:
-                yield self._built(commit, files)
+                yield Staging(self, commit, files)
+                if commit.count != len(files):
+                    raise AssertionError("a new file was not written")
                 for path, stat, content in indexes:
                     index = SmallFile(self._target(str(path)), None if self.is_elsewhere else stat, content)
                     commit.stage_content(index, is_new=self.options.no_clobber)
@@ -211,25 +211,32 @@ class Output(NamedTuple):
             return Path(self.options.output)
         return Path(name) if self.folder is None else self.folder / Path(name).name
 
-    def _built(self, commit: Commit, files: Sequence[NewFile]) -> Destination:
-        """The destination that builds the files: here, or by other processes."""
-        if not self.by_workers:
-            return NewFiles(_by_shard(files, [self._stage(commit, file) for file in files]))
-        orders = {}
-        for file in files:
-            target, keeps, is_new = self._target(file.shard.name), not self.is_elsewhere, self.options.no_clobber
-            orders[file.shard] = commit.orders.add(target, file, keeps_attributes=keeps, is_new=is_new)
-        return Ordered(orders, commit)
-
-    def _stage(self, commit: Commit, file: NewFile) -> File:
-        original = None if self.is_elsewhere else require_status(file.shard.source)
-        target, is_new = self._target(file.shard.name), self.options.no_clobber
-        return commit.stage(target, file.size, original, file.ranges, is_new=is_new)
+    def stage(self, commit: Commit, new: NewFile) -> File:
+        """Make a temporary for a new file."""
+        original = None if self.is_elsewhere else require_status(new.shard.source)
+        target, is_new = self._target(new.shard.name), self.options.no_clobber
+        return commit.stage(target, new.size, original, new.ranges, is_new=is_new)
 
     def _copied_indexes(self) -> list[SmallFile]:
         if not self.is_elsewhere or self.options.output is not None:
             return []
         return [index for one in self.sets if (index := one.read_index()) is not None]
+
+
+class Staging(NamedTuple):
+    """New files to be written, by this process or by others, before they are put in their places."""
+
+    output: Output
+    commit: Commit
+    files: Sequence[NewFile]
+
+    def write_here(self) -> NewFiles:
+        """Stage all files, and return the destination that writes to them."""
+        return NewFiles({new.shard: (new, self.stage(new)) for new in self.files})
+
+    def stage(self, new: NewFile) -> File:
+        """Make a temporary for a file."""
+        return self.output.stage(self.commit, new)
 
 
 def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
@@ -253,10 +260,6 @@ def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Wri
     # A single file needs no index.
     indexes = [one.index if options.output is None else None for one in found]
     return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
-
-
-def _by_shard(files: Sequence[NewFile], written: Sequence[File]) -> dict[Shard, tuple[NewFile, File]]:
-    return {file.shard: (file, one) for file, one in zip(files, written, strict=True)}
 
 
 def _changed(transaction: Transaction, file: NewFile) -> Target:

@@ -129,7 +129,7 @@ def put_back(shards, old):
 
 def test_a_task_whose_worker_dies_for_good_leaves_all_old(shards, alone):
     old, _ = old_and_new(shards)
-    alone.worker(GRADTOOL_FAULT="kill@6")
+    alone.worker(GRADTOOL_FAULT="kill@2")
     done = alone.run("clip", shards, *CLIP, "--worker-timeout", "20")
     assert "every worker that was given the task died" in one_line(done, 5)
     assert soon(lambda: content_of(shards) == old)
@@ -142,7 +142,7 @@ def test_no_worker_for_too_long_ends_the_run(shards, tmp_path):
         assert "has had no worker for 1 s\n  hint: start some, or wait longer with --worker-timeout" in one_line(
             done, 5
         )
-        cluster.worker(GRADTOOL_FAULT="kill@6")
+        cluster.worker(GRADTOOL_FAULT="kill@2")
         done = cluster.run("clip", shards, *CLIP, "--worker-timeout", "1")
         assert "has had no worker for 1 s" in one_line(done, 5)
     assert soon(lambda: content_of(shards) == old)
@@ -151,7 +151,7 @@ def test_no_worker_for_too_long_ends_the_run(shards, tmp_path):
 def test_a_worker_that_wakes_up_after_the_commit_harms_nothing(tmp_path, shards):
     _, new = old_and_new(shards)
     with DaskCluster(tmp_path / "cluster", DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL="1s") as cluster:
-        zombie = cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
+        zombie = cluster.worker(GRADTOOL_FAULT="SIGSTOP@2")
         run = hanging(cluster, shards, zombie)
         cluster.worker()
         done = ended(run)
@@ -183,7 +183,7 @@ def ended(run):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_whose_worker_hangs(shards, alone, number):
     old, _ = old_and_new(shards)
-    stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@6")
+    stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@2")
     run = hanging(alone, shards, stopped)
     run.send_signal(number)
     assert "no file was changed" in one_line(ended(run), 128 + number)
@@ -195,7 +195,7 @@ def test_a_signal_ends_a_run_whose_worker_hangs(shards, alone, number):
 
 def test_a_scheduler_that_dies_ends_the_run(shards, alone):
     old, _ = old_and_new(shards)
-    stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@6")
+    stopped = alone.worker(GRADTOOL_FAULT="SIGSTOP@2")
     run = hanging(alone, shards, stopped)
     alone.scheduler.kill()
     assert "is lost\n  hint: start it and its workers again, and run the command again" in one_line(ended(run), 5)
@@ -204,7 +204,7 @@ def test_a_scheduler_that_dies_ends_the_run(shards, alone):
 
 def test_a_worker_with_a_full_disk_ends_the_run(shards, alone):
     old, _ = old_and_new(shards)
-    alone.worker(GRADTOOL_FAULT="ENOSPC@6+")
+    alone.worker(GRADTOOL_FAULT="ENOSPC@1+")
     done = alone.run("clip", shards, *CLIP)
     message = one_line(done, 5)
     assert "hint: free some space" in message

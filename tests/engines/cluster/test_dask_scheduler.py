@@ -96,7 +96,7 @@ def test_ctrl_c_ends_a_command_whose_scheduler_hangs(tmp_path):
     path = sample(tmp_path)
     before = path.read_bytes()
     with DaskCluster(tmp_path / "cluster") as cluster:
-        worker = cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
+        worker = cluster.worker(GRADTOOL_FAULT="SIGSTOP@2")
         run = subprocess.Popen(cluster.command(*CLIP, path), stderr=subprocess.PIPE, text=True)
         assert soon(lambda: is_stopped(worker) or run.poll() is not None)
         assert is_stopped(worker), run.communicate()

@@ -3,6 +3,7 @@
 import io
 import signal
 import subprocess
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def nested(depth):
 )
 def test_an_error_of_a_worker_is_told_by_its_kind_and_its_words(sent, said):
     error = dask._Reader(io.BytesIO(sent if type(sent) is bytes else error_message(sent)["exception"].data)).load()
-    assert dask.Dask.why(None, error) == (f"a worker failed: {said}", None)
+    assert dask.Dask.why(mock.Mock(), error) == (f"a worker failed: {said}", None)
 
 
 @pytest.mark.parametrize(("lie", "kind"), [*((lie, "Job") for lie in WORKERS), ("an answer", "Check")])
@@ -144,7 +145,7 @@ def test_the_task_of_a_worker_that_freezes_moves_to_another_one(tmp_path):
     write_index(folder, {f"{i}.safetensors": {f"t{i}": np.full(3000, i + 1, np.float32)} for i in range(3)})
     before = snapshot(folder)
     with DaskCluster(tmp_path / "cluster") as cluster:
-        frozen = cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
+        frozen = cluster.worker(GRADTOOL_FAULT="SIGSTOP@2")
         command = cluster.command("clip", folder, "--max-norm", "1e-3", "--worker-timeout", "6", "--json")
         run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert soon(lambda: is_stopped(frozen) or run.poll() is not None)
@@ -173,7 +174,7 @@ def test_a_frozen_worker_that_is_the_only_one_ends_the_run(tmp_path):
     path = sample(tmp_path)
     before = path.read_bytes()
     with DaskCluster(tmp_path / "cluster") as cluster:
-        cluster.worker(GRADTOOL_FAULT="SIGSTOP@6")
+        cluster.worker(GRADTOOL_FAULT="SIGSTOP@2")
         done = cluster.run("clip", path, "--max-norm", "1e-3", "--worker-timeout", "3")
     assert (done.returncode, done.stderr.count("gradtool: error: ")) == (5, 1), done
     assert "has had no worker for 3 s\n  hint: start some, or wait longer with --worker-timeout" in done.stderr

@@ -24,18 +24,16 @@ import gradtool
 from gradtool import tuning
 from gradtool.arrays import float64s
 from gradtool.backends.protocol import NormSpec
-from gradtool.engines import choose
-from gradtool.engines.cluster import wire, work
+from gradtool.engines.cluster import engine, wire, work
 from gradtool.engines.cluster.wire import _tree
 from gradtool.errors import Problem
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.passes import Measure
+from gradtool.ops.passes import Measure, Rewrite
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import Tensor
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
-from gradtool.store.transaction.orders import FIRST_ATTEMPT
 
 
 class Pool:
@@ -84,7 +82,7 @@ def pool():
 def workers(pool, change=lambda result: result):
     """Calls with these options run on a pool, in many small parts."""
     with (
-        mock.patch.object(choose, "_join", return_value=Pool(pool, change)),
+        mock.patch.object(engine, "Dask", return_value=Pool(pool, change)),
         mock.patch.object(tuning, "PART_BYTES", 16 * TILE),
     ):
         yield {"engine": "dask:pool"}
@@ -347,24 +345,17 @@ def with_part(place, value):
 
 
 # Where things are in an answer, and in the measurement in it.
-FOUND, BUILT, READ, CLOCK, HOST, _, LATE = range(7)
+FOUND, READ, CLOCK, HOST, _, WAITS = range(6)
 SUMS, _, NAN, _, _, FIRST, _, _ = range(8)
 NUMBERS, VALUES, EXPONENTS = range(3)
 LIES = {
-    "another number": with_part([BUILT, 0], FIRST_ATTEMPT),
-    "a number of the run's own": with_part([BUILT, 0], 0),
-    "a path": with_part([BUILT, 0], "0/../../x"),
-    "a name": with_part([BUILT, 0], "1.tmp\n"),
-    "another inode": with_part([BUILT, 1], 1),
-    "another size": with_part([BUILT, 2], 1),
-    "no file": with_part([BUILT], lambda built: built and None),
     "another host": with_part([HOST], 7),
     "a host without end": with_part([HOST], "x" * 100_000),
     "no files": with_part([READ], []),
     "other files": with_part([READ, 0], "0" * 32),
     "a file that is no text": with_part([READ, 0], 3),
-    "a count of 5,000 digits": with_part([LATE], int("9" * 4000)),
-    "a count below zero": with_part([LATE], -1),
+    "a count of 5,000 digits": with_part([WAITS], int("9" * 4000)),
+    "a count below zero": with_part([WAITS], -1),
     "seconds that never end": with_part([CLOCK, 0], float("inf")),
     "nothing found": with_part([FOUND], None),
     "sums of another type": with_part([FOUND, SUMS, 0, VALUES], lambda sums: ["q", sums[1]]),
@@ -414,7 +405,6 @@ def test_a_worker_that_lies_is_not_believed(tmp_path, pool, lie):
         told.append(lie)
         return RAW_LIES[lie] if lie in RAW_LIES else json.dumps(tree).encode()
 
-    # The first pass measures, the second builds; what is built is lied about in the second.
     with workers(pool, change) as there, pytest.raises(gradtool.SystemRefusedError) as error:
         gradtool.clip(tmp_path, max_norm=1e-3, **there)
     assert error.value.problems[0].code in {"engine", "changed"}
@@ -442,11 +432,20 @@ def test_an_error_of_a_worker_is_the_same_here(error):
     assert (type(read.value), list(read.value.problems), str(read.value)) == (error, list(sent.problems), str(sent))
 
 
+def test_nothing_is_committed_unless_all_files_were_written(tmp_path, pool):
+    path = sample(tmp_path)
+    before = snapshot(tmp_path)
+    nothing = mock.patch.object(Rewrite, "parts", return_value=iter(()))
+    with workers(pool) as there, nothing, pytest.raises(AssertionError, match="a new file was not written"):
+        gradtool.clip(path, max_norm=1e-3, **there)
+    assert snapshot(tmp_path) == before
+
+
 def test_a_worker_that_dies_ends_the_call_with_one_error(tmp_path):
     random_set(tmp_path, 1)
     before = snapshot(tmp_path)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(1, mp_context=context, initializer=strike_at, initargs=("kill@6",))
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=strike_at, initargs=("kill@2",))
     with pool, contextlib.ExitStack() as stack:
         there = stack.enter_context(workers(pool))
         with pytest.raises(gradtool.SystemRefusedError, match="gave up: BrokenProcessPool"):

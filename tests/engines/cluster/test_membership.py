@@ -15,8 +15,8 @@ from gradtool.engines.cluster.work import Check, Report
 from gradtool.ops.passes import Measure
 from gradtool.store.transaction.inputs import Inputs
 
-CHECK = Check("/data/x", 1, None, 0, None, None)
-FIT = packed(Report("node", "1", "cpu", ""))
+CHECK = Check("/data/x", 1, None, None, None)
+FIT = packed(Report("cpu", "asked for"))
 UNFIT = packed_error(gradtool.BackendUnavailableError("the worker on node does not see /data/x"))
 
 
@@ -69,10 +69,10 @@ def test_a_worker_that_joins_late_is_not_waited_for_and_gets_work_once_it_is_fit
     members.watch()
     assert members.fit == {"a": 1}
     ((_, answered),) = cluster.asked[1:]
-    answered.set_result(packed(Report("late", "1", "cpu", "")))
+    answered.set_result(packed(Report("cuda", "")))
     members.watch()
-    assert members.addresses == {("node", "1"): "a", ("late", "1"): "b"}
     assert members.fit == {"a": 1, "b": 2}
+    assert members.reports == {"a": ("cpu", "asked for"), "b": ("cuda", "")}
 
 
 def test_a_worker_that_joins_late_and_is_not_fit_is_refused(cluster, members):
@@ -109,7 +109,7 @@ def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, monkeypatch
 def test_the_same_is_asked_once_and_something_else_again(cluster, members):
     members.require_fit(CHECK)
     assert len(cluster.asked) == 1
-    members.require_fit(CHECK._replace(run="run"))
+    members.require_fit(CHECK._replace(user=7))
     assert len(cluster.asked) == 2
 
 
@@ -130,12 +130,13 @@ def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, members):
     members.watch()
     cluster.asked[1][1].set_result(UNFIT)
     members.watch()
-    assert members.addresses == {("node", "1"): "a"}
+    assert members.fit == cluster.members_now == {"a": 1}
 
 
-def test_what_a_lost_worker_had_goes_to_others_but_not_without_end(cluster, tmp_path):
+def test_what_a_lost_worker_had_goes_to_others_but_not_without_end(cluster, tmp_path, monkeypatch):
     opened = Inputs([str(sample(tmp_path))]).open()
-    workers = Workers("dask:x", lambda: cluster)
+    monkeypatch.setattr(engine, "Dask", lambda *_: cluster)
+    workers = Workers("dask:x", "x")
     workers.prepare(None, opened.shards)
     submit = cluster.submit
 
@@ -152,4 +153,3 @@ def test_what_a_lost_worker_had_goes_to_others_but_not_without_end(cluster, tmp_
     with pytest.raises(gradtool.SystemRefusedError, match="every worker that was given the task died"):
         workers.run(Measure(opened.selected, NormSpec()))
     assert [address for address, *_ in cluster.tasks] == ["a", "a'", "a''", "a'''"]
-    assert all(future.cancelled() for *_, future in cluster.tasks)

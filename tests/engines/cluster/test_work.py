@@ -6,20 +6,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from support import sample
+from support import sample, snapshot
 
 import gradtool
 from gradtool._version import __version__
 from gradtool.backends.protocol import NormSpec
-from gradtool.engines.cluster import wire, work
+from gradtool.engines.cluster import remote_files, wire, work
 from gradtool.ops.passes import Measure
-from gradtool.store import late
-from gradtool.store.io.destination import DISCARD, NewFile
-from gradtool.store.transaction.attempts import Attempt
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
-from gradtool.store.transaction.orders import Order
 
 
 def job_about(path, order=2.0):
@@ -43,13 +41,14 @@ def checked(check):
 def check(tmp_path):
     """What a worker is asked that is to write beside a file."""
     path = sample(tmp_path)
-    return work.Check(str(path), path.stat().st_ino, ".gradtool-0123456789ab", os.geteuid(), None, None)
+    return work.Check(str(path), path.stat().st_ino, os.geteuid(), "cpu", None)
 
 
-def test_a_worker_that_is_fit_leaves_nothing(check, tmp_path):
-    report = checked(check)
-    assert (report.host, report.process) == (work.HOST, work.process())
-    assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
+@pytest.mark.parametrize("user", [None, os.geteuid()])
+def test_a_worker_that_is_fit_says_what_it_computes_with_and_changes_nothing(check, tmp_path, user):
+    before = snapshot(tmp_path)
+    assert checked(check._replace(user=user)).why == "compiled kernels"
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -59,16 +58,31 @@ def test_a_worker_that_is_fit_leaves_nothing(check, tmp_path):
         ({"path": "/none/x"}, "does not see /none/x; mount the same file system there, at the same path"),
         ({"backend": "vulkan"}, "backend must be auto, cpu or cuda, not 'vulkan'"),
         ({"user": os.geteuid() + 1}, "start the workers as the user who runs the command"),
-        ({"run": "n" * 300}, "cannot make files in {folder}: File name too long; make it writable there"),
     ],
 )
 def test_a_worker_that_is_not_fit_names_its_host_and_the_remedy(check, tmp_path, monkeypatch, changes, said):
-    monkeypatch.setattr(late, "PAUSES", ())
+    monkeypatch.setattr(remote_files, "PAUSES", ())
     with pytest.raises(gradtool.BackendUnavailableError) as error:
         checked(check._replace(**changes))
     assert str(error.value).startswith(f"the worker on {work.HOST}")
     assert said.format(folder=tmp_path) in str(error.value)
     assert error.value.problems[0].code == "engine"
+
+
+def test_a_worker_that_may_only_read_is_not_fit_to_write(check, tmp_path):
+    opened = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_RDWR:
+            raise OSError(30, "Read-only file system")
+        return opened(path, flags, *rest, **more)
+
+    with mock.patch.object(os, "open", refuse):
+        checked(check._replace(user=None))
+        with pytest.raises(gradtool.BackendUnavailableError) as error:
+            checked(check)
+    said = f"cannot write in {tmp_path}: Read-only file system; make it writable there"
+    assert str(error.value) == f"the worker on {work.HOST} {said}"
 
 
 def test_a_worker_of_another_version_does_not_look_at_what_it_is_asked():
@@ -85,17 +99,17 @@ def test_a_file_that_is_shown_late_is_waited_for(tmp_path, monkeypatch, shown):
     new = path.rename(tmp_path / "new")
     if shown == "the one before":
         shutil.copy(new, path)
-    monkeypatch.setattr(late.time, "sleep", lambda _: new.replace(path) if new.exists() else None)
-    late.WAITS.taken()
+    monkeypatch.setattr(remote_files.time, "sleep", lambda _: new.replace(path) if new.exists() else None)
+    remote_files.waits.clear()
     done = performed(part, payload)
-    assert (done.late, done.read) == (1, [work.fingerprint(Inputs([str(path)]).open().shards[0])])
+    assert (done.waits, done.read) == (1, [work.fingerprint(Inputs([str(path)]).open().shards[0])])
 
 
 def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkeypatch):
     path = sample(tmp_path)
     part, payload = job_about(path)
     path.unlink()
-    monkeypatch.setattr(late.time, "sleep", lambda _: None)
+    monkeypatch.setattr(remote_files.time, "sleep", lambda _: None)
     with pytest.raises(gradtool.BackendUnavailableError) as error:
         performed(part, payload)
     (problem,) = error.value.problems
@@ -119,16 +133,7 @@ def test_what_the_system_refuses_a_worker_is_said_with_its_host(tmp_path, monkey
     assert (problem.message, problem.file) == (f"Input/output error (worker on {work.HOST})", str(path))
 
 
-def test_an_attempt_in_a_folder_that_is_not_there_makes_nothing(tmp_path, monkeypatch):
-    shard = Inputs([str(sample(tmp_path))]).open().shards[0]
-    order = Order(NewFile(shard, 1), ".gradtool-0123456789ab", tmp_path / "none", "x", "permit", False, False)
-    monkeypatch.setattr(late.time, "sleep", lambda _: None)
-    with pytest.raises(gradtool.SystemRefusedError, match="permit is missing: the run has ended"):
-        Attempt(order).__enter__()
-    assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
-
-
 def test_processes_of_the_same_host_and_number_are_told_apart():
-    code = "import os; os.getpid = lambda: 1; from gradtool.engines.cluster.work import process; print(process())"
-    said = {subprocess.check_output([sys.executable, "-c", code], cwd=Path(work.__file__).parents[2]) for _ in range(2)}
+    code = "import os; os.getpid = lambda: 1; from gradtool.engines.cluster import work; print(work._SALT)"
+    said = {subprocess.check_output([sys.executable, "-c", code], cwd=Path(work.__file__).parents[3]) for _ in range(2)}
     assert len(said) == 2

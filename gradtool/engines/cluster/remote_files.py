@@ -1,0 +1,110 @@
+"""New files that workers write.
+
+The command makes a temporary for each attempt, so that none can touch what another one has written: a task may run
+twice, and a worker that was taken for dead may go on. What is given up is removed, and a worker makes no files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradtool.errors import changed_meanwhile, os_errors_about
+from gradtool.store import fs
+from gradtool.store.fs import File, Folder
+from gradtool.store.io.destination import NewFile, read_for
+from gradtool.store.source import open_source, require_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+    from pathlib import Path
+
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.header import Shard
+    from gradtool.store.source import Source
+    from gradtool.store.transaction.output import Staging
+
+# A shared file system may show a moment late what another machine has made or replaced. After the last, it is missing.
+PAUSES = (0.05, 0.2, 0.5, 1.0)
+_LATE = (errno.ENOENT, errno.ESTALE)
+# Files that this process had to wait for, until it tells the command.
+waits: list[float] = []
+
+
+class BuildRequest(NamedTuple):
+    """A new file, and the temporary that one worker is to write it to."""
+
+    new: NewFile
+    path: Path
+    inode: int
+    fsync: bool
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[File]:
+        """Open the folder of the temporary, and sync the temporary at the end.
+
+        Raises:
+            SystemRefusedError: the run has ended, or has given up this attempt.
+        """
+        with os_errors_about(self.path):
+            try:
+                seen = retry_until_visible(self.path, lambda source: source.inode == self.inode)
+            except (FileNotFoundError, NotADirectoryError):
+                seen = None
+            if seen is None:
+                raise changed_meanwhile(self.path)
+            with Folder.at(self.path.parent) as folder:
+                # Devices have other numbers on other machines.
+                yield (file := File(folder, self.path.name, require_status(seen).st_dev, self.inode))
+                with file.opened(os.O_RDONLY) as fd:
+                    if self.fsync:
+                        fs.sync(fd)
+
+
+class RemoteFiles:
+    """New files that workers write; the last attempt at each is put in place with all other files of the run."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging, self._files = staging, {new.shard: new for new in staging.files}
+        self._attempts: dict[Shard, File] = {}
+
+    @property
+    def shards(self) -> Collection[Shard]:
+        """The files that they take the place of."""
+        return self._files.keys()
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self._files)
+
+    def nbytes(self, selected: Iterable[Selected]) -> int:
+        """Count the bytes that a pass over the selected tensors reads in all, about."""
+        return read_for(self._files.values(), selected)
+
+    def request(self, shard: Shard) -> BuildRequest:
+        """Make a temporary for an attempt at a file; an earlier attempt is given up."""
+        if shard in self._attempts:
+            self._staging.commit.give_up(self._attempts[shard])
+        new = self._files[shard]
+        file = self._attempts[shard] = self._staging.stage(new)
+        return BuildRequest(new, file.path, file.inode, self._staging.output.options.fsync)
+
+
+def retry_until_visible(path: Path, is_expected: Callable[[Source], bool]) -> Source | None:
+    """Open what is at a path, again while it is missing or another file; return it, or None if it stays another one."""
+    for pause in (*PAUSES, None):
+        try:
+            with contextlib.closing(open_source(path)) as reader:
+                if is_expected(reader.source):
+                    return reader.source
+        except OSError as error:
+            if error.errno not in _LATE or pause is None:
+                raise
+        if pause is not None:
+            waits.append(pause)
+            time.sleep(pause)
+    return None

@@ -95,7 +95,7 @@ class Staged:
                     keep_attributes(fd, original_fd, now)
                 mode = _kept_mode(now)
             else:
-                # A worker on another machine may not have seen it.
+                # It may have got a list since it was made.
                 fs.remove_acl(fd)
                 if now is not None:
                     sources = [*sources, rights_of(self.name, within=self.folder.fd)]

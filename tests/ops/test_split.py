@@ -57,6 +57,9 @@ def cut(request, tmp_path):
     return written
 
 
+WAYS = pytest.mark.parametrize("way", ["replace", "inplace"])
+
+
 def facts(result):
     """All figures of a result but the number of files and their bytes, rows by name."""
     found = {
@@ -112,10 +115,11 @@ def test_clip(cut, tmp_path, elsewhere):
     assert facts(result) == facts(expected)
 
 
-def test_clip_of_some_tensors_leaves_the_others(cut):
+@WAYS
+def test_clip_of_some_tensors_leaves_the_others(cut, way):
     there, path = cut("x", tensors(0))
     for include in ("^a$", "^b|whole$", "last|c"):
-        options = {"max_norm": 1e-3, "include": [include]}
+        options = {"max_norm": 1e-3, "include": [include], "write": way}
         assert facts(gradtool.clip(there, **options)) == facts(gradtool.clip(path, **options))
         assert same(there, path)
 
@@ -128,10 +132,11 @@ def test_clip_adaptively(cut):
         assert same(there, path)
 
 
-def test_accumulate_as_input_and_as_buffer(cut):
+@WAYS
+def test_accumulate_as_input_and_as_buffer(cut, way):
     (grads, grads_path), (buffer, buffer_path) = cut("g", tensors(0, "BF16")), cut("b", tensors(50))
     write(other := grads.parent / "other.safetensors", tensors(70))
-    options = {"weight": [2.0, -0.5], "per_gradient": True}
+    options = {"weight": [2.0, -0.5], "per_gradient": True, "write": way}
     for _ in range(2):
         result = gradtool.accumulate([grads, other], into=buffer, **options)
         assert facts(result) == facts(gradtool.accumulate([grads_path, other], into=buffer_path, **options))
@@ -157,10 +162,11 @@ def test_a_gradient_that_broadcasts(cut, tmp_path):
     assert (tmp_path / "out0").read_bytes() == (tmp_path / "out1").read_bytes()
 
 
+@WAYS
 @pytest.mark.parametrize("include", [None, ["^a$"], ["b|last"]])
-def test_zero(cut, include):
+def test_zero(cut, include, way):
     there, path = cut("x", tensors(0))
-    options = {} if include is None else {"include": include}
+    options = {"write": way} | ({} if include is None else {"include": include})
     assert facts(gradtool.zero(there, **options)) == facts(gradtool.zero(path, **options))
     assert same(there, path)
 

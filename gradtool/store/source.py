@@ -1,7 +1,7 @@
 """Sources: what the bytes of inputs are read from, and whether they are still the same.
 
 `Source` and `Reader` are those of local files. Another kind, such as an object in object storage, extends both in a
-module of its own, and `kind_of` chooses it.
+module of its own, and `Source.kind_of` chooses it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, UsageError
@@ -18,6 +19,11 @@ from gradtool.wording import option, say
 if TYPE_CHECKING:
     from collections.abc import Hashable
     from pathlib import Path
+
+
+_content = attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns")
+# What explains a change of the inode (ctime) that is none of the content.
+links_and_rights = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,31 +38,51 @@ class Source:
     size: int
     status: os.stat_result | None = None
 
+    @staticmethod
+    def kind_of(path: Path) -> type[Source]:  # noqa: ARG004 - there is but one kind
+        """Choose the kind of source that a path leads to."""
+        return Source
+
     @classmethod
-    def at(cls, path: Path, *, is_named: bool) -> Reader:
-        """Open what is at a path, as `open_source` does; a FIFO does not block."""
+    def at(cls, path: Path, *, is_named: bool = True) -> Reader:
+        """Open what the user named, or a folder or an index did. A FIFO does not block.
+
+        Raises:
+            OSError: it is not there or cannot be read, or another user's link leads there.
+            BadInputError: it is not a regular file.
+        """
         fd = open_to_read(path, is_named=is_named)
-        try:
-            status = os.fstat(fd)
-            _check_regular(path, status)
-        except BaseException:
-            os.close(fd)
-            raise
-        return Reader(cls(os.fspath(path), status.st_size, status), fd)
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            return Reader(cls(os.fspath(path), status.st_size, status), fd)
+        os.close(fd)
+        if stat.S_ISDIR(status.st_mode):
+            raise BadInputError("is a folder, not a file", file=path, hint="name the folder itself, or rename it")
+        raise BadInputError("is not a regular file", file=path)
 
     @staticmethod
     def names_in(path: Path) -> list[str] | None:
-        """List the names in a folder, as `names_in` does."""
+        """List the names in a folder; None if the path is not that of one. Raises `OSError`."""
         return os.listdir(path) if os.path.isdir(path) else None  # noqa: PTH112, PTH208 - Path's own may raise
 
     @staticmethod
     def identity_at(path: Path) -> Hashable:
-        """Tell the identity of what is at a path without opening it, as `identity_at` does."""
+        """Tell what all names of an input have in common, without opening it; where nothing is, that is the path."""
         try:
             status = os.stat(path)  # noqa: PTH116 - as fstat
         except OSError:
             return os.fspath(path)
         return status.st_dev, status.st_ino
+
+    @classmethod
+    def is_there(cls, path: Path) -> bool:
+        """Check whether a path leads to a folder, or to what can be opened."""
+        try:
+            if cls.names_in(path) is None:
+                cls.at(path).close()
+        except (OSError, BadInputError):
+            return False
+        return True
 
     @property
     def address(self) -> str:
@@ -113,48 +139,6 @@ class Reader:
         os.close(self.fileno)
 
 
-def kind_of(path: Path) -> type[Source]:  # noqa: ARG001 - there is but one kind
-    """Choose the kind of source that a path leads to."""
-    return Source
-
-
-def names_in(path: Path) -> list[str] | None:
-    """List the names in a folder; None if the path is not that of one. Raises `OSError`."""
-    return kind_of(path).names_in(path)
-
-
-def identity_at(path: Path) -> Hashable:
-    """Tell what all names of an input have in common; of what is not there, that is the path."""
-    return kind_of(path).identity_at(path)
-
-
-def is_file_or_folder(path: Path) -> bool:
-    """Check whether a path leads to a folder, or to what `open_source` opens."""
-    try:
-        if names_in(path) is None:
-            open_source(path).close()
-    except (OSError, BadInputError):
-        return False
-    return True
-
-
-def open_source(path: Path, *, is_named: bool = True) -> Reader:
-    """Open what the user named, or a folder or an index did.
-
-    Raises:
-        OSError: it is not there or cannot be read, or another user's link leads there.
-        BadInputError: it is not a regular file.
-    """
-    return kind_of(path).at(path, is_named=is_named)
-
-
-def _check_regular(path: Path, status: os.stat_result) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise BadInputError("is a folder, not a file", file=path, hint="name the folder itself, or rename it")
-    if not stat.S_ISREG(status.st_mode):
-        raise BadInputError("is not a regular file", file=path)
-
-
 def require_status(source: Source) -> os.stat_result:
     """Return the status of an input that is to be replaced or changed; raise `UsageError` if it is no local file."""
     if source.status is None:
@@ -186,15 +170,6 @@ def is_same(now: os.stat_result, before: os.stat_result) -> bool:
     if _content(now) != _content(before):
         return False
     return now.st_ctime_ns == before.st_ctime_ns or links_and_rights(now) != links_and_rights(before)
-
-
-def _content(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def links_and_rights(status: os.stat_result) -> tuple[int, ...]:
-    """Return what explains a change of the inode (ctime) that is none of the content."""
-    return status.st_mode, status.st_uid, status.st_gid, status.st_nlink
 
 
 def is_unchanged(path_or_fd: Path | str | int, before: os.stat_result) -> bool:

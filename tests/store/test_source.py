@@ -2,21 +2,19 @@
 
 import errno
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from same_results import facts_of
 from support import snapshot, write, write_index
 
 import gradtool
-from gradtool.store import source
 from gradtool.store.source import Reader, Source
 
 # What is in memory, by path.
 OBJECTS = {}
-# What differs between two calls that do the same.
-TIMES = ("seconds", "timings", "threads")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +37,7 @@ class MemorySource(Source):
     content: bytes = b""
 
     @classmethod
-    def at(cls, path, *, is_named):  # noqa: ARG003 - nobody else has made it
+    def at(cls, path, *, is_named=True):  # noqa: ARG003 - nobody else has made it
         if str(path) not in OBJECTS:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         content = OBJECTS[str(path)]
@@ -60,7 +58,11 @@ class MemorySource(Source):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Put the files of a folder into memory, at paths that are not of this system."""
-    monkeypatch.setattr(source, "kind_of", lambda path: MemorySource if str(path).startswith("memory:") else Source)
+
+    def kind_of(path):
+        return MemorySource if str(path).startswith("memory:") else Source
+
+    monkeypatch.setattr(Source, "kind_of", staticmethod(kind_of))
 
     def put(folder):
         OBJECTS.update((f"memory:/bucket/{path.name}", path.read_bytes()) for path in folder.iterdir())
@@ -68,23 +70,6 @@ def elsewhere(monkeypatch):
 
     yield put
     OBJECTS.clear()
-
-
-def figures(result):
-    """All that a result says, but for times, and with the names that both kinds have in common."""
-    fields = asdict(result)
-    for key in TIMES:
-        fields["call"].pop(key)
-    fields.pop("output", None)
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return os.path.basename(value) if isinstance(value, str) else value  # noqa: PTH119
-
-    return plain(fields)
 
 
 def random(seed, *shapes):
@@ -106,13 +91,13 @@ def sets(folder):
 def test_norm_and_diff_say_the_same_of_it(tmp_path, elsewhere):
     a, b = sets(tmp_path)
     there = elsewhere(a)
-    assert figures(gradtool.norm(there, per_tensor=True)) == figures(gradtool.norm(a, per_tensor=True))
+    assert facts_of(gradtool.norm(there, per_tensor=True)) == facts_of(gradtool.norm(a, per_tensor=True))
     for name in ("0.safetensors", "model.safetensors.index.json"):
-        assert figures(gradtool.norm(f"{there}/{name}")) == figures(gradtool.norm(a / name))
-    local = figures(gradtool.diff(a, b, per_tensor=True))
-    assert local["differing"] > 0
-    assert figures(gradtool.diff(there, b, per_tensor=True)) == local
-    assert figures(gradtool.diff(b, there, per_tensor=True)) == figures(gradtool.diff(b, a, per_tensor=True))
+        assert facts_of(gradtool.norm(f"{there}/{name}")) == facts_of(gradtool.norm(a / name))
+    local = facts_of(gradtool.diff(a, b, per_tensor=True))
+    assert int(local["differing"]) > 0
+    assert facts_of(gradtool.diff(there, b, per_tensor=True)) == local
+    assert facts_of(gradtool.diff(b, there, per_tensor=True)) == facts_of(gradtool.diff(b, a, per_tensor=True))
 
 
 @pytest.mark.parametrize("dtype", [None, "BF16"])
@@ -120,8 +105,8 @@ def test_clip_writes_the_same_bytes(tmp_path, elsewhere, dtype):
     a, _ = sets(tmp_path)
     there = elsewhere(a)
     options = {"max_norm": 1.0, "dtype": dtype}
-    expected = figures(gradtool.clip(a, output_dir=tmp_path / "local", **options))
-    assert figures(gradtool.clip(there, output_dir=tmp_path / "memory", **options)) == expected
+    expected = facts_of(gradtool.clip(a, output_dir=tmp_path / "local", **options))
+    assert facts_of(gradtool.clip(there, output_dir=tmp_path / "memory", **options)) == expected
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("local", "memory")]
     assert files[0] == files[1]
     assert len(files[0]) == 3

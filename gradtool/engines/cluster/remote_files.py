@@ -16,7 +16,7 @@ from gradtool.errors import UsageError, changed_meanwhile, os_errors_about
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.io.destination import NewFile, read_for
-from gradtool.store.source import open_source, require_status
+from gradtool.store.source import Source, require_status
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.source import Source
     from gradtool.store.transaction.output import Staging
 
 # A shared file system may show a moment late what another machine has made or replaced. After the last, it is missing.
@@ -102,7 +101,7 @@ def retry_until_visible(path: Path, is_expected: Callable[[Source], bool]) -> So
     """Open what is at a path, again while it is missing or another file; return it, or None if it stays another one."""
     for pause in (*PAUSES, None):
         try:
-            with contextlib.closing(open_source(path)) as reader:
+            with contextlib.closing(Source.kind_of(path).at(path)) as reader:
                 if is_expected(reader.source):
                     return reader.source
         except OSError as error:

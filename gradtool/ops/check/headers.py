@@ -15,7 +15,7 @@ from gradtool.errors import GradtoolError, Problem, SystemRefusedError
 from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, quoted
 from gradtool.store.format.header import FileTypeError, read_shard, read_text
 from gradtool.store.format.paths import parts_in
-from gradtool.store.source import is_file_or_folder
+from gradtool.store.source import Source
 
 if TYPE_CHECKING:
     from gradtool.store.format.header import Shard
@@ -72,7 +72,7 @@ class Examined:
         """Check whether what was named is missing, or is not even a damaged safetensors file or index."""
         if error.problems[0].code == "missing-file":
             return self._reader.weight_map is None and Path(file) == Path(self._reader.path)
-        return isinstance(error, FileTypeError) or not is_file_or_folder(Path(file))
+        return isinstance(error, FileTypeError) or not Source.kind_of(Path(file)).is_there(Path(file))
 
 
 def _read_patiently(path: Path, *, is_named: bool) -> Shard:

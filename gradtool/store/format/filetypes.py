@@ -19,7 +19,7 @@ from gradtool.errors import BadInputError, number_of
 from gradtool.store.format.header import FileTypeError
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_TEXT
-from gradtool.store.source import open_source, read_range
+from gradtool.store.source import Source, read_range
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def file_type_error(path: Path, *, is_index: bool, is_named: bool) -> FileTypeEr
     # What cannot be read, or is no regular file, was refused for that.
     with (
         contextlib.suppress(OSError, BadInputError),
-        contextlib.closing(open_source(path, is_named=is_named)) as reader,
+        contextlib.closing(Source.kind_of(path).at(path, is_named=is_named)) as reader,
     ):
         return _file_type_error(path, read_range(reader, 0, HEAD), reader.source.size, *wanted)
     return None

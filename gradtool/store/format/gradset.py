@@ -14,7 +14,7 @@ from gradtool.store.format.header import Shard, read_shard, read_small
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.paths import list_path, no_path_error
 from gradtool.store.format.patterns import compiled, matching
-from gradtool.store.source import identity_at
+from gradtool.store.source import Source
 from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class SetReader:
         """Drop files that are the same as another one, before they are read; it is an error if an index names both."""
         first_files: dict[Hashable, Path] = {}
         for file in self.files:
-            first = first_files.setdefault(identity_at(file), file)
+            first = first_files.setdefault(Source.kind_of(file).identity_at(file), file)
             if first is not file and self.index is not None and self.weight_map is not None:
                 what = f"is the same file as {first.name}, and the index {self.index.name} names both"
                 yield BadInputError(what, file=file, code="duplicate-file", hint="correct the index")

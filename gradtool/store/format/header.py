@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
 from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
-from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, parse, tensor_of
-from gradtool.store.source import SmallFile, Source, open_source, read_range
+from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, tensor_of
+from gradtool.store.source import SmallFile, Source, read_range
 from gradtool.wording import say
 
 if TYPE_CHECKING:
@@ -135,11 +136,10 @@ def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard
         if (refusal := _refusal(path, text, size)) is not None:
             raise _explain(path, text, size, shortened(str(refusal), 400))
     except BadInputError as error:
-        (one,) = error.problems
-        message = say("nothing written, because the new header would be invalid: {}", one.message)
-        raise BadInputError(message, file=path, tensor=one.tensor, code=one.code, hint=one.hint) from error
-    shard = _shard(Source(str(path), size), text, *_parsed(path, text))
-    return len(text).to_bytes(8, "little") + text, shard
+        (problem,) = error.problems
+        message = say("nothing written, because the new header would be invalid: {}", problem.message)
+        raise BadInputError.from_problems([replace(problem, message=message, file=str(path))]) from error
+    return len(text).to_bytes(8, "little") + text, _shard(Source(str(path), size), text, *_parsed(path, text))
 
 
 def read_text(shard: Shard) -> bytes:
@@ -173,7 +173,7 @@ def read_small(path: Path, most: int | None = None, *, is_named: bool = True) ->
 
 @contextlib.contextmanager
 def _opened(path: Path, *, is_named: bool) -> Iterator[Reader]:
-    with os_errors_about(path), contextlib.closing(open_source(path, is_named=is_named)) as reader:
+    with os_errors_about(path), contextlib.closing(Source.kind_of(path).at(path, is_named=is_named)) as reader:
         yield reader
 
 
@@ -197,15 +197,20 @@ def _shard(source: Source, text: bytes, metadata: dict[str, str], tensors: Tenso
 
 
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
-    """The metadata and the tensors of a header, if it is valid for a file of that size."""
-    if not _is_surely_valid(path, text, size):
+    """Return the metadata and the tensors of a header, if it is valid for a file of that size."""
+    is_short = len(text) <= _SHORT
+    if not is_short and "numpy" not in sys.modules and len(text) <= _WithoutNumpy.left:
+        _WithoutNumpy.left -= len(text)
+        is_short = True
+    # The full check says what is wrong.
+    if not is_short or _refusal(path, text, size) is not None:
         _ask_library(path, text, size)
     return _parsed(path, text)
 
 
 def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
-    """The metadata and the tensors of a sound header."""
-    header = parse(text)
+    """Return the metadata and the tensors of a sound header."""
+    header: dict[str, Any] = json.loads(text)
     metadata = header.pop("__metadata__", None) or {}
     check_name_lengths(path, header)
     data_start = 8 + len(text)
@@ -223,25 +228,22 @@ _remembered = functools.lru_cache(maxsize=64)(_checked)
 
 
 def _read_header(path: Path, reader: Reader) -> bytes:
-    """The header's JSON, unless it is too large."""
+    """Read the JSON of a header, unless it is too large."""
     start, size = read_range(reader, 0, 8), reader.source.size
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > MAX_TEXT or 8 + length > size:  # noqa: PLR2004 - the length field
-        raise _explain_start(path, start, size)
+    if len(start) < 8:  # noqa: PLR2004 - the length field
+        raise FileTypeError(f"is not a safetensors file: {size} bytes are too few", file=path)
+    if length > MAX_TEXT:
+        what = f"is not a safetensors file, or its header exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
+        raise BadInputError(what, file=path, hint="split the file if it is that large")
+    if 8 + length > size:
+        what = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
+        raise BadInputError(what, file=path, hint="copy it again")
     text = read_range(reader, 8, length)
     if len(text) < length:
         raise changed_meanwhile(path)
     check_header_size(path, text)
     return text
-
-
-def _is_surely_valid(path: Path, text: bytes, size: int) -> bool:
-    """Whether a header is valid; False if it is not, or not short, and then the library must be asked."""
-    if len(text) > _SHORT:
-        if "numpy" in sys.modules or len(text) > _WithoutNumpy.left:
-            return False
-        _WithoutNumpy.left -= len(text)
-    return _refusal(path, text, size) is None  # The full check says what is wrong.
 
 
 def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
@@ -273,7 +275,7 @@ def _ask_library(path: Path, text: bytes, size: int) -> None:
 
 @contextlib.contextmanager
 def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
-    """A private copy of the header, in a file of the same size with a hole for the data; or else the file itself.
+    """Copy the header into a private file of the same size, with a hole for the data; or else yield the file itself.
 
     The library maps its file into memory; if another process truncated that file, the system would kill this one. The
     copy is also certain to have the header that was read.
@@ -286,20 +288,8 @@ def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
         yield copy
 
 
-def _explain_start(path: Path, start: bytes, size: int) -> BadInputError:
-    """What is wrong with a file whose header cannot even be read; `start` is its first eight bytes."""
-    if len(start) < 8:  # noqa: PLR2004 - the length field
-        return FileTypeError(f"is not a safetensors file: {size} bytes are too few", file=path)
-    length = int.from_bytes(start, "little")
-    if length > MAX_TEXT:
-        what = f"is not a safetensors file, or its header exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
-        return BadInputError(what, file=path, hint="split the file if it is that large")
-    what = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
-    return BadInputError(what, file=path, hint="copy it again")
-
-
 def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
-    """What is wrong with a file that the library refused; its own `verdict` if we find nothing."""
+    """Say what is wrong with a file that the library refused: its own `verdict`, unless another reason is found."""
     try:
         check_offsets(path, text, size)
     except BadInputError as error:

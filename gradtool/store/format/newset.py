@@ -22,7 +22,7 @@ INDEX_NAME = f"{_STEM}{INDEX_SUFFIX}"
 
 
 class NewSet(NamedTuple):
-    """A set that will have every tensor of other sets, of one type if `dtype` says so.
+    """A set that will have every tensor of other sets, of a single type if `dtype` says so.
 
     It is one file; or a folder, if it is to have the files of the set `like`, or files of at most `shard_bytes`.
     """
@@ -38,14 +38,14 @@ class NewSet(NamedTuple):
         return None if self.like is None and self.shard_bytes is None else self.path
 
     def files(self, selected: Sequence[Selected]) -> dict[Path, list[Tensor]]:
-        """The tensors of each file, without a place yet: one for each name, as the first that is selected has it.
+        """Return the tensors of each file, without a place yet: for each name, as the first that is selected has it.
 
         Raises:
             BadInputError: the set `like` has no such tensor; each one is named.
         """
         firsts: dict[str, Selected] = {}
-        for one in selected:
-            firsts.setdefault(one.tensor.name, one)
+        for each in selected:
+            firsts.setdefault(each.tensor.name, each)
         tensors = [new_tensor(name, self.dtype or tensor.dtype, tensor.shape) for name, (_, tensor) in firsts.items()]
         if self.like is not None:
             _require_places(self.like, list(firsts.values()))
@@ -59,7 +59,7 @@ class NewSet(NamedTuple):
         return {self.path / name: part for name, part in zip(names, parts, strict=True)}
 
     def index_over(self, files: Mapping[Path, Sequence[Tensor]]) -> tuple[Path, bytes] | None:
-        """The index of these files and its content; None if there is none: for one file, or if `like` has none.
+        """Return the index of these files and its content; None if there is none: for one file, or if `like` has none.
 
         Raises:
             BadInputError: it would be beyond the limits of what is read.
@@ -70,13 +70,12 @@ class NewSet(NamedTuple):
         if like is None and (self.like is not None or len(files) == 1):
             return None
         path = self.folder / (INDEX_NAME if like is None else like.name)
-        weight_map = {one.name: file.name for file, tensors in files.items() for one in tensors}
-        total = sum(one.nbytes for tensors in files.values() for one in tensors)
-        document = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        return path, new_index(path, document)
+        weight_map = {tensor.name: file.name for file, tensors in files.items() for tensor in tensors}
+        total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+        return path, new_index(path, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def targets(self, selected: Sequence[Selected]) -> list[Path]:
-        """Every file that will be written, the index last."""
+        """List every file that will be written, the index last."""
         files = self.files(selected)
         index = self.index_over(files)
         return [*files, *([] if index is None else [index[0]])]
@@ -87,11 +86,8 @@ def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
     known = {tensor.name for shard in like.shards for tensor in shard.tensors}
     message = say("is not in {} ({})", like.name, option("shard_like"))
     hint = say("name a set of the same model, or use {}", option("exclude"))
-    problems = [
-        Problem("extra-tensor", message, one.shard.name, one.tensor.name)
-        for one in selected
-        if one.tensor.name not in known
-    ]
+    extra = [(shard, tensor) for shard, tensor in selected if tensor.name not in known]
+    problems = [Problem("extra-tensor", message, shard.name, tensor.name) for shard, tensor in extra]
     if problems:
         raise BadInputError.from_problems(problems, hint)
     if not selected:
@@ -100,9 +96,9 @@ def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
 
 
 def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> dict[Path, list[Tensor]]:
-    """The tensors in the files and in the order in which a set has them; a file that would have none is left out."""
-    new = {one.name: one for one in tensors}
-    parts = [(shard.file_name, [new[one.name] for one in shard.tensors if one.name in new]) for shard in like.shards]
+    """Return tensors in the files and in the order in which a set has them, without files that would have none."""
+    new = {tensor.name: tensor for tensor in tensors}
+    parts = ((shard.file_name, [new[old.name] for old in shard.tensors if old.name in new]) for shard in like.shards)
     return {folder / name: part for name, part in parts if part}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, from_os_error, os_errors_about
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
-from gradtool.store.source import names_in
+from gradtool.store.source import Source
 from gradtool.wording import option, say
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def parts_in(folder: Path) -> list[Path]:
 
 def _parts_in(folder: Path) -> list[Path] | None:
     with os_errors_about(folder):
-        names = names_in(folder)
+        names = Source.kind_of(folder).names_in(folder)
     if names is None:
         return None
     return [folder / name for name in sorted(names) if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]

@@ -50,32 +50,18 @@ class Tensor(NamedTuple):
         return math.prod(self.shape)
 
 
-def parse(text: bytes) -> dict[str, Any]:
-    """The JSON of a header."""
-    header: dict[str, Any] = json.loads(text)
-    return header
-
-
 def tensor_of(name: str, entry: Any, data_start: int) -> Tensor:
-    """A tensor by its name and its entry in the header."""
-    dtype, shape, (begin, end) = _fields(entry)
+    """Make a tensor of its name and its entry in the header."""
+    # The library also accepts an array of the three fields, and a dtype as the only key of an object.
+    fields = entry if isinstance(entry, list) else [entry[key] for key in ("dtype", "shape", "data_offsets")]
+    dtype, shape, (begin, end) = fields
+    if isinstance(dtype, dict):
+        (dtype,) = dtype
     return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _fields(entry: Any) -> tuple[str, list[int], list[int]]:
-    # The library also accepts an array of the three fields.
-    if isinstance(entry, list):
-        dtype, shape, offsets = entry
-    else:
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    # And a dtype as the only key of an object.
-    if isinstance(dtype, dict):
-        (dtype,) = dtype
-    return dtype, shape, offsets
-
-
 def emptied(text: bytes) -> bytes:
-    """The header with a zero in each shape and all offsets zero; as valid as before, but for its numbers.
+    """Put a zero into each shape of a header, and set all offsets to zero; it is as valid as before, but for numbers.
 
     A number that is not valid there, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
     """
@@ -93,7 +79,7 @@ def check_offsets(path: Path, text: bytes, size: int) -> None:
     Raises:
         ValueError: a number is wrong in a way that only the library can describe.
     """
-    header, data_start, expected = parse(text), 8 + len(text), 0
+    header, data_start, expected = json.loads(text), 8 + len(text), 0
     check_name_lengths(path, header)
     header.pop("__metadata__", None)
     tensors = [tensor_of(name, entry, 0) for name, entry in header.items()]
@@ -112,7 +98,9 @@ def check_offsets(path: Path, text: bytes, size: int) -> None:
             what = f"{list(tensor.shape)} of {tensor.dtype} takes {needed:,} bytes"
             message = f"bad offsets: {what}, the offsets span {tensor.nbytes:,}"
             raise BadInputError(message, file=path, tensor=tensor.name)
-        _check_countable(tensor)
+        # The library counts elements in 64 bits.
+        if tensor.elements * BITS[tensor.dtype] % 8 or any(n > _MAX_NUMBER for n in accumulate(tensor.shape, mul)):
+            raise ValueError(f"{tensor.name!r} ends within a byte, or its shape overflows")
         expected = tensor.end
     _check_file_size(path, tensors, data_start + expected, size, data_start)
 
@@ -120,7 +108,7 @@ def check_offsets(path: Path, text: bytes, size: int) -> None:
 def check_fields(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` unless a header says the type, the shape and the place of each tensor; of any type."""
     try:
-        header = parse(text)
+        header = json.loads(text)
         check_name_lengths(path, header)
         metadata = header.pop("__metadata__", None) or {}
         unclear = [key for key, value in metadata.items() if not isinstance(value, str)]
@@ -139,20 +127,12 @@ def check_fields(path: Path, text: bytes, size: int) -> None:
 
 
 def _is_clear(tensor: Tensor) -> bool:
-    """Whether the fields of a tensor have the types that they should, and make sense."""
+    """Check whether the fields of a tensor have the types that they should, and make sense."""
     dtype: object = tensor.dtype
     if not isinstance(dtype, str) or len(tensor.shape) > _MAX_RANK:
         return False
     numbers = (*tensor.shape, tensor.begin, tensor.end)
-    return all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers) and tensor.begin <= tensor.end
-
-
-def _check_countable(tensor: Tensor) -> None:
-    """Raise `ValueError` if a tensor ends within a byte, or has more elements than the library can count in 64 bits."""
-    if tensor.elements * BITS[tensor.dtype] % 8:
-        raise ValueError(f"{tensor.name!r} ends within a byte")
-    if any(count > _MAX_NUMBER for count in accumulate(tensor.shape, mul)):
-        raise ValueError(f"overflow in the shape of {tensor.name!r}")
+    return all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers) and tensor.nbytes >= 0
 
 
 def _check_file_size(path: Path, tensors: list[Tensor], expected: int, size: int, data_start: int) -> None:

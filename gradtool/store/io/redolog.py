@@ -42,7 +42,7 @@ _MAX_ENTRY_BYTES = 1 << 28
 _WORD, _PAGE = 8, 4096
 # Of a log over its content: checksums of 8 bytes for every 512, and a little for each entry.
 OVERHEAD = 1.02
-# Threads that copy, each with this many open files; fewer bytes are not worth a second thread.
+# Threads that copy, each with so many open files at most; fewer bytes are not worth a second thread.
 _MAX_THREADS, _OPEN_FILES, _SMALL_BYTES = 8, 16, 4 << 20
 
 
@@ -122,9 +122,13 @@ class RedoLog:
         lock = threading.Lock()
         with os_errors_about(self.file.path), self.file.opened(os.O_RDONLY) as fd:
             entries, reader = self.entries(fd), Reader(Source(str(self.file.path), self.size), fd)
+            budget = system.descriptors_left()
+            # Beside this one.
+            count = max(0, min(system.cores(), _MAX_THREADS, self.size // _SMALL_BYTES, budget - 1))
+            open_files = max(1, min(_OPEN_FILES, budget // (count + 1)))
 
             def copy() -> None:
-                channel = Channel(_OPEN_FILES, lambda nbytes: memoryview(bytearray(nbytes)))
+                channel = Channel(open_files, lambda nbytes: memoryview(bytearray(nbytes)))
                 try:
                     while not errors:
                         with lock:
@@ -142,7 +146,7 @@ class RedoLog:
 
             threads = []
             with contextlib.suppress(RuntimeError):  # No more threads can be started.
-                for _ in range(min(system.cores(), _MAX_THREADS, self.size // _SMALL_BYTES)):
+                for _ in range(count):
                     threads.append(threading.Thread(target=copy))
                     threads[-1].start()
             copy()

@@ -1,15 +1,19 @@
 import itertools
 import os
+import resource
 import struct
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+from leftovers import crash
 from support import bytes_of_memory, file_at
 
 from gradtool import SystemRefusedError
 from gradtool.store import fs, system
+from gradtool.store.fs import Folder
 from gradtool.store.io import redolog
 from gradtool.store.io.channel import Channel
 from gradtool.store.io.redolog import RedoLog
@@ -342,6 +346,34 @@ def test_where_no_thread_can_be_started_this_one_copies(tmp_path, monkeypatch):
     monkeypatch.setattr(redolog.threading.Thread, "start", refuse)
     log.apply([file_at(path) for path in paths])
     assert calls
+    assert [path.read_bytes() for path in paths] == new
+
+
+@pytest.mark.parametrize("left", [5, 6, 9, 30])
+def test_threads_open_no_more_files_than_there_may_be(tmp_path, monkeypatch, left):
+    """Once the log is applied, a limit that is too low would leave the targets half changed."""
+    monkeypatch.setattr(redolog, "_SMALL_BYTES", 1_000)
+    monkeypatch.setattr(system, "cores", lambda: 8)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    paths = [folder / f"{number:02}" for number in range(40)]
+    for path in paths:
+        path.write_bytes(bytes(2_000))
+    new = [random_bytes(number, 2_000) for number in range(40)]
+    log = log_of(tmp_path, *[(number, at, bytes(500), new[number][at : at + 500])
+                             for at in range(0, 2_000, 500) for number in range(40)])  # fmt: skip
+
+    def apply():
+        home = Folder.at(folder)
+        files = [home.file(path.name) for path in paths]
+        taken = {int(path.name) for path in Path("/dev/fd").iterdir()}
+        for fd in {*range(max(taken))} - taken:  # So that the limit is how many more there may be.
+            os.dup2(0, fd)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1 + left, hard))
+        log.apply(files)
+
+    crash(apply)
     assert [path.read_bytes() for path in paths] == new
 
 

@@ -162,9 +162,15 @@ class RedoLog:
             if _is_foreign(now, entry, content):
                 raise changed_since(file.path)
 
-    def finish(self, targets: Mapping[int, tuple[File, int]]) -> None:
-        """Copy into the targets what they do not have yet, and sync them; may be interrupted and repeated."""
+    def finish(self, targets: Mapping[int, tuple[File, int]], *, force: bool = False) -> None:
+        """Copy into the targets what they do not have yet, and sync them; may be interrupted and repeated.
+
+        Raises:
+            SystemRefusedError: as `check`, unless with `force`; what was written since then is not overwritten either.
+        """
         for entry, file, content, now in self._compared(targets):
+            if not force and _is_foreign(now, entry, content):
+                raise changed_since(file.path)
             if now != content:
                 with os_errors_about(file.path), file.opened(os.O_WRONLY) as fd:
                     for start, stop in entry.parts:

@@ -168,7 +168,7 @@ class _Crashed:
         moves = [move for move in home.moves if self._is_left(move, force=force)]
         self._take()
         if redo is not None:
-            redo.finish(targets)
+            redo.finish(targets, force=force)
         for move in moves:
             self._folders[move.folder].rename(name_of(home.run, move.number, "tmp"), move.name)
         # The run's own renames may not be on the disk either.

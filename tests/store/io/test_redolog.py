@@ -93,10 +93,14 @@ def test_a_single_foreign_byte_is_seen(tmp_path, path, at, done):
     theirs = bytearray(path.read_bytes())
     theirs[at] ^= 1
     path.write_bytes(theirs)
-    with pytest.raises(SystemRefusedError, match="another program wrote to it") as caught:
-        log.check(targets_of(path))
-    assert caught.value.problems[0].file == str(path)
-    assert path.read_bytes() == theirs
+    # Before the first is written, and again right before each.
+    for way in (log.check, log.finish):
+        with pytest.raises(SystemRefusedError, match="another program wrote to it") as caught:
+            way(targets_of(path))
+        assert caught.value.problems[0].file == str(path)
+        assert path.read_bytes() == theirs
+    log.finish(targets_of(path), force=True)
+    assert path.read_bytes() == new
 
 
 @pytest.mark.parametrize("done", ["old", "new"])

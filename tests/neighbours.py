@@ -4,15 +4,14 @@ import os
 
 import numpy as np
 import pytest
-from gradtool.store.transaction.undolog import UndoLog
 from support import write
 from users import ALICE, MALLORY, run_as
 
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.log import HOST, line_of
+from gradtool.store.io.channel import Channel
+from gradtool.store.transaction.log import FORMAT, HOST, line_of
 
 ID = ".gradtool-0123456789ab"
-KEY = "00" * 16
 # No process has it: it is beyond what the system gives.
 DEAD = (1 << 31) - 1
 RUNNERS = pytest.mark.parametrize("runner", [0, ALICE], ids=["root", "alice"])
@@ -64,7 +63,7 @@ def told_once(answer, *words):
 
 
 def log_bytes(*steps, names=(), **facts):
-    run = {"id": ID, "format": 2, "pid": DEAD, "host": HOST, "boot": "", "key": KEY, "files": list(names)} | facts
+    run = {"id": ID, "format": FORMAT, "pid": DEAD, "host": HOST, "boot": "", "files": list(names)} | facts
     return b"".join([line_of(run=run), *(line_of(**step) for step in steps)])
 
 
@@ -80,9 +79,16 @@ def only(folder, pattern):
     return path
 
 
+# When it is killed, such a run has changed the first of three files: of those, each has a block, which is saved in the
+# redo log, and later in the file.
+HALF_CHANGED, HALF_RENAMED = (Channel, "save", 5), (Folder, "rename", 2)
+
+
 def crash(folder, way="replace", runner=ALICE):
-    """Kill a run when it has changed the first file and not the last; what the files hold then."""
-    at = (UndoLog, "seal", 3) if way == "inplace" else (Folder, "rename", 2)
+    """Kill a run when it has changed the first of three files and not the last; what the files held before."""
+    paths = sorted(folder.glob("*.safetensors"))
+    old = [path.read_bytes() for path in paths]
     arguments = ["clip", folder, "--max-norm", "1", "--write", way, "--threads", "1"]
-    run_as(runner, *arguments, dies_at=at)
-    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+    run_as(runner, *arguments, dies_at=HALF_CHANGED if way == "inplace" else HALF_RENAMED)
+    assert [path.read_bytes() == before for path, before in zip(paths, old, strict=True)] == [False, True, True]
+    return old

@@ -76,9 +76,9 @@ def run_as(uid, *argv, meanwhile=None, dies_at=None):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if neighbour is not None:
         os.waitpid(neighbour, 0)
-    texts = [_content(fd) for fd in (out, err, report)]
+    *texts, done = [_content(fd) for fd in (out, err, report)]
     # A test of what happens at an instant that never comes would not be one.
-    assert texts.pop() == ("done" if meanwhile else ""), texts
+    assert done == ("done" if meanwhile else ""), (done, texts)
     assert (code == KILLED) == (dies_at is not None), texts
     return Answer(code, *texts)
 

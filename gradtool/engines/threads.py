@@ -5,8 +5,6 @@ The system calls that move data, and the arithmetic, release the interpreter loc
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
 from functools import partial
 from itertools import chain
@@ -74,7 +72,7 @@ class Threads:
     def run(self, work: Pass[Result], destination: Destination = DISCARD) -> Result:
         """Run a pass, and write what the destination needs besides. The first exception stops all threads."""
         tally, nbytes = work.tally(), work.nbytes(destination)
-        budget = min(_MAX_OPEN_FILES, _descriptors_left())
+        budget = min(_MAX_OPEN_FILES, system.descriptors_left())
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.count, nbytes >> 20, budget))
         tasks = (partial(work.work, task, tally=tally) for task in work.tasks(self.backend, destination))
@@ -109,18 +107,6 @@ class Threads:
     def close(self) -> None:
         """Free what is left on the device for a pass that did not come."""
         self._resident.clear()
-
-
-def _descriptors_left() -> int:
-    """Count how many more files this process may have open, about: a few are left to others."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return _MAX_OPEN_FILES
-    try:
-        taken = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names, of descriptors
-    except OSError:
-        taken = 16
-    return limit - taken - 4
 
 
 def _start(count: int, queue: _Queue) -> int:

@@ -118,8 +118,18 @@ class Folder:
 
     def names(self) -> list[str]:
         """All names in it."""
-        try:
+        with self._listing():
             return os.listdir(self.fd)  # noqa: PTH208 - a descriptor has no Path
+
+    def require_listing(self) -> None:
+        """Raise `OSError` if it cannot be listed."""
+        with self._listing(), os.scandir(self.fd) as entries:
+            next(entries, None)
+
+    @contextlib.contextmanager
+    def _listing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if error.errno == errno.EBADF:  # It was opened only to be searched.
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
@@ -200,7 +210,7 @@ class Folder:
         try:
             os.rmdir(name, dir_fd=self.fd)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise
 
     def sync(self) -> None:

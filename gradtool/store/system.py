@@ -11,6 +11,7 @@ import errno
 import fcntl
 import functools
 import os
+import resource
 import struct
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ _COPYFILE_ACL, _COPYFILE_XATTR = 1, 4
 _ACL_TYPE_EXTENDED = 0x100
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _UUID_BYTES = 64
+# What stands for no limit.
+_MANY = 1 << 16
 
 
 def reserve(fd: int, begin: int, end: int) -> None:
@@ -219,6 +222,18 @@ def read_in_order(fd: int) -> None:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def descriptors_left() -> int:
+    """Count how many more files this process may have open, about: a few are left to others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MANY
+    try:
+        taken = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names, of descriptors
+    except OSError:
+        taken = 16
+    return limit - taken - 4
 
 
 @functools.cache

@@ -11,16 +11,19 @@ WRITTEN = "this folder may not be written to"
 
 @pytest.fixture
 def place(root):
-    """Folders of another user, each with a file: to be entered by nobody else, not to be listed, not to be written."""
-    for name, mode in (("shut", 0o700), ("unlisted", 0o711), ("fixed", 0o755), ("open", 0o777)):
-        grads(0, folder_of(0, root / name, mode) / "x.safetensors")
+    """Folders of another user, each with a file: to be entered by nobody else, not to be listed, not to be written.
+
+    In a "blind" one, everybody may write.
+    """
+    for name, mode in (("shut", 0o700), ("unlisted", 0o711), ("blind", 0o733), ("fixed", 0o755), ("open", 0o777)):
+        grads(0, folder_of(0, root / name, mode) / "x.safetensors", 0o666 if name == "blind" else 0o644)
     (root / "shut/in").mkdir()
     grads(0, root / "open/sealed.safetensors", 0o600, seed=2)
     grads(0, root / "open/fixed.safetensors", 0o644, seed=3)
     return root
 
 
-FOLDERS = ("shut", "unlisted", "fixed", "open")
+FOLDERS = ("shut", "unlisted", "blind", "fixed", "open")
 
 
 def files_of(place):
@@ -41,6 +44,10 @@ REFUSED = {
     "clip --max-norm 1 fixed/x.safetensors": ("fixed", WRITTEN),
     "clip --max-norm 1 fixed/x.safetensors --write inplace": ("fixed", WRITTEN),
     "clip --max-norm 1 unlisted/x.safetensors": ("unlisted", LISTED),
+    # Who cannot see other runs must not write.
+    "clip --max-norm 1 blind/x.safetensors --no-fsync --write inplace": ("blind", LISTED),
+    "clip --max-norm 1 open/x.safetensors --no-fsync --output blind/new": ("blind", LISTED),
+    "zero blind/x.safetensors --no-fsync": ("blind", LISTED),
     "clip --max-norm 1 open/fixed.safetensors --write inplace": (
         "open/fixed.safetensors",
         "this file may not be written to",
@@ -57,6 +64,9 @@ REFUSED = {
     "accumulate open/x.safetensors --output shut/new": ("shut", ENTERED),
     "zero fixed/x.safetensors": ("fixed", WRITTEN),
     "recover shut/in": ("shut", ENTERED),
+    "recover unlisted": ("unlisted", LISTED),
+    "recover unlisted/x.safetensors": ("unlisted", LISTED),
+    "recover blind/x.safetensors": ("blind", LISTED),
 }
 
 

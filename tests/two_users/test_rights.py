@@ -9,16 +9,15 @@ import struct
 import subprocess
 
 import pytest
-from gradtool.store.transaction.undolog import UndoLog
 from layers import layer
-from neighbours import crash, folder_of, grads, left_in, several, state, told_once
+from neighbours import HALF_CHANGED, HALF_RENAMED, crash, folder_of, grads, left_in, several, state, told_once
 from support import write
 from users import ALICE, MALLORY, At, as_user, run_as
 
 from gradtool.store import fs
 from gradtool.store.fs import Folder
+from gradtool.store.io.redolog import RedoLog
 from gradtool.store.transaction.commit import Commit
-from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.transaction import Transaction
 
 
@@ -56,8 +55,9 @@ def test_locks_of_a_user_who_can_only_read_stop_no_writer(root):
 
 
 CRASHES = {
-    "changing files in place": (UndoLog, "seal", 3),
-    "renaming": (Folder, "rename", 2),
+    "changing files in place": HALF_CHANGED,
+    "ready to change files in place": (RedoLog, "apply", 1),
+    "renaming": HALF_RENAMED,
     "before its log was written": (fs, "write_all", 1),
     "before it was ready": (Transaction, "append", 1),
 }
@@ -84,18 +84,15 @@ def test_what_only_its_owner_may_read_stays_so(root):
     secret = grads(ALICE, folder / "secret.safetensors", 0o600)
     public = grads(ALICE, folder / "public.safetensors", 0o644)
     known = grads(ALICE, folder / "known.safetensors", 0o600)
-    seen = []
 
     def look():
-        seen.extend(mode_of(path) for path in folder.rglob("*.tmp"))
+        made = [path for path in folder.rglob(".gradtool-*") if path.suffix in (".tmp", ".redo")]
+        assert made
+        assert [mode_of(path) for path in made] == [0o600] * len(made)
 
     def made(*arguments):
-        at = At(Commit, "put_in_place", lambda: look() or [check(mode == 0o600) for mode in seen] or check(False))
-        answer = run_as(ALICE, *arguments, meanwhile=at)
+        answer = run_as(ALICE, *arguments, meanwhile=At(Commit, "put_in_place", look))
         assert answer.code == 0, answer
-
-    def check(holds):
-        assert holds
 
     made("clip", public, "--max-norm", "1", "--output", known)
     assert mode_of(known) == 0o600
@@ -107,7 +104,11 @@ def test_what_only_its_owner_may_read_stays_so(root):
     assert mode_of(folder / "c.safetensors") == 0o600
     made("clip", secret, "--max-norm", "1")
     assert mode_of(secret) == 0o600
-    made("clip", public, "--max-norm", "1", "--output", folder / "d.safetensors")
+    made("clip", secret, "--max-norm", "0.5", "--write", "inplace")
+    assert mode_of(secret) == 0o600
+    made("clip", public, "--max-norm", "0.5", "--write", "inplace")
+    assert mode_of(public) == 0o644
+    made("clip", public, "--max-norm", "0.1", "--output", folder / "d.safetensors")
     assert mode_of(folder / "d.safetensors") == 0o644
 
 
@@ -128,20 +129,37 @@ def test_a_reader_hears_of_a_half_changed_file_in_a_folder_that_it_cannot_list(r
     assert run_as(MALLORY, "norm", *paths).code == 0
 
 
-@pytest.mark.parametrize("way", ["replace", "inplace"])
-def test_of_two_users_who_may_write_a_file_one_does_so_at_a_time(root, way):
+ALIVE = {
+    "before renames": ("replace", Commit, "put_in_place", 1),
+    "between renames": ("replace", *HALF_RENAMED),
+    "before files are changed in place": ("inplace", Commit, "put_in_place", 1),
+    "while files are changed in place": ("inplace", *HALF_CHANGED),
+}
+
+
+@pytest.mark.parametrize("instant", ALIVE)
+def test_of_two_users_who_may_write_a_file_one_does_so_at_a_time(root, instant):
     folder = folder_of(ALICE, root / "folder", 0o777)
     paths = several(ALICE, folder, mode=0o666)
+    other = grads(ALICE, root / "other.safetensors", seed=9)
+    way, where, name, nth = ALIVE[instant]
 
     def check():
         before = [path.read_bytes() for path in paths]
-        for arguments in (["clip", paths[0], "--max-norm", "1", "--write", "inplace"], ["recover", folder]):
-            told_once(run_as(MALLORY, *arguments), "in use by PID ", f" of user {ALICE}")
+        for runner in (MALLORY, 0):
+            user = f" of user {ALICE}"
+            for arguments in (["clip", paths[0], "--max-norm", "1", "--write", "inplace"], ["recover", folder]):
+                told_once(run_as(runner, *arguments), "in use by PID ", user)
+            told_once(run_as(runner, "clip", other, "--max-norm", "1", "--output", paths[2]), "in use by PID", user)
+            if nth > 1:
+                told_once(run_as(runner, "norm", paths[0]), "may be half changed by a run (PID ", user)
+            else:
+                assert run_as(runner, "norm", paths[0]).code == 0
         assert [path.read_bytes() for path in paths] == before
 
-    where = Commit if way == "replace" else InPlace
-    arguments = ["clip", folder, "--max-norm", "1", "--write", way]
-    assert run_as(ALICE, *arguments, meanwhile=At(where, "commit", check)).code == 0
+    arguments = ["clip", folder, "--max-norm", "1", "--write", way, "--threads", "1"]
+    answer = run_as(ALICE, *arguments, meanwhile=At(where, name, check, 0, nth=nth))
+    assert (answer.code, answer.err) == (0, ""), answer
     assert left_in(folder) == []
 
 
@@ -180,12 +198,29 @@ def test_a_file_that_not_even_root_may_write_is_found_before_anything_is_changed
         subprocess.run(["chattr", "-i", paths[2]], check=True)
 
 
+def test_a_file_of_another_user_that_cannot_be_replaced_is_found_before_anything_is_changed(root):
+    sources, sticky = folder_of(ALICE, root / "in", 0o755), folder_of(0, root / "sticky", 0o1777)
+    several(ALICE, sources, 4)
+    several(ALICE, sticky, 2)
+    # Readable, and even writable for Alice; but in such a folder, only its owner may take away its name.
+    theirs = grads(MALLORY, sticky / "2.safetensors", 0o666)
+    before = {path: one for path, one in state(sticky).items() if path != sticky}
+    arguments = ["clip", sources, "--max-norm", "1", "--output-dir", sticky]
+    told_once(run_as(ALICE, *arguments), f"{theirs}: Operation not permitted")
+    assert {path: one for path, one in state(sticky).items() if path != sticky} == before
+    for owner in (ALICE, 0):
+        os.chown(sticky, owner, owner)
+        if owner == 0:
+            os.chown(theirs, ALICE, ALICE)
+        assert run_as(ALICE, *arguments).code == 0
+        assert len(list(sticky.iterdir())) == 4
+
+
 def refuses_all(folder, runner, way, culprit):
     before = {path: one for path, one in state(folder).items() if path != folder}
     answer = run_as(runner, "clip", folder, "--max-norm", "1", "--write", way)
     told_once(answer, culprit.name)
     now = {path: one for path, one in state(folder).items() if path != folder}
-    # Not even put back.
     assert now == before
 
 

@@ -5,13 +5,28 @@ import email.parser  # noqa: F401 - before a user comes who may not be able to r
 import os
 
 import pytest
-from neighbours import RUNNERS, crash, folder_of, forge, grads, left_in, log_bytes, only, several, state, told_once
+from neighbours import (
+    HALF_CHANGED,
+    RUNNERS,
+    crash,
+    folder_of,
+    forge,
+    grads,
+    left_in,
+    log_bytes,
+    only,
+    several,
+    state,
+    told_once,
+)
 from users import ALICE, MALLORY, At, as_user, run_as
 
 from gradtool.store import fs
 from gradtool.store.fs import Folder
+from gradtool.store.io.redolog import RedoLog
 from gradtool.store.transaction import recovery
 from gradtool.store.transaction.commit import Commit
+from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
@@ -51,6 +66,113 @@ def test_a_temporary_that_is_swapped_leads_to_no_other_file(root, runner, kind, 
         # At that instant, it is what Mallory could do without us.
         assert not target.is_symlink()
         assert target.read_bytes() == old
+    assert left_in(shared) == []
+
+
+BUILT = {
+    "before it is reserved": (InPlace, "reserve", 1),
+    "before it is written": (RedoLog, "add", 1),
+    "before it is finished": (Commit, "put_in_place", 1),
+    "when everything is ready": (RedoLog, "apply", 1),
+}
+
+
+@RUNNERS
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+@pytest.mark.parametrize("instant", BUILT)
+def test_a_redo_log_that_is_swapped_leads_to_no_other_file(root, runner, kind, instant):
+    shared, private = folder_of(0, root / "shared", 0o777), folder_of(runner, root / "private", 0o700)
+    paths, secret = several(runner, shared), grads(runner, private / "secret", 0o600, seed=9)
+    old, (before, *rest) = state(private), [path.read_bytes() for path in paths]
+    link, by = (os.symlink, MALLORY) if kind == "symlink" else (os.link, 0)
+
+    def attack():
+        redo = only(shared, "*.redo")
+        redo.rename(shared / "away")
+        link(secret, redo)
+
+    where, name, nth = BUILT[instant]
+    arguments = ["clip", shared, "--max-norm", "1", "--write", "inplace", "--threads", "1"]
+    answer = run_as(runner, *arguments, meanwhile=At(where, name, attack, by, nth=nth))
+    told_once(answer, "in the meantime")
+    assert state(private)[secret] == old[secret]
+    assert [path.read_bytes() for path in paths] == [before, *rest]
+    if instant != "when everything is ready":
+        assert left_in(shared) == []
+        return
+    told_once(answer, "some files are new and some are not", f"run gradtool recover {shared}")
+    for force in ([], ["--force"]):
+        told_once(run_as(runner, "recover", shared, *force))
+        assert state(private)[secret] == old[secret]
+        assert [path.read_bytes() for path in paths] == [before, *rest]
+    (shared / "away").replace(only(shared, "*.redo"))
+    assert run_as(runner, "recover", shared).code == 0
+    assert [path.read_bytes() == was for path, was in zip(paths, [before, *rest], strict=True)] == [False] * 3
+    assert left_in(shared) == []
+
+
+OVERWRITTEN = {
+    "before it is opened": (InPlace, "__init__", 1),
+    "before all is ready": (Commit, "put_in_place", 1),
+    "when everything is ready": (RedoLog, "apply", 1),
+    "before the next is overwritten": HALF_CHANGED,
+}
+
+
+@RUNNERS
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+@pytest.mark.parametrize("instant", OVERWRITTEN)
+def test_a_file_that_is_swapped_while_it_is_changed_in_place_leads_to_no_other_file(root, runner, kind, instant):
+    shared, private = folder_of(0, root / "shared", 0o777), folder_of(runner, root / "private", 0o700)
+    paths = several(runner, shared)
+    # As large, so that nothing but its inode speaks against it.
+    secret = grads(runner, private / "secret", 0o600, seed=1)
+    before, old = state(private), [path.read_bytes() for path in paths]
+    link, by = (os.symlink, MALLORY) if kind == "symlink" else (os.link, 0)
+
+    def attack():
+        paths[1].rename(shared / "away")
+        link(secret, paths[1])
+
+    where, name, nth = OVERWRITTEN[instant]
+    arguments = ["clip", shared, "--max-norm", "1", "--write", "inplace", "--threads", "1"]
+    told_once(run_as(runner, *arguments, meanwhile=At(where, name, attack, by, nth=nth)), "in the meantime")
+    assert state(private)[secret] == before[secret]
+    is_ready = where is not InPlace and where is not Commit
+    assert bool(left_in(shared)) == is_ready
+    paths[1].unlink()
+    (shared / "away").rename(paths[1])
+    if is_ready:
+        assert run_as(runner, "recover", shared).code == 0
+    assert [path.read_bytes() != was for path, was in zip(paths, old, strict=True)] == [is_ready] * 3
+
+
+ROLLED = {"when it was looked at": (RedoLog, "check", True), "before it is written": (RedoLog, "finish", False)}
+
+
+@RUNNERS
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+@pytest.mark.parametrize("instant", ROLLED)
+def test_a_half_changed_file_that_is_swapped_while_it_is_recovered_leads_to_no_other_file(root, runner, kind, instant):
+    shared, private = folder_of(0, root / "shared", 0o777), folder_of(runner, root / "private", 0o700)
+    paths = several(runner, shared)
+    secret = grads(runner, private / "secret", 0o600, seed=1)
+    old, before = crash(shared, "inplace", runner), state(private)
+    link, by = (os.symlink, MALLORY) if kind == "symlink" else (os.link, 0)
+
+    def attack():
+        paths[1].rename(shared / "away")
+        link(secret, paths[1])
+
+    where, name, after = ROLLED[instant]
+    for force in ([], ["--force"]):
+        at = At(where, name, attack, by, after=after)
+        told_once(run_as(runner, "recover", shared, *force, meanwhile=at), "in the meantime")
+        assert state(private)[secret] == before[secret]
+        paths[1].unlink()
+        (shared / "away").rename(paths[1])
+    assert run_as(runner, "recover", shared).code == 0
+    assert [path.read_bytes() != was for path, was in zip(paths, old, strict=True)] == [True] * 3
     assert left_in(shared) == []
 
 
@@ -189,10 +311,13 @@ def test_an_output_folder_that_is_swapped_leads_to_no_other_folder(root, instant
 def test_a_temporary_that_is_not_the_one_that_was_made_takes_no_files_place(root):
     folder = folder_of(ALICE, root / "shared", 0o777)
     paths = several(ALICE, folder)
-    before = crash(folder)
+    old = crash(folder)
+    now = [path.read_bytes() for path in paths]
     as_user(MALLORY, lambda: swap(only(folder, "*-1.tmp"), lambda path: path.write_bytes(b"forged")))
-    run_as(ALICE, "recover", folder)
-    assert paths[1].read_bytes() == before[1]
+    told_once(run_as(ALICE, "recover", folder), "-1.tmp", "another program wrote to it")
+    # Nor does any other, until it is certain that all can.
+    assert [path.read_bytes() for path in paths] == now
+    assert now[1:] == old[1:]
 
 
 @RUNNERS

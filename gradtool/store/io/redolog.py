@@ -42,7 +42,7 @@ _MAX_ENTRY_BYTES = 1 << 28
 _WORD, _PAGE = 8, 4096
 # Of a log over its content: checksums of 8 bytes for every 512, and a little for each entry.
 OVERHEAD = 1.02
-# Threads that copy, each with this many open files; fewer bytes are not worth a second thread.
+# Threads that copy, each with so many open files at most; fewer bytes are not worth a second thread.
 _MAX_THREADS, _OPEN_FILES, _SMALL_BYTES = 8, 16, 4 << 20
 
 
@@ -63,6 +63,8 @@ class RedoLog:
 
     def __init__(self, file: File, size: int = 0) -> None:
         self.file, self.size = file, size
+        # In every checksum, so that the redo log of another run cannot pass for this one's.
+        self._run = file.name.rpartition("-")[0]
         self._lock = threading.Lock()
 
     def add(
@@ -82,7 +84,7 @@ class RedoLog:
         """
         tables = [_PART.pack(*part) for part in parts]
         head = b"".join([_HEADER.pack(number, begin, len(new), len(parts)), *tables, sector_sums(old, begin).tobytes()])
-        head = _checksum(head, new) + head
+        head = _checksum(self._run, head, new) + head
         with self._lock:
             at, self.size = self.size, self.size + len(head) + len(new)
         channel.save(self.file, at, [head, new])
@@ -99,11 +101,14 @@ class RedoLog:
             if len(header) < _HEADER_BYTES:
                 raise self._damaged()
             number, begin, length, count = _HEADER.unpack_from(header, _CHECKSUM.size)
-            if max(length, count * _PART.size) > _MAX_ENTRY_BYTES:
+            if max(length, split := count * _PART.size) > _MAX_ENTRY_BYTES:
                 raise self._damaged()
-            tables = os.pread(fd, count * _PART.size + _sectors(begin, length) * _WORD, at + _HEADER_BYTES)
-            at += _HEADER_BYTES + len(tables)
-            parts, sums = tables[: count * _PART.size], tables[count * _PART.size :]
+            nbytes = split + _sectors(begin, length) * _WORD
+            tables = os.pread(fd, nbytes, at + _HEADER_BYTES)
+            if len(tables) < nbytes:
+                raise self._damaged()
+            at += _HEADER_BYTES + nbytes
+            parts, sums = tables[:split], tables[split:]
             yield Entry(number, begin, length, [*_PART.iter_unpack(parts)], sums, header + tables, at)
             at += length
 
@@ -115,11 +120,15 @@ class RedoLog:
         """
         errors: list[BaseException] = []
         lock = threading.Lock()
-        with self.file.opened(os.O_RDONLY) as fd:
+        with os_errors_about(self.file.path), self.file.opened(os.O_RDONLY) as fd:
             entries, reader = self.entries(fd), Reader(Source(str(self.file.path), self.size), fd)
+            budget = system.descriptors_left()
+            # Beside this one.
+            count = max(0, min(system.cores(), _MAX_THREADS, self.size // _SMALL_BYTES, budget - 1))
+            open_files = max(1, min(_OPEN_FILES, budget // (count + 1)))
 
             def copy() -> None:
-                channel = Channel(_OPEN_FILES, lambda nbytes: memoryview(bytearray(nbytes)))
+                channel = Channel(open_files, lambda nbytes: memoryview(bytearray(nbytes)))
                 try:
                     while not errors:
                         with lock:
@@ -137,15 +146,15 @@ class RedoLog:
 
             threads = []
             with contextlib.suppress(RuntimeError):  # No more threads can be started.
-                for _ in range(min(system.cores(), _MAX_THREADS, self.size // _SMALL_BYTES)):
+                for _ in range(count):
                     threads.append(threading.Thread(target=copy))
                     threads[-1].start()
             copy()
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-        if errors:
-            raise errors[0]
+            if errors:
+                raise errors[0]
 
     def check(self, targets: Mapping[int, tuple[File, int]]) -> None:
         """Raise `SystemRefusedError` if a target, given with its size, has a sector that is neither old nor new."""
@@ -153,9 +162,15 @@ class RedoLog:
             if _is_foreign(now, entry, content):
                 raise changed_since(file.path)
 
-    def finish(self, targets: Mapping[int, tuple[File, int]]) -> None:
-        """Copy into the targets what they do not have yet, and sync them; may be interrupted and repeated."""
+    def finish(self, targets: Mapping[int, tuple[File, int]], *, force: bool = False) -> None:
+        """Copy into the targets what they do not have yet, and sync them; may be interrupted and repeated.
+
+        Raises:
+            SystemRefusedError: as `check`, unless with `force`; what was written since then is not overwritten either.
+        """
         for entry, file, content, now in self._compared(targets):
+            if not force and _is_foreign(now, entry, content):
+                raise changed_since(file.path)
             if now != content:
                 with os_errors_about(file.path), file.opened(os.O_WRONLY) as fd:
                     for start, stop in entry.parts:
@@ -170,7 +185,7 @@ class RedoLog:
         with os_errors_about(self.file.path), self.file.opened(os.O_RDONLY) as fd:
             for entry in self.entries(fd):
                 content = os.pread(fd, entry.length, entry.at)
-                if _checksum(entry.head[_CHECKSUM.size :], content) != entry.head[: _CHECKSUM.size]:
+                if _checksum(self._run, entry.head[_CHECKSUM.size :], content) != entry.head[: _CHECKSUM.size]:
                     raise self._damaged()
                 file, size = targets.get(entry.number, (None, 0))
                 if file is not None and entry.begin + entry.length <= size:
@@ -179,7 +194,7 @@ class RedoLog:
                     yield entry, file, content, now
 
     def _damaged(self) -> SystemRefusedError:
-        hint = f"delete {self.file.name.rpartition('-')[0]}* beside the data to keep it as it is"
+        hint = f"delete {self._run}* beside the data to keep it as it is"
         return unfinished("is damaged, so what was to be changed in place is lost", self.file.path, hint)
 
 
@@ -206,14 +221,15 @@ def _is_foreign(now: bytes, entry: Entry, content: bytes) -> bool:
     return bool(((sums != old) & (sums != new)).any())
 
 
-def _checksum(head: bytes, content: bytes | memoryview) -> bytes:
+def _checksum(run: str, head: bytes, content: bytes | memoryview) -> bytes:
     """Compute the checksum of an entry; of its content the sum of all pages as 64-bit words counts: very fast."""
     import numpy as np  # kept off the start-up path
 
     pages = len(content) // _PAGE
     words = np.frombuffer(content, "<u8", pages * _PAGE // _WORD).reshape(pages, _PAGE // _WORD)
     folded: bytes = np.add.reduce(words, axis=0, dtype="<u8").tobytes()
-    return _CHECKSUM.pack(zlib.crc32(content[pages * _PAGE :], zlib.crc32(folded, zlib.crc32(head))))
+    start = zlib.crc32(head, zlib.crc32(run.encode()))
+    return _CHECKSUM.pack(zlib.crc32(content[pages * _PAGE :], zlib.crc32(folded, start)))
 
 
 def _sectors(begin: int, length: int) -> int:

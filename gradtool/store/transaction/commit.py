@@ -154,6 +154,7 @@ class Commit:
         """Check once more that every target is as it was read, and log that all is ready."""
         for staged in self._staged:
             staged.finish(sources, fsync=self._transaction.fsync)
+            staged.require_replaceable()
         folders = self._transaction.targets.folders
         moves = [staged.move(folders.index(staged.folder)) for staged in self._staged]
         with os_errors_about(self._transaction.home.path):

@@ -162,12 +162,13 @@ class _Crashed:
             hint = f"delete {home.run}* to keep the data as it is"
             raise unfinished("changes files that it does not list", home.path, hint)
         targets, redo = self._targets(force=force), self._redo_log(force=force)
-        if redo is not None and not force:
-            redo.check(targets)
+        if redo is not None:
+            # Whether it is damaged must be known before the first byte is written; `force` ignores only foreign bytes.
+            redo.check({} if force else targets)
         moves = [move for move in home.moves if self._is_left(move, force=force)]
         self._take()
         if redo is not None:
-            redo.finish(targets)
+            redo.finish(targets, force=force)
         for move in moves:
             self._folders[move.folder].rename(name_of(home.run, move.number, "tmp"), move.name)
         # The run's own renames may not be on the disk either.

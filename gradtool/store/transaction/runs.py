@@ -1,6 +1,6 @@
 """What runs have left in a folder, looked at and left alone: who may be changing files there, and what crashed.
 
-Writers, readers, `recover` and `check` all ask `runs_in`.
+Writers and `recover` ask `runs_in`, readers and `check` ask `runs_seen_in`.
 """
 
 from __future__ import annotations
@@ -52,30 +52,45 @@ class Run(NamedTuple):
 def runs_in(folder: Folder, names: Collection[str] | None = None) -> list[Run]:
     """Return the runs that write to files of those names in a folder, or to any; and the orphans there.
 
-    In a folder that cannot be listed, the names are those that have a marker.
-
     Raises:
-        SystemRefusedError: the folder cannot be read; its logs are too large; or one is malformed.
+        SystemRefusedError: the folder cannot be listed or read; its logs are too large; or one is malformed.
     """
     files: dict[str, list[str]] = defaultdict(list)
+    for name in files_of_runs(folder):
+        files[run_of(name) or ""].append(name)
+    logs = _logs_in(folder, files)
+    orphans = [run for run in files if run not in logs and read_log(folder, log_of(run)) is None]
+    return _runs_of(folder, logs, files, names) + [Run(folder, run, None, frozenset(), files[run]) for run in orphans]
+
+
+def runs_seen_in(folder: Folder, names: Collection[str] | None = None) -> list[Run]:
+    """Do the same for a reader; in a folder that cannot be listed, the runs are those that have a marker for a name.
+
+    A run makes its markers when it is ready. So for a writer, that is not enough.
+    """
     try:
-        for name in files_of_runs(folder):
-            files[run_of(name) or ""].append(name)
-        logs = _logs_in(folder, files)
+        return runs_in(folder, names)
     except SystemRefusedError as error:
         if error.errno != errno.EACCES:
             raise
-        marked = [read_log(folder, marker_of(name)) for name in names or ()]
+    with os_errors_about(folder.path):
+        marked = [log for name in names or () if (log := read_log(folder, marker_of(name))) is not None]
         # A user may have deleted the log itself.
-        logs = {log.run: log for log in marked if log is not None and folder.status(log.path.name) is not None}
+        logs = {log.run: log for log in marked if folder.status(log.path.name) is not None}
+        return _runs_of(folder, logs, {}, names)
+
+
+def _runs_of(
+    folder: Folder, logs: Mapping[str, Log], files: Mapping[str, Collection[str]], names: Collection[str] | None
+) -> list[Run]:
+    """Return the runs of those logs that are about files of those names."""
     runs = []
     for run, log in logs.items():
         listed = log.names if names is None else log.names.intersection(names)
         targets = frozenset(name for name in listed if _could_change(log, folder, name))
         if targets or (names is None and is_trusted(log.owner, folder)):
             runs.append(Run(folder, run, log, targets, files.get(run, ())))
-    orphans = [run for run in files if run not in logs and read_log(folder, log_of(run)) is None]
-    return runs + [Run(folder, run, None, frozenset(), files[run]) for run in orphans]
+    return runs
 
 
 def _logs_in(folder: Folder, runs: Iterable[str]) -> dict[str, Log]:
@@ -165,7 +180,7 @@ class Scope(NamedTuple):
 
 def require_finished_in(folder: Folder, files: Mapping[str, Path], run: str | None = None) -> None:
     """Raise `SystemRefusedError` if a run other than `run` may have changed half of the files, which are by name."""
-    for other in runs_in(folder, files.keys()):
+    for other in runs_seen_in(folder, files.keys()):
         if other.targets and other.id != run:
             _require_finished(other, files[min(other.targets)])
 
@@ -174,7 +189,7 @@ def require_finished_at(scope: Scope) -> None:
     """Do the same for a path that could not be opened."""
     if os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         with os_errors_about(scope.folder), Folder.at(scope.folder) as folder:
-            for run in runs_in(folder, scope.names):
+            for run in runs_seen_in(folder, scope.names):
                 _require_finished(run, scope.folder / (scope.name or ""))
 
 
@@ -220,7 +235,7 @@ def leftovers_at(paths: Iterable[str]) -> tuple[list[Leftover], list[GradtoolErr
     for scope in scopes:
         try:
             with Folder.at(scope.folder) as folder:
-                for run in runs_in(folder, scope.names):
+                for run in runs_seen_in(folder, scope.names):
                     if (leftover := _leftover(run)) is not None:
                         leftovers[leftover.path] = leftover
         except GradtoolError as error:

@@ -105,6 +105,25 @@ class Staged:
             if fsync:
                 fs.sync(fd)
 
+    def require_replaceable(self) -> None:
+        """Raise `SystemRefusedError` now where the rename would be refused, as far as that can be known before.
+
+        The file that is replaced is one that cannot be changed (`chattr +i`) or, in a sticky folder, another user's.
+        """
+        with os_errors_about(self.target):
+            now = self.folder.status(self.name)
+            if now is None:
+                return
+            is_sticky = bool(self.folder.mode & stat.S_ISVTX)
+            if is_sticky and os.geteuid() not in (0, now.st_uid, self.folder.owner):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            try:
+                os.close(self.folder.open(self.name, os.O_WRONLY))
+            except OSError as error:
+                # A file that just may not be written to can be replaced.
+                if error.errno == errno.EPERM:
+                    raise
+
     def take_place(self, sources: Sequence[Rights], *, fsync: bool) -> None:
         """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file.
 

@@ -73,6 +73,10 @@ class Transaction:
     def register(self) -> None:
         """Write the log to the home, and a pointer to it to every other folder."""
         self._check_log_size()
+        for folder in self.targets.folders:
+            # Otherwise, this run could not see others, nor remove what it has made.
+            with os_errors_about(folder.path):
+                folder.require_listing()
         with os_errors_about(self.home.path):
             self._lock_home()
             self._write_log()

@@ -42,7 +42,7 @@ def remote(commit, path, new=None):
     def stage(commit, file):
         return commit.stage(new or path, file.size, None if new else shard.source.status)
 
-    output = SimpleNamespace(stage=stage, options=SimpleNamespace(fsync=True))
+    output = SimpleNamespace(stage=stage, sets=(), options=SimpleNamespace(fsync=True))
     return RemoteFiles(Staging(output, commit, [NewFile(shard, shard.size)]))
 
 
@@ -173,3 +173,31 @@ def test_recovering_removes_attempts(path):
     (recovered,), _ = recover_at(Scope.of(str(path.parent))[0])
     assert (recovered.outcome, path.read_bytes()) == ("untouched", before)
     assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_recovering_puts_what_workers_built_in_its_place_and_removes_all_else(tmp_path):
+    paths = [write(tmp_path / f"{name}.safetensors", {name: np.ones(100, np.float32)}) for name in "ab"]
+    sizes = [path.stat().st_size for path in paths]
+
+    def build_and_crash():
+        with Commit(registered(paths)) as commit:
+            for path in paths:
+                files = remote(commit, path)
+                request(files)
+                build(request(files), b"2")
+            rename, renamed = os.replace, []
+
+            def crash_at_the_second(*arguments, **options):
+                if renamed:
+                    os._exit(0)
+                renamed.append(rename(*arguments, **options))
+
+            os.replace = crash_at_the_second
+            commit.put_in_place()
+
+    crash(build_and_crash)
+    assert [path.read_bytes()[:1] == b"2" for path in paths] == [True, False]
+    (recovered,), _ = recover_at(Scope.of(str(tmp_path))[0])
+    assert (recovered.outcome, recovered.files) == ("finished", 2)
+    assert [path.read_bytes() for path in paths] == [b"2" * size for size in sizes]
+    assert sorted(tmp_path.iterdir()) == paths

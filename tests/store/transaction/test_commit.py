@@ -4,19 +4,26 @@ import os
 import signal
 import stat
 import struct
+import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from gradtool.store.transaction.replace import Replacement
+from leftovers import content_of, crash, files_in, half_replaced, redo_log_of
 from support import gradtool, registered, snapshot, until_told, write, write_back_in_time
 
-from gradtool import SystemRefusedError, UsageError, clip, norm, recover
+from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, recover, zero
 from gradtool.store import fs, signals, system
 from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
-from gradtool.store.transaction import replace, staging
+from gradtool.store.io.redolog import RedoLog
+from gradtool.store.source import SmallFile
+from gradtool.store.transaction import logfiles, staging, transaction
+from gradtool.store.transaction.commit import Commit
+from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.output_checks import check_collisions
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.transaction import Transaction
@@ -24,21 +31,21 @@ from gradtool.store.transaction.transaction import Transaction
 LINUX = pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
 
 
-def file_at(path):
+def read_at(path):
     """A file as it is when its header is read."""
     return SimpleNamespace(path=path, size=path.stat().st_size, stat=path.stat())
 
 
 def shards_of(folder, count=2):
-    return [file_at(write(folder / f"{i}.safetensors", {f"t{i}": np.ones(5, np.float32)})) for i in range(count)]
+    return [read_at(write(folder / f"{i}.safetensors", {f"t{i}": np.ones(5, np.float32)})) for i in range(count)]
 
 
 @contextlib.contextmanager
 def replacing(folder, name="0.safetensors", *, fsync=True, sources=()):
     run = registered([folder / name, folder / "1.safetensors", folder / "2.safetensors"], fsync=fsync)
     try:
-        with Replacement(run, [(path, None) for path in sources]) as replacement:
-            yield replacement
+        with Commit(run, [(path, None) for path in sources]) as commit:
+            yield commit
     finally:
         run.close()
 
@@ -47,14 +54,21 @@ def fill(temporary, letter=b"n"):
     temporary.path.write_bytes(letter * temporary.path.stat().st_size)
 
 
+def replace_all(commit, files):
+    """Replace files by others of the same size."""
+    for file in files:
+        fill(commit.stage(file.path, file.size, file.stat))
+    commit.put_in_place()
+
+
 def test_nothing_changes_before_the_commit_and_everything_with_it(tmp_path):
     shards = shards_of(tmp_path)
     before = snapshot(tmp_path)
-    with replacing(tmp_path) as replacement:
+    with replacing(tmp_path) as commit:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
+            fill(commit.stage(shard.path, shard.size, shard.stat))
         assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
-        replacement.commit()
+        commit.put_in_place()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors"]
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
 
@@ -62,17 +76,17 @@ def test_nothing_changes_before_the_commit_and_everything_with_it(tmp_path):
 def test_without_a_commit_no_trace_is_left(tmp_path):
     shards = shards_of(tmp_path)
     before = snapshot(tmp_path)
-    with pytest.raises(KeyboardInterrupt) as caught, replacing(tmp_path) as replacement:
+    with pytest.raises(KeyboardInterrupt) as caught, replacing(tmp_path) as commit:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
+            fill(commit.stage(shard.path, shard.size, shard.stat))
         raise KeyboardInterrupt
     assert snapshot(tmp_path) == before
     assert caught.value.__notes__ == ["no file was changed"]
 
 
 def test_the_space_is_reserved_and_the_temporary_hidden(tmp_path):
-    with replacing(tmp_path, "x.safetensors") as replacement:
-        temporary = replacement.stage(tmp_path / "x.safetensors", 1 << 20)
+    with replacing(tmp_path, "x.safetensors") as commit:
+        temporary = commit.stage(tmp_path / "x.safetensors", 1 << 20)
         assert temporary.path.stat().st_size == 1 << 20
         assert temporary.path.stat().st_blocks * 512 >= 1 << 20
         assert temporary.name.startswith(".gradtool-")
@@ -84,9 +98,9 @@ def test_the_mode_is_kept_even_one_that_forbids_writing(tmp_path, mode):
     (shard,) = shards_of(tmp_path, 1)
     shard.path.chmod(mode)
     shard.stat = shard.path.stat()
-    with replacing(tmp_path) as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
     assert shard.path.stat().st_mode & 0o7777 == mode
 
 
@@ -98,9 +112,9 @@ def test_extended_attributes_are_kept(tmp_path):
         shard.stat = shard.path.stat()
     except OSError as error:
         pytest.skip(f"this file system has no extended attributes: {error}")
-    with replacing(tmp_path) as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
     assert os.getxattr(shard.path, "user.note") == b"from rank 3"
 
 
@@ -116,11 +130,11 @@ def test_a_file_without_an_access_control_list_gets_none_from_its_folder(tmp_pat
         os.setxattr(tmp_path, "system.posix_acl_default", default)
     except OSError as error:
         pytest.skip(f"this file system has no access control lists: {error}")
-    with replacing(tmp_path) as replacement:
-        temporary = replacement.stage(shard.path, shard.size, shard.stat)
+    with replacing(tmp_path) as commit:
+        temporary = commit.stage(shard.path, shard.size, shard.stat)
         assert "system.posix_acl_access" not in os.listxattr(temporary.path)
         fill(temporary)
-        replacement.commit()
+        commit.put_in_place()
     assert "system.posix_acl_access" not in os.listxattr(shard.path)
     assert shard.path.stat().st_mode & 0o7777 == 0o660
 
@@ -135,8 +149,8 @@ def test_no_file_of_a_run_has_an_access_control_list_from_its_folder(tmp_path):
         os.setxattr(tmp_path, "system.posix_acl_default", default)
     except OSError as error:
         pytest.skip(f"this file system has no access control lists: {error}")
-    with replacing(tmp_path, "new", sources=[shard.path]) as replacement:
-        fill(replacement.stage(tmp_path / "new", 10))
+    with replacing(tmp_path, "new", sources=[shard.path]) as commit:
+        fill(commit.stage(tmp_path / "new", 10))
         made = [path for path in tmp_path.iterdir() if path.name.startswith(".gradtool-")]
         assert len(made) == 3
         assert [path for path in made if "system.posix_acl_access" in os.listxattr(path)] == []
@@ -154,11 +168,11 @@ def test_an_attribute_that_cannot_be_kept_is_refused_but_a_security_label_is_not
     monkeypatch.setattr(os, "getxattr", lambda *_: b"value")
     monkeypatch.setattr(os, "setxattr", refuse)
     monkeypatch.setattr(os, "listxattr", lambda _: ["security.label"])
-    with replacing(tmp_path) as replacement:
-        replacement.stage(shard.path, shard.size, shard.stat)
+    with replacing(tmp_path) as commit:
+        commit.stage(shard.path, shard.size, shard.stat)
     monkeypatch.setattr(os, "listxattr", lambda _: ["user.note"])
-    with pytest.raises(SystemRefusedError), replacing(tmp_path) as replacement:
-        replacement.stage(shard.path, shard.size, shard.stat)
+    with pytest.raises(SystemRefusedError), replacing(tmp_path) as commit:
+        commit.stage(shard.path, shard.size, shard.stat)
     assert snapshot(tmp_path) == before
 
 
@@ -167,10 +181,10 @@ def test_the_owner_is_kept(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     os.chown(shard.path, 1234, 4321)
     shard.path.chmod(0o4755)
-    shard = file_at(shard.path)
-    with replacing(tmp_path) as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
+    shard = read_at(shard.path)
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
     status = shard.path.stat()
     assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (1234, 4321, 0o755)
 
@@ -185,8 +199,8 @@ def test_an_owner_that_cannot_be_kept_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fchown", refuse)
     stolen = os.stat_result([*shard.stat[:4], 1234, *shard.stat[5:]])
     object.__setattr__(shard, "stat", stolen)
-    with pytest.raises(SystemRefusedError, match="check the owner"), replacing(tmp_path) as replacement:
-        replacement.stage(shard.path, shard.size, shard.stat)
+    with pytest.raises(SystemRefusedError, match="check the owner"), replacing(tmp_path) as commit:
+        commit.stage(shard.path, shard.size, shard.stat)
     assert snapshot(tmp_path) == before
 
 
@@ -209,9 +223,9 @@ def test_a_new_file_is_no_wider_than_what_it_is_made_of_and_what_it_replaces(tmp
         if there is not None:
             (tmp_path / "new").touch()
             (tmp_path / "new").chmod(there)
-        with replacing(tmp_path, "new", sources=paths) as replacement:
-            fill(replacement.stage(tmp_path / "new", 3))
-            replacement.commit()
+        with replacing(tmp_path, "new", sources=paths) as commit:
+            fill(commit.stage(tmp_path / "new", 3))
+            commit.put_in_place()
     finally:
         os.umask(mask)
     assert (tmp_path / "new").stat().st_mode & 0o7777 == wanted
@@ -247,9 +261,9 @@ def test_a_file_that_is_no_longer_the_one_that_was_read_gives_no_rights(tmp_path
     gone = tmp_path / "gone"
     run = registered([tmp_path / "a", tmp_path / "b"])
     for name, source in (("a", (shard.path, Path(__file__).stat())), ("b", (gone, None))):
-        with Replacement(run, [source]) as replacement:
-            fill(replacement.stage(tmp_path / name, 3))
-            replacement.commit()
+        with Commit(run, [source]) as commit:
+            fill(commit.stage(tmp_path / name, 3))
+            commit.put_in_place()
         assert (tmp_path / name).stat().st_mode & 0o7777 == 0o600
     run.close()
 
@@ -258,59 +272,99 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     (shard,) = shards_of(tmp_path / "real", 1)
     link = tmp_path / "link.safetensors"
     link.symlink_to(shard.path)
-    shard = file_at(link)
-    with replacing(tmp_path / "real") as replacement:
-        fill(replacement.stage(link, shard.size, shard.stat))
-        replacement.commit()
+    shard = read_at(link)
+    with replacing(tmp_path / "real") as commit:
+        fill(commit.stage(link, shard.size, shard.stat))
+        commit.put_in_place()
     assert link.is_symlink()
     assert (tmp_path / "real" / "0.safetensors").read_bytes() == b"n" * shard.size
 
 
+def overwrite(run, commit, paths, new):
+    """Build what files will hold that a run changes in place."""
+    located = [run.targets.locate(path) for path in paths]
+    targets = [Target(folder.file(name), (folder.path / name).stat(), 20) for folder, name in located]
+    redo_log_of(commit.overwrite(targets), paths, new)
+
+
 def steps_of(monkeypatch):
-    """The names of the calls that change something, as they come."""
+    """The calls that change something, as they come, and the kinds of the files that they are about."""
     steps = []
-    for place, name in ((fs, "sync"), (Folder, "link"), (Folder, "rename"), (Folder, "unlink")):
+
+    def told(place, name, kind_of):
         real = getattr(place, name)
 
-        def told(*arguments, name=name, real=real):
-            steps.append(name)
-            real(*arguments)
+        def step(*arguments):
+            steps.append(f"{name} {kind_of(*arguments)}")
+            return real(*arguments)
 
-        monkeypatch.setattr(place, name, told)
+        monkeypatch.setattr(place, name, step)
+
+    def opened(fd, *_):
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        return "folder" if path.is_dir() else path.suffix[1:]
+
+    for name in ("sync", "write_all"):
+        told(fs, name, opened)
+    for name in ("link", "rename", "unlink"):
+        told(Folder, name, lambda _, name, *__: name.rpartition(".")[2])
     return steps
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_every_file_is_synced_before_the_first_rename_and_the_log_of_several_too(tmp_path, monkeypatch, count):
+END = ["unlink run", "unlink lock"]
+# The order in which things are done, with syncs; the log is written when it is made, and when all locks are held.
+ORDER = {
+    # A rename is done or not; which of the two, recovery sees.
+    "1": ["sync tmp", "write_all run", "sync run", "rename tmp", "sync folder", *END],
+    # All files; the log and the names; that everything is ready; the renames; and these.
+    "2": [
+        *("sync tmp", "sync tmp", "sync run", "sync folder", "write_all run", "sync run"),
+        *("rename tmp", "rename tmp", "sync folder", *END),
+    ],
+    # What is not overwritten, and what is to be; then as above; the copying, and that no redo log is needed any more.
+    "in place": [
+        *("sync safetensors", "sync safetensors", "write_all redo", "write_all redo"),
+        *("sync redo", "sync run", "sync folder", "write_all run", "sync run"),
+        *("write_all safetensors", "write_all safetensors", "sync safetensors", "sync safetensors"),
+        *("sync folder", "write_all run", "sync run", "unlink redo", *END),
+    ],
+    "in place, and one": [
+        *("sync safetensors", "write_all redo", "sync tmp"),
+        *("sync redo", "sync run", "sync folder", "write_all run", "sync run"),
+        *("write_all safetensors", "sync safetensors", "rename tmp"),
+        *("sync folder", "write_all run", "sync run", "unlink redo", *END),
+    ],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which file a descriptor is")
+@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize("what", ORDER)
+def test_everything_is_on_the_disk_before_what_follows_from_it(tmp_path, monkeypatch, what, fsync):
+    shards = shards_of(tmp_path, 1 if what == "1" else 2)
+    overwritten = [] if "in place" not in what else shards[:1] if "one" in what else shards
+    run = registered([shard.path for shard in shards], fsync=fsync)
     steps = steps_of(monkeypatch)
-    expected = {
-        # Each file; the log with the rename; this; then the folder. And the log and the lock go.
-        (1, True): ["sync", "sync", "rename", "sync", "unlink", "unlink"],
-        (1, False): ["rename", "unlink", "unlink"],
-        # Each file; second names; the log and the folder; the log with the renames; these; and the folder.
-        (2, True): [
-            *("sync", "sync", "link", "link", "sync", "sync", "sync"),
-            *("rename", "rename", "unlink", "unlink", "sync", "unlink", "unlink"),
-        ],
-        (2, False): ["link", "link", "rename", "rename", "unlink", "unlink", "unlink", "unlink"],
-    }
-    for fsync in (True, False):
-        steps.clear()
-        with replacing(tmp_path, fsync=fsync) as replacement:
-            for shard in shards_of(tmp_path, count):
-                fill(replacement.stage(shard.path, shard.size, shard.stat))
-            replacement.commit()
-        assert steps == expected[count, fsync]
+    with Commit(run) as commit:
+        if overwritten:
+            overwrite(run, commit, [shard.path for shard in overwritten], [b"n" * shard.size for shard in overwritten])
+        for shard in shards[len(overwritten) :]:
+            fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
+    run.close()
+    assert steps == [step for step in ORDER[what] if fsync or not step.startswith("sync")]
+    assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
+    assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
 
 
 def test_a_file_that_another_program_changed_is_not_overwritten(tmp_path):
     first, second = shards_of(tmp_path)
-    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
+    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as commit:
         for shard in (first, second):
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
+            fill(commit.stage(shard.path, shard.size, shard.stat))
         with second.path.open("ab") as file:
             file.write(b"theirs")
-        replacement.commit()
+        commit.put_in_place()
     assert first.path.read_bytes()[-1:] != b"n"
     assert second.path.read_bytes().endswith(b"theirs")
     assert len(list(tmp_path.iterdir())) == 2
@@ -327,63 +381,115 @@ def refuse_renames_to(monkeypatch, name):
     monkeypatch.setattr(os, "replace", refuse)
 
 
-def test_a_rename_that_fails_half_way_takes_back_those_before_it(tmp_path, monkeypatch):
-    shards = shards_of(tmp_path, 3)
-    before = {shard.path: shard.path.read_bytes() for shard in shards}
-    refuse_renames_to(monkeypatch, "1.safetensors")
-    with (
-        pytest.raises(SystemRefusedError, match="1.safetensors: Input/output error") as caught,
-        replacing(tmp_path) as replacement,
-    ):
-        for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_first_rename_that_is_refused_leaves_everything_as_it_was(tmp_path, monkeypatch, count):
+    shards = shards_of(tmp_path, count)
+    before = snapshot(tmp_path)
+    refuse_renames_to(monkeypatch, "0.safetensors")
+    with pytest.raises(SystemRefusedError) as caught, replacing(tmp_path) as commit:
+        replace_all(commit, shards)
+    assert str(caught.value) == f"{shards[0].path}: Input/output error"
     assert caught.value.__notes__ == ["no file was changed"]
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("where", [(replace, "move_back"), (Staged, "take_place")])
-def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize("count", [1, 3])
+def test_who_is_killed_when_a_first_rename_was_refused_has_left_everything_as_it_was(tmp_path, count):
+    shards = shards_of(tmp_path, count)
+    before = snapshot(tmp_path)
+
+    def replace_and_crash():
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(SystemRefusedError),
+            replacing(tmp_path) as commit,
+        ):
+            refuse_renames_to(patch, "0.safetensors")
+            unlink = Folder.unlink
+            # When it has removed the first of its files.
+            patch.setattr(Folder, "unlink", lambda folder, name: (unlink(folder, name), os._exit(0)))
+            replace_all(commit, shards)
+
+    crash(replace_and_crash)
+    assert len(list(tmp_path.iterdir())) == 2 * count + 1
+    assert norm(tmp_path).norm > 0
+    assert recover(tmp_path).untouched == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_a_run_that_cannot_say_that_it_is_called_off_is_completed_by_recovery(tmp_path, monkeypatch):
     shards = shards_of(tmp_path, 3)
     old = [shard.path.read_bytes() for shard in shards]
+    append = logfiles.append_step
+
+    def refuse(*arguments, **options):
+        if "ended" in options:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return append(*arguments, **options)
+
     with monkeypatch.context() as patch:
-        refuse_renames_to(patch, "1.safetensors")
-
-        def fail(*_, **__):
-            raise MemoryError
-
-        patch.setattr(*where, fail)
-        with pytest.raises(MemoryError), replacing(tmp_path) as replacement:
-            for shard in shards:
-                fill(replacement.stage(shard.path, shard.size, shard.stat))
-            replacement.commit()
-    with pytest.raises(SystemRefusedError, match=r"wait for it, run gradtool\.recover\(.*\), or use"):
+        refuse_renames_to(patch, "0.safetensors")
+        patch.setattr(transaction, "append_step", refuse)
+        with pytest.raises(SystemRefusedError, match="No space left"), replacing(tmp_path) as commit:
+            replace_all(commit, shards)
+    assert [shard.path.read_bytes() for shard in shards] == old
+    with pytest.raises(SystemRefusedError, match="may be half changed"):
         norm(tmp_path)
-    result = recover(tmp_path)
-    new = [b"n" * shard.size for shard in shards]
-    assert [shard.path.read_bytes() for shard in shards] == (new if result.finished else old)
+    assert recover(tmp_path).finished == 1
+    assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_rename_that_cannot_be_taken_back_is_left_to_recover(tmp_path, monkeypatch):
+@pytest.mark.parametrize("refused", [1, 2])
+@pytest.mark.parametrize("by", ["recover", "the next run"])
+def test_a_rename_that_is_refused_after_another_is_left_to_recover(tmp_path, monkeypatch, refused, by):
     shards = shards_of(tmp_path, 3)
-    refuse_renames_to(monkeypatch, "1.safetensors")
+    old, new = [shard.path.read_bytes() for shard in shards], [b"n" * shard.size for shard in shards]
+    with monkeypatch.context() as patch:
+        refuse_renames_to(patch, f"{refused}.safetensors")
+        with pytest.raises(SystemRefusedError) as caught, replacing(tmp_path) as commit:
+            replace_all(commit, shards)
+        (problem,) = caught.value.problems
+        assert (problem.code, caught.value.exit_code) == ("unfinished", 5)
+        assert problem.line == f"{shards[refused].path}: some files are new and some are not: Input/output error"
+        assert problem.hint == f'run gradtool.recover("{tmp_path}")'
+        assert not hasattr(caught.value, "__notes__")
+        half = new[:refused] + old[refused:]
+        assert [shard.path.read_bytes() for shard in shards] == half
+        with pytest.raises(SystemRefusedError, match=r"wait for it, run gradtool\.recover\(.*\), or use"):
+            norm(tmp_path)
+        # As long as it is refused, that is all that anybody can do.
+        for command in (recover, zero):
+            with pytest.raises(SystemRefusedError, match="Input/output error"):
+                command(tmp_path)
+            assert [shard.path.read_bytes() for shard in shards] == half
+    if by == "recover":
+        assert recover(tmp_path).finished == 1
+    else:
+        with pytest.raises(BadInputError, match="is a text file"):
+            zero(tmp_path)  # The new content of this test is none that it could work with.
+    assert [shard.path.read_bytes() for shard in shards] == new
+    assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
 
-    def refuse(*_, **__):
-        raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "link", refuse)
-    with (
-        pytest.raises(SystemRefusedError, match=r"run gradtool\.recover\(") as caught,
-        replacing(tmp_path) as replacement,
-    ):
-        for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
-    assert (caught.value.problems[0].code, caught.value.exit_code) == ("unfinished", 5)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_renames_that_end_for_want_of_memory_are_left_to_recover(tmp_path, monkeypatch, nth):
+    shards = shards_of(tmp_path, 3)
+    calls, real = [], Staged.take_place
+
+    def fail(*arguments, **options):
+        calls.append(1)
+        if len(calls) == nth:
+            raise MemoryError
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staged, "take_place", fail)
+        with pytest.raises(MemoryError), replacing(tmp_path) as commit:
+            replace_all(commit, shards)
+    assert [shard.path.read_bytes()[:1] == b"n" for shard in shards] == [number < nth - 1 for number in range(3)]
     with pytest.raises(SystemRefusedError, match=r"wait for it, run gradtool\.recover\(.*\), or use"):
         norm(tmp_path)
-    monkeypatch.undo()
     assert recover(tmp_path).finished == 1
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
     assert len(list(tmp_path.iterdir())) == 3
@@ -404,11 +510,11 @@ def test_a_call_whose_answer_a_server_lost_was_done(tmp_path, monkeypatch, count
         real(*arguments, **options)
         raise OSError(number, os.strerror(number))
 
-    with replacing(tmp_path) as replacement:
+    with replacing(tmp_path) as commit:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, None if is_new else shard.stat, is_new=is_new))
+            fill(commit.stage(shard.path, shard.size, None if is_new else shard.stat, is_new=is_new))
         monkeypatch.setattr(os, call, fail_after)
-        replacement.commit()
+        commit.put_in_place()
     assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
 
@@ -421,10 +527,10 @@ def test_a_full_disk_is_known_before_work_starts_and_leaves_no_trace(tmp_path, m
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught, replacing(tmp_path) as replacement:
-        replacement.stage(shards[0].path, shards[0].size, shards[0].stat)
+    with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught, replacing(tmp_path) as commit:
+        commit.stage(shards[0].path, shards[0].size, shards[0].stat)
         monkeypatch.setattr(system, "reserve", refuse)
-        replacement.stage(shards[1].path, shards[1].size, shards[1].stat)
+        commit.stage(shards[1].path, shards[1].size, shards[1].stat)
     assert caught.value.exit_code == 5
     assert snapshot(tmp_path) == before
 
@@ -439,10 +545,10 @@ def test_signals_wait_for_the_last_rename(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", replace_and_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), signals.deferred(), replacing(tmp_path, fsync=False) as replacement:
+    with pytest.raises(KeyboardInterrupt), signals.deferred(), replacing(tmp_path, fsync=False) as commit:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
+            fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
     assert signals.is_committed()
     assert len(list(tmp_path.iterdir())) == 2
@@ -458,10 +564,10 @@ def test_a_sync_that_fails_changes_nothing(tmp_path, monkeypatch, module, call):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(module, call, refuse)
-    with pytest.raises(SystemRefusedError, match="Input/output"), replacing(tmp_path) as replacement:
+    with pytest.raises(SystemRefusedError, match="Input/output"), replacing(tmp_path) as commit:
         for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
+            fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
     assert snapshot(tmp_path) == before
 
 
@@ -477,9 +583,9 @@ def test_a_folder_that_cannot_be_synced_is_said_and_one_that_need_not_be_is_not(
 
     monkeypatch.setattr(system, "sync", sync)
     said = pytest.raises(SystemRefusedError, match=r"0.safetensors: all files were written and are in place, but")
-    with said if number == errno.EIO else contextlib.nullcontext(), replacing(tmp_path) as replacement:
-        fill(replacement.stage(shard.path, shard.size))
-        replacement.commit()
+    with said if number == errno.EIO else contextlib.nullcontext(), replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size))
+        commit.put_in_place()
     assert shard.path.read_bytes() == b"n" * shard.size
 
 
@@ -494,7 +600,12 @@ def test_eio_at_the_sync_after_the_renames_says_that_the_files_are_new(tmp_path,
         now = [shard.path.read_bytes() for shard in shards]
         if answer.returncode == 5 and all(new != old for new, old in zip(now, before, strict=True)):
             break
-        # Without a second name, the files are written all the same.
+        if "some files are new and some are not" in answer.stderr:
+            # The second rename was refused.
+            assert (answer.returncode, count, now[0] != before[0], now[1] == before[1]) == (5, 2, True, True), answer
+            assert recover(tmp_path).finished == 1
+            continue
+        # A file that could not be removed at the end is no failure.
         assert (answer.returncode, now == before) in ((5, True), (0, False)), answer
     what = "all files were written and are in place"
     unknown = "whether they would survive a power cut is unknown: the folder could not be synced: Input/output error"
@@ -505,85 +616,312 @@ def test_eio_at_the_sync_after_the_renames_says_that_the_files_are_new(tmp_path,
         assert [shard.path.read_bytes() for shard in shards] == now
 
 
-# The names of several files are synced once each has a second one.
-INSTANTS = {"while they are built": None, "while they are synced": "sync_folders", "before the renames": "append"}
+# Of a single file, the folder is synced only after the rename.
+INSTANTS = ("while it is built", "while all are synced", "when all are ready")
 MOMENTS = pytest.mark.parametrize(
-    ("count", "instant"), [(count, instant) for count in (1, 2) for instant in list(INSTANTS)[:: 3 - count]]
+    ("count", "instant"), [(count, instant) for count in (1, 2) for instant in INSTANTS[:: 3 - count]]
 )
+
+
+@contextlib.contextmanager
+def at_instant(monkeypatch, instant, act):
+    """Have something happen at an instant of a commit; in the block, files are built."""
+    calls = []
+
+    def patched(name, is_now):
+        method = getattr(Transaction, name)
+
+        def step(*arguments, **options):
+            method(*arguments, **options)
+            if is_now(options) and not calls:
+                calls.append(act())
+
+        monkeypatch.setattr(Transaction, name, step)
+
+    if instant == "while all are synced":
+        patched("sync_folders", lambda _: True)
+    if instant == "when all are ready":
+        patched("append", lambda options: "ready" in options)
+    yield
+    if instant == "while it is built":
+        calls.append(act())
+
+
+def replace_at(monkeypatch, instant, act, folder, shards):
+    """Replace files; something happens at an instant."""
+    with replacing(folder) as commit:
+        with at_instant(monkeypatch, instant, act):
+            for shard in shards:
+                temporary = commit.stage(shard.path, shard.size, shard.stat)
+                assert temporary.path.stat().st_mode & 0o777 == 0o600
+                fill(temporary)
+        commit.put_in_place()
 
 
 @MOMENTS
 def test_a_write_whose_date_is_set_back_is_no_less_a_change(tmp_path, monkeypatch, count, instant):
     shards = shards_of(tmp_path, count)
-    at_instant(monkeypatch, INSTANTS[instant], lambda: write_back_in_time(shards[0].path, b"foreign"))
-    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
-        for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
-        if INSTANTS[instant] is None:
-            write_back_in_time(shards[0].path, b"foreign")
-        replacement.commit()
+    with pytest.raises(SystemRefusedError, match="changed by another program"):
+        replace_at(monkeypatch, instant, lambda: write_back_in_time(shards[0].path, b"foreign"), tmp_path, shards)
     assert shards[0].path.read_bytes().endswith(b"foreign")
     assert all(b"nnnn" not in shard.path.read_bytes() for shard in shards)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shard.path.name for shard in shards)
 
 
-def test_a_write_whose_date_is_set_back_is_told_from_the_second_name_that_follows_it(tmp_path, monkeypatch):
-    shards = shards_of(tmp_path)
-    link = Folder.link
+# How another program changes a file that was to be replaced, and after that nobody can tell it from its size and date.
+LATE = {
+    "writes": lambda path: write_back_in_time(path, b"foreign"),
+    "replaces": lambda path: replaced_back_in_time(path, b"foreign"),
+}
 
-    def linked(folder, name, new):
-        link(folder, name, new)
-        if name == shards[0].path.name:
-            # Many files get their names one after another, which takes a while.
-            write_back_in_time(shards[1].path, b"foreign")
 
-    monkeypatch.setattr(Folder, "link", linked)
-    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as replacement:
-        for shard in shards:
-            fill(replacement.stage(shard.path, shard.size, shard.stat))
-        replacement.commit()
-    assert shards[1].path.read_bytes().endswith(b"foreign")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shard.path.name for shard in shards)
+def replaced_back_in_time(path, content):
+    before = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[: -len(content)] + content)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+    until_told(path, before)
+
+
+@pytest.mark.parametrize("change", LATE)
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_foreign_write_when_all_are_ready_is_overwritten_neither_by_the_run_nor_by_recovery(
+    tmp_path, monkeypatch, change, killed
+):
+    shards = shards_of(tmp_path, 3)
+    act = partial(LATE[change], shards[1].path)
+    if killed:
+        rename, renamed = os.replace, []
+
+        def replace_then_die(*arguments, **options):
+            if renamed:
+                os._exit(0)
+            renamed.append(rename(*arguments, **options))
+
+        def replace_and_crash():
+            os.replace = replace_then_die
+            with replacing(tmp_path) as commit:
+                replace_all(commit, shards)
+
+        crash(replace_and_crash)
+        act()
+    else:
+        with pytest.raises(SystemRefusedError) as caught:
+            replace_at(monkeypatch, "when all are ready", act, tmp_path, shards)
+        what = "some files are new and some are not: was changed by another program in the meantime"
+        assert caught.value.problems[0].line == f"{shards[1].path}: {what}"
+        monkeypatch.undo()
+    half = [shard.path.read_bytes() for shard in shards]
+    assert [half[0][:1] == b"n", half[1][-7:], half[2][:1] == b"n"] == [True, b"foreign", False]
+    for command in (recover, zero, recover):
+        with pytest.raises(SystemRefusedError, match="1.safetensors: another program wrote to it"):
+            command(tmp_path)
+        assert [shard.path.read_bytes() for shard in shards] == half
+    assert recover(tmp_path, force=True).finished == 1
+    assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
+    assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_file_that_another_program_creates_when_all_are_ready_is_not_replaced(tmp_path, monkeypatch, killed):
+    targets = [tmp_path / f"{number}.safetensors" for number in range(3)]
+
+    def stage_all(commit):
+        for target in targets:
+            fill(commit.stage(target, 100, is_new=True))
+
+    def create():
+        targets[1].write_bytes(b"foreign")
+
+    if killed:
+
+        def create_and_crash():
+            with replacing(tmp_path) as commit:
+                stage_all(commit)
+                take_place = Staged.take_place
+
+                def take_place_and_die(staged, *arguments, **options):
+                    if staged.target == targets[1]:
+                        os._exit(0)
+                    return take_place(staged, *arguments, **options)
+
+                Staged.take_place = take_place_and_die
+                commit.put_in_place()
+
+        crash(create_and_crash)
+        create()
+    else:
+        with pytest.raises(SystemRefusedError, match="another program created it"), replacing(tmp_path) as commit:
+            with at_instant(monkeypatch, "when all are ready", create):
+                stage_all(commit)
+            commit.put_in_place()
+        monkeypatch.undo()
+    assert [target.exists() and target.read_bytes()[:1] for target in targets] == [b"n", b"f", False]
+    with pytest.raises(SystemRefusedError, match="1.safetensors: another program wrote to it"):
+        recover(tmp_path)
+    assert targets[1].read_bytes() == b"foreign"
+    targets[1].unlink()
+    assert recover(tmp_path).finished == 1
+    assert [target.read_bytes() for target in targets] == [b"n" * 100] * 3
+    assert sorted(tmp_path.iterdir()) == targets
 
 
 @MOMENTS
 def test_the_mode_is_that_of_the_rename_and_no_temporary_is_readable_before(tmp_path, monkeypatch, count, instant):
     shards = shards_of(tmp_path, count)
-    target = shards[0].path
+    # The last: when all are ready, others are renamed before it.
+    target = shards[-1].path
     target.chmod(0o644)
-    object.__setattr__(shards[0], "stat", target.stat())
+    shards[-1].stat = target.stat()
 
     def restrict():
         status = target.stat()
         target.chmod(0o600)
         until_told(target, status)
 
-    at_instant(monkeypatch, INSTANTS[instant], restrict)
-    with replacing(tmp_path) as replacement:
-        for shard in shards:
-            temporary = replacement.stage(shard.path, shard.size, shard.stat)
-            assert temporary.path.stat().st_mode & 0o777 == 0o600
-            fill(temporary)
-        if INSTANTS[instant] is None:
-            restrict()
-        replacement.commit()
+    replace_at(monkeypatch, instant, restrict, tmp_path, shards)
     assert target.stat().st_mode & 0o777 == 0o600
     assert all(b"nnnn" in shard.path.read_bytes() for shard in shards)
 
 
-def at_instant(monkeypatch, name, act):
-    """Have something happen after the first call of a method of the transaction."""
-    if name is None:
-        return
-    method, calls = getattr(Transaction, name), []
+def test_a_change_of_mode_after_the_crash_is_no_foreign_write(tmp_path):
+    paths = files_in(tmp_path, 2)
+    new = half_replaced(paths)
+    paths[1].chmod(0o600)
+    assert recover(tmp_path).finished == 1
+    assert content_of(paths) == new
 
-    def patched(*arguments, **options):
-        method(*arguments, **options)
-        if not calls:
-            calls.append(1)
-            act()
 
-    monkeypatch.setattr(Transaction, name, patched)
+class Hybrid(NamedTuple):
+    """Two files that are changed in place, and a state that is replaced with them; what all will hold."""
+
+    paths: list[Path]
+    state: Path
+    new: list[bytes]
+
+
+@pytest.fixture
+def hybrid(tmp_path):
+    paths = files_in(tmp_path, 2)
+    (tmp_path / "state").write_bytes(b"old state")
+    return Hybrid(paths, tmp_path / "state", [b"n" * path.stat().st_size for path in paths] + [b"new state"])
+
+
+def put_in_place(hybrid):
+    """Change the files in place, and replace the state."""
+    run = registered([*hybrid.paths, hybrid.state])
+    try:
+        with Commit(run) as commit:
+            overwrite(run, commit, hybrid.paths, hybrid.new[:2])
+            commit.stage_content(SmallFile(hybrid.state, hybrid.state.stat(), hybrid.new[-1]), is_new=False)
+            commit.put_in_place()
+    finally:
+        run.close()
+
+
+def test_a_rename_that_is_refused_after_files_were_changed_in_place_is_left_to_recover(hybrid, monkeypatch):
+    folder = hybrid.state.parent
+    with monkeypatch.context() as patch:
+        refuse_renames_to(patch, "state")
+        with pytest.raises(SystemRefusedError) as caught:
+            put_in_place(hybrid)
+        assert caught.value.problems[0].line == (
+            f"{hybrid.state}: some files are new and some are not: Input/output error"
+        )
+        assert content_of([*hybrid.paths, hybrid.state]) == [*hybrid.new[:2], b"old state"]
+    assert recover(folder).finished == 1
+    assert content_of([*hybrid.paths, hybrid.state]) == hybrid.new
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("when", ["ready", "copied"])
+def test_a_state_that_another_program_writes_is_overwritten_neither_by_the_run_nor_by_recovery(
+    hybrid, monkeypatch, when
+):
+    folder = hybrid.state.parent
+    apply = RedoLog.apply
+
+    def apply_and_write(*arguments):
+        if when == "ready":
+            write_back_in_time(hybrid.state, b"theirs")
+        apply(*arguments)
+        if when == "copied":
+            write_back_in_time(hybrid.state, b"theirs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedoLog, "apply", apply_and_write)
+        with pytest.raises(SystemRefusedError, match="was changed by another program"):
+            put_in_place(hybrid)
+    for command in (recover, lambda _: zero(hybrid.paths[0])):
+        with pytest.raises(SystemRefusedError, match="state: another program wrote to it"):
+            command(folder)
+        assert hybrid.state.read_bytes() == b"oldtheirs"
+    assert recover(folder, force=True).finished == 1
+    assert content_of([*hybrid.paths, hybrid.state]) == hybrid.new
+
+
+def test_a_copy_that_is_refused_is_left_to_recover(hybrid, monkeypatch):
+    folder = hybrid.state.parent
+    real, inode = fs.write_all, hybrid.paths[1].stat().st_ino
+
+    def refuse(fd, parts, begin):
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, parts, begin)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "write_all", refuse)
+        with pytest.raises(SystemRefusedError) as caught:
+            put_in_place(hybrid)
+        (problem,) = caught.value.problems
+        assert problem.line == f"{hybrid.paths[1]}: some files are new and some are not: Input/output error"
+        assert (problem.code, problem.hint) == ("unfinished", f'run gradtool.recover("{folder}")')
+        with pytest.raises(SystemRefusedError, match="Input/output error"):
+            recover(folder)
+        # Nothing is renamed before everything is copied.
+        assert hybrid.state.read_bytes() == b"old state"
+    with pytest.raises(SystemRefusedError, match="may be half changed"):
+        norm(hybrid.paths[1])
+    assert recover(folder).finished == 1
+    assert content_of([*hybrid.paths, hybrid.state]) == hybrid.new
+
+
+def test_a_file_whose_size_changes_while_it_is_overwritten_is_noticed(hybrid, monkeypatch):
+    apply = RedoLog.apply
+
+    def append_and_apply(*arguments):
+        with hybrid.paths[1].open("ab") as file:
+            file.write(b"theirs")
+        apply(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedoLog, "apply", append_and_apply)
+        with pytest.raises(SystemRefusedError, match="1.safetensors: some files are new .* changed by another program"):
+            put_in_place(hybrid)
+    with pytest.raises(SystemRefusedError, match="1.safetensors: another program wrote to it"):
+        recover(hybrid.state.parent)
+    assert hybrid.paths[1].read_bytes().endswith(b"theirs")
+    assert hybrid.state.read_bytes() == b"old state"
+
+
+@pytest.mark.parametrize("when", ["opened", "built"])
+def test_a_file_that_changes_before_all_is_ready_is_not_overwritten(hybrid, monkeypatch, when):
+    before = content_of([hybrid.paths[0], hybrid.state])
+    method = "reserve" if when == "opened" else "finish"
+    real = getattr(InPlace, method)
+
+    def write_and_go_on(*arguments):
+        write_back_in_time(hybrid.paths[1], b"theirs")
+        return real(*arguments)
+
+    monkeypatch.setattr(InPlace, method, write_and_go_on)
+    with pytest.raises(SystemRefusedError, match="1.safetensors: was changed by another program") as caught:
+        put_in_place(hybrid)
+    assert caught.value.__notes__ == ["no file was changed"]
+    assert content_of([hybrid.paths[0], hybrid.state]) == before
+    assert hybrid.paths[1].read_bytes().endswith(b"theirs")
+    assert len(list(hybrid.state.parent.iterdir())) == 3
 
 
 @LINUX
@@ -595,14 +933,14 @@ def test_an_access_control_list_lets_nobody_read_a_temporary_and_is_that_of_the_
     except OSError as error:
         pytest.skip(f"this file system has no access control lists: {error}")
     shard.stat = shard.path.stat()
-    with replacing(tmp_path) as replacement:
-        temporary = replacement.stage(shard.path, shard.size, shard.stat)
+    with replacing(tmp_path) as commit:
+        temporary = commit.stage(shard.path, shard.size, shard.stat)
         # The rights of the group are then the most that anybody in the list has.
         assert temporary.path.stat().st_mode & 0o077 == 0
         fill(temporary)
         os.setxattr(shard.path, ACL, acl(4321))
         shard.path.chmod(0o660)
-        replacement.commit()
+        commit.put_in_place()
     assert shard.path.stat().st_mode & 0o777 == 0o660
     assert struct.pack("<HHi", 2, 4, 4321) in os.getxattr(shard.path, ACL)
     assert struct.pack("<HHi", 2, 4, 1234) not in os.getxattr(shard.path, ACL)
@@ -626,11 +964,11 @@ def test_attributes_that_are_removed_meanwhile_are_not_restored(tmp_path):
         pytest.skip(f"this file system has no extended attributes: {error}")
     shard.path.chmod(0o644)
     shard.stat = shard.path.stat()
-    with replacing(tmp_path) as replacement:
-        fill(replacement.stage(shard.path, shard.size, shard.stat))
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
         os.removexattr(shard.path, "user.note")
         shard.path.chmod(0o600)
-        replacement.commit()
+        commit.put_in_place()
     assert os.listxattr(shard.path) == []
     assert shard.path.stat().st_mode & 0o777 == 0o600
 
@@ -640,16 +978,16 @@ def test_a_file_system_that_cannot_reserve_space_does_without(tmp_path, monkeypa
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     monkeypatch.setattr(system, "reserve", refuse)
-    with replacing(tmp_path, "x") as replacement:
-        assert replacement.stage(tmp_path / "x", 1000).path.stat().st_size == 1000
+    with replacing(tmp_path, "x") as commit:
+        assert commit.stage(tmp_path / "x", 1000).path.stat().st_size == 1000
 
 
 def test_a_name_of_many_bytes_can_be_replaced(tmp_path):
     path = tmp_path / ("😀" * 60 + ".safetensors")
-    shard = file_at(write(path, {"a": np.ones(5, np.float32)}))
-    with replacing(tmp_path, path.name) as replacement:
-        fill(replacement.stage(path, shard.size, shard.stat))
-        replacement.commit()
+    shard = read_at(write(path, {"a": np.ones(5, np.float32)}))
+    with replacing(tmp_path, path.name) as commit:
+        fill(commit.stage(path, shard.size, shard.stat))
+        commit.put_in_place()
     assert path.read_bytes() == b"n" * shard.size
 
 

@@ -1,4 +1,3 @@
-import json
 import zlib
 from pathlib import Path
 
@@ -9,13 +8,13 @@ from support import registered, snapshot, write
 from gradtool import BadInputError, SystemRefusedError, clip, norm, recover
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import log as log_module
-from gradtool.store.transaction import logfiles
+from gradtool.store.transaction import runs
 from gradtool.store.transaction.files import marker_of, name_of, run_of
-from gradtool.store.transaction.log import Move, line_of
+from gradtool.store.transaction.log import FORMAT, Change, Move, Redo, line_of
 from gradtool.store.transaction.logfiles import read_log
 
 ID = ".gradtool-0123456789ab"
-RUN = {"id": ID, "format": 2, "pid": 1, "host": "h", "boot": "b", "key": "k", "files": ["x"], "folders": []}
+RUN = {"id": ID, "format": FORMAT, "pid": 1, "host": "h", "boot": "b", "files": ["x"], "folders": []}
 
 
 def line(text):
@@ -29,9 +28,14 @@ def read_back(folder, content):
         return read_log(opened, f"{ID}.run")
 
 
+# Dates before 1970 are negative.
+MOVES = [Move(0, 3, "x", 7, 20, -1, -2, 9), Move(0, 4, "new", 8, None, None, None, None)]
+CHANGES, REDO = [Change(0, "x", 20, 7)], Redo(5, 9, 4_000)
+
+
 def test_a_log_that_is_torn_at_any_byte_is_what_was_whole_of_it(tmp_path):
-    moves = [Move(0, 3, "x", 7, 20, -1, 9)]
-    lines = [line_of(run=RUN), line_of(ready=True), line_of(moves=moves), line_of(done=True)]
+    ready = {"ready": [MOVES, CHANGES, REDO]}
+    lines = [line_of(run=RUN), line_of(holds_locks=True), line_of(**ready), line_of(ended="finished")]
     content = b"".join(lines)
     ends = [sum(map(len, lines[:count])) for count in range(len(lines) + 1)]
     for size in range(len(content) + 1):
@@ -39,9 +43,41 @@ def test_a_log_that_is_torn_at_any_byte_is_what_was_whole_of_it(tmp_path):
         whole = sum(end <= size for end in ends) - 1
         if not whole:
             assert log is None
-        else:
-            assert (log.ready, log.moves, log.done) == (whole > 1, tuple(moves) if whole > 2 else (), whole > 3)
-            assert log.size == ends[whole]
+            continue
+        facts = (MOVES, CHANGES, REDO) if whole > 2 else ((), (), None)
+        assert (log.holds_locks, log.ended) == (whole > 1, "finished" if whole > 3 else None)
+        assert (log.moves, log.changes, log.redo) == facts
+        # Before the line that says it is ready, recovery leaves everything as it is.
+        assert (log.outcome, log.is_unfinished) == ("finished" if whole > 2 else "untouched", whole == 3)
+        assert log.size == ends[whole]
+
+
+@pytest.mark.parametrize(
+    ("ready", "is_atomic"),
+    [
+        ([MOVES[:1], [], None], True),
+        ([MOVES[1:], [], None], True),
+        ([MOVES, [], None], False),
+        ([[], CHANGES, REDO], False),
+        ([MOVES[:1], CHANGES, REDO], False),
+    ],
+)
+def test_only_a_single_rename_is_done_or_not(tmp_path, ready, is_atomic):
+    log = read_back(tmp_path, line_of(run=RUN) + line_of(ready=ready))
+    # What is not, may be half done.
+    assert (log.is_atomic, log.is_unfinished) == (is_atomic, not is_atomic)
+    for outcome in ("finished", "untouched"):
+        ended = read_back(tmp_path, line_of(run=RUN) + line_of(ready=ready) + line_of(ended=outcome))
+        assert (ended.is_unfinished, ended.outcome) == (False, outcome)
+
+
+def test_what_recoveries_add_is_known_and_does_not_count(tmp_path):
+    lines = [line_of(run=RUN), line_of(ready=[MOVES, [], None])]
+    taken = [line_of(taken={"pid": pid, "host": f"host {pid}"}) for pid in (5, 6)]
+    log = read_back(tmp_path, b"".join(lines + taken) + taken[0][:-3])
+    assert (log.pid, log.host, log.size, log.is_unfinished) == (6, "host 6", len(b"".join(lines)), True)
+    whole = read_back(tmp_path, b"".join(lines + taken) + (end := line_of(ended="finished")))
+    assert (whole.pid, whole.ended, whole.size) == (6, "finished", len(b"".join(lines + taken) + end))
 
 
 def test_names_of_files_come_back_whatever_bytes_they_are_of(tmp_path):
@@ -49,31 +85,32 @@ def test_names_of_files_come_back_whatever_bytes_they_are_of(tmp_path):
     assert read_back(tmp_path, line_of(run=RUN | {"files": names})).names == set(names)
 
 
-@pytest.mark.parametrize("kind", ["tmp", "old", "undo"])
+@pytest.mark.parametrize("kind", ["tmp", "redo"])
 def test_the_files_of_a_run_are_told_by_their_names(kind):
     assert run_of(name_of(ID, 7, kind)) == run_of(f"{ID}.run") == run_of(f"{ID}.lock") == ID
     assert run_of(f"{ID}-7.{kind}.bak") is run_of(f"x{ID}.run") is run_of(marker_of("x")) is None
 
 
 DEEP = b"[" * 90_000 + b"]" * 90_000
+READY = {"ready": [MOVES, CHANGES, REDO]}
 NOT_UNDERSTOOD = {
-    "another format": json.dumps({"run": RUN | {"format": 3}}).encode(),
-    "a format that is missing": json.dumps({"run": {"id": ID}}).encode(),
-    "an unknown step": json.dumps({"run": RUN}, separators=(",", ":")).encode() + b"\n",
-    "deep": b'{"run":{"id":"%b","x":%b}}' % (ID.encode(), DEEP),
-    "wide": b'{"run":{"id":"%b","x":[' % ID.encode() + b"[]," * 200_000 + b"[]]}}",
+    "an older format": line_of(run=RUN | {"format": FORMAT - 1, "key": "00"}),
+    "a newer format": line_of(run=RUN | {"format": FORMAT + 1}),
+    "a format that is missing": line_of(run={"id": ID}),
+    "an unknown step": line_of(run=RUN) + line_of(later="version"),
+    "a step of an older format": line_of(run=RUN) + line_of(moves=[]),
+    "an unknown end": line_of(run=RUN) + line_of(**READY) + line_of(ended="undone"),
+    "too many steps": line_of(run=RUN) + line_of(taken={"pid": 1, "host": "h"}) * 1000,
+    "deep": line(b'{"run":{"id":"%b","x":%b}}' % (ID.encode(), DEEP)),
+    "wide": line(b'{"run":{"id":"%b","x":[' % ID.encode() + b"[]," * 200_000 + b"[]]}}"),
 }
 
 
 @pytest.mark.parametrize("name", NOT_UNDERSTOOD)
 def test_a_log_that_is_not_understood_is_neither_ignored_nor_deleted(tmp_path, name):
     write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
-    text = NOT_UNDERSTOOD[name]
-    content = line(text.replace(b'": ', b'":').replace(b", ", b","))
-    if name == "an unknown step":
-        content = line_of(run=RUN) + line_of(later="version")
-    (tmp_path / f"{ID}.run").write_bytes(content)
-    (tmp_path / f"{ID}-0.undo").write_bytes(b"precious")
+    (tmp_path / f"{ID}.run").write_bytes(NOT_UNDERSTOOD[name])
+    (tmp_path / f"{ID}-0.redo").write_bytes(b"precious")
     before = snapshot(tmp_path)
     for command in (norm, recover, lambda path: clip(path, max_norm=1)):
         with pytest.raises(SystemRefusedError, match="cannot read; recover with the version that wrote it") as caught:
@@ -88,7 +125,7 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
         name = f".gradtool-{number:012x}"
         (tmp_path / f"{name}.run").write_bytes(line_of(run=RUN | {"id": name}))
     assert norm(tmp_path).norm > 0
-    monkeypatch.setattr(logfiles, "MAX_BYTES_IN_FOLDER", 300)
+    monkeypatch.setattr(runs, "MAX_BYTES_IN_FOLDER", 300)
     with pytest.raises(SystemRefusedError, match="exceed the limit of 300 bytes") as caught:
         norm(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path)

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import fcntl
 import json
@@ -6,15 +7,17 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
-from leftovers import crash
+from leftovers import crash, redo_log_of
 from support import COMMAND, gradtool, gradtool_json, in_place, read, registered, snapshot, write, write_index
 from tiers import EXHAUSTIVE
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
 from gradtool.store.fs import Folder
+from gradtool.store.io.redolog import RedoLog
 from gradtool.store.transaction.inputs import require_finished
 from gradtool.store.transaction.log import line_of
 
@@ -149,15 +152,45 @@ def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_
         zero(path)
 
 
+@contextlib.contextmanager
+def being_changed(path):
+    """A live run that is just about to overwrite a file, and what has it go on and end."""
+    is_ready, may_go_on = threading.Event(), threading.Event()
+    apply, run = RedoLog.apply, registered([path])
+    commit, log = in_place(run, [path])
+    redo_log_of(log, [path], [path.read_bytes()])
+
+    def apply_later(*arguments):
+        is_ready.set()
+        may_go_on.wait()
+        apply(*arguments)
+
+    def put_in_place():
+        with run, commit:
+            commit.put_in_place()
+
+    running = threading.Thread(target=put_in_place)
+
+    def go_on():
+        may_go_on.set()
+        running.join()
+
+    with mock.patch.object(RedoLog, "apply", apply_later):
+        running.start()
+        is_ready.wait()
+    try:
+        yield go_on
+    finally:
+        go_on()
+    assert not list(path.parent.glob(".gradtool-*"))
+
+
 @pytest.fixture
 def changing(tmp_path):
     """A file that is being changed in place."""
     path = one_file(tmp_path)
-    run = registered([path])
-    with in_place(run, [path]) as change:
+    with being_changed(path):
         yield path
-        change.commit()
-    run.close()
 
 
 def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changing, tmp_path):
@@ -179,15 +212,12 @@ def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changi
 
 def test_a_set_that_cannot_be_opened_because_it_is_half_changed_says_so(tmp_path):
     write_index(tmp_path, {"a.safetensors": {"t": np.ones(3, np.float32)}})
-    run = registered([tmp_path / "a.safetensors"])
-    with in_place(run, [tmp_path / "a.safetensors"], 12) as change:
+    with being_changed(tmp_path / "a.safetensors"):
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"new": "a.safetensors"}}')
         with pytest.raises(SystemRefusedError, match="may be half changed by a run"):
             norm(tmp_path)
         with pytest.raises(BadInputError):
             norm(tmp_path, ignore_journal=True)
-        change.commit()
-    run.close()
     with pytest.raises(BadInputError):
         norm(tmp_path)
 
@@ -295,25 +325,66 @@ def test_a_call_that_cannot_write_to_one_folder_is_not_in_its_own_way(tmp_path, 
 
 def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
     index = write_index(tmp_path, {"a.safetensors": {"t": np.full(3, 2.0, np.float32)}})
-    whole, path = index.read_text(), tmp_path / "a.safetensors"
+    whole = index.read_text()
     for seconds in (60, 0):
-        run = registered([path])
-        change = in_place(run, [path], 12).__enter__()
-        index.write_text('{"weight_map": {"new": "a.safetensors"}}')
+        with being_changed(tmp_path / "a.safetensors") as go_on:
+            index.write_text('{"weight_map": {"new": "a.safetensors"}}')
 
-        def finish(_, change=change, run=run):
-            index.write_text(whole)
-            change.commit()
-            change.__exit__(None, None, None)
-            run.close()
+            def finish(_, go_on=go_on):
+                index.write_text(whole)
+                go_on()
 
-        monkeypatch.setattr(time, "sleep", finish)
-        if seconds:
-            assert zero(tmp_path, lock_timeout=seconds).output.files_written == 1
-        else:
-            with pytest.raises(SystemRefusedError, match="in use by PID"):
-                zero(tmp_path)
-            finish(0)
+            monkeypatch.setattr(time, "sleep", finish)
+            if seconds:
+                assert zero(tmp_path, lock_timeout=seconds).output.files_written == 1
+            else:
+                with pytest.raises(SystemRefusedError, match="in use by PID"):
+                    zero(tmp_path)
+
+
+# How a file is written, and where.
+WAYS = {
+    "replace": ({}, "x.safetensors"),
+    "inplace": ({"write": "inplace"}, "x.safetensors"),
+    "output": ({"output": "new"}, "new"),
+    "output_dir": ({"output_dir": "new"}, "new/x.safetensors"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_locks_are_held_while_the_files_are_read_and_nothing_is_written_yet(tmp_path, monkeypatch, way):
+    monkeypatch.chdir(tmp_path)
+    path, other = one_file(tmp_path), one_file(tmp_path / "other", value=1.0)
+    options, target = WAYS[way][0], tmp_path / WAYS[way][1]
+    seen = []
+
+    def look(*_):
+        if not seen:
+            with pytest.raises(SystemRefusedError, match=f"in use by PID {os.getpid()}"):
+                clip(other, max_norm=1, output=target)
+            # Whoever changes nothing needs no lock.
+            assert clip(other, max_norm=1, output=target, dry_run=True).clipped
+            assert norm(path).norm > 1
+            seen.append(target.exists())
+
+    assert clip(path, max_norm=1, progress=look, **options).clipped
+    assert seen == [target == path]
+    assert norm(target).norm == pytest.approx(1)
+    # And they are let go of.
+    assert clip(other, max_norm=1, output=target).clipped
+    assert not list(tmp_path.rglob(".gradtool-*"))
+
+
+def test_a_dry_run_takes_no_lock(tmp_path, monkeypatch):
+    path = one_file(tmp_path)
+
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(Folder, "create_file", refuse)
+    for options in ({}, {"write": "inplace"}, {"output": tmp_path / "new"}, {"output_dir": tmp_path / "new"}):
+        assert clip(path, max_norm=1, dry_run=True, **options).clipped
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_behind_a_link_and_two_dots_is_made_where_the_system_would_make_it(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +62,7 @@ class Workers:
     # Seconds to wait for a worker.
     timeout: float = 60.0
     progress: Progress | None = None
+    _membership: Membership = field(init=False)
     # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
     _total: Clock = field(default_factory=Clock)
     _processes: set[tuple[str, str]] = field(default_factory=set)
@@ -74,10 +74,6 @@ class Workers:
     _load: Counter[str] = field(default_factory=Counter)
     _done: SimpleQueue[Future[Any]] = field(default_factory=SimpleQueue)
     _missed: set[str] = field(default_factory=set)
-
-    @cached_property
-    def _membership(self) -> Membership:
-        return Membership(Dask(self.address, self.timeout), self.timeout)
 
     @property
     def clock(self) -> Clock:
@@ -96,14 +92,14 @@ class Workers:
 
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
         """Ask every worker whether it can read these files, and write where the output is locked."""
-        membership, transaction = self._membership, None if output is None else output.transaction
+        source, transaction = shards[0].source, None if output is None else output.transaction
+        check = Check(source.address, source.inode, None, self.backend, self.device)
         if transaction is not None:
             # Nobody can guess the name of the log; in a folder that was made for the files, there is a pointer to it.
             log = [transaction.home, *transaction.targets.made][-1].path / log_of(transaction.id)
-            membership.require_fit(Check(str(log), log.stat().st_ino, os.geteuid(), self.backend, self.device))
-        elif shards:
-            source = shards[0].source
-            membership.require_fit(Check(source.address, source.inode, None, self.backend, self.device))
+            check = check._replace(path=str(log), inode=log.stat().st_ino, user=os.geteuid())
+        self._membership = Membership(Dask(self.address, self.timeout), self.timeout, check)
+        self._membership.wait_until_fit()
 
     def destination(self, staging: Staging) -> RemoteFiles:
         """Return the destination whose files the workers write."""
@@ -136,7 +132,7 @@ class Workers:
 
     def close(self) -> None:
         """Leave the cluster, which drops what is in flight."""
-        if "_membership" in vars(self):
+        if hasattr(self, "_membership"):
             self._membership.cluster.close()
 
     def _free_worker(self, part: Part, rest: int) -> str | None:

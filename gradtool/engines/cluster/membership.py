@@ -28,29 +28,24 @@ _GRACE_SECONDS = 2.0
 class Membership:
     """Who is there. Each worker is asked whether it is fit, even one that joins late, and gets work once it says so."""
 
-    def __init__(self, cluster: Dask, timeout: float) -> None:
+    def __init__(self, cluster: Dask, timeout: float, check: Check) -> None:
         self.cluster, self._timeout = cluster, timeout
         # How many tasks each worker that is fit does at a time, and what it computes with, by its address.
         self.fit: dict[str, int] = {}
         self.reports: dict[str, Report] = {}
         # What workers are asked, who has not answered yet, and since when.
-        self._question = b""
+        self._question = call_for(check)
         self._asked: dict[str, tuple[Future[Any], float]] = {}
         self._members: Mapping[str, int] = {}
-        self._looked = self._seen = 0.0
+        self._looked, self._seen = -_LOOK_SECONDS, monotonic()
 
-    def require_fit(self, check: Check) -> None:
-        """Have every worker make a check, of which there must be one, and wait for them.
+    def wait_until_fit(self) -> None:
+        """Wait for the answers of all workers, of which there must be one.
 
         Raises:
             SystemRefusedError: as `watch`; or a worker is busy with something else.
             BackendUnavailableError: as `watch`.
         """
-        question = call_for(check)
-        if question == self._question:
-            return
-        self._question, self.fit, self._asked = question, {}, {}
-        self._seen, self._looked = monotonic(), -_LOOK_SECONDS
         self.watch()
         while self._asked or not self.fit:
             wait([future for future, _ in self._asked.values()] or [Future()], HEARTBEAT_SECONDS)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from same_results import content_of, facts_of, random_set, soon
@@ -14,6 +15,7 @@ from tiers import EXHAUSTIVE, numbers
 
 pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
 
+import distributed
 import numpy as np
 from dask_cluster import DaskCluster, is_stopped
 
@@ -146,6 +148,18 @@ def test_no_worker_for_too_long_ends_the_run(shards, tmp_path):
         done = cluster.run("clip", shards, *CLIP, "--worker-timeout", "1")
         assert "has had no worker for 1 s" in one_line(done, 5)
     assert soon(lambda: content_of(shards) == old)
+
+
+def test_a_worker_that_is_busy_with_something_else_is_an_error(shards, alone):
+    old, _ = old_and_new(shards)
+    alone.worker()
+    with distributed.Client(scheduler_file=str(alone.file), set_as_default=False) as other:
+        busy = other.submit(time.sleep, 60)
+        assert soon(lambda: any(other.processing().values()))
+        done = alone.run("clip", shards, *CLIP, "--worker-timeout", "1")
+        busy.cancel()
+    assert "has not answered for 1 s\n  hint: stop it, or wait longer with --worker-timeout" in one_line(done, 5)
+    assert content_of(shards) == old
 
 
 def test_a_worker_that_wakes_up_after_the_commit_harms_nothing(tmp_path, shards):

@@ -58,8 +58,8 @@ def cluster(monkeypatch):
 
 @pytest.fixture
 def members(cluster):
-    members = Membership(cluster, 0.1)
-    members.require_fit(CHECK)
+    members = Membership(cluster, 0.1, CHECK)
+    members.wait_until_fit()
     return members
 
 
@@ -103,14 +103,7 @@ def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, monkeypatch
     monkeypatch.setattr(membership, "_GRACE_SECONDS", 0.0)
     cluster.answers.clear()
     with pytest.raises(gradtool.SystemRefusedError, match=r"the worker a has not answered for 0\.1 s"):
-        Membership(cluster, 0.1).require_fit(CHECK)
-
-
-def test_the_same_is_asked_once_and_something_else_again(cluster, members):
-    members.require_fit(CHECK)
-    assert len(cluster.asked) == 1
-    members.require_fit(CHECK._replace(user=7))
-    assert len(cluster.asked) == 2
+        Membership(cluster, 0.1, CHECK).wait_until_fit()
 
 
 def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, members):

@@ -1,5 +1,7 @@
 """Tensors that lie in pieces in several files: every result has the bits that it has for the uncut file."""
 
+import itertools
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from gradtool.engines.cluster import wire, work
 from gradtool.engines.cluster.remote_files import RemoteFiles
 from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
+from gradtool.store import faults
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
@@ -169,6 +172,33 @@ def test_zero(cut, include, way):
     options = {"write": way} | ({} if include is None else {"include": include})
     assert facts(gradtool.zero(there, **options)) == facts(gradtool.zero(path, **options))
     assert same(there, path)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@WAYS
+@pytest.mark.parametrize("name", ["rows", "rows and columns"])
+def test_a_kill_leaves_all_old_or_all_new(tmp_path, monkeypatch, name, way):
+    # Pieces lie between whole tensors, so close that these are read in one block.
+    small = {f"{letter}{n}": gaussian(300 + n, "F32", n) for letter in "bz" for n in range(3)}
+    content = {"a": gaussian(9 * 517, "F32").reshape(9, 517)} | small
+    content = {key: content[key] for key in ("b0", "b1", "b2", "a", "z0", "z1", "z2")}
+    cuts = {"a": [[1, 2], []] if name == "rows" else [[2, 5], [100, 333]]}
+    states = set()
+    for step in itertools.count(1):
+        there = write_split(tmp_path / str(step), content, cuts)
+        monkeypatch.setattr(faults, "steps", itertools.count(1))
+        monkeypatch.setenv("GRADTOOL_FAULT", f"kill@{step}")
+        if (child := os.fork()) == 0:
+            gradtool.clip(there, max_norm=1e-3, write=way, threads=1)
+            os._exit(0)
+        ended = os.waitpid(child, 0)[1] == 0
+        monkeypatch.delenv("GRADTOOL_FAULT")
+        gradtool.recover(there)
+        states.add(gradtool.norm(there).norm)
+        if ended:
+            break
+    assert len(states) == 2, states
+    assert step > 20
 
 
 def test_nan_is_named_where_it_is_in_the_whole_tensor(cut):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from gradtool import tuning
 from gradtool.store.format.tensors import Tensor
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.header import Shard
-    from gradtool.store.fs import File
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
     from gradtool.store.io.redolog import RedoLog
@@ -122,10 +121,10 @@ class Discard:
 DISCARD = Discard()
 
 
-class NewFiles:
-    """New files, which take the place of the old ones later, or are written elsewhere."""
+class _Files:
+    """Files that a pass writes to, each with where its bytes go."""
 
-    def __init__(self, files: Mapping[Shard, tuple[NewFile, File]]) -> None:
+    def __init__(self, files: Mapping[Shard, tuple[NewFile, Any]]) -> None:
         self.files = files
 
     @property
@@ -136,6 +135,27 @@ class NewFiles:
     def count(self) -> int:
         return len(self.files)
 
+    def _blocks(self, wanted: Wanted, unit: int, nbytes: int, whole: Collection[Shard]) -> Iterator[Block]:
+        """Yield the blocks of `whole` files, and of others those of the wanted tensors; no block covers a piece."""
+        split = {shard: tensors for shard, tensors in wanted.items() if shard not in self.files}
+        yield from DISCARD.blocks(split, unit, nbytes)
+        pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
+        for shard, tensors in split.items():
+            ranges = (shard.ranges(tensor) for _, tensor in tensors) if shard not in shard.files else ()
+            for file, begin, end in chain.from_iterable(ranges):
+                pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
+        for shard, (new, _) in self.files.items():
+            tensors = wanted.get(shard, ())
+            if tensors or shard in whole:
+                start = shard.data_start if new.header else 0
+                if shard in pieces:
+                    tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
+                yield from plan(shard, tensors, unit, whole=shard in whole, start=start, nbytes=nbytes)
+
+
+class NewFiles(_Files):
+    """New files, which take the place of the old ones later, or are written elsewhere."""
+
     def nbytes(self, selected: Iterable[Selected]) -> int:
         return read_for([new for new, _ in self.files.values()], selected)
 
@@ -143,26 +163,15 @@ class NewFiles:
         """Headers and copies; zeros are holes."""
         for shard, (new, _) in self.files.items():
             if new.header:
-                yield partial(self._put_header, shard)
+                yield partial(self.put, shard=shard, begin=0, view=memoryview(new.header))
             for begin, end, to in new.copies or ():
                 for at, stop in _cut(begin, end):
                     yield partial(self._copy, shard, at, stop, to + at - begin)
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
         """All of each file that a pass writes whole, and of others the wanted tensors."""
-        split = {shard: tensors for shard, tensors in wanted.items() if shard not in self.files}
-        yield from DISCARD.blocks(split, unit, nbytes)
-        pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
-        for shard, tensors in split.items():
-            for file, begin, end in chain.from_iterable(shard.ranges(tensor) for _, tensor in tensors):
-                pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
-        for shard, (new, _) in self.files.items():
-            if new.copies is None or shard in wanted:
-                start = shard.data_start if new.header else 0
-                tensors = wanted.get(shard, ())
-                if shard in pieces:
-                    tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
-                yield from plan(shard, tensors, unit, whole=new.copies is None, start=start, nbytes=nbytes)
+        whole = {shard for shard, (new, _) in self.files.items() if new.copies is None}
+        return self._blocks(wanted, unit, nbytes, whole)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         for shard, begin, part in block.shard.runs(block.begin, len(view)):
@@ -172,30 +181,18 @@ class NewFiles:
     def put(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         channel.write(self.files[shard][1], begin, view)
 
-    def _put_header(self, shard: Shard, channel: Channel) -> None:
-        new, file = self.files[shard]
-        channel.write(file, 0, memoryview(new.header))
-
     def _copy(self, shard: Shard, begin: int, end: int, to: int, channel: Channel) -> None:
         with channel.memory(end - begin) as view:
             channel.read(shard, begin, view)
             self.put(channel, shard, to, view)
 
 
-class Overwritten:
+class Overwritten(_Files):
     """The files themselves: what changes in them goes into a redo log, from which it is copied later."""
 
     def __init__(self, files: Sequence[NewFile], log: RedoLog) -> None:
-        self.files = {new.shard: (new, number) for number, new in enumerate(files)}
+        super().__init__({new.shard: (new, number) for number, new in enumerate(files)})
         self.log = log
-
-    @property
-    def shards(self) -> Collection[Shard]:
-        return self.files.keys()
-
-    @property
-    def count(self) -> int:
-        return len(self.files)
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         zeros = sum(end - begin for new, _ in self.files.values() for begin, end in new.zeros)
@@ -205,13 +202,13 @@ class Overwritten:
         """Headers and zeros; all else stays where it is."""
         for shard, (new, _) in self.files.items():
             if new.header:
-                yield partial(self._put_header, shard)
+                yield partial(self.put, shard=shard, begin=0, view=memoryview(new.header))
             for begin, end in new.zeros:
                 for at, stop in _cut(begin, end):
                     yield partial(self._zero, shard, at, stop)
 
     def blocks(self, wanted: Wanted, unit: int, nbytes: int) -> Iterator[Block]:
-        return DISCARD.blocks(wanted, unit, nbytes)
+        return self._blocks(wanted, unit, nbytes, ())
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         if block.shard in self.files:
@@ -231,9 +228,6 @@ class Overwritten:
             channel.read_again(shard, begin, old)
             self.log.add(channel, self.files[shard][1], begin, old, view, parts=parts)
         channel.clock.written_bytes += sum(stop - start for start, stop in parts)
-
-    def _put_header(self, shard: Shard, channel: Channel) -> None:
-        self.put(channel, shard, 0, memoryview(self.files[shard][0].header))
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:
         self.put(channel, shard, begin, memoryview(bytes(end - begin)))

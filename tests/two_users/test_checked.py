@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from neighbours import crash, folder_of, several
 from support import encode, snapshot, write
 from users import ALICE, MALLORY, run_as
@@ -18,11 +19,12 @@ def test_a_file_that_may_not_be_read_has_exit_code_5_and_all_else_is_told_too(ro
     assert "x.safetensors: tensor 'a': 1 NaN" in answer.err
 
 
-def test_another_user_may_check_a_folder_that_is_only_readable_and_see_what_a_crash_left(root):
+@pytest.mark.parametrize("way", ["replace", "inplace"])
+def test_another_user_may_check_a_folder_that_is_only_readable_and_see_what_a_crash_left(root, way):
     folder = folder_of(ALICE, root / "folder", 0o755)
     several(ALICE, folder)
     assert run_as(MALLORY, "check", folder).code == 0
-    crash(folder)
+    crash(folder, way)
     before = snapshot(folder)
     answer = run_as(MALLORY, "check", folder)
     assert answer.code == 1, answer

@@ -440,6 +440,41 @@ def test_a_run_that_cannot_say_that_it_is_called_off_is_completed_by_recovery(tm
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_nobody_knows_whether_the_log_says_ready_recovery_does_what_it_says(
+    tmp_path, monkeypatch, count, is_whole
+):
+    shards = shards_of(tmp_path, count)
+    old = [shard.path.read_bytes() for shard in shards]
+    write_all = fs.write_all
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def write_ready(fd, parts, begin):
+        if b'"ready"' not in parts[0]:
+            return write_all(fd, parts, begin)
+        monkeypatch.setattr(fs, "resize", refuse)
+        monkeypatch.setattr(fs, "sync", refuse)
+        write_all(fd, [parts[0] if is_whole else parts[0][:-1]], begin)
+        return len(parts[0]) if is_whole else refuse()
+
+    with pytest.raises(SystemRefusedError, match="Input/output error") as caught, replacing(tmp_path) as commit:
+        monkeypatch.setattr(fs, "write_all", write_ready)
+        replace_all(commit, shards)
+    monkeypatch.undo()
+    assert not hasattr(caught.value, "__notes__")
+    assert [shard.path.read_bytes() for shard in shards] == old
+    # A single rename was not done.
+    is_finished = is_whole and count > 1
+    assert [row.outcome for row in recover(tmp_path).per_run] == ["finished" if is_finished else "untouched"]
+    assert [shard.path.read_bytes() for shard in shards] == (
+        [b"n" * shard.size for shard in shards] if is_finished else old
+    )
+    assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
+
+
 @pytest.mark.parametrize("refused", [1, 2])
 @pytest.mark.parametrize("by", ["recover", "the next run"])
 def test_a_rename_that_is_refused_after_another_is_left_to_recover(tmp_path, monkeypatch, refused, by):

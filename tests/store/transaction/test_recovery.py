@@ -301,6 +301,22 @@ def test_what_another_program_wrote_is_told_by_its_content_and_not_by_its_time(t
     assert path.read_bytes() == new
 
 
+def test_a_file_that_was_put_back_from_a_copy_is_not_changed_again(tmp_path):
+    paths = files_in(tmp_path)
+    old = content_of(paths)
+    new = half_changed(paths)
+    for path, content in zip(paths, old, strict=True):
+        # Each sector has what it had before the run, or after it; but these are other files.
+        (tmp_path / "copy").write_bytes(content)
+        (tmp_path / "copy").replace(path)
+    for command in (recover, zero):
+        with pytest.raises(SystemRefusedError, match="another program wrote to it"):
+            command(tmp_path)
+        assert content_of(paths) == old
+    assert recover(tmp_path, force=True).finished == 1
+    assert content_of(paths) == new
+
+
 @pytest.mark.parametrize("when", [-86_400, 0, 1, 4_102_444_800])
 def test_no_date_hides_what_is_half_done(tmp_path, when):
     paths = files_in(tmp_path)

@@ -14,6 +14,12 @@ settings.register_profile("gradtool", derandomize=True, deadline=None)
 settings.load_profile("gradtool")
 
 
+@pytest.fixture(autouse=True)
+def _close_folders():
+    yield
+    support.close_folders()
+
+
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=24, metavar="N", help="Kill so many runs at random instants.")
 

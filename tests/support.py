@@ -269,9 +269,19 @@ def in_place(run, paths, nbytes=20):
     return commit, commit.overwrite(targets)
 
 
+_folders = []
+
+
 def file_at(path):
     """A file as the store writes to it."""
-    return Folder.at(path.parent).file(path.name)
+    _folders.append(Folder.at(path.parent))
+    return _folders[-1].file(path.name)
+
+
+def close_folders():
+    """Close the folders of such files, once a test has ended."""
+    while _folders:
+        _folders.pop().close()
 
 
 def write_back_in_time(path, content):

@@ -207,7 +207,7 @@ def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_a
             there = {path.name: path.read_bytes() for path in new.iterdir()}
             found.add(states.index(there))
         assert run(*commands[1]).code == 0
-        # A run that was killed before it had written its log has left a lock or an empty log; only recover removes them.
+        # A run that was killed before it had written its log has left a lock or an empty log; recover removes them.
         there = {path.name: path.read_bytes() for path in new.iterdir()}
         empty = {name: b"" for name in there if name.startswith(".gradtool") and name.endswith((".lock", ".run"))}
         assert len(empty) <= 2 * (kind == "kill")

@@ -112,7 +112,7 @@ class Commit:
     def overwrite(self, targets: Sequence[Target]) -> RedoLog:
         """Return the redo log for what changes in targets in place; their numbers are those of the sequence."""
         self._in_place = InPlace(self._transaction, targets)
-        return self._in_place.reserve()
+        return self._in_place.log
 
     def put_in_place(self) -> None:
         """Sync everything, log that it is ready, and rename and copy it into its places.

@@ -46,15 +46,9 @@ class InPlace:
         self._number, name = transaction.new_name("redo")
         with os_errors_about(transaction.home.path / name):
             fd, file = transaction.home.create_file(name)
-            os.close(fd)
+            with fs.closing(fd):
+                fs.reserve(fd, 0, nbytes)
         self.log = RedoLog(file)
-        self._nbytes = nbytes
-
-    def reserve(self) -> RedoLog:
-        """Reserve the space of the redo log, and return it."""
-        with os_errors_about(self.log.file.path), self.log.file.opened(os.O_RDWR) as fd:
-            fs.reserve(fd, 0, self._nbytes)
-        return self.log
 
     def finish(self) -> tuple[list[Change], Redo]:
         """Sync the redo log, and return what the transaction log says of it."""
@@ -71,8 +65,7 @@ class InPlace:
 
     def apply(self) -> None:
         """Copy the redo log into the targets, and sync them."""
-        with os_errors_about(self.log.file.path):
-            self.log.apply([target.file for target in self._targets])
+        self.log.apply([target.file for target in self._targets])
         for file, before, _ in self._targets:
             with os_errors_about(file.path), file.opened(os.O_RDONLY) as fd:
                 if self._transaction.fsync:

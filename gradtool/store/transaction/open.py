@@ -21,7 +21,7 @@ from gradtool.store.transaction.recovery import Recovered, recover_at, recover_i
 from gradtool.store.transaction.runs import runs_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from gradtool.options import Writing
@@ -89,22 +89,22 @@ def _open_to_write(inputs: Inputs, deadline: float) -> OpenSets:
             if error.problems[0].code != "changed" or (tries > _TRIES and time.monotonic() > deadline):
                 raise
         except BadInputError as error:
-            found = [one for place in inputs.places(error) for one in _recovered_at(place)]
-            alive = [one for one in found if isinstance(one, InUse) and one.log.is_unfinished]
+            outcomes = [outcome for place in inputs.places(error) for outcome in _recover_all_at(place)]
+            alive = [outcome for outcome in outcomes if isinstance(outcome, InUse) and outcome.log.is_unfinished]
             if alive and time.monotonic() > deadline:
                 raise alive[0].error(alive[0].log.home.parent) from None
-            if not alive and not any(isinstance(one, Recovered) for one in found):
+            if not alive and not any(isinstance(outcome, Recovered) for outcome in outcomes):
                 raise
         time.sleep(_PAUSE_SECONDS)
 
 
-def _recovered_at(place: Scope) -> Sequence[Recovered | InUse]:
-    """The runs at a place, crashed ones recovered."""
-    found = recover_at(place)[0] if os.path.isdir(place.folder) else []  # noqa: PTH112 - Path's own may raise
-    for one in found:
-        if isinstance(one, GradtoolError):
-            raise one
-    return [one for one in found if not isinstance(one, GradtoolError)]
+def _recover_all_at(place: Scope) -> Iterator[Recovered | InUse]:
+    """Recover the crashed runs at a place, and yield what became of each; raise the first error."""
+    outcomes = recover_at(place)[0] if os.path.isdir(place.folder) else []  # noqa: PTH112 - Path's own may raise
+    for outcome in outcomes:
+        if isinstance(outcome, GradtoolError):
+            raise outcome
+        yield outcome
 
 
 def _acquired(transaction: Transaction, timeout: float) -> SystemRefusedError | None:
@@ -144,7 +144,7 @@ def acquire(transaction: Transaction, *, timeout: float = 0.0) -> None:
 
 
 def _rival(transaction: Transaction, deadline: float) -> tuple[InUse, Path] | None:
-    """The rival to wait for, and its target; one whose ID sorts later gets a moment to withdraw."""
+    """Return the rival to wait for, and its target; one whose ID sorts later gets a moment to withdraw."""
     patience = max(deadline, time.monotonic() + _PATIENCE_SECONDS)
     while (rival := _find_rival(transaction)) is not None:
         other = rival[0].log
@@ -156,7 +156,7 @@ def _rival(transaction: Transaction, deadline: float) -> tuple[InUse, Path] | No
 
 
 def _find_rival(transaction: Transaction) -> tuple[InUse, Path] | None:
-    """Another live run with one of our targets, and that target; crashed runs are recovered."""
+    """Return another live run with one of our targets, and that target; recover crashed runs."""
     for folder, names in transaction.targets.names.items():
         for run in runs_in(folder, names):
             if run.log is None or run.id == transaction.id:

@@ -202,16 +202,14 @@ class _Crashed:
         home, folder = self._home, self._folders[0]
         if home.redo is None:
             return None
-        file = folder.file(name := name_of(home.run, home.redo.number, "redo"))
-        with os_errors_about(folder.path / name):
-            status = folder.status(name)
-        is_it = status is not None and stat.S_ISREG(status.st_mode) and status.st_uid == home.owner
-        if file is None or not is_it:
+        name = name_of(home.run, home.redo.number, "redo")
+        status = folder.status(name)
+        if status is None or not stat.S_ISREG(status.st_mode) or status.st_uid != home.owner:
             hint = f"restore it, or delete {home.run}* to keep the data as it is"
             raise unfinished(f"belongs to an unfinished run whose redo log {name} is missing", home.path, hint)
-        if file.inode != home.redo.inode and not force:
-            raise changed_since(file.path)
-        return RedoLog(file, home.redo.size)
+        if status.st_ino != home.redo.inode and not force:
+            raise changed_since(folder.path / name)
+        return RedoLog(File(folder, name, status.st_dev, status.st_ino), home.redo.size)
 
     def _is_left(self, move: Move, *, force: bool) -> bool:
         """Check whether a rename is still to be done; raise `SystemRefusedError` if it cannot be."""

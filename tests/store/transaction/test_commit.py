@@ -943,14 +943,15 @@ def test_a_file_whose_size_changes_while_it_is_overwritten_is_noticed(hybrid, mo
 @pytest.mark.parametrize("when", ["opened", "built"])
 def test_a_file_that_changes_before_all_is_ready_is_not_overwritten(hybrid, monkeypatch, when):
     before = content_of([hybrid.paths[0], hybrid.state])
-    method = "reserve" if when == "opened" else "finish"
-    real = getattr(InPlace, method)
+    place, method = (Commit, "overwrite") if when == "opened" else (InPlace, "finish")
+    real = getattr(place, method)
 
-    def write_and_go_on(*arguments):
+    def write_meanwhile(*arguments):
+        result = real(*arguments) if when == "opened" else None
         write_back_in_time(hybrid.paths[1], b"theirs")
-        return real(*arguments)
+        return real(*arguments) if when == "built" else result
 
-    monkeypatch.setattr(InPlace, method, write_and_go_on)
+    monkeypatch.setattr(place, method, write_meanwhile)
     with pytest.raises(SystemRefusedError, match="1.safetensors: was changed by another program") as caught:
         put_in_place(hybrid)
     assert caught.value.__notes__ == ["no file was changed"]

@@ -124,9 +124,9 @@ Examples:
   gradtool layernorm-backward acts.safetensors \\
       --kind rmsnorm --scale-offset 1 --prefix model.norm
 """,
-    options.RecoverOptions: """Roll crashed runs forward or back.
+    options.RecoverOptions: """Complete crashed runs, or remove what they left.
 
-Roll crashed runs (killed, power cut) forward or back, and remove the files that they made.
+Complete crashed runs (killed, power cut) that were ready to change files, and remove what the others left.
 
 Afterwards, the files of each such run are all new or all old. A run that is alive is not touched.
 

@@ -1,4 +1,4 @@
-"""Recovers crashed runs: rolls them forward, and removes what they left."""
+"""Completes crashed runs, or removes what they left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RecoverResult:
 
 @operation(RecoverOptions)
 def recover(options: RecoverOptions) -> RecoverResult:
-    """Roll crashed runs (killed, power cut) forward, and remove the files that they made.
+    """Complete crashed runs (killed, power cut) that were ready to change files, and remove what the others left.
 
     Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. For a file or an
     index, its folder is searched too. If `recover` itself is killed, call it again.

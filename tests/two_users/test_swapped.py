@@ -70,7 +70,7 @@ def test_a_temporary_that_is_swapped_leads_to_no_other_file(root, runner, kind, 
 
 
 BUILT = {
-    "before it is reserved": (InPlace, "reserve", 1),
+    "when it is made": (RedoLog, "__init__", 1),
     "before it is written": (RedoLog, "add", 1),
     "before it is finished": (Commit, "put_in_place", 1),
     "when everything is ready": (RedoLog, "apply", 1),

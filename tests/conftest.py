@@ -22,6 +22,7 @@ def _close_folders():
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=24, metavar="N", help="Kill so many runs at random instants.")
+    parser.addoption("--seed", type=int, metavar="N", help="Print and play one story (tests/stories).")
 
 
 def _parameter(name):

@@ -26,6 +26,7 @@ OPEN = "store/transaction/open.py"
 RECOVERY = "store/transaction/recovery.py"
 REDO_LOG = "store/io/redolog.py"
 RUNS = "store/transaction/runs.py"
+SIGNALS = "store/signals.py"
 SOURCE = "store/source.py"
 STAGING = "store/transaction/staging.py"
 TARGETS = "store/transaction/targets.py"
@@ -776,10 +777,12 @@ PAST: tuple[Mutation, ...] = (
         STAGING,
         """\
                 if changed == self._taken:
+                    self._seen = now
                     return
 """,
         """\
                 if self._taken >= 0:
+                    self._seen = now
                     return
 """,
     ),
@@ -1117,5 +1120,44 @@ PAST: tuple[Mutation, ...] = (
         TARGETS,
         "    if name.startswith(PREFIX):\n        what = say(",
         "    if name == PREFIX:\n        what = say(",
+    ),
+    _slip(
+        "status-read-after-the-last-look",
+        "Another program writes to the second of two files between the last look at it and the ready line: the log has"
+        " the status of that write, and recovery overwrites it and says finished.",
+        STAGING,
+        "        now = self._seen\n",
+        "        now = self.folder.status(self.name)\n",
+    ),
+    _slip(
+        "signal-hides-what-became-of-the-files",
+        "A signal is pending when a rename fails after the first: the exception of its handler has no word of it, and the"
+        " command says that no file was changed.",
+        SIGNALS,
+        "for note in [WRITTEN] if _is_committed else notes:",
+        "for note in [WRITTEN] if _is_committed else ():",
+    ),
+    _slip(
+        "signal-after-all-is-new",
+        "A program without handlers of its own is interrupted once all files are new: the KeyboardInterrupt does not say"
+        " that they are.",
+        SIGNALS,
+        "for note in [WRITTEN] if _is_committed else notes:",
+        "for note in notes:",
+    ),
+    _slip(
+        "folders-of-another-user",
+        "A run is killed before it makes the folders of its output, another user makes them: its recovery fails for good,"
+        " because it may not remove them.",
+        FS,
+        "    *(errno.EACCES, errno.EPERM),\n",
+        "",
+    ),
+    _slip(
+        "bare-error-of-a-status",
+        "The system refuses the status of a log: the error is taken for a bug of gradtool.",
+        RUNS,
+        "    with os_errors_about(folder.path):\n        logs = _logs_in",
+        "    with contextlib.nullcontext():\n        logs = _logs_in",
     ),
 )

@@ -57,7 +57,7 @@ class Commit:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and not self._transaction.needs_recovery:
-            error.add_note("all files were written before" if self.is_committed else "no file was changed")
+            error.add_note(signals.WRITTEN if self.is_committed else "no file was changed")
 
     @property
     def count(self) -> int:
@@ -156,8 +156,8 @@ class Commit:
             staged.finish(sources, fsync=self._transaction.fsync)
             staged.require_replaceable()
         folders = self._transaction.targets.folders
-        moves = [staged.move(folders.index(staged.folder)) for staged in self._staged]
         with os_errors_about(self._transaction.home.path):
+            moves = [staged.move(folders.index(staged.folder)) for staged in self._staged]
             changes, redo = ([], None) if self._in_place is None else self._in_place.finish()
             if not is_atomic:
                 self._transaction.add_markers()

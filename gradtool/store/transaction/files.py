@@ -70,7 +70,7 @@ def clear(run: str, targets: Mapping[Folder, Collection[str]], missing: Sequence
     for folder, names in targets.items():
         _remove_files(folder, run)
         status = folder.status(log)
-        for marker in map(marker_of, names):
+        for marker in map(marker_of, sorted(names)):
             marked = folder.status(marker)
             if status is not None and marked is not None and os.path.samestat(status, marked):
                 folder.unlink(marker)

@@ -58,9 +58,11 @@ def runs_in(folder: Folder, names: Collection[str] | None = None) -> list[Run]:
     files: dict[str, list[str]] = defaultdict(list)
     for name in files_of_runs(folder):
         files[run_of(name) or ""].append(name)
-    logs = _logs_in(folder, files)
-    orphans = [run for run in files if run not in logs and read_log(folder, log_of(run)) is None]
-    return _runs_of(folder, logs, files, names) + [Run(folder, run, None, frozenset(), files[run]) for run in orphans]
+    with os_errors_about(folder.path):
+        logs = _logs_in(folder, files)
+        orphans = [run for run in files if run not in logs and read_log(folder, log_of(run)) is None]
+        runs = _runs_of(folder, logs, files, names)
+    return runs + [Run(folder, run, None, frozenset(), files[run]) for run in orphans]
 
 
 def runs_seen_in(folder: Folder, names: Collection[str] | None = None) -> list[Run]:

@@ -52,10 +52,12 @@ class Staged:
     is_new: bool
     # When the replaced file was last changed before its attributes were taken; 0 if there was none.
     _taken: int = -1
+    # The status of the target at the last look.
+    _seen: os.stat_result | None = None
 
     def move(self, folder: int) -> Move:
         """Return what the log says of the rename, in the folder of that number, when all is ready."""
-        now = self.folder.status(self.name)
+        now = self._seen
         version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, _attributes(now))
         return Move(folder, self.number, self.name, self.temporary.inode, *version)
 
@@ -82,6 +84,7 @@ class Staged:
                     raise self._created()
                 changed = 0 if now is None else now.st_ctime_ns
                 if changed == self._taken:
+                    self._seen = now
                     return
                 self._take_attributes(now, sources, fsync=fsync)
                 self._taken = changed

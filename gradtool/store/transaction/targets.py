@@ -149,10 +149,11 @@ class Targets:
             parent, name = os.path.split(path)
             folder, further = self._followed_folder(parent or os.curdir)
             links += further
-            status = folder.status(name)
-            if status is None or not stat.S_ISLNK(status.st_mode):
-                return _Way(folder, links), name
-            status, to = system.read_link(name, folder.fd)
+            with os_errors_about(path):
+                status = folder.status(name)
+                if status is None or not stat.S_ISLNK(status.st_mode):
+                    return _Way(folder, links), name
+                status, to = system.read_link(name, folder.fd)
             links += foreign_links(str(path), status)
             path = folder.path / to
         raise from_os_error(loop(), path)

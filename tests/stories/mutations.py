@@ -1131,24 +1131,24 @@ PAST: tuple[Mutation, ...] = (
     ),
     _slip(
         "signal-hides-what-became-of-the-files",
-        "A signal is pending when a rename fails after the first: the exception of its handler has no word of it, and the"
-        " command says that no file was changed.",
+        "A signal is pending when a rename fails after the first: the exception of its handler has no word of it, and"
+        " the command says that no file was changed.",
         SIGNALS,
         "for note in [WRITTEN] if _is_committed else notes:",
         "for note in [WRITTEN] if _is_committed else ():",
     ),
     _slip(
         "signal-after-all-is-new",
-        "A program without handlers of its own is interrupted once all files are new: the KeyboardInterrupt does not say"
-        " that they are.",
+        "A program without handlers of its own is interrupted once all files are new: the KeyboardInterrupt does not"
+        " say that they are.",
         SIGNALS,
         "for note in [WRITTEN] if _is_committed else notes:",
         "for note in notes:",
     ),
     _slip(
         "folders-of-another-user",
-        "A run is killed before it makes the folders of its output, another user makes them: its recovery fails for good,"
-        " because it may not remove them.",
+        "A run is killed before it makes the folders of its output, another user makes them: its recovery fails for"
+        " good, because it may not remove them.",
         FS,
         "    *(errno.EACCES, errno.EPERM),\n",
         "",

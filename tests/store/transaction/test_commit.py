@@ -259,13 +259,11 @@ def test_a_new_file_gives_no_user_more_than_all_of_its_sources(sources, mode):
 def test_a_file_that_is_no_longer_the_one_that_was_read_gives_no_rights(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     gone = tmp_path / "gone"
-    run = registered([tmp_path / "a", tmp_path / "b"])
     for name, source in (("a", (shard.path, Path(__file__).stat())), ("b", (gone, None))):
-        with Commit(run, [source]) as commit:
+        with registered([tmp_path / name]) as run, Commit(run, [source]) as commit:
             fill(commit.stage(tmp_path / name, 3))
             commit.put_in_place()
         assert (tmp_path / name).stat().st_mode & 0o7777 == 0o600
-    run.close()
 
 
 def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
@@ -282,8 +280,9 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
 
 def overwrite(run, commit, paths, new):
     """Build what files will hold that a run changes in place."""
-    located = [run.targets.locate(path) for path in paths]
-    targets = [Target(folder.file(name), (folder.path / name).stat(), 20) for folder, name in located]
+    files = [folder.file(name) for folder, name in map(run.targets.locate, paths)]
+    statuses = [file.path.stat() for file in files]
+    targets = [Target(file, status, status.st_size) for file, status in zip(files, statuses, strict=True)]
     redo_log_of(commit.overwrite(targets), paths, new)
 
 

@@ -23,6 +23,7 @@ from gradtool.store.io.redolog import RedoLog
 from gradtool.store.source import SmallFile
 from gradtool.store.transaction import logfiles, staging, transaction
 from gradtool.store.transaction.commit import Commit
+from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.output_checks import check_collisions
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
@@ -551,6 +552,112 @@ def test_a_call_whose_answer_a_server_lost_was_done(tmp_path, monkeypatch, count
         commit.put_in_place()
     assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_there", "wrong"),
+    [
+        # A file system without second names.
+        (errno.EPERM, False, None),
+        (errno.EOPNOTSUPP, False, None),
+        (errno.EPERM, True, "another program created it"),
+        (errno.EEXIST, False, "another program created it"),
+        (errno.EIO, False, "Input/output error"),
+    ],
+)
+def test_a_new_file_replaces_none_where_links_are_refused_too(tmp_path, monkeypatch, number, is_there, wrong):
+    def refuse(*_, **__):
+        if is_there:
+            (tmp_path / "new").write_bytes(b"foreign")
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    expected = pytest.raises(SystemRefusedError, match=wrong) if wrong else contextlib.nullcontext()
+    with expected, replacing(tmp_path, "new") as commit:
+        fill(commit.stage(tmp_path / "new", 9, is_new=True))
+        commit.put_in_place()
+    content = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert content == ({"new": b"foreign"} if is_there else {} if wrong else {"new": b"n" * 9})
+
+
+def test_a_file_whose_mode_another_program_changes_all_the_time_is_not_replaced(tmp_path, monkeypatch):
+    (shard,) = shards_of(tmp_path, 1)
+    content, take, tries = shard.path.read_bytes(), Staged._take_attributes, []
+
+    def take_and_change(*arguments, **options):
+        take(*arguments, **options)
+        status = shard.path.stat()
+        shard.path.chmod(0o600 + len(tries) % 2)
+        tries.append(status)
+        until_told(shard.path, status)
+
+    monkeypatch.setattr(Staged, "_take_attributes", take_and_change)
+    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
+    assert len(tries) == 20
+    assert shard.path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [shard.path]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ETXTBSY])
+def test_a_file_that_may_not_be_written_to_may_be_replaced(tmp_path, monkeypatch, number):
+    (shard,) = shards_of(tmp_path, 1)
+    real = Folder.open
+
+    def refuse(folder, name, flags):
+        if name == shard.path.name and flags & os.O_WRONLY:
+            raise OSError(number, os.strerror(number))
+        return real(folder, name, flags)
+
+    monkeypatch.setattr(Folder, "open", refuse)
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
+    assert shard.path.read_bytes() == b"n" * shard.size
+
+
+def test_a_file_that_cannot_be_looked_at_after_its_rename_was_renamed(tmp_path, monkeypatch):
+    (shard,) = shards_of(tmp_path, 1)
+    rename = Folder.rename
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def rename_and_fail(folder, *names):
+        rename(folder, *names)
+        monkeypatch.setattr(Folder, "status", refuse)
+
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        monkeypatch.setattr(Folder, "rename", rename_and_fail)
+        commit.put_in_place()
+        monkeypatch.undo()
+    assert shard.path.read_bytes() == b"n" * shard.size
+    assert list(tmp_path.iterdir()) == [shard.path]
+
+
+def test_a_run_in_a_folder_that_not_everybody_may_list_has_a_marker_for_each_file_while_it_writes(
+    tmp_path, monkeypatch
+):
+    shards = shards_of(tmp_path)
+    tmp_path.chmod(0o711)
+    rename, seen = Folder.rename, []
+
+    def look_and_rename(folder, *names):
+        with Folder.at(tmp_path) as opened:
+            logs = [logfiles.read_log(opened, marker_of(shard.path.name)) for shard in shards]
+        seen.append([log.is_unfinished for log in logs])
+        rename(folder, *names)
+
+    monkeypatch.setattr(Folder, "rename", look_and_rename)
+    with replacing(tmp_path) as commit:
+        (tmp_path / marker_of("2.safetensors")).write_bytes(b"foreign")
+        replace_all(commit, shards)
+    assert seen == [[True, True]] * 2
+    assert sorted(tmp_path.iterdir()) == sorted(
+        [*(shard.path for shard in shards), tmp_path / marker_of("2.safetensors")]
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -82,6 +82,39 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path, monke
     assert norm(tmp_path / "b").norm > 0
 
 
+def test_a_folder_that_may_not_be_opened_is_the_one_that_is_named(tmp_path, monkeypatch):
+    half_changed(files_in(tmp_path))
+    before = snapshot(tmp_path)
+
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Folder, "at", refuse)
+    with pytest.raises(SystemRefusedError, match="Permission denied") as caught:
+        recover(tmp_path)
+    assert caught.value.problems[0].file == str(tmp_path)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_of_ours_that_cannot_be_removed_keeps_the_log(tmp_path, monkeypatch):
+    paths = files_in(tmp_path)
+    crash(lambda: Commit(registered(paths)).stage(paths[0], 10, paths[0].stat()))
+    real = Folder.unlink
+
+    def refuse(folder, name):
+        if name.endswith(".tmp"):
+            raise PermissionError(1, "Operation not permitted")
+        real(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "unlink", refuse)
+        with pytest.raises(SystemRefusedError, match="Operation not permitted"):
+            recover(tmp_path)
+        assert len(list(tmp_path.glob(".gradtool-*"))) == 3
+    assert recover(tmp_path).untouched == 1
+    assert sorted(tmp_path.iterdir()) == paths
+
+
 def test_a_recovery_that_fails_may_be_tried_any_number_of_times(tmp_path, monkeypatch):
     paths = files_in(tmp_path)
     new = half_changed(paths)

@@ -600,6 +600,18 @@ def test_a_file_whose_mode_another_program_changes_all_the_time_is_not_replaced(
     assert list(tmp_path.iterdir()) == [shard.path]
 
 
+def test_an_error_of_a_run_that_only_recovery_may_complete_says_so(tmp_path):
+    paths = files_in(tmp_path)
+    for hint in (None, "free some space"):
+        with pytest.raises(SystemRefusedError) as caught, registered(paths) as run:
+            run.leave_to_recovery()
+            raise SystemRefusedError("the disk fails", file=paths[0], tensor="t", hint=hint)
+        (problem,) = caught.value.problems
+        assert (problem.line, problem.code) == (f"{paths[0]}: tensor 't': the disk fails", "unfinished")
+        assert problem.hint == f'run gradtool.recover("{tmp_path}")'
+        assert recover(tmp_path).untouched == 1
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ETXTBSY])
 def test_a_file_that_may_not_be_written_to_may_be_replaced(tmp_path, monkeypatch, number):
     (shard,) = shards_of(tmp_path, 1)
@@ -1143,6 +1155,30 @@ def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
     with pytest.raises(UsageError, match="two inputs"):
         check_collisions([tmp_path / "x", tmp_path / "link"], shards)
     check_collisions([tmp_path / "x", tmp_path / "y"], shards)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"output": "-"}, 'output="-" is not supported: results are files, not streams; use ./-'),
+        ({"output_dir": "-"}, 'output_dir="-" is not supported'),
+        ({"output": "x", "write": "inplace"}, 'write="inplace" cannot be combined with output or output_dir'),
+        ({"output": "x", "output_dir": "y"}, "output and output_dir cannot be combined"),
+        ({"no_clobber": True}, "no_clobber=True requires output or output_dir"),
+        ({"output": "x/"}, 'output="x/" is a folder or an index, not a file; use output_dir'),
+        ({"output": "model.safetensors.index.json"}, "is a folder or an index, not a file"),
+        ({"output_dir": "file"}, 'output_dir="file" is not a folder'),
+    ],
+)
+def test_outputs_that_cannot_be_meant_are_refused_before_anything_is_read(tmp_path, monkeypatch, options, wrong):
+    monkeypatch.chdir(tmp_path)
+    (shard,) = shards_of(tmp_path, 1)
+    (tmp_path / "file").touch()
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        clip(shard.path, max_norm=1, **options)
+    assert wrong in str(caught.value)
+    assert snapshot(tmp_path) == before
 
 
 def test_only_regular_files_are_written_over(tmp_path):

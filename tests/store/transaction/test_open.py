@@ -357,6 +357,17 @@ def test_a_set_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeyp
     assert seen == [0, 1, 2, 3]
 
 
+def test_links_that_form_a_loop_or_lead_nowhere_are_no_place_of_runs(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(BadInputError, match="symbolic links form a loop"):
+        registered([tmp_path / "a"])
+    for path in (tmp_path / "a", tmp_path / "gone" / "x"):
+        with pytest.raises(BadInputError):
+            norm(path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_path_that_was_not_locked_is_not_written_to(held):
     path, run = held
     assert run.targets.locate(path) == (run.home, path.name)

@@ -227,6 +227,32 @@ def test_a_file_that_another_program_wrote_after_the_crash_is_not_lost(tmp_path)
         assert sorted(paths[0].parent.iterdir()) == paths
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_single_rename_was_done_or_not(tmp_path, renamed):
+    (path,) = files_in(tmp_path, 1)
+    old, new = path.read_bytes(), b"n" * path.stat().st_size
+
+    def replace():
+        commit = Commit(registered([path]))
+        commit.stage(path, len(new), path.stat()).path.write_bytes(new)
+        rename = Folder.rename
+
+        def rename_and_die(*names):
+            if renamed:
+                rename(*names)
+            os._exit(0)
+
+        Folder.rename = rename_and_die
+        commit.put_in_place()
+
+    crash(replace)
+    assert norm(path, ignore_journal=True) if not renamed else path.read_bytes() == new
+    result = recover(tmp_path)
+    assert (result.finished, result.untouched) == (renamed, not renamed)
+    assert path.read_bytes() == (new if renamed else old)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_run_without_changes_is_none_that_could_lose_anything(tmp_path):
     (path,) = files_in(tmp_path, 1)
     crash(lambda: in_place(registered([path]), [path]))

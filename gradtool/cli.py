@@ -9,6 +9,7 @@ from typing import NoReturn
 from gradtool import options, process, streams
 from gradtool.command import Command, UsageProblem, app, usage_message
 from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
+from gradtool.wording import as_command
 
 EXIT_BUG = 70
 
@@ -179,5 +180,6 @@ def _guarded() -> int:
         return process.fail(*refusal.problems, exit_code=refusal.exit_code)
     except Exception as error:  # noqa: BLE001 - no traceback reaches a user
         process.show_traceback()
-        message = f"a bug in gradtool: {type(error).__name__}: {error}"
+        notes = map(as_command, getattr(error, "__notes__", ()))
+        message = "; ".join([f"a bug in gradtool: {type(error).__name__}: {error}", *notes])
         return process.fail(Problem("bug", message, hint="set GRADTOOL_DEBUG=1 to see where"), exit_code=EXIT_BUG)

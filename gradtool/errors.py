@@ -128,6 +128,16 @@ class DeviceMemoryError(SystemRefusedError):
     code = "device-memory"
 
 
+class BugError(AssertionError):
+    """What cannot be is so all the same: gradtool itself is wrong. What it was about to do, it does not do."""
+
+
+def ensure(truth: bool, what: str) -> None:
+    """Raise `BugError`, which says what is wrong, unless something is as it must always be."""
+    if not truth:
+        raise BugError(what)
+
+
 def shortened(text: str, most: int = 200) -> str:
     """Return a text, with its middle left out if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"

@@ -259,12 +259,12 @@ def registered(paths, *, fsync=True):
     return run
 
 
-def in_place(run, paths, nbytes=20):
+def in_place(run, paths):
     """The commit of a run that changes files in place, and its redo log."""
     targets = []
     for path in paths:
         folder, name = run.targets.locate(path)
-        targets.append(Target(folder.file(name), path.stat(), nbytes))
+        targets.append(Target(folder.file(name), path.stat(), path.stat().st_size))
     commit = Commit(run)
     return commit, commit.overwrite(targets)
 

@@ -1,11 +1,15 @@
 """What changes the disk passes one module, so that a fault can strike at each such call."""
 
 import ast
+import errno
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 
 import gradtool
+from gradtool import SystemRefusedError
 from gradtool.store import faults, fs, system
 from gradtool.store.fs import Folder
 
@@ -98,3 +102,67 @@ def test_the_table_has_every_function_that_takes_a_step():
         "reserve",
         "sync",
     }
+
+
+def test_a_file_of_a_folder_is_the_same_in_another_process(tmp_path):
+    (tmp_path / "x").write_bytes(b"content")
+    with Folder.at(tmp_path) as folder:
+        file = pickle.loads(pickle.dumps(folder.file("x")))  # noqa: S301 - we made it
+        with file.folder:
+            assert file.path == tmp_path / "x"
+            assert file.folder.identity == folder.identity
+            assert file.is_there
+            (tmp_path / "x").unlink()
+            (tmp_path / "y").touch()
+            assert not file.is_there
+
+
+def test_a_folder_that_was_just_removed_is_named(tmp_path):
+    (tmp_path / "gone").mkdir()
+    with Folder.at(tmp_path / "gone") as folder:
+        (tmp_path / "gone").rmdir()
+        with pytest.raises(SystemRefusedError, match="it was just removed; write somewhere else") as caught:
+            folder.create("new")
+    assert (caught.value.errno, caught.value.problems[0].file) == (errno.ENOENT, str(tmp_path / "gone"))
+
+
+def test_a_folder_that_cannot_be_opened_is_removed_again(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(fs, "open_folder", refuse)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with Folder(tmp_path, fd) as folder, pytest.raises(OSError, match="Too many open files"):
+        folder.make("new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_has_files_stays_and_one_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Folder.at(tmp_path) as folder:
+        for name in ("full", "missing", "full/x", "n" * 300):
+            folder.unmake(name)
+        monkeypatch.setattr(os, "rmdir", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            folder.unmake("full")
+    assert (tmp_path / "full" / "x").exists()
+
+
+def test_what_is_written_in_part_is_written_on_from_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADTOOL_FAULT", f"short@{next(faults.steps) + 1}")
+    with (tmp_path / "x").open("w+b") as file:
+        assert fs.write_all(file.fileno(), [b"abc", b"", b"defgh", b"ij"], 2) == 10
+    assert (tmp_path / "x").read_bytes() == b"\0\0abcdefghij"
+
+
+def test_no_range_is_reserved_in_no_step(tmp_path):
+    before = next(faults.steps)
+    with (tmp_path / "x").open("w+b") as file:
+        fs.reserve(file.fileno(), 5, 5)
+        assert os.fstat(file.fileno()).st_blocks == 0
+    assert next(faults.steps) == before + 1

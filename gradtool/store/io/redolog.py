@@ -14,7 +14,7 @@ import threading
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
+from gradtool.errors import SystemRefusedError, ensure, os_errors_about, unfinished
 from gradtool.store import fs, system
 from gradtool.store.io.channel import Channel, fill
 from gradtool.store.source import Reader, Source
@@ -66,6 +66,9 @@ class RedoLog:
         # In every checksum, so that the redo log of another run cannot pass for this one's.
         self._run = file.name.rpartition("-")[0]
         self._lock = threading.Lock()
+        # Of each target, by number: the bytes that change, and where the last entry ends.
+        self.added: dict[int, tuple[int, int]] = {}
+        self._is_checked = False
 
     def add(
         self,
@@ -85,8 +88,11 @@ class RedoLog:
         tables = [_PART.pack(*part) for part in parts]
         head = b"".join([_HEADER.pack(number, begin, len(new), len(parts)), *tables, sector_sums(old, begin).tobytes()])
         head = _checksum(self._run, head, new) + head
+        nbytes = sum(stop - start for start, stop in parts)
         with self._lock:
             at, self.size = self.size, self.size + len(head) + len(new)
+            before, end = self.added.get(number, (0, 0))
+            self.added[number] = before + nbytes, max(end, begin + len(new))
         channel.save(self.file, at, [head, new])
 
     def entries(self, fd: int) -> Iterator[Entry]:
@@ -161,13 +167,15 @@ class RedoLog:
         for entry, file, content, now in self._compared(targets):
             if _is_foreign(now, entry, content):
                 raise changed_since(file.path)
+        self._is_checked = True
 
     def finish(self, targets: Mapping[int, tuple[File, int]], *, force: bool = False) -> None:
-        """Copy into the targets what they do not have yet, and sync them; may be interrupted and repeated.
+        """Copy into the targets what they do not have yet, after a `check`, and sync them; may be repeated.
 
         Raises:
             SystemRefusedError: as `check`, unless with `force`; what was written since then is not overwritten either.
         """
+        ensure(self._is_checked, "a redo log would be copied that was not checked")
         for entry, file, content, now in self._compared(targets):
             if not force and _is_foreign(now, entry, content):
                 raise changed_since(file.path)

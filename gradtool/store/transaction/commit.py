@@ -14,6 +14,7 @@ from gradtool.errors import (
     GradtoolError,
     SystemRefusedError,
     changed_meanwhile,
+    ensure,
     from_os_error,
     os_errors_about,
     unfinished,
@@ -128,9 +129,8 @@ class Commit:
             staged.finish(sources, fsync=self._transaction.fsync)
             signals.deliver()
         is_atomic = len(self._staged) == 1 and self._in_place is None
-        if self._staged or self._in_place:
-            self._log_ready(sources, is_atomic=is_atomic)
-            self._move_and_copy(sources, is_atomic=is_atomic)
+        self._log_ready(sources, is_atomic=is_atomic)
+        self._move_and_copy(sources, is_atomic=is_atomic)
         swapped = [staged for staged in self._staged if staged.was_swapped()]
         written, self._staged = self._staged, []
         if swapped:
@@ -159,6 +159,7 @@ class Commit:
         with os_errors_about(self._transaction.home.path):
             moves = [staged.move(folders.index(staged.folder)) for staged in self._staged]
             changes, redo = ([], None) if self._in_place is None else self._in_place.finish()
+            self._transaction.check_ready([*changes, *moves])
             if not is_atomic:
                 self._transaction.add_markers()
                 self._transaction.sync()
@@ -167,6 +168,7 @@ class Commit:
     def _move_and_copy(self, sources: Sequence[Rights], *, is_atomic: bool) -> None:
         """Put everything in place; if nothing can be, the run is not ready any more."""
         transaction = self._transaction
+        ensure(transaction.step == "ready", "files would be changed before the log says that all is ready")
         # An exception that nobody expects, such as a lack of memory, is left to recovery too.
         transaction.needs_recovery = not is_atomic
         begun = self._in_place is not None

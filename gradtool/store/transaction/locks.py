@@ -44,7 +44,7 @@ def create_locked(folder: Folder, name: str) -> int | None:
     """Make a file and lock it; None if another process took it for an orphan first."""
     fd = folder.create(name)
     try:
-        if lock(fd) is not False and _is_same(fd, folder, name):
+        if lock(fd) is not False and is_file_at(fd, folder, name):
             return fd
     except BaseException:
         os.close(fd)
@@ -86,7 +86,7 @@ def claim(home: Folder, log: Log) -> int | InUse | None:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         got = lock(fd)
-        if not _is_same(fd, home, name):
+        if not is_file_at(fd, home, name):
             return None
         is_alive = has_process(log)
         if not got and (got is False or is_alive):
@@ -108,7 +108,8 @@ def _claim_without_lock(home: Folder, log: Log) -> int | InUse | None:
             return None
 
 
-def _is_same(fd: int, folder: Folder, name: str) -> bool:
+def is_file_at(fd: int, folder: Folder, name: str) -> bool:
+    """Check whether a name is that of an open file."""
     there, status = folder.status(name), os.fstat(fd)
     return there is not None and os.path.samestat(status, there) and stat.S_ISREG(status.st_mode)
 

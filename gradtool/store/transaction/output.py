@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import BadInputError, Problem, SystemRefusedError, UsageError
+from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure
 from gradtool.store.format.layout import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.format.paths import parts_in
@@ -187,7 +187,7 @@ class Output(NamedTuple):
             return
         transaction = self.transaction
         if transaction is None:
-            raise self.refusal or AssertionError("nothing is locked")
+            raise self.refusal or BugError("nothing is locked")
         indexes = self._copied_indexes() if indexes is None else indexes
         small = [*indexes, *([] if state is None else [state])]
         sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
@@ -198,8 +198,7 @@ class Output(NamedTuple):
                 yield Overwritten(files, commit.overwrite([_changed(transaction, file) for file in files]))
             else:
                 yield Staging(self, commit, files)
-                if commit.count != len(files):
-                    raise AssertionError("a new file was not written")
+                ensure(commit.count == len(files), "a new file was not written")
                 for path, stat, content in indexes:
                     index = SmallFile(self._target(str(path)), None if self.is_elsewhere else stat, content)
                     commit.stage_content(index, is_new=self.options.no_clobber)

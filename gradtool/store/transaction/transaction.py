@@ -8,20 +8,23 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, os_errors_about
+from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, ensure, os_errors_about
 from gradtool.store import fs
 from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import PREFIX, clear, lock_of, log_of, marker_of, name_of
-from gradtool.store.transaction.locks import create_locked
+from gradtool.store.transaction.locks import create_locked, is_file_at
 from gradtool.store.transaction.log import FINISHED, FORMAT, HOST, UNTOUCHED, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
 from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from gradtool.store.fs import Folder
+    from gradtool.store.transaction.log import Change, Move
     from gradtool.store.transaction.targets import Targets
 
 _TRIES = 10
+# What may be appended to a log whose last step is that of the key, unless the run is withdrawn.
+_NEXT = {"run": "holds_locks", "holds_locks": "ready", "ready": "ended"}
 _NOTE = say("{}, or the next run, makes the files all old or all new", call("recover"))
 _LOCKED = "cannot lock a new file here: another process always locks it first"
 # The longest numbers that a log has for a target.
@@ -39,7 +42,7 @@ class Transaction:
         self.targets = targets
         self._pid = os.getpid()
         self._lock = self._log = -1
-        self._size = 0
+        self._size, self.step = 0, "run"
         self._numbers = itertools.count()
         # Only recovery may go on.
         self.needs_recovery = False
@@ -103,6 +106,8 @@ class Transaction:
 
     def append(self, *, fsync: bool | None = None, **entry: Any) -> None:
         """Append a step to the log and sync it; if that fails, it is not in the log."""
+        (step,) = entry
+        ensure(_NEXT.get(self.step) == step, f"{step!r} would be logged after {self.step!r}")
         fsync = self.fsync if fsync is None else fsync
         try:
             self._size += append_step(self._log, self._size, fsync=fsync, **entry)
@@ -110,6 +115,15 @@ class Transaction:
             # Recovery is right whether the step is in the log or not, but nothing else may be done.
             self.leave_to_recovery()
             raise
+        self.step = step
+
+    def check_ready(self, steps: list[Change | Move]) -> None:
+        """Raise an error where recovery would refuse to do the steps, or another run may take this one for dead."""
+        named, listed = [(step.folder, step.name) for step in steps], enumerate(self.targets.names.values())
+        ensure(len(set(named)) == len(named), "a file would be written twice")
+        ensure({*named} <= {(folder, name) for folder, names in listed for name in names}, "the log lacks a file")
+        if not is_file_at(self._lock, self.home, lock_of(self.id)):
+            raise changed_meanwhile(self.home.path / lock_of(self.id))
 
     def add_markers(self) -> None:
         """Make a marker for each target in folders that not every user may list."""
@@ -170,7 +184,7 @@ class Transaction:
 
     def _write_log(self) -> None:
         fd = self._log = self.home.create(log_of(self.id))
-        self._size = fs.write_all(fd, [line_of(run=self._facts(self.home))], 0)
+        self._size, self.step = fs.write_all(fd, [line_of(run=self._facts(self.home))], 0), "run"
         # Other users must be able to read it; but not while it is empty, or they could lock it.
         fs.change_mode(fd, 0o644)
         # In a power cut, no pointer may outlive what it points to.

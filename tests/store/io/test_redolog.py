@@ -3,6 +3,7 @@ import os
 import resource
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +43,12 @@ def targets_of(*paths):
     return {number: (file_at(path), path.stat().st_size) for number, path in enumerate(paths)}
 
 
+def finish(log, targets, **options):
+    """Finish a log as recovery does: after it was checked, if only for damage."""
+    log.check({})
+    log.finish(targets, **options)
+
+
 def overwrite(path, begin, data):
     with path.open("r+b") as file:
         file.seek(begin)
@@ -76,11 +83,11 @@ def test_what_was_copied_up_to_any_sector_is_known_and_completed(tmp_path, path,
             overwrite(path, begin, new[: first - begin])
             overwrite(path, last, new[last - begin :])
             log.check(targets_of(path))
-            log.finish(targets_of(path))
+            finish(log, targets_of(path))
             assert path.read_bytes() == wanted
             # Recovery may be interrupted, and repeated.
             log.check(targets_of(path))
-            log.finish(targets_of(path))
+            finish(log, targets_of(path))
             assert path.read_bytes() == wanted
 
 
@@ -94,12 +101,12 @@ def test_a_single_foreign_byte_is_seen(tmp_path, path, at, done):
     theirs[at] ^= 1
     path.write_bytes(theirs)
     # Before the first is written, and again right before each.
-    for way in (log.check, log.finish):
+    for way in (log.check, partial(finish, log)):
         with pytest.raises(SystemRefusedError, match="another program wrote to it") as caught:
             way(targets_of(path))
         assert caught.value.problems[0].file == str(path)
         assert path.read_bytes() == theirs
-    log.finish(targets_of(path), force=True)
+    finish(log, targets_of(path), force=True)
     assert path.read_bytes() == new
 
 
@@ -129,7 +136,7 @@ def test_a_foreign_write_beside_the_ranges_of_an_entry_is_none_of_its_business(t
     overwrite(path, 0, b"theirs")
     overwrite(path, 2_000, b"theirs")
     log.check(targets_of(path))
-    log.finish(targets_of(path))
+    finish(log, targets_of(path))
     assert path.read_bytes() == b"theirs" + old[6:1_000] + new + b"theirs" + old[2_006:]
 
 
@@ -159,7 +166,7 @@ def written_to(log, path, way):
         return count
 
     with mock.patch.object(os, "pwritev", record):
-        log.apply([file_at(path)]) if way == "apply" else log.finish(targets_of(path))
+        log.apply([file_at(path)]) if way == "apply" else finish(log, targets_of(path))
     return [each for each in writes if each[1]]
 
 
@@ -189,7 +196,7 @@ def test_a_target_that_is_shorter_than_an_entry_is_left_alone(tmp_path, path, si
     os.truncate(path, size)
     targets = {0: (file_at(path), size)}
     log.check(targets)
-    log.finish(targets)
+    finish(log, targets)
     assert path.read_bytes() == (new + old[100:])[:size] * bool(size)
 
 
@@ -205,7 +212,7 @@ def test_a_target_that_became_shorter_since_it_was_looked_at_is_foreign(tmp_path
 def test_entries_of_targets_that_are_gone_are_passed_over(tmp_path, path, way):
     old, new = path.read_bytes(), random_bytes(4, 5_000)
     log = log_of(tmp_path, (7, 0, old, new), (0, 0, old, new), (1 << 31, 1 << 63, old, new))
-    getattr(log, way)(targets_of(path))
+    log.check(targets_of(path)) if way == "check" else finish(log, targets_of(path))
     assert path.read_bytes() == (old if way == "check" else new)
 
 
@@ -213,7 +220,7 @@ def test_no_entry_is_no_work(tmp_path, path):
     before, log = path.read_bytes(), log_of(tmp_path)
     log.apply([file_at(path)])
     log.check(targets_of(path))
-    log.finish(targets_of(path))
+    finish(log, targets_of(path))
     assert (log.size, path.read_bytes()) == (0, before)
 
 
@@ -221,7 +228,7 @@ def refused(log, path):
     """Check that a damaged log is told from a whole one, before the first byte is written."""
     before, targets = path.read_bytes(), targets_of(path)
     # With `force`, recovery compares nothing.
-    for way in (lambda: log.check(targets), lambda: log.check({}), lambda: log.finish(targets)):
+    for way in (lambda: log.check(targets), lambda: log.check({}), lambda: finish(log, targets)):
         assert path.read_bytes() == before
         with pytest.raises(
             SystemRefusedError, match="is damaged, so what was to be changed in place is lost"
@@ -247,7 +254,7 @@ def test_a_damaged_bit_anywhere_is_seen(tmp_path):
             refused(log, path)
             content[at] ^= bit
     (tmp_path / LOG).write_bytes(content)
-    log.finish(targets_of(path))
+    finish(log, targets_of(path))
 
 
 def test_a_log_that_is_cut_off_anywhere_is_damaged(tmp_path, path):
@@ -299,7 +306,7 @@ def test_what_follows_the_bytes_that_count_is_not_read(tmp_path, path):
     add(RedoLog(log.file, log.size), (0, 0, new, b"x" * 5_000))
     with (tmp_path / LOG).open("ab") as file:
         file.write(b"x" * 100)
-    log.finish(targets_of(path))
+    finish(log, targets_of(path))
     assert path.read_bytes() == new
 
 
@@ -404,7 +411,7 @@ def test_an_error_stops_all_threads_and_what_was_not_copied_can_be(tmp_path, mon
     assert redolog.threading.active_count() == before
     assert [path.read_bytes() for path in paths] != new
     log.check(targets_of(*paths))
-    log.finish(targets_of(*paths))
+    finish(log, targets_of(*paths))
     assert [path.read_bytes() for path in paths] == new
 
 
@@ -414,7 +421,7 @@ def test_targets_of_the_run_are_opened_by_their_inodes(tmp_path, path):
     files, targets = [file_at(path)], targets_of(path)
     path.rename(tmp_path / "away")
     path.symlink_to("away")
-    for way, where in ((log.apply, files), (log.check, targets), (log.finish, targets)):
+    for way, where in ((log.apply, files), (log.check, targets), (partial(finish, log), targets)):
         with pytest.raises(SystemRefusedError, match="was changed by another program"):
             way(where)
     assert path.read_bytes() == old
@@ -423,6 +430,7 @@ def test_targets_of_the_run_are_opened_by_their_inodes(tmp_path, path):
 @pytest.mark.parametrize("way", ["apply", "check", "finish"])
 def test_a_redo_log_that_cannot_be_read_is_named(tmp_path, path, monkeypatch, way):
     log = log_of(tmp_path, (0, 0, path.read_bytes(), bytes(5_000)))
+    log.check({})
     targets = [file_at(path)] if way == "apply" else targets_of(path)
     real = os.pread
 

@@ -23,6 +23,7 @@ from gradtool.store.io.redolog import RedoLog
 from gradtool.store.source import SmallFile
 from gradtool.store.transaction import logfiles, staging, transaction
 from gradtool.store.transaction.commit import Commit
+from gradtool.store.transaction.files import marker_of
 from gradtool.store.transaction.inplace import InPlace, Target
 from gradtool.store.transaction.output_checks import check_collisions
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
@@ -259,13 +260,11 @@ def test_a_new_file_gives_no_user_more_than_all_of_its_sources(sources, mode):
 def test_a_file_that_is_no_longer_the_one_that_was_read_gives_no_rights(tmp_path):
     (shard,) = shards_of(tmp_path, 1)
     gone = tmp_path / "gone"
-    run = registered([tmp_path / "a", tmp_path / "b"])
     for name, source in (("a", (shard.path, Path(__file__).stat())), ("b", (gone, None))):
-        with Commit(run, [source]) as commit:
+        with registered([tmp_path / name]) as run, Commit(run, [source]) as commit:
             fill(commit.stage(tmp_path / name, 3))
             commit.put_in_place()
         assert (tmp_path / name).stat().st_mode & 0o7777 == 0o600
-    run.close()
 
 
 def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
@@ -282,8 +281,9 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
 
 def overwrite(run, commit, paths, new):
     """Build what files will hold that a run changes in place."""
-    located = [run.targets.locate(path) for path in paths]
-    targets = [Target(folder.file(name), (folder.path / name).stat(), 20) for folder, name in located]
+    files = [folder.file(name) for folder, name in map(run.targets.locate, paths)]
+    statuses = [file.path.stat() for file in files]
+    targets = [Target(file, status, status.st_size) for file, status in zip(files, statuses, strict=True)]
     redo_log_of(commit.overwrite(targets), paths, new)
 
 
@@ -552,6 +552,124 @@ def test_a_call_whose_answer_a_server_lost_was_done(tmp_path, monkeypatch, count
         commit.put_in_place()
     assert sorted(tmp_path.iterdir()) == [shard.path for shard in shards]
     assert all(shard.path.read_bytes() == b"n" * shard.size for shard in shards)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_there", "wrong"),
+    [
+        # A file system without second names.
+        (errno.EPERM, False, None),
+        (errno.EOPNOTSUPP, False, None),
+        (errno.EPERM, True, "another program created it"),
+        (errno.EEXIST, False, "another program created it"),
+        (errno.EIO, False, "Input/output error"),
+    ],
+)
+def test_a_new_file_replaces_none_where_links_are_refused_too(tmp_path, monkeypatch, number, is_there, wrong):
+    def refuse(*_, **__):
+        if is_there:
+            (tmp_path / "new").write_bytes(b"foreign")
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    expected = pytest.raises(SystemRefusedError, match=wrong) if wrong else contextlib.nullcontext()
+    with expected, replacing(tmp_path, "new") as commit:
+        fill(commit.stage(tmp_path / "new", 9, is_new=True))
+        commit.put_in_place()
+    content = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert content == ({"new": b"foreign"} if is_there else {} if wrong else {"new": b"n" * 9})
+
+
+def test_a_file_whose_mode_another_program_changes_all_the_time_is_not_replaced(tmp_path, monkeypatch):
+    (shard,) = shards_of(tmp_path, 1)
+    content, take, tries = shard.path.read_bytes(), Staged._take_attributes, []
+
+    def take_and_change(*arguments, **options):
+        take(*arguments, **options)
+        status = shard.path.stat()
+        shard.path.chmod(0o600 + len(tries) % 2)
+        tries.append(status)
+        until_told(shard.path, status)
+
+    monkeypatch.setattr(Staged, "_take_attributes", take_and_change)
+    with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
+    assert len(tries) == 20
+    assert shard.path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [shard.path]
+
+
+def test_an_error_of_a_run_that_only_recovery_may_complete_says_so(tmp_path):
+    paths = files_in(tmp_path)
+    for hint in (None, "free some space"):
+        with pytest.raises(SystemRefusedError) as caught, registered(paths) as run:
+            run.leave_to_recovery()
+            raise SystemRefusedError("the disk fails", file=paths[0], tensor="t", hint=hint)
+        (problem,) = caught.value.problems
+        assert (problem.line, problem.code) == (f"{paths[0]}: tensor 't': the disk fails", "unfinished")
+        assert problem.hint == f'run gradtool.recover("{tmp_path}")'
+        assert recover(tmp_path).untouched == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ETXTBSY])
+def test_a_file_that_may_not_be_written_to_may_be_replaced(tmp_path, monkeypatch, number):
+    (shard,) = shards_of(tmp_path, 1)
+    real = Folder.open
+
+    def refuse(folder, name, flags):
+        if name == shard.path.name and flags & os.O_WRONLY:
+            raise OSError(number, os.strerror(number))
+        return real(folder, name, flags)
+
+    monkeypatch.setattr(Folder, "open", refuse)
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        commit.put_in_place()
+    assert shard.path.read_bytes() == b"n" * shard.size
+
+
+def test_a_file_that_cannot_be_looked_at_after_its_rename_was_renamed(tmp_path, monkeypatch):
+    (shard,) = shards_of(tmp_path, 1)
+    rename = Folder.rename
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def rename_and_fail(folder, *names):
+        rename(folder, *names)
+        monkeypatch.setattr(Folder, "status", refuse)
+
+    with replacing(tmp_path) as commit:
+        fill(commit.stage(shard.path, shard.size, shard.stat))
+        monkeypatch.setattr(Folder, "rename", rename_and_fail)
+        commit.put_in_place()
+        monkeypatch.undo()
+    assert shard.path.read_bytes() == b"n" * shard.size
+    assert list(tmp_path.iterdir()) == [shard.path]
+
+
+def test_a_run_in_a_folder_that_not_everybody_may_list_has_a_marker_for_each_file_while_it_writes(
+    tmp_path, monkeypatch
+):
+    shards = shards_of(tmp_path)
+    tmp_path.chmod(0o711)
+    rename, seen = Folder.rename, []
+
+    def look_and_rename(folder, *names):
+        with Folder.at(tmp_path) as opened:
+            logs = [logfiles.read_log(opened, marker_of(shard.path.name)) for shard in shards]
+        seen.append([log.is_unfinished for log in logs])
+        rename(folder, *names)
+
+    monkeypatch.setattr(Folder, "rename", look_and_rename)
+    with replacing(tmp_path) as commit:
+        (tmp_path / marker_of("2.safetensors")).write_bytes(b"foreign")
+        replace_all(commit, shards)
+    assert seen == [[True, True]] * 2
+    assert sorted(tmp_path.iterdir()) == sorted(
+        [*(shard.path for shard in shards), tmp_path / marker_of("2.safetensors")]
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -1037,6 +1155,30 @@ def test_outputs_may_not_collide_with_each_other_or_with_an_input(tmp_path):
     with pytest.raises(UsageError, match="two inputs"):
         check_collisions([tmp_path / "x", tmp_path / "link"], shards)
     check_collisions([tmp_path / "x", tmp_path / "y"], shards)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"output": "-"}, 'output="-" is not supported: results are files, not streams; use ./-'),
+        ({"output_dir": "-"}, 'output_dir="-" is not supported'),
+        ({"output": "x", "write": "inplace"}, 'write="inplace" cannot be combined with output or output_dir'),
+        ({"output": "x", "output_dir": "y"}, "output and output_dir cannot be combined"),
+        ({"no_clobber": True}, "no_clobber=True requires output or output_dir"),
+        ({"output": "x/"}, 'output="x/" is a folder or an index, not a file; use output_dir'),
+        ({"output": "model.safetensors.index.json"}, "is a folder or an index, not a file"),
+        ({"output_dir": "file"}, 'output_dir="file" is not a folder'),
+    ],
+)
+def test_outputs_that_cannot_be_meant_are_refused_before_anything_is_read(tmp_path, monkeypatch, options, wrong):
+    monkeypatch.chdir(tmp_path)
+    (shard,) = shards_of(tmp_path, 1)
+    (tmp_path / "file").touch()
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        clip(shard.path, max_norm=1, **options)
+    assert wrong in str(caught.value)
+    assert snapshot(tmp_path) == before
 
 
 def test_only_regular_files_are_written_over(tmp_path):

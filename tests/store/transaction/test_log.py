@@ -1,3 +1,4 @@
+import os
 import zlib
 from pathlib import Path
 
@@ -97,6 +98,9 @@ NOT_UNDERSTOOD = {
     "an older format": line_of(run=RUN | {"format": FORMAT - 1, "key": "00"}),
     "a newer format": line_of(run=RUN | {"format": FORMAT + 1}),
     "a format that is missing": line_of(run={"id": ID}),
+    "a process that cannot be": line_of(run=RUN | {"pid": 0}),
+    "a process that is no number": line_of(run=RUN | {"pid": True}),
+    "a boot that is no text": line_of(run=RUN | {"boot": 7}),
     "an unknown step": line_of(run=RUN) + line_of(later="version"),
     "a step of an older format": line_of(run=RUN) + line_of(moves=[]),
     "an unknown end": line_of(run=RUN) + line_of(**READY) + line_of(ended="undone"),
@@ -129,6 +133,54 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemRefusedError, match="exceed the limit of 300 bytes") as caught:
         norm(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path)
+
+
+def test_a_log_that_cannot_be_read_stops_everybody(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
+    (tmp_path / f"{ID}.run").write_bytes(line_of(run=RUN))
+    before, real = snapshot(tmp_path), Folder.open
+
+    def refuse(folder, name, flags):
+        if name == f"{ID}.run":
+            raise OSError(5, "Input/output error")
+        return real(folder, name, flags)
+
+    monkeypatch.setattr(Folder, "open", refuse)
+    for command in (norm, recover, lambda path: clip(path, max_norm=1)):
+        with pytest.raises(SystemRefusedError, match=f"{ID}.run: Input/output error"):
+            command(path)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_read_is_no_folder_without_runs(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
+
+    def refuse(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for command in (norm, recover, lambda path: clip(path, max_norm=1)):
+        with pytest.raises(SystemRefusedError, match=f"{tmp_path}: Input/output error"):
+            command(path)
+
+
+def test_what_cannot_be_looked_at_is_told_once_and_what_is_not_there_not_at_all(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / f"{ID}.run").write_bytes(NOT_UNDERSTOOD["an unknown step"])
+    (tmp_path / "c" / f"{ID}-0.tmp").write_bytes(b"left")
+    real = Folder.at
+
+    def refuse(path):
+        if path.name == "b":
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(Folder, "at", refuse)
+    places = [str(tmp_path / name) for name in ("a", "a/x", "b", "b/x", "c", "gone/x", "c/x/y")]
+    leftovers, errors = runs.leftovers_at(places)
+    assert [(one.kind, one.path, one.nbytes) for one in leftovers] == [("orphan", tmp_path / "c" / f"{ID}-0.tmp", 4)]
+    assert [one.problems[0].file for one in errors] == [str(tmp_path / "a" / f"{ID}.run"), str(tmp_path / "b")]
 
 
 def test_a_second_name_of_a_log_is_no_other_run(tmp_path):

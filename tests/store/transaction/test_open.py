@@ -16,9 +16,10 @@ from support import COMMAND, gradtool, gradtool_json, in_place, read, registered
 from tiers import EXHAUSTIVE
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, clip, norm, recover, zero
+from gradtool.errors import changed_meanwhile
 from gradtool.store.fs import Folder
 from gradtool.store.io.redolog import RedoLog
-from gradtool.store.transaction.inputs import require_finished
+from gradtool.store.transaction.inputs import Inputs, require_finished
 from gradtool.store.transaction.log import line_of
 
 
@@ -340,6 +341,38 @@ def test_who_finds_a_set_half_replaced_waits_for_it(tmp_path, monkeypatch):
             else:
                 with pytest.raises(SystemRefusedError, match="in use by PID"):
                     zero(tmp_path)
+
+
+def test_a_set_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    path, real, seen = one_file(tmp_path), Inputs.open, []
+
+    def change(inputs):
+        seen.append(len(seen))
+        if len(seen) < 4:
+            raise changed_meanwhile(path)
+        return real(inputs)
+
+    monkeypatch.setattr(Inputs, "open", change)
+    assert zero(path).output.files_written == 1
+    assert seen == [0, 1, 2, 3]
+
+
+def test_links_that_form_a_loop_or_lead_nowhere_are_no_place_of_runs(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(BadInputError, match="symbolic links form a loop"):
+        registered([tmp_path / "a"])
+    for path in (tmp_path / "a", tmp_path / "gone" / "x"):
+        with pytest.raises(BadInputError):
+            norm(path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_path_that_was_not_locked_is_not_written_to(held):
+    path, run = held
+    assert run.targets.locate(path) == (run.home, path.name)
+    with pytest.raises(SystemRefusedError, match="other.safetensors: was changed by another program"):
+        run.targets.locate(one_file(path.parent, "other.safetensors"))
 
 
 # How a file is written, and where.

@@ -82,6 +82,39 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path, monke
     assert norm(tmp_path / "b").norm > 0
 
 
+def test_a_folder_that_may_not_be_opened_is_the_one_that_is_named(tmp_path, monkeypatch):
+    half_changed(files_in(tmp_path))
+    before = snapshot(tmp_path)
+
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Folder, "at", refuse)
+    with pytest.raises(SystemRefusedError, match="Permission denied") as caught:
+        recover(tmp_path)
+    assert caught.value.problems[0].file == str(tmp_path)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_of_ours_that_cannot_be_removed_keeps_the_log(tmp_path, monkeypatch):
+    paths = files_in(tmp_path)
+    crash(lambda: Commit(registered(paths)).stage(paths[0], 10, paths[0].stat()))
+    real = Folder.unlink
+
+    def refuse(folder, name):
+        if name.endswith(".tmp"):
+            raise PermissionError(1, "Operation not permitted")
+        real(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "unlink", refuse)
+        with pytest.raises(SystemRefusedError, match="Operation not permitted"):
+            recover(tmp_path)
+        assert len(list(tmp_path.glob(".gradtool-*"))) == 3
+    assert recover(tmp_path).untouched == 1
+    assert sorted(tmp_path.iterdir()) == paths
+
+
 def test_a_recovery_that_fails_may_be_tried_any_number_of_times(tmp_path, monkeypatch):
     paths = files_in(tmp_path)
     new = half_changed(paths)
@@ -192,6 +225,32 @@ def test_a_file_that_another_program_wrote_after_the_crash_is_not_lost(tmp_path)
         recover(paths[1], force=True)
         assert content_of(paths) == left, wanted
         assert sorted(paths[0].parent.iterdir()) == paths
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_single_rename_was_done_or_not(tmp_path, renamed):
+    (path,) = files_in(tmp_path, 1)
+    old, new = path.read_bytes(), b"n" * path.stat().st_size
+
+    def replace():
+        commit = Commit(registered([path]))
+        commit.stage(path, len(new), path.stat()).path.write_bytes(new)
+        rename = Folder.rename
+
+        def rename_and_die(*names):
+            if renamed:
+                rename(*names)
+            os._exit(0)
+
+        Folder.rename = rename_and_die
+        commit.put_in_place()
+
+    crash(replace)
+    assert norm(path, ignore_journal=True) if not renamed else path.read_bytes() == new
+    result = recover(tmp_path)
+    assert (result.finished, result.untouched) == (renamed, not renamed)
+    assert path.read_bytes() == (new if renamed else old)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_run_without_changes_is_none_that_could_lose_anything(tmp_path):

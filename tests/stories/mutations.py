@@ -555,7 +555,7 @@ _MEETINGS = (
         "A recovery in the second folder takes a pointer that is not locked yet for an orphan and removes it; the run"
         " goes on without one, and is killed after ready.",
         LOCKS,
-        "if lock(fd) is not False and _is_same(fd, folder, name):",
+        "if lock(fd) is not False and is_file_at(fd, folder, name):",
         "if lock(fd) is not False:",
     ),
     _slip(

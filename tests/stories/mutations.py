@@ -1154,6 +1154,24 @@ PAST: tuple[Mutation, ...] = (
         "",
     ),
     _slip(
+        "answer-lost-though-the-link-was-made",
+        "With --no-clobber, a server fails to answer that the first link was made: the run is called off, and the file"
+        " stays.",
+        STAGING,
+        """\
+            if self._is_target():
+                return True
+            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
+                raise
+""",
+        """\
+            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
+                raise
+            if self._is_target():
+                return True
+""",
+    ),
+    _slip(
         "bare-error-of-a-status",
         "The system refuses the status of a log: the error is taken for a bug of gradtool.",
         RUNS,

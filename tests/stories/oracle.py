@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from acts import ACTS, SeenError
 from disk import Op
-from places import MALLORY, SECRET, SECRETS, USERS, Foreign, first_files, left_in, state_of, world_with
+from places import FOLDERS, MALLORY, SECRET, SECRETS, USERS, Foreign, first_files, left_in, state_of, world_with
 from story import Command, candidates
 from world import EndlessError, Interrupted, Killed
 
@@ -48,6 +48,8 @@ def play(story, *, trace=None):
     for task in tasks:
         _check_end(story, task)
         _check_refusal(story, world, tasks, task)
+    if story.ends_with_cut:
+        world.cut()
     _check_users(world)
     if not world.is_hostile:
         _check_nothing_left(world, tasks)
@@ -148,6 +150,8 @@ def _check_users(world):
 
 def _check_nothing_left(world, tasks):
     """Check that a story in which nothing crashed and nothing failed leaves nothing behind."""
+    if world.boots:
+        return  # A power cut may bring back what was removed.
     if {event.kind for event in world.struck} <= _QUIET and not any(map(_needs_recovery, tasks)) and left_in(world):
         raise BrokenError(f"no run crashed, and there are {left_in(world)}")
 
@@ -195,6 +199,13 @@ def _check_recovered(story, world, refusals):
     if left_in(world) and story.system != "no locks":
         raise BrokenError(f"recovery has left {left_in(world)}")
 
+    tree = world.disk.tree()
+    empty = [path for path, inode in tree.items() if path.startswith("/w/") and inode.is_folder and not inode.entries]
+    # What another process made stays; and a power cut may bring back what was removed.
+    is_alone = not world.boots and not _share_a_new_folder(story)
+    if is_alone and set(empty).difference(FOLDERS) and not refusals:
+        raise BrokenError(f"there are empty folders: {empty}")
+
 
 def _everything(world):
     return [
@@ -213,10 +224,15 @@ def _check_modes(story, world, refusals):
 
 
 def _is_lost(story, world):
-    """Check whether the power cut took what was there before, and no run says that it has changed it."""
-    finished = [task for task in world.tasks if task.is_done and getattr(task.result, "finished", 0)]
-    is_cut = any(event.kind == "cut" for event in world.struck)
-    return story.is_unsynced and is_cut and not finished and not world.tasks[0].is_done
+    """Check whether a power cut took what was there before, and no run says that it has changed it."""
+    if world.boots and _share_a_new_folder(story):
+        return True  # One of them has made it, and not synced it yet.
+    is_new = world.tasks[0].is_done or _told_of(world).get(0) == "finished"
+    return story.is_unsynced and world.boots > 0 and not is_new
+
+
+def _share_a_new_folder(story):
+    return sum("/w/new" in str(run.command) for run in story.runs) > 1
 
 
 # In which order it may have happened.
@@ -235,7 +251,9 @@ class Step(NamedTuple):
 
 def _check_order(story, tasks, world, first):
     """Find an order in which the runs, one after another, make the files what they are now, and read what they read."""
-    steps = [step for task in tasks if (step := _step_of(story.runs[task.number].command, task)) is not None]
+    told = _told_of(world)
+    steps = [_step_of(story.runs[task.number].command, task, told.get(task.number)) for task in tasks]
+    steps = [step for step in steps if step is not None]
     steps += [Step(done.call, done.call, done not in world.excused, foreign=done) for done in world.foreign]
     last = state_of(world)
     if not _is_possible(steps, (first,), last):
@@ -248,8 +266,17 @@ def _check_order(story, tasks, world, first):
         raise BrokenError("no order of the runs explains the files:\n" + "\n".join(lines))
 
 
-def _step_of(command, task):
-    """Return what a run is in the order; None if it changed nothing, or read nothing that can be compared."""
+def _told_of(world):
+    """Return what became of crashed runs, by the numbers of their tasks, as those that recovered them have told."""
+    rows = [row for task in world.tasks if task.is_done for row in getattr(task.result, "per_run", ())]
+    return {world.runs[row.file.rpartition("-")[2].removesuffix(".run")]: row.outcome for row in rows}
+
+
+def _step_of(command, task, told):
+    """Return what a run is in the order; None if it changed nothing, or read nothing that can be compared.
+
+    `told` is what became of it, if somebody has recovered it and said so.
+    """
     if not command.writes:
         figure = _figure(command, task.result) if task.is_done else None
         return None if figure is None else Step(task.began, task.ended, must=True, command=command, figure=figure)
@@ -259,7 +286,8 @@ def _step_of(command, task):
     said = " ".join([str(error), *getattr(error, "__notes__", ())])
     is_open = "all files were written" in said or "makes the files all old or all new" in said
     if is_open or isinstance(error, Killed) or _needs_recovery(task):
-        return Step(-1 if task.began is None else task.began, float("inf"), must=False, command=command)
+        began = -1 if task.began is None else task.began
+        return None if told == "untouched" else Step(began, float("inf"), must=told == "finished", command=command)
     return None
 
 

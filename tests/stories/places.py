@@ -67,6 +67,8 @@ class StoryWorld(World):
         self.is_hostile = False
         # The users of tasks, by number.
         self.names = {}
+        # Those that make up the IDs of runs, by ID.
+        self.runs = {}
         self._seen = {}
         self._decided = {}
 
@@ -79,6 +81,11 @@ class StoryWorld(World):
         content = super().os_pread(fd, count, begin)
         self._see(self.files[fd].inode.number)
         return content
+
+    def os_urandom(self, count):
+        run = super().os_urandom(count)
+        self.runs[run.hex()] = self.current.number
+        return run
 
     def _see(self, number):
         if (self.foreign or self.private) and not self.is_quiet:

@@ -40,8 +40,16 @@ class Command(NamedTuple):
         return self.function in ("clip", "accumulate", "zero", "layernorm_backward")
 
     @property
+    def targets(self):
+        """The sets that it writes."""
+        elsewhere = [str(value) for name, value in self.options if name in ("into", "output", "output_dir")]
+        return set(elsewhere or self.paths)
+
+    @property
     def changes_in_place(self):
-        return self.writes and ("write", "inplace") in self.options and not self.reads
+        """Whether it changes every file of its sets in place."""
+        is_whole = not self.reads and not any(name == "include" for name, _ in self.options)
+        return self.writes and ("write", "inplace") in self.options and is_whole
 
     def without_patience(self):
         """The same, but it does not wait for locks."""
@@ -69,6 +77,8 @@ class Story(NamedTuple):
     events: tuple[Event, ...]
     # What run 0 changes in place was written before, and is not safe yet.
     is_unsynced: bool = False
+    # The power is cut once all runs have ended.
+    ends_with_cut: bool = False
 
     def __str__(self):
         unsynced = ", unsynced" if self.is_unsynced else ""
@@ -83,7 +93,7 @@ class Story(NamedTuple):
                 for event in self.events
                 if event.task == number
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *["  then the power is cut"] * self.ends_with_cut])
 
 
 def to_json(story):
@@ -93,12 +103,12 @@ def to_json(story):
 
 def from_json(text):
     """Read a story that was written down."""
-    seed, system, sharing, restless, runs, events, is_unsynced = json.loads(text)
+    seed, system, sharing, restless, runs, events, *more = json.loads(text)
     runs = [
         Run(Command(function, tuple(paths), tuple(map(tuple, options)), tuple(reads)), *rest)
         for (function, paths, options, reads), *rest in runs
     ]
-    return Story(seed, system, sharing, restless, tuple(runs), tuple(Event(*event) for event in events), is_unsynced)
+    return Story(seed, system, sharing, restless, tuple(runs), tuple(Event(*event) for event in events), *more)
 
 
 def _commands():
@@ -126,7 +136,10 @@ def _commands():
         yield Command("clip", ("/w/a",), (("max_norm", 1.0), ("output_dir", "/w/new/deep"), *clobber), ("/w/a",))
         one = ("/w/one.safetensors",)
         yield Command("clip", one, (("max_norm", 1.0), ("output", "/w/out/one.safetensors"), *clobber), one)
-        yield Command("accumulate", ("/w/a", "/w/b"), (("output_dir", "/w/new"), *clobber), ("/w/a", "/w/b"))
+        both = ("/w/a", "/w/b")
+        yield Command("accumulate", both, (("output_dir", "/w/new"), *clobber), both)
+        yield Command("accumulate", both, (("output_dir", "/w/new"), ("shard_like", "/w/a"), *clobber), both)
+        yield Command("accumulate", both, (("output_dir", "/w/new/deep"), ("max_shard_size", "1KB"), *clobber), both)
 
 
 # For users who cannot list the folder.
@@ -153,12 +166,16 @@ _EVENTS = {
     "crash": ("kill", "kill", "tear", "cut", "cut", "error"),
     "recover": ("kill", "tear", "cut"),
     "race": ("stall",),
+    "meet": ("kill", "kill", "kill", "tear", "stall", "cut"),
     "error": ("error", "error", "late", "short", "full", "signal", "kill", "cut"),
     "foreign": ("write", "write", "replace", "chmod", "kill", "cut", "jump", "signal"),
     "hostile": ("swap", "swap", "forge", "plant", "squat", "peek", "kill", "stall"),
     "all": ("kill", "tear", "cut", "error", "full", "signal", "jump", "stall", "write", "replace", "chmod", "swap"),
 }
-_PLOTS = ("crash", "crash", "recover", "recover", "race", "race", "error", "foreign", "foreign", "hostile", "all")
+_PLOTS = (
+    *("crash", "crash", "recover", "recover", "race", "meet", "meet", "error", "error", "foreign", "foreign"),
+    *("hostile", "all"),
+)
 _DETAILS = {
     "error": (
         *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.EACCES, errno.EROFS, errno.ENOLCK, errno.ESTALE),
@@ -179,9 +196,10 @@ def story_of(seed):
     sharing = chance.choice(("own", "private", "open", "open", "sticky", "unlisted"))
     if kind in ("hostile", "all"):
         sharing = chance.choice(("open", "sticky"))
-    restless = chance.choice((0.05, 0.2, 0.5) if kind == "race" else (0.0, 0.02, 0.1, 0.3))
+    restless = chance.choice((0.01, 0.05, 0.2, 0.5) if kind in ("race", "meet") else (0.0, 0.02, 0.1, 0.3))
     runs = _runs(chance, kind, system, sharing)
-    return Story(seed, system, sharing, restless, runs, _events(chance, kind, runs), chance.random() < 0.2)
+    events, more = _events(chance, kind, runs), (chance.random() < 0.2, chance.random() < 0.4)
+    return Story(seed, system, sharing, restless, runs, events, *more)
 
 
 def _runs(chance, kind, system, sharing):
@@ -198,15 +216,18 @@ def _runs(chance, kind, system, sharing):
         if kind == "recover" and number == 1:
             command = chance.choice(_RECOVERIES)
         elif number == 0 or share < 0.55:
-            command = chance.choice((*WRITERS, *[favourite] * len(WRITERS)))
+            command = favourite if chance.random() < 0.5 else chance.choice(WRITERS)
+            if kind in ("race", "meet") and runs and chance.random() < 0.7:
+                targets = runs[0].command.targets
+                command = chance.choice([other for other in WRITERS if other.targets & targets])
             if chance.random() < 0.3:
                 command = command._replace(options=(*command.options, _PATIENCE))
         else:
-            command = chance.choice(READERS if share < 0.85 else _RECOVERIES)
+            command = chance.choice(READERS if share < (0.7 if kind == "meet" else 0.85) else _RECOVERIES)
         user = chance.choice(users)
         if sharing == "unlisted" and command in READERS and chance.random() < 0.7:
             command, user = _BY_FILE, "bob"
-        is_beside = not is_sequence and chance.random() < (0.8 if kind == "race" else 0.4)
+        is_beside = not is_sequence and chance.random() < (0.8 if kind in ("race", "meet") else 0.4)
         after = None if number == 0 or is_beside else number - 1
         runs.append(Run(command, user, after, chance.random() < 0.8, chance.choice(hosts)))
     return tuple(runs)
@@ -231,15 +252,25 @@ def _events(chance, kind, runs):
     return tuple(events)
 
 
-@functools.cache
 def _size_of(command):
     """Count the calls of a command when nothing befalls it, and a few more for recovering what was left."""
     if command.function == "recover":
         return 200, 40
-    world = world_with(first_files())
-    task = world.add(command.without_patience())
-    world.run(lambda _: True)
+    task = _undisturbed(command.without_patience())
     return task.calls + 8, task.changes + 3
+
+
+def changes_of(command):
+    """Count the calls of a command that change the disk, when nothing befalls it."""
+    return _undisturbed(command).changes
+
+
+@functools.cache
+def _undisturbed(command):
+    world = world_with(first_files(), sharing="private", owner=USERS["alice"])
+    task = world.add(command, USERS["alice"])
+    world.run(lambda _: True)
+    return task
 
 
 def candidates(story):
@@ -253,6 +284,8 @@ def candidates(story):
         yield story._replace(restless=0.0)
     if story.is_unsynced:
         yield story._replace(is_unsynced=False)
+    if story.ends_with_cut:
+        yield story._replace(ends_with_cut=False)
     for number, run in enumerate(story.runs):
         simpler = run._replace(command=run.command.without_patience())
         if story.system != "no locks":

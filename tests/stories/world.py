@@ -224,9 +224,9 @@ class World(Kernel):
         self.disk.cut(self.random)
         self.files.clear()
         self.strangers.clear()
+        self.boots += 1
         # A virtual machine that is set back has the same one again.
         if self.random.random() < 0.9:
-            self.boots += 1
             self.boot = f"boot {self.boots}"
 
     @contextlib.contextmanager

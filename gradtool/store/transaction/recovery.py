@@ -111,8 +111,8 @@ class _Crashed:
         self._home, self._fd = home, fd
         # By number, and the names that the log there lists.
         self._folders, self._names = {0: folder}, {0: home.names}
-        # Folders whose pointer is missing or another run's.
-        self._unpointed: list[Folder] = []
+        # Folders whose pointer is missing or another run's, by number.
+        self._unpointed: dict[int, Folder] = {}
         for number, path in enumerate(home.folders[1:], 1):
             # No other error says that the folder is gone.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -127,7 +127,7 @@ class _Crashed:
         if pointer is not None and pointer.home == self._home.path and pointer.owner == self._home.owner:
             self._folders[number], self._names[number] = folder, pointer.names
         else:
-            self._unpointed.append(folder)
+            self._unpointed[number] = folder
 
     def recover(self, *, force: bool) -> str:
         """Roll the run forward if it was ready, and remove its files; return the outcome."""
@@ -148,7 +148,8 @@ class _Crashed:
         if not home.is_atomic or home.ended:
             return home.outcome
         (move,) = home.moves
-        folder = self._folders.get(move.folder)
+        # The pointer may have been removed before the log.
+        folder = self._folders.get(move.folder) or self._unpointed.get(move.folder)
         if folder is None or not is_new(folder, move):
             return UNTOUCHED
         # The run may have crashed before it did this.
@@ -230,7 +231,7 @@ class _Crashed:
     def _clear(self) -> None:
         """Remove whatever the run has made."""
         log = self._home.path.name
-        for folder in self._unpointed:
+        for folder in self._unpointed.values():
             # A pointer that was made but not written; on the disk too, it must be gone before the log is.
             if _is_own(folder, log) and read_log(folder, log) is None:
                 folder.unlink(log)

@@ -162,10 +162,10 @@ class Staged:
         try:
             self.folder.link(self.temporary.name, self.name)
         except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
-                raise
             if self._is_target():
                 return True
+            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
+                raise
             if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
                 raise self._created() from error
             return False

@@ -121,13 +121,10 @@ CASES = {
 
 
 class Scene:
-    """A data set that can be put back as it was, and what it holds before and after a command of so many `steps`.
+    """A data set that can be put back as it was, and what it holds before and after a command of so many `steps`."""
 
-    Of these, a test strikes at those of a `part`.
-    """
-
-    def __init__(self, case, count, *options, size=700, part="all"):
-        self._case, self._options, self.part = CASES[case], options, part
+    def __init__(self, case, count, *options, size=700):
+        self._case, self._options = CASES[case], options
         self.root = Path(tempfile.mkdtemp(prefix="gradtool-test-", dir=FAST))
         home = self.root / "fresh"
         self._case.make(home / "set", count, size)
@@ -149,8 +146,8 @@ class Scene:
         self.put_back()
 
     def each_step(self):
-        """The steps to strike at: a sample with the last, or the others for as long as there are any."""
-        return numbers(self.part, self.steps)
+        """The steps to strike at: a sample with the last."""
+        return numbers("sample", self.steps)
 
     def put_back(self):
         shutil.rmtree(self.root / "now", ignore_errors=True)

@@ -1,62 +1,49 @@
-"""Runs that are killed, or refused by the system, at every step that changes something on the disk."""
+"""Real processes on a real disk that are killed, or refused by the system, at steps that change something there.
+
+Every step of every command, and all that may come together, is tried in `tests/stories`, on a simulated disk.
+"""
 
 import collections
 import contextlib
 import itertools
 import json
 import random
-import shutil
 import signal
 import time
 
 import pytest
 from crashes import CASES, KILLED, Scene, shards
 from runner import run
-from tiers import EXHAUSTIVE, PARTS, in_parts, is_sampled, numbers
+from tiers import EXHAUSTIVE, numbers
 
-MODES = {
-    "replace": ["--write", "replace"],
-    "inplace": ["--write", "inplace"],
-    "replace-no-fsync": ["--write", "replace", "--no-fsync"],
-    "inplace-no-fsync": ["--write", "inplace", "--no-fsync"],
-}
+MODES = {"replace": ["--write", "replace"], "inplace": ["--write", "inplace"]}
 
 
 @pytest.fixture
-def scene(request, part):
-    scene = Scene(*request.param, part=part)
+def scene(request):
+    scene = Scene(*request.param)
     yield scene
     scene.close()
 
 
-def scenes(counts, cases=tuple(CASES), modes=tuple(MODES), sampled=None):
-    """Every case in every mode, of so many files; a sample of its steps is always tried if `sampled` says so of it."""
-    combined = [one for one in itertools.product(cases, modes, counts) if is_possible(*one)]
-    every = {"-".join(map(str, one)): one for one in combined}
-    chosen = [name for name, one in every.items() if sampled is None or sampled(*one)]
-    values = {name: (case, count, *MODES[mode]) for name, (case, mode, count) in every.items()}
-    return pytest.mark.parametrize(("scene", "part"), in_parts(values, chosen), indirect=["scene"])
+def scenes(*names):
+    """Cases, each as its name, the number of files and how they are written."""
+    values = {name: name.split("-", 2) for name in names}
+    params = [pytest.param((case, int(count), *MODES[mode]), id=name) for name, (case, count, mode) in values.items()]
+    return pytest.mark.parametrize("scene", params, indirect=True)
 
 
-def is_possible(case, mode, _count=0):
+def is_possible(case, mode):
     return not (CASES[case].grows and mode.startswith("inplace"))
 
 
-SAMPLED = [("clip", 1), ("clip", 8), ("layernorm", 1), ("total", 8), ("zero-total", 1), ("new-total", 1)]
-SAMPLED += [("state", 1), ("state", 8), ("first-state", 1)]
+THREE = scenes("clip-3-replace", "clip-3-inplace")
 
 
-def several_files_with_syncs(_case, mode, count):
-    return count > 1 and "no-fsync" not in mode
-
-
-@scenes([1, 8], modes=["replace", "inplace"], sampled=lambda case, _, count: (case, count) in SAMPLED)
+@scenes(
+    "clip-1-replace", "clip-1-inplace", "clip-8-replace", "clip-8-inplace", "state-8-replace", "layernorm-8-inplace"
+)
 def test_a_run_that_is_killed_at_any_step_leaves_all_old_or_all_new(scene):
-    check_kills(scene)
-
-
-@scenes([2], modes=["replace-no-fsync", "inplace-no-fsync"], sampled=lambda case, *_: case == "clip")
-def test_a_run_without_syncs_that_is_killed_does_so_too(scene):
     check_kills(scene)
 
 
@@ -67,11 +54,10 @@ def check_kills(scene):
         if states[step] is None:
             assert scene.state() == "new"
             break
-    if scene.part == "sample":
-        # Those between, one of which commits.
-        last_old = max(step for step in states if states[step] == "old")
-        for step in range(last_old + 1, min(step for step in states if states[step] == "new")):
-            check_kill(scene, step)
+    # Those between, one of which commits.
+    last_old = max(step for step in states if states[step] == "old")
+    for step in range(last_old + 1, min(step for step in states if states[step] == "new")):
+        check_kill(scene, step)
     assert set(states.values()) >= {"old", "new"}
     assert len(states) > 3
 
@@ -115,74 +101,7 @@ def check_recovered(recovered, state):
     assert outcomes in ([], ["finished"] if state == "new" else ["untouched"])
 
 
-@PARTS
-@pytest.mark.parametrize("kind", ["kill", "SIGTERM", "ENOSPC"])
-def test_a_new_output_folder_is_there_as_a_whole_or_not_at_all(tmp_path, kind, part):
-    shards(tmp_path / "in", 2, 300)
-    shutil.copytree(tmp_path / "in", tmp_path / "expected")
-    assert run("clip", tmp_path / "expected", "--max-norm", "1").code == 0
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
-    new = tmp_path / "new"
-    command = ["clip", tmp_path / "in", "--max-norm", "1", "--output-dir", new / "a" / "b"]
-    last = run(*command, fault="kill@0").steps
-    for step in numbers(part, last):
-        shutil.rmtree(new, ignore_errors=True)
-        done = run(*command, fault=f"{kind}@{step}")
-        assert done.code in {"kill": (0, KILLED), "SIGTERM": (0, 143), "ENOSPC": (0, 5)}[kind]
-        if kind == "kill" or "hint: run gradtool recover" in done.err:
-            assert run("recover", tmp_path).code == 0
-        there = {path.name: path.read_bytes() for path in new.rglob("*") if path.is_file()}
-        assert there == (wanted if new.exists() else {}), (step, done, list(tmp_path.rglob("*")))
-        assert sorted(path.name for path in tmp_path.iterdir() if path != new) == ["expected", "in"], (step, done)
-        if done.steps < step:
-            break
-        run("recover", tmp_path)
-    assert new.exists()
-
-
-CREATIONS = {
-    "like": lambda source: ["--shard-like", source],
-    "size": lambda _: ["--max-shard-size", "2KB", "--no-fsync"],
-}
-
-
-@PARTS
-@pytest.mark.parametrize("how", CREATIONS)
-@pytest.mark.parametrize("kind", ["kill", "SIGTERM", "ENOSPC"])
-def test_a_sharded_set_is_made_as_a_whole_or_not_at_all(tmp_path, kind, how, part):
-    shards(tmp_path / "in", 3, 300)
-    new = tmp_path / "new" / "set"
-    options = CREATIONS[how](tmp_path / "in")
-    assert run("accumulate", tmp_path / "in", "--output-dir", tmp_path / "expected", *options).code == 0
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
-    assert len(wanted) == {"like": 4, "size": 10}[how]
-    command = ["accumulate", tmp_path / "in", "--output-dir", new, *options]
-    last = run(*command, fault="kill@0").steps
-    made = set()
-    for step in numbers(part, last):
-        shutil.rmtree(new.parent, ignore_errors=True)
-        done = run(*command, fault=f"{kind}@{step}")
-        assert done.code in {"kill": (0, KILLED), "SIGTERM": (0, 143), "ENOSPC": (0, 5)}[kind]
-        looked = run("norm", new)
-        assert looked.code in (0, 3, 5), looked
-        if kind == "kill" or "hint: run gradtool recover" in done.err:
-            assert run("recover", tmp_path).code == 0
-        there = {path.name: path.read_bytes() for path in new.parent.rglob("*") if path.is_file()}
-        assert there == (wanted if new.parent.exists() else {}), (step, done, list(tmp_path.rglob("*")))
-        # Nobody read a part of it, nor all of it before that was certain.
-        assert looked.code != 0 or there == wanted, (step, looked)
-        beside = sorted(path.name for path in tmp_path.iterdir() if path != new.parent)
-        assert beside == ["expected", "in"], (step, done)
-        made.add(new.exists())
-        if done.steps < step:
-            break
-        run("recover", tmp_path)
-    assert made == {False, True}
-
-
-@PARTS
-@pytest.mark.parametrize("kind", ["kill", "SIGTERM"])
-def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_again(tmp_path, kind, part):
+def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_again(tmp_path):
     new = tmp_path / "new"
     commands = []
     for name, size in (("old", 200), ("new", 300)):
@@ -194,9 +113,9 @@ def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_a
         last = run(*command, fault="kill@0").steps
         states.append({path.name: path.read_bytes() for path in new.iterdir()})
     found = set()
-    for step in numbers(part, last):
+    for step in numbers("sample", last):
         assert run(*commands[0]).code == 0
-        done = run(*commands[1], fault=f"{kind}@{step}")
+        done = run(*commands[1], fault=f"kill@{step}")
         looked = run("norm", new)
         assert looked.code in (0, 5), looked
         # Of other files, which are not mixed with those that are there.
@@ -210,7 +129,7 @@ def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_a
         # A run that was killed before it had written its log has left a lock or an empty log; recover removes them.
         there = {path.name: path.read_bytes() for path in new.iterdir()}
         empty = {name: b"" for name in there if name.startswith(".gradtool") and name.endswith((".lock", ".run"))}
-        assert len(empty) <= 2 * (kind == "kill")
+        assert len(empty) <= 2
         assert there == states[1] | empty, step
         assert (run("recover", new).code, {path.name: path.read_bytes() for path in new.iterdir()}) == (0, states[1])
         if done.steps < step:
@@ -218,7 +137,7 @@ def test_a_sharded_set_is_replaced_as_a_whole_or_not_at_all_and_can_be_written_a
     assert found == {0, 1}
 
 
-@scenes([1, 3], modes=["replace", "inplace", "replace-no-fsync"], sampled=several_files_with_syncs)
+@THREE
 def test_a_signal_at_any_step_ends_a_run_that_tells_what_became_of_the_files(scene):
     codes = set()
     for step in scene.each_step():
@@ -270,7 +189,7 @@ def at_any_instant(pytestconfig):
     count, seed = pytestconfig.getoption("--kills"), random.randrange(1 << 32)  # noqa: S311 - no secret
     print(f"seed {seed}")  # noqa: T201 - shown where the test fails
     rng = random.Random(seed)  # noqa: S311 - no secret
-    every = [one for one in itertools.product(CASES, ["replace", "inplace"]) if is_possible(*one)]
+    every = [one for one in itertools.product(CASES, MODES) if is_possible(*one)]
     for number, (case, mode) in enumerate(every):
         # Large enough for two threads, and for more than a block each.
         with contextlib.closing(Scene(case, 8, *MODES[mode], "--threads", "2", size=250_000)) as scene:
@@ -313,39 +232,7 @@ def test_a_run_that_is_killed_at_any_instant_leaves_all_old_or_all_new(pytestcon
     print(dict(seen))  # noqa: T201 - for those who ask for many
 
 
-@scenes([2], cases=["clip"], modes=["replace", "inplace"])
-def test_recovering_can_be_killed_at_any_step_too(scene):
-    # The rest is whatever a recovery does after a step of the rest, and its own rest after one of the sample.
-    for step in scene.each_step() if scene.part == "sample" else numbers("all"):
-        scene.put_back()
-        if scene.run(fault=f"kill@{step}").code == 0:
-            break
-        for inner in numbers(scene.part if is_sampled(step) else "all"):
-            if scene.recover(fault=f"kill@{inner}").code == 0:
-                break
-            assert scene.recover().code == 0
-            assert scene.state() in ("old", "new"), (step, inner, scene.state())
-            scene.put_back()
-            assert scene.run(fault=f"kill@{step}").code == KILLED
-        assert scene.state() in ("old", "new"), (step, scene.state())
-
-
-@scenes([1, 3], modes=["replace", "inplace"], sampled=lambda case, _mode, count: (case, count) == ("clip", 3))
-def test_the_next_run_finishes_what_a_killed_one_left(scene):
-    for step in scene.each_step():
-        if scene.run(fault=f"kill@{step}").code == 0:
-            break
-        done = scene.run()
-        assert done.code == 0, (step, done)
-        # But for a log that was not written yet, or was removed, and so names no file: its lock is left.
-        left = [name.rpartition(".")[2] for name in scene.files() if name.startswith(".gradtool")]
-        assert left in ([], ["lock"]) or (step in (4, 5, 6) and left == ["lock", "run"]), (step, left)
-        assert scene.recover().code == 0
-        assert not [name for name in scene.files() if name.startswith(".gradtool")], step
-        scene.put_back()
-
-
-@scenes([1, 3], sampled=lambda case, mode, count: case == "zero" and several_files_with_syncs(case, mode, count))
+@THREE
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_a_call_that_fails_leaves_all_old_and_nothing_behind_or_is_completed_by_recovery(scene, error):
     for step in scene.each_step():
@@ -366,7 +253,7 @@ def test_a_call_that_fails_leaves_all_old_and_nothing_behind_or_is_completed_by_
             break
 
 
-@scenes([1, 3], cases=["clip"], sampled=several_files_with_syncs)
+@THREE
 def test_a_disk_that_fails_from_some_call_on_loses_nothing(scene):
     for step in scene.each_step():
         done = scene.run(fault=f"EIO@{step}+")
@@ -380,13 +267,3 @@ def test_a_disk_that_fails_from_some_call_on_loses_nothing(scene):
         assert scene.state() in ("old", "new"), (step, scene.state())
         scene.put_back()
     assert step > 5
-
-
-@scenes([2], modes=["replace", "inplace"], sampled=lambda case, *_: case == "accumulate")
-def test_a_call_that_writes_less_than_it_was_given_is_made_again(scene):
-    for step in scene.each_step():
-        done = scene.run(fault=f"short@{step}")
-        assert (done.code, scene.state()) == (0, "new"), (step, done)
-        scene.put_back()
-        if done.steps < step:
-            break

@@ -14,15 +14,6 @@ def examples(count, part):
     return settings(max_examples=max(10, count // 10) if part == "sample" else count)
 
 
-def in_parts(values, sampled):
-    """Parameters, by name, each with a part of what is tried of it: "sample" and "rest", or "all" if not `sampled`."""
-    return [
-        pytest.param(value, part, id=f"{name}-{part}", marks=[] if part == "sample" else [EXHAUSTIVE])
-        for name, value in values.items()
-        for part in (("sample", "rest") if name in sampled else ("all",))
-    ]
-
-
 def is_sampled(number):
     """Whether the step with a number, from 1, is in the sample."""
     return number == 1 or number % 5 == 0
@@ -36,8 +27,3 @@ def numbers(part, last=None):
             return
         if part == "all" or is_sampled(number) == (part == "sample"):
             yield number
-
-
-def up_to(last, part):
-    """The numbers of a part, of which there are so many in all."""
-    return list(itertools.takewhile(lambda number: number <= last, numbers(part, last)))

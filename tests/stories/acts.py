@@ -25,7 +25,8 @@ def write(world, event):
         at = len(inode.content) - 1 - 4 * (event.what % 60)
         byte = bytes([inode.content[at] ^ 0x01])
         os.pwrite(fd, byte, at)
-        if event.what % 2:
+        # A write, its date set back and another mode together are not noticed, as the pages say.
+        if event.what % 2 and path not in world.private:
             os.utime(fd, ns=(before, before))
         os.fsync(fd)
     world.foreign.append(Foreign(world.calls, path, inode.number, (at, byte)))
@@ -53,7 +54,8 @@ def chmod(world, event):
     """Make a file private."""
     path, inode = _data(world, event.what)
     # A change that changes nothing looks like a write whose date was set back, as the pages say.
-    if inode is not None and inode.mode & 0o777 != 0o600:
+    is_written = any(done.path == path for done in world.foreign)
+    if inode is not None and inode.mode & 0o777 != 0o600 and not is_written:
         with _as_user(world, ROOT):
             os.chmod(path, 0o600)
         world.private[path] = world.calls, inode.number

@@ -1172,6 +1172,30 @@ PAST: tuple[Mutation, ...] = (
 """,
     ),
     _slip(
+        "pointer-gone-counts-as-old",
+        "The power is cut after a single file was renamed in a new folder and its pointer removed: recovery says that"
+        " the run had changed nothing.",
+        RECOVERY,
+        "folder = self._folders.get(move.folder) or self._unpointed.get(move.folder)",
+        "folder = self._folders.get(move.folder)",
+    ),
+    _slip(
+        "a-swap-ends-the-run-without-a-word-in-the-log",
+        "A neighbour swaps a file right after its rename, the run clears up without a line that it has ended, and the"
+        " power is cut: the log is back, its pointers are not, and not even --force can recover it.",
+        COMMIT,
+        """\
+        written, self._staged = self._staged, []
+        try:
+""",
+        """\
+        written, self._staged = self._staged, []
+        if swapped:
+            raise changed_meanwhile(swapped[0].target)
+        try:
+""",
+    ),
+    _slip(
         "bare-error-of-a-status",
         "The system refuses the status of a log: the error is taken for a bug of gradtool.",
         RUNS,

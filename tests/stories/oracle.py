@@ -269,7 +269,11 @@ def _check_order(story, tasks, world, first):
 def _told_of(world):
     """Return what became of crashed runs, by the numbers of their tasks, as those that recovered them have told."""
     rows = [row for task in world.tasks if task.is_done for row in getattr(task.result, "per_run", ())]
-    return {world.runs[row.file.rpartition("-")[2].removesuffix(".run")]: row.outcome for row in rows}
+    told = {}
+    # What was finished once stays so, even if a log of it comes back.
+    for row in sorted(rows, key=lambda row: row.outcome == "finished"):
+        told[world.runs[row.file.rpartition("-")[2].removesuffix(".run")]] = row.outcome
+    return told
 
 
 def _step_of(command, task, told):

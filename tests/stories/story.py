@@ -196,9 +196,11 @@ def story_of(seed):
     sharing = chance.choice(("own", "private", "open", "open", "sticky", "unlisted"))
     if kind in ("hostile", "all"):
         sharing = chance.choice(("open", "sticky"))
+    elif system == "no links" and sharing == "unlisted":
+        sharing = "own"  # Who cannot list a folder finds logs by links; file systems without have no such modes.
     restless = chance.choice((0.01, 0.05, 0.2, 0.5) if kind in ("race", "meet") else (0.0, 0.02, 0.1, 0.3))
     runs = _runs(chance, kind, system, sharing)
-    events, more = _events(chance, kind, runs), (chance.random() < 0.2, chance.random() < 0.4)
+    events, more = _events(chance, kind, runs), (chance.random() < 0.2, chance.random() < 0.5)
     return Story(seed, system, sharing, restless, runs, events, *more)
 
 
@@ -242,7 +244,9 @@ def _events(chance, kind, runs):
             task = min(count, len(runs) - 1)
         of = chance.choice(("call", "change", "change"))
         calls, changes = _size_of(runs[task].command)
-        number = 1 + chance.randrange(calls if of == "call" else changes)
+        last = calls if of == "call" else changes
+        # At the end, more depends on every step.
+        number = chance.choice((1 + chance.randrange(last), last - chance.randrange(min(last, 25))))
         what = chance.choice(_EVENTS[kind])
         details = _ACT_NUMBERS if what in ACTS and what not in ("stall", "peek") else _DETAILS.get(what, (None,))
         event = Event(task, of, number, what, chance.choice(details))
@@ -255,14 +259,15 @@ def _events(chance, kind, runs):
 def _size_of(command):
     """Count the calls of a command when nothing befalls it, and a few more for recovering what was left."""
     if command.function == "recover":
-        return 200, 40
+        return 100, 20
     task = _undisturbed(command.without_patience())
     return task.calls + 8, task.changes + 3
 
 
-def changes_of(command):
-    """Count the calls of a command that change the disk, when nothing befalls it."""
-    return _undisturbed(command).changes
+def count_of(command, of):
+    """Count the calls of a command, or with "change" those that change the disk, when nothing befalls it."""
+    task = _undisturbed(command)
+    return task.calls if of == "call" else task.changes
 
 
 @functools.cache

@@ -133,8 +133,6 @@ class Commit:
         self._move_and_copy(sources, is_atomic=is_atomic)
         swapped = [staged for staged in self._staged if staged.was_swapped()]
         written, self._staged = self._staged, []
-        if swapped:
-            raise changed_meanwhile(swapped[0].target)
         try:
             self._transaction.sync_folders()
             if not is_atomic:
@@ -149,6 +147,8 @@ class Commit:
             what = "all files were written and are in place, but whether they would survive a power cut is unknown"
             reason = f"{what}: the folder could not be synced: {error.strerror}"
             raise SystemRefusedError(reason, file=file, hint=hint) from error
+        if swapped:
+            raise changed_meanwhile(swapped[0].target)
 
     def _log_ready(self, sources: Sequence[Rights], *, is_atomic: bool) -> None:
         """Check once more that every target is as it was read, and log that all is ready."""

@@ -163,6 +163,7 @@ _RECOVERIES = (RECOVER, RECOVER, *(Command("recover", (path,)) for path in ("/w/
 _PATIENCE = ("lock_timeout", 3.0)
 # What befalls runs, by the plot of a story.
 _EVENTS = {
+    "simple": ("error", "error", "late", "kill", "tear", "cut", "signal", "short"),
     "crash": ("kill", "kill", "tear", "cut", "cut", "error"),
     "recover": ("kill", "tear", "cut"),
     "race": ("stall",),
@@ -173,7 +174,22 @@ _EVENTS = {
     "all": ("kill", "tear", "cut", "error", "full", "signal", "jump", "stall", "write", "replace", "chmod", "swap"),
 }
 _PLOTS = (
-    *("crash", "crash", "recover", "recover", "race", "meet", "meet", "error", "error", "foreign", "foreign"),
+    *(
+        "simple",
+        "simple",
+        "simple",
+        "crash",
+        "crash",
+        "recover",
+        "recover",
+        "race",
+        "meet",
+        "meet",
+        "error",
+        "error",
+        "foreign",
+        "foreign",
+    ),
     *("hostile", "all"),
 )
 _DETAILS = {
@@ -210,12 +226,12 @@ def _runs(chance, kind, system, sharing):
     is_own = sharing in ("own", "private", "unlisted")
     users = [chance.choice(("alice", "alice", "root"))] if is_own else chance.sample(list(USERS), chance.randint(1, 2))
     # Where two runs at once are not kept apart, as the pages say; and where each is about what the one before has left.
-    is_sequence = system == "no locks" or kind == "recover"
+    is_sequence = system == "no locks" or kind in ("recover", "simple")
     favourite = chance.choice(WRITERS)
     runs = []
-    for number in range(chance.randint(2, 5)):
+    for number in range(chance.randint(1, 2) if kind == "simple" else chance.randint(2, 5)):
         share = chance.random()
-        if kind == "recover" and number == 1:
+        if kind in ("recover", "simple") and number == 1:
             command = chance.choice(_RECOVERIES)
         elif number == 0 or share < 0.55:
             command = favourite if chance.random() < 0.5 else chance.choice(WRITERS)
@@ -238,8 +254,8 @@ def _runs(chance, kind, system, sharing):
 def _events(chance, kind, runs):
     """Make up what befalls the runs."""
     events = []
-    for count in range(chance.choice((1, 1, 1, 2, 2, 3, 4))):
-        task = chance.choice((0, 0, 0, chance.randrange(len(runs))))
+    for count in range(1 if kind == "simple" else chance.choice((1, 1, 1, 2, 2, 3, 4))):
+        task = 0 if kind == "simple" else chance.choice((0, 0, 0, chance.randrange(len(runs))))
         if kind == "recover":
             task = min(count, len(runs) - 1)
         of = chance.choice(("call", "change", "change"))
@@ -253,6 +269,9 @@ def _events(chance, kind, runs):
         # What fails once may fail again.
         more = chance.randint(1, 3) if what == "error" and chance.random() < 0.3 else 0
         events += [event._replace(number=number + later) for later in range(more + 1)]
+        if what == "error" and chance.random() < 0.3:
+            # A crash while it clears up.
+            events.append(Event(task, of, number + chance.randint(1, 12), "kill"))
     return tuple(events)
 
 

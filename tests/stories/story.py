@@ -194,6 +194,7 @@ _PLOTS = (
 )
 _DETAILS = {
     "error": (
+        *[errno.EIO] * 4,
         *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.EACCES, errno.EROFS, errno.ENOLCK, errno.ESTALE),
     ),
     "late": (errno.EIO, errno.ENOENT, errno.ESTALE),

@@ -2,12 +2,15 @@
 
 import errno
 import signal
+import sys
 
 import oracle
 import pytest
 import story
 from tiers import EXHAUSTIVE, PARTS, numbers
 from world import Event
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls of Linux are simulated")
 
 # What strikes at a change of the disk. A power cut keeps another part of what was not safe each time.
 STRIKES = {

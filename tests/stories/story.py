@@ -163,6 +163,8 @@ _RECOVERIES = (RECOVER, RECOVER, *(Command("recover", (path,)) for path in ("/w/
 _PATIENCE = ("lock_timeout", 3.0)
 # What befalls runs, by the plot of a story.
 _EVENTS = {
+    # Another program comes by after a crash, and before it is recovered.
+    "visit": ("kill", "kill", "tear", "cut"),
     "simple": ("error", "error", "late", "kill", "tear", "cut", "signal", "short"),
     "crash": ("kill", "kill", "tear", "cut", "cut", "error"),
     "recover": ("kill", "tear", "cut"),
@@ -174,23 +176,8 @@ _EVENTS = {
     "all": ("kill", "tear", "cut", "error", "full", "signal", "jump", "stall", "write", "replace", "chmod", "swap"),
 }
 _PLOTS = (
-    *(
-        "simple",
-        "simple",
-        "simple",
-        "crash",
-        "crash",
-        "recover",
-        "recover",
-        "race",
-        "meet",
-        "meet",
-        "error",
-        "error",
-        "foreign",
-        "foreign",
-    ),
-    *("hostile", "all"),
+    *("simple", "simple", "simple", "visit", "visit", "crash", "crash", "recover", "recover", "race", "meet", "meet"),
+    *("error", "error", "foreign", "foreign", "hostile", "all"),
 )
 _DETAILS = {
     "error": (
@@ -227,12 +214,12 @@ def _runs(chance, kind, system, sharing):
     is_own = sharing in ("own", "private", "unlisted")
     users = [chance.choice(("alice", "alice", "root"))] if is_own else chance.sample(list(USERS), chance.randint(1, 2))
     # Where two runs at once are not kept apart, as the pages say; and where each is about what the one before has left.
-    is_sequence = system == "no locks" or kind in ("recover", "simple")
+    is_sequence = system == "no locks" or kind in ("recover", "simple", "visit")
     favourite = chance.choice(WRITERS)
     runs = []
     for number in range(chance.randint(1, 2) if kind == "simple" else chance.randint(2, 5)):
         share = chance.random()
-        if kind in ("recover", "simple") and number == 1:
+        if kind in ("recover", "simple", "visit") and number == 1:
             command = chance.choice(_RECOVERIES)
         elif number == 0 or share < 0.55:
             command = favourite if chance.random() < 0.5 else chance.choice(WRITERS)
@@ -255,8 +242,8 @@ def _runs(chance, kind, system, sharing):
 def _events(chance, kind, runs):
     """Make up what befalls the runs."""
     events = []
-    for count in range(1 if kind == "simple" else chance.choice((1, 1, 1, 2, 2, 3, 4))):
-        task = 0 if kind == "simple" else chance.choice((0, 0, 0, chance.randrange(len(runs))))
+    for count in range(1 if kind in ("simple", "visit") else chance.choice((1, 1, 1, 2, 2, 3, 4))):
+        task = 0 if kind in ("simple", "visit") else chance.choice((0, 0, 0, chance.randrange(len(runs))))
         if kind == "recover":
             task = min(count, len(runs) - 1)
         of = chance.choice(("call", "change", "change"))
@@ -273,6 +260,9 @@ def _events(chance, kind, runs):
         if what == "error" and chance.random() < 0.3:
             # A crash while it clears up.
             events.append(Event(task, of, number + chance.randint(1, 12), "kill"))
+    if kind == "visit":
+        what = chance.choice(("write", "write", "replace"))
+        events.append(Event(1, "call", chance.randint(1, 60), what, chance.choice(_ACT_NUMBERS)))
     return tuple(events)
 
 

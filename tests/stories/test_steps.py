@@ -83,6 +83,18 @@ def test_a_disk_that_fails_from_some_call_on_loses_nothing(command, part):
         check(command, events, step)
 
 
+@PARTS
+@pytest.mark.parametrize("command", FEW.values(), ids=FEW)
+def test_what_other_programs_write_after_a_crash_is_kept(command, part):
+    last = story.count_of(command, "change")
+    for step in numbers(part, last):
+        for seed, (what, number) in enumerate(FOREIGN if step <= last else ()):
+            events = [Event(0, "change", step, "kill"), Event(1, "call", 1, what, number)]
+            check(command, events, 1000 * step + seed, [story.RECOVER])
+        if step >= last:
+            break
+
+
 @EXHAUSTIVE
 @pytest.mark.parametrize("kind", ["kill", "tear", "cut"])
 @pytest.mark.parametrize("first", ["kill", "cut"])

@@ -5,13 +5,9 @@ import os
 
 from disk import ROOT
 from kernel import Process
-from places import MALLORY, Foreign, first_files, other_files
+from places import MALLORY, Foreign, SeenError, first_files, other_files
 
 from gradtool.store.transaction.log import FORMAT, line_of
-
-
-class SeenError(AssertionError):
-    """Another user could open what nobody else may."""
 
 
 def write(world, event):

@@ -13,9 +13,21 @@ import stat
 import traceback
 from typing import NamedTuple
 
-from acts import ACTS, SeenError
+from acts import ACTS
 from disk import Op
-from places import FOLDERS, MALLORY, SECRET, SECRETS, USERS, Foreign, first_files, left_in, state_of, world_with
+from places import (
+    FOLDERS,
+    MALLORY,
+    SECRET,
+    SECRETS,
+    USERS,
+    Foreign,
+    SeenError,
+    first_files,
+    left_in,
+    state_of,
+    world_with,
+)
 from story import Command, candidates
 from world import EndlessError, Interrupted, Killed
 

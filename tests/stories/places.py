@@ -43,6 +43,10 @@ SHARING = {
 }
 
 
+class SeenError(AssertionError):
+    """What nobody may open was opened."""
+
+
 class Foreign(NamedTuple):
     """What another program did to a file at a call: the inode, and a byte at an offset or the new content."""
 
@@ -81,6 +85,12 @@ class StoryWorld(World):
         content = super().os_pread(fd, count, begin)
         self._see(self.files[fd].inode.number)
         return content
+
+    def os_preadv(self, fd, views, begin):
+        inode = self.files[fd].inode if fd in self.files else None
+        if inode is not None and not self.is_quiet and bytes(inode.content or b"") == SECRET:
+            raise SeenError(f"{self.files[fd].path} led to what its user has not named")
+        return super().os_preadv(fd, views, begin)
 
     def os_urandom(self, count):
         run = super().os_urandom(count)

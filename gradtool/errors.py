@@ -129,13 +129,13 @@ class DeviceMemoryError(SystemRefusedError):
 
 
 class BugError(AssertionError):
-    """What cannot be is so all the same: gradtool itself is wrong. What it was about to do, it does not do."""
+    """An invariant does not hold: a bug in gradtool, which stops here instead of changing a file."""
 
 
-def ensure(truth: bool, what: str) -> None:
-    """Raise `BugError`, which says what is wrong, unless something is as it must always be."""
-    if not truth:
-        raise BugError(what)
+def ensure(condition: bool, message: str) -> None:
+    """Raise `BugError` with a message unless a condition holds that must always hold."""
+    if not condition:
+        raise BugError(message)
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -27,3 +27,8 @@ def numbers(part, last=None):
             return
         if part == "all" or is_sampled(number) == (part == "sample"):
             yield number
+
+
+def up_to(last, part):
+    """The numbers of a part, of which there are so many in all."""
+    return list(itertools.takewhile(lambda number: number <= last, numbers(part, last)))

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 UNSUPPORTED = system.UNSUPPORTED
 # The name now leads to a link, a folder, a socket or nothing.
 _REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
-# The folder is gone, not empty or none; or it or the one above it is another user's.
-_NOT_TO_REMOVE = (
-    *(errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG),
-    *(errno.EACCES, errno.EPERM),
-)
+# The folder is gone, not empty, or no folder; or another user's, as the one above it may be.
+_NOT_REMOVABLE = (
+    errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM,
+)  # fmt: skip
 _TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_SEARCH = _TO_LIST | system.TO_SEARCH
 
@@ -210,12 +209,12 @@ class Folder:
             os.unlink(name, dir_fd=self.fd)
 
     def unmake(self, name: str) -> None:
-        """Remove a folder, if it exists, is empty and is not in another user's."""
+        """Remove a folder, if it exists, is empty and may be removed."""
         step()
         try:
             os.rmdir(name, dir_fd=self.fd)
         except OSError as error:
-            if error.errno not in _NOT_TO_REMOVE:
+            if error.errno not in _NOT_REMOVABLE:
                 raise
 
     def sync(self) -> None:

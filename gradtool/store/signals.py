@@ -27,7 +27,7 @@ ENDING = sorted(int(one) for one in signal.valid_signals() if getattr(one, "name
 # The original handlers while signals are deferred, and the signals that have arrived since.
 _handlers: Handlers = {}
 pending: list[int] = []
-# What an exception is told that comes afterwards.
+# The note of an exception that is raised once all files are new.
 WRITTEN = "all files were written before"
 # All files are new: nothing is left for a signal to stop, only the result to print.
 _is_committed = False
@@ -46,7 +46,6 @@ def deferred() -> Iterator[None]:
         return
     _is_committed = False
     pending.clear()
-    notes: list[str] = []
     try:
         for number in ENDING:
             handler = signal.getsignal(number)
@@ -54,9 +53,6 @@ def deferred() -> Iterator[None]:
                 _handlers[number] = handler
                 signal.signal(number, lambda number, _: pending.append(number))
         yield
-    except BaseException as error:
-        notes = getattr(error, "__notes__", notes)
-        raise
     finally:
         before = dict(_handlers)
         _handlers.clear()
@@ -67,8 +63,8 @@ def deferred() -> Iterator[None]:
                 # If a handler raises, the rest is dropped: it would interrupt the clean-up that this one sets off.
                 before[number](number, sys._getframe())  # noqa: SLF001 - handlers of profilers look at it
         except BaseException as error:
-            # It hides what ended the block, but not what became of the files.
-            for note in [WRITTEN] if _is_committed else notes:
+            # It hides the exception that ended the block, but not what that says of the files.
+            for note in getattr(error.__context__, "__notes__", [WRITTEN] * _is_committed):
                 error.add_note(note)
             raise
 

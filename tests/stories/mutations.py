@@ -6,10 +6,17 @@ Each is one slip in the store. Runs that nothing disturbs are right with it, and
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
+
+PACKAGE = Path(__file__).parents[2] / "gradtool"
 
 CHANNEL = "store/io/channel.py"
 COMMIT = "store/transaction/commit.py"
@@ -47,6 +54,15 @@ class Mutation(NamedTuple):
     name: str
     why: str
     edits: tuple[Edit, ...]
+
+
+@contextlib.contextmanager
+def planted(mutation: Mutation) -> Iterator[dict[str, str]]:
+    """Make a copy of the package with a defect; the environment in which Python imports that one."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(PACKAGE, Path(folder) / "gradtool", ignore=shutil.ignore_patterns("__pycache__"))
+        plant(mutation, Path(folder) / "gradtool")
+        yield os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def plant(mutation: Mutation, package: Path) -> None:
@@ -1134,24 +1150,24 @@ PAST: tuple[Mutation, ...] = (
         "A signal is pending when a rename fails after the first: the exception of its handler has no word of it, and"
         " the command says that no file was changed.",
         SIGNALS,
-        "for note in [WRITTEN] if _is_committed else notes:",
-        "for note in [WRITTEN] if _is_committed else ():",
+        'for note in getattr(error.__context__, "__notes__", [WRITTEN] * _is_committed):',
+        "for note in [WRITTEN] * _is_committed:",
     ),
     _slip(
         "signal-after-all-is-new",
         "A program without handlers of its own is interrupted once all files are new: the KeyboardInterrupt does not"
         " say that they are.",
         SIGNALS,
-        "for note in [WRITTEN] if _is_committed else notes:",
-        "for note in notes:",
+        'for note in getattr(error.__context__, "__notes__", [WRITTEN] * _is_committed):',
+        'for note in getattr(error.__context__, "__notes__", ()):',
     ),
     _slip(
         "folders-of-another-user",
         "A run is killed before it makes the folders of its output, another user makes them: its recovery fails for"
         " good, because it may not remove them.",
         FS,
-        "    *(errno.EACCES, errno.EPERM),\n",
-        "",
+        "errno.ENAMETOOLONG, errno.EACCES, errno.EPERM,\n",
+        "errno.ENAMETOOLONG,\n",
     ),
     _slip(
         "answer-lost-though-the-link-was-made",

@@ -176,9 +176,7 @@ def _needs_recovery(task):
 
 def _recover(story, world, *, force=False):
     """Recover as each user who wrote anything, and as root, without faults; return what was refused in the end."""
-    world.events.clear()
-    world.strangers.clear()
-    world.restless, world.disk.size, world.memory_seconds = 0.0, 1 << 30, 0.0
+    world.calm()
     users = [*dict.fromkeys(run.user for run in story.runs if run.user != "root" and run.command.writes), "root"]
     refusals = []
     # Twice, because one may have to wait for what another recovers.
@@ -212,7 +210,6 @@ def _check_recovered(story, world, refusals):
     # Without locks, nobody knows whether a process is about to write its log.
     if left_in(world) and story.system != "no locks":
         raise BrokenError(f"recovery has left {left_in(world)}")
-
     tree = world.disk.tree()
     empty = [path for path, inode in tree.items() if path.startswith("/w/") and inode.is_folder and not inode.entries]
     # What another process made stays; and a power cut may bring back what was removed.

@@ -69,6 +69,8 @@ class StoryWorld(World):
         self.private = {}
         # Another user did what that user may do, and data may be lost.
         self.is_hostile = False
+        # The inodes of private files that no run is about.
+        self.secrets = set()
         # The users of tasks, by number.
         self.names = {}
         # Those that make up the IDs of runs, by ID.
@@ -81,16 +83,12 @@ class StoryWorld(World):
         self._see(status.st_ino)
         return status
 
-    def os_pread(self, fd, count, begin):
-        content = super().os_pread(fd, count, begin)
-        self._see(self.files[fd].inode.number)
-        return content
-
-    def os_preadv(self, fd, views, begin):
-        inode = self.files[fd].inode if fd in self.files else None
-        if inode is not None and not self.is_quiet and bytes(inode.content or b"") == SECRET:
+    def _readable(self, fd):
+        inode = super()._readable(fd)
+        if inode.number in self.secrets and not self.is_quiet:
             raise SeenError(f"{self.files[fd].path} led to what its user has not named")
-        return super().os_preadv(fd, views, begin)
+        self._see(inode.number)
+        return inode
 
     def os_urandom(self, count):
         run = super().os_urandom(count)
@@ -168,6 +166,7 @@ def world_with(files, seed=0, system="ext4", sharing="own", restless=0.0, owner=
         file = disk.create(ROOT, folders[folder], name, stat.S_IFREG | mode)
         disk.write(file, 0, content)
         file.uid, file.gid = user.uid, user.gid
+        return file.number
 
     for path in [*FOLDERS, *(path.rpartition("/")[0] for path in files)]:
         folder_at(path, folder_mode, owner)
@@ -176,7 +175,7 @@ def world_with(files, seed=0, system="ext4", sharing="own", restless=0.0, owner=
     folder_at("/home", 0o755, ROOT)
     for path, user in SECRETS.items():
         folder_at(path.rpartition("/")[0], 0o700, user)
-        put(path, 0o600, user, SECRET)
+        world.secrets.add(put(path, 0o600, user, SECRET))
     disk.settle()
     return world
 

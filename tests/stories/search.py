@@ -9,10 +9,8 @@ import collections
 import itertools
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -84,7 +82,8 @@ def _play(work):
                 failed.append((seed, f"found at seed {seed}: {str(error).splitlines()[0]}", ""))
                 break
             small = oracle.smaller(tale)
-            failed.append((seed, f"{small}\n{oracle.failure_of(small)}\n", story.to_json(small)))
+            kept = story.to_json(small)
+            failed.append((seed, f"{small}\n{oracle.failure_of(small)}\n{kept}\n", kept))
             continue
         calls += world.calls
         struck.update(event.kind for event in world.struck)
@@ -96,17 +95,13 @@ def search_defects(options):
     """Plant defects one by one, and print how many stories it takes to find each."""
     import mutations
 
-    package = HERE.parent.parent / "gradtool"
     missed = []
     for mutation in mutations.PLANTED + mutations.PAST:
         if options.defects and mutation.name not in options.defects:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(package, Path(folder) / "gradtool", ignore=shutil.ignore_patterns("__pycache__"))
-            mutations.plant(mutation, Path(folder) / "gradtool")
+        with mutations.planted(mutation) as environment:
             command = [sys.executable, __file__, "--until-found", "--first", str(options.first)]
             command += ["--stories", str(options.stories), "--jobs", str(options.jobs)]
-            environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         first, *rest = (done.stdout or done.stderr).splitlines()
         if done.returncode == 0:

@@ -7,7 +7,7 @@ import sys
 import oracle
 import pytest
 import story
-from tiers import EXHAUSTIVE, PARTS, numbers
+from tiers import EXHAUSTIVE, PARTS, up_to
 from world import Event
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls of Linux are simulated")
@@ -41,11 +41,8 @@ def check(command, events, seed, following=()):
 
 
 def check_every_step(command, strikes, part, of="change"):
-    last = story.count_of(command, of)
     struck = []
-    for step in numbers(part, last):
-        if step > last:
-            break
+    for step in up_to(story.count_of(command, of), part):
         for seed, (what, detail) in enumerate(strikes):
             following = [story.RECOVER] * ((step + seed) % 2 or what in ("kill", "tear"))
             struck.append(check(command, [Event(0, of, step, what, detail)], 1000 * step + seed, following))
@@ -76,9 +73,7 @@ def test_what_other_programs_write_at_any_call_is_kept_or_told(command, part):
 @pytest.mark.parametrize("command", FEW.values(), ids=FEW)
 def test_a_disk_that_fails_from_some_call_on_loses_nothing(command, part):
     last = story.count_of(command, "change")
-    for step in numbers(part, last):
-        if step > last:
-            break
+    for step in up_to(last, part):
         events = [Event(0, "change", later, "error", errno.EIO) for later in range(step, last + 20)]
         check(command, events, step)
 
@@ -86,13 +81,10 @@ def test_a_disk_that_fails_from_some_call_on_loses_nothing(command, part):
 @PARTS
 @pytest.mark.parametrize("command", FEW.values(), ids=FEW)
 def test_what_other_programs_write_after_a_crash_is_kept(command, part):
-    last = story.count_of(command, "change")
-    for step in numbers(part, last):
-        for seed, (what, number) in enumerate(FOREIGN if step <= last else ()):
+    for step in up_to(story.count_of(command, "change"), part):
+        for seed, (what, number) in enumerate(FOREIGN):
             events = [Event(0, "change", step, "kill"), Event(1, "call", 1, what, number)]
             check(command, events, 1000 * step + seed, [story.RECOVER])
-        if step >= last:
-            break
 
 
 @EXHAUSTIVE

@@ -23,25 +23,10 @@ from gradtool.store import signals
 from gradtool.store.transaction import locks, log, open, recovery, transaction  # noqa: A004 - a module
 
 # Calls that change the disk.
-CHANGES = frozenset(
-    [
-        "create",
-        "write",
-        "truncate",
-        "reserve",
-        "sync",
-        "rename",
-        "unlink",
-        "link",
-        "symlink",
-        "mkdir",
-        "rmdir",
-        "chmod",
-        "chown",
-        "setxattr",
-        "removexattr",
-    ]
-)
+CHANGES = {
+    "create", "write", "truncate", "reserve", "sync", "rename", "unlink", "link", "symlink", "mkdir", "rmdir", "chmod",
+    "chown", "setxattr", "removexattr",
+}  # fmt: skip
 _CALL_SECONDS = 20e-6
 _MAX_CALLS = 40_000
 # On the disk, where it is not full.
@@ -99,10 +84,6 @@ class Task(Process):
     @property
     def is_alive(self):
         return self.greenlet is not None and not self.is_dead
-
-    @property
-    def is_killed(self):
-        return isinstance(self.error, Killed)
 
     @property
     def is_done(self):
@@ -228,6 +209,12 @@ class World(Kernel):
         # A virtual machine that is set back has the same one again.
         if self.random.random() < 0.9:
             self.boot = f"boot {self.boots}"
+
+    def calm(self):
+        """Let nothing strike any more, and nobody come between."""
+        self.events.clear()
+        self.strangers.clear()
+        self.restless, self.memory_seconds, self.disk.size = 0.0, 0.0, _ROOM
 
     @contextlib.contextmanager
     def as_process(self, process):

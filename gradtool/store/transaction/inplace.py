@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections import defaultdict
-from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile, ensure, os_errors_about
@@ -63,8 +62,9 @@ class InPlace:
             file = target.file
             changes.append(Change(folders.index(file.folder), file.name, target.stat.st_size, file.inode))
         limits = {number: (target.nbytes, target.stat.st_size) for number, target in enumerate(self._targets)}
-        for number, added in self.log.added.items():
-            ensure(all(map(le, added, limits.get(number, (0, 0)))), f"the redo log has too much for file {number}")
+        for number, (nbytes, end) in self.log.added.items():
+            most, size = limits.get(number, (0, 0))
+            ensure(nbytes <= most and end <= size, f"the redo log has too much for file {number}")
         return changes, Redo(self._number, self.log.file.inode, self.log.size)
 
     def apply(self) -> None:

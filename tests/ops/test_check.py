@@ -20,9 +20,8 @@ from support import write_index as write_unaligned_index
 from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, check, norm
-from gradtool.errors import changed_meanwhile
+from gradtool.errors import as_command, changed_meanwhile
 from gradtool.ops.check import values
-from gradtool.wording import as_command
 
 ONES = {"a": np.ones(4, np.float32)}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.engines.choose import local
-from gradtool.errors import BadInputError, Problem, SystemRefusedError, number_of
+from gradtool.errors import BadInputError, Problem, SystemRefusedError, call, number_of, say
 from gradtool.ops.check.headers import Examined
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
@@ -25,7 +25,6 @@ from gradtool.store.format.paths import paths_of
 from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.runs import leftovers_at
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BackendUnavailableError, UsageError
-from gradtool.wording import option, say
+from gradtool.errors import BackendUnavailableError, UsageError, option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from gradtool.backends.choose import asked_for as backend_asked_for
 from gradtool.backends.choose import choose as choose_backend
 from gradtool.engines.threads import Threads, default_threads
-from gradtool.errors import UsageError
-from gradtool.wording import option, say
+from gradtool.errors import UsageError, option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice

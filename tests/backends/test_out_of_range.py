@@ -164,7 +164,7 @@ def test_a_tile_that_is_not_finite_is_not_summed_again_unless_that_is_dropped(ba
 
 
 @pytest.mark.parametrize("factor", [1e-160, 1e-250, 1.0])
-def test_it_is_what_was_written_that_is_out_of_range(backend, factor):
+def test_only_written_values_decide_whether_a_sum_is_out_of_range(backend, factor):
     block, pieces = block_of(spread(70_001, 0), spread(40, 300))
     found = backend.scale(block, pieces, [factor, factor], math.inf, NormSpec())
     written = np.concatenate([stored(block, piece) for piece in pieces])
@@ -188,7 +188,7 @@ def test_sums_that_are_added_up_are_measured_alike(backend, rounds, order):
     assert_within_one_ulp(norm_from(found, order), added, order)
 
 
-def test_float64_sums_of_small_types_are_scaled_too(backend):
+def test_float64_sums_of_small_types_are_scaled(backend):
     block, pieces = block_of(encode([1, 2], "F16"))
     sources = [(block_of(np.array([3e200, -4e200]))[0], [Addend("F64", 0, 2, 0, 1.0)])]
     found = backend.accumulate(block, pieces, iter(sources), Rule(rounds=False), NormSpec())

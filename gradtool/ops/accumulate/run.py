@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.protocol import NormSpec, Rule, Trim
-from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of
+from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of, option, say
 from gradtool.ops.accumulate.passes import Add, Compare
 from gradtool.ops.aligned_read import Operand
 from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.passes import Measure, TensorPass
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.ops.weights import Weight, has_values, replace_total, stored_key, stored_sum, sum_of
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

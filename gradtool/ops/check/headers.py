@@ -11,13 +11,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradtool.errors import GradtoolError, Problem, SystemRefusedError, number_of
+from gradtool.errors import GradtoolError, Problem, SystemRefusedError, call, number_of, say
 from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, quoted
 from gradtool.store.format.header import FileTypeError, read_shard, read_text
 from gradtool.store.format.paths import parts_in
 from gradtool.store.format.tensors import BITS
 from gradtool.store.source import Source
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.tally import Column
-from gradtool.errors import Problem, number_of
+from gradtool.errors import Problem, call, number_of, say
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import TensorPass, pieces_of
 from gradtool.store.format.gradset import only, quoted, totals
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -22,7 +22,7 @@ from gradtool.backends.protocol import NormSpec, Stored, UnitCounts, UnitLimits,
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines.tally import Column, Tally
-from gradtool.errors import BadInputError, Problem, SystemRefusedError
+from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
 from gradtool.ops.aligned_read import read_one
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.measurement import Measurement
@@ -31,7 +31,6 @@ from gradtool.store import fs
 from gradtool.store.format.gradset import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output_checks import check_not_replaced
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.backends.protocol import NormSpec, Tolerance
 from gradtool.declare import operation
-from gradtool.errors import BadInputError, Problem
+from gradtool.errors import BadInputError, Problem, option, say
 from gradtool.ops.call import Call
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
 from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
 from gradtool.store.format.patterns import Renames
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

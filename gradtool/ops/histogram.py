@@ -134,7 +134,7 @@ class CountExponents(ReadingPass[Histograms]):
     def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
         """Sum a block, and count its exponents."""
         with worker.view(block, self.spec) as data:
-            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
+            sums, counts = worker.backend.histogram(data, pieces_of(block), self.spec)
         tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
 
 

@@ -8,8 +8,7 @@ from typing import NoReturn
 
 from gradtool import options, process, streams
 from gradtool.command import Command, UsageProblem, app, usage_message
-from gradtool.errors import EXIT_USAGE, GradtoolError, Problem
-from gradtool.wording import as_command
+from gradtool.errors import EXIT_USAGE, GradtoolError, Problem, as_command
 
 EXIT_BUG = 70
 

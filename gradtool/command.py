@@ -15,11 +15,10 @@ from typer.core import TyperCommand, TyperGroup
 import gradtool
 from gradtool import process, report, streams
 from gradtool.declare import ARGUMENTS, GENERAL, PYTHON, Declared, Options, declared_of
-from gradtool.errors import shortened
+from gradtool.errors import as_command, shortened
 from gradtool.options import Display
 from gradtool.report.progress import progress as progress_bar
 from gradtool.store import signals
-from gradtool.wording import as_command
 
 # Every wrong use of the command line is one; where it is defined depends on the version of Typer.
 UsageProblem: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -24,7 +24,7 @@ from typing import (
 )
 
 from gradtool import validators
-from gradtool.wording import Text, Wording, as_command, option, say
+from gradtool.errors import Text, as_command, option, say
 
 _Options = TypeVar("_Options", bound="Options")
 _Result = TypeVar("_Result")
@@ -54,7 +54,7 @@ class Declared(NamedTuple):
     group: str
     unset: str = ""
     short: str = ""
-    check: Callable[[Wording, Any], Any] | None = None
+    check: Callable[[Text, Any], Any] | None = None
     name: str = ""
     hint: Any = None
     types: tuple[Any, ...] = ()
@@ -92,7 +92,7 @@ class Declared(NamedTuple):
         """Convert and check a value."""
         if value is None and NoneType in self.types:
             return None
-        name = Wording(self.metavar, self.name) if self.group == ARGUMENTS else option(self.name)
+        name = Text(self.name, self.metavar) if self.group == ARGUMENTS else option(self.name)
         if self.choices:
             return validators.one_of(name, value, self.choices)
         check = self.check or _CHECKS.get(self.types[0])

@@ -10,10 +10,19 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gradtool import report
-from gradtool.errors import EXIT_FOUND, EXIT_OK, GradtoolError, Problem, SystemRefusedError, from_os_error
+from gradtool.errors import (
+    EXIT_FOUND,
+    EXIT_OK,
+    GradtoolError,
+    Problem,
+    SystemRefusedError,
+    as_command,
+    from_os_error,
+    option,
+    say,
+)
 from gradtool.report.messages import print_problems, without_commands
 from gradtool.store import signals
-from gradtool.wording import as_command, option, say
 
 if TYPE_CHECKING:
     from types import FrameType

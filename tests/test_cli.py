@@ -313,7 +313,7 @@ def test_a_wrong_option_is_told_its_name_and_the_help_of_its_command(arguments, 
     assert done.stderr.splitlines()[1:] == ([f"  hint: {hint}"] if hint else [])
 
 
-def test_help_is_a_command_too():
+def test_help_is_a_command():
     assert gradtool("help", "clip").stdout == gradtool("clip", "--help").stdout
     assert gradtool("help").stdout == gradtool("--help").stdout
 
@@ -338,7 +338,7 @@ def test_output_to_a_stream_is_refused(tmp_path):
     ],
     ids=["--output-dir", "--output"],
 )
-def test_so_are_a_folder_and_a_new_set_of_that_name(tmp_path, arguments):
+def test_stdout_is_refused_as_an_output(tmp_path, arguments):
     sample(tmp_path)
     done = gradtool(*arguments, cwd=tmp_path)
     assert done.returncode == 2

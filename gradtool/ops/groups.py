@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError
+from gradtool.errors import BadInputError, option, say
 from gradtool.store.format.patterns import compiled, matching
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

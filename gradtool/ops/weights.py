@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import validators
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, Problem, UsageError, shortened
+from gradtool.errors import BadInputError, Problem, UsageError, option, say, shortened
 from gradtool.reduction import total
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

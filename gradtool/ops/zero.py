@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
+from gradtool.errors import option, say
 from gradtool.ops.call import Call
 from gradtool.ops.passes import TensorPass
 from gradtool.ops.results import OutputSummary, Result
 from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,9 +7,8 @@ import re
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import UsageError
+from gradtool.errors import UsageError, option, say
 from gradtool.validators import one_of
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

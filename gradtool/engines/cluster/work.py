@@ -28,15 +28,17 @@ from gradtool.errors import (
     BadInputError,
     GradtoolError,
     SystemRefusedError,
+    as_command,
     changed_meanwhile,
+    option,
     os_errors_about,
+    say,
     shortened,
 )
 from gradtool.store.format.header import Shard
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import NewFiles
 from gradtool.store.source import Source, read_range
-from gradtool.wording import as_command, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool.declare import operation
-from gradtool.errors import UsageError
+from gradtool.errors import UsageError, option, say
 from gradtool.ops.accumulate.match import Buffer, existing_buffer, match, new_set, weights_of
 from gradtool.ops.accumulate.run import add, skip_update, trim_of
 from gradtool.ops.call import Call
@@ -15,7 +15,6 @@ from gradtool.ops.weights import PREFIX
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.patterns import Renames
 from gradtool.store.transaction.inputs import WritePlan
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from gradtool.ops.accumulate.match import GradientRow

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gradtool.errors import NO_SUCH_FILE, BadInputError, Problem, UsageError, number_of, shortened
+from gradtool.errors import NO_SUCH_FILE, BadInputError, Problem, UsageError, number_of, option, say, shortened
 from gradtool.ops.aligned_read import is_broadcastable
 from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
@@ -19,7 +19,6 @@ from gradtool.store.format.newset import NewSet
 from gradtool.store.format.paths import is_there
 from gradtool.store.io.destination import NewFile
 from gradtool.store.source import SmallFile
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

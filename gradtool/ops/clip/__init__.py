@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool.declare import operation
-from gradtool.errors import NonFiniteError, Problem
+from gradtool.errors import NonFiniteError, Problem, option, say
 from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
@@ -16,7 +16,6 @@ from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overf
 from gradtool.options import ClipOptions
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,11 +10,10 @@ from gradtool import validators
 from gradtool.arrays import np
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError
+from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, option, say
 from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
 from gradtool.ops.passes import Measure, Rewrite
 from gradtool.ops.results import nonfinite_problems
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

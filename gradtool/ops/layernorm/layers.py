@@ -10,11 +10,10 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError, shortened
+from gradtool.errors import BadInputError, UsageError, option, say, shortened
 from gradtool.store.format.gradset import Selected, check_dtypes
 from gradtool.store.format.layout import new_tensor
 from gradtool.store.format.patterns import check_new_name
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,8 +10,7 @@ from gradtool import tuning
 from gradtool.arrays import float64s, np
 from gradtool.backends.protocol import Patch
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError
-from gradtool.wording import option, say
+from gradtool.errors import BadInputError, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,13 +7,12 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError
+from gradtool.errors import BadInputError, option, say
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import mapped_in, reindexed
 from gradtool.store.format.layout import Layout, lay_out
 from gradtool.store.format.tensors import BITS
 from gradtool.store.io.destination import NewFile
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

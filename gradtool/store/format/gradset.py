@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from gradtool.errors import BadInputError, GradtoolError, shortened
+from gradtool.errors import BadInputError, GradtoolError, call, option, say, shortened
 from gradtool.store.format.header import Shard, read_shard, read_small
 from gradtool.store.format.index import read_weight_map
 from gradtool.store.format.paths import list_path, no_path_error
 from gradtool.store.format.patterns import compiled, matching
 from gradtool.store.source import Source
-from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +53,12 @@ class Selected(NamedTuple):
 
     shard: Shard
     tensor: Tensor
+
+
+def totals(selected: Sequence[Selected]) -> dict[str, int]:
+    """Count tensors, their elements and their bytes."""
+    elements, nbytes = (sum(getattr(tensor, key) for _, tensor in selected) for key in ("elements", "nbytes"))
+    return {"tensors": len(selected), "elements": elements, "bytes": nbytes}
 
 
 def open_sets(

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, shortened
+from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, say, shortened
 from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
 from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, tensor_of
 from gradtool.store.source import SmallFile, Source, read_range
-from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,10 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem
+from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem, Text, option, say
 from gradtool.store.format.filetypes import entries_of, not_a_list_error
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.wording import Text, Wording, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +38,7 @@ _AS_REGEX = {"*": ".*", "?": "."}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
 # What is wrong with a path that begins with ~/, and what to do.
-_UNEXPANDED = Wording("the shell did not expand the ~", "~ is not expanded")
+_UNEXPANDED = Text("~ is not expanded", "the shell did not expand the ~")
 _EXPAND = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
 
 
@@ -117,7 +116,7 @@ def _unexpanded(path: str, what: str) -> Explanation | None:
         return None
     folder, pattern = os.path.split(path)
     if any(fnmatch.fnmatchcase(entry.name, pattern) for entry in entries_of(folder)):
-        why = Wording("the shell expands patterns, and gradtool does not", "patterns are not expanded")
+        why = Text("patterns are not expanded", "the shell expands patterns, and gradtool does not")
         return say("{}: {}", what, why), Text("use glob.glob", "remove the quotes around it")
     return (f"{what}: nothing matches the pattern", None) if re.search(r"[*?]", path) else None
 

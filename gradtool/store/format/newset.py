@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, Problem
+from gradtool.errors import BadInputError, Problem, option, say
 from gradtool.store.format.index import INDEX_SUFFIX, new_index
 from gradtool.store.format.layout import new_tensor
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, from_os_error, os_errors_about
+from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, from_os_error, option, os_errors_about, say
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
 from gradtool.store.source import Source
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,16 +17,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from gradtool.errors import BadInputError, UsageError, shortened
+from gradtool.errors import BadInputError, UsageError, option, say, shortened
 from gradtool.store.format.limits import MAX_NAME
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from gradtool.errors import Text
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.header import Shard
-    from gradtool.wording import Wording
 
     _T = TypeVar("_T")
 
@@ -183,7 +182,7 @@ def _renamed(gradset: GradientSet, new_names: Mapping[str, str]) -> GradientSet:
     return replace(gradset, shards=tuple(map(renamed, gradset.shards)), split=tuple(map(renamed, gradset.split)))
 
 
-def check_new_name(file: str, tensor: str, new: str, option: Wording) -> None:
+def check_new_name(file: str, tensor: str, new: str, option: Text) -> None:
     """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
     what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
     if new == "__metadata__":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure
+from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure, option, say
 from gradtool.store.format.layout import rewritten
 from gradtool.store.format.newset import INDEX_NAME
 from gradtool.store.format.paths import parts_in
@@ -21,7 +21,6 @@ from gradtool.store.transaction.inputs import require_finished
 from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -7,10 +7,9 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from gradtool.errors import UsageError
+from gradtool.errors import UsageError, option, say
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.paths import check_output_path
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

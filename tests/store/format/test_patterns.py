@@ -48,7 +48,7 @@ def test_a_pattern_that_takes_forever_is_an_error_that_names_it_and_the_tensor(p
     assert snapshot(path.parent) == before
 
 
-def test_a_replacement_is_limited_too(path):
+def test_a_replacement_is_limited(path):
     # The search finds what is in front; the substitution goes on behind it.
     renames = Renames.parse([rf"(^a)|{ENDLESS[1:]}=b"], slice(None))
     with pytest.raises(BadInputError, match="takes more than"):

@@ -7,7 +7,7 @@ import sys
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.backends.protocol import FACTS, Facts
+from gradtool.backends.protocol import STATISTICS, Statistics
 from gradtool.engines.tally import Column, Tally
 from gradtool.reduction import TileSums, tile_count
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Below, a float64 loses precision, and then is 0.
 SMALLEST_NORMAL = sys.float_info.min
-COLUMNS = {name: Column(*fact) for name, fact in FACTS.items()}
+COLUMNS = {name: Column(*statistic) for name, statistic in STATISTICS.items()}
 
 
 class Norms(NamedTuple):
@@ -31,7 +31,7 @@ class Norms(NamedTuple):
     groups: list[float]
 
 
-class Measurement(Facts, Tally):
+class Measurement(Statistics, Tally):
     """Sums and facts of some tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
 
     def __init__(

@@ -426,7 +426,7 @@ class Author:
         name = self.random.choice(self.makers)
         return Call(self.user, name.partition("-")[0], getattr(self, "_" + name.replace("-", "_"))())
 
-    def choice(self, *values):
+    def one_of(self, *values):
         return self.random.choice(values)
 
     def happens(self, chance):
@@ -434,18 +434,18 @@ class Author:
 
     def name(self):
         if self.happens(0.1):
-            return self.choice(".", "..", "..", "", LONG, TOO_LONG, TOO_LONG_IN_BYTES)
-        return self.choice("a", "b", "c", "d", "e")
+            return self.one_of(".", "..", "..", "", LONG, TOO_LONG, TOO_LONG_IN_BYTES)
+        return self.one_of("a", "b", "c", "d", "e")
 
     def relative(self):
         if self.happens(0.002):
             return "a/" * 2100
-        names = [self.name() for _ in range(self.choice(1, 1, 1, 1, 2, 2, 3))]
-        return "/".join(names) + self.choice(*[""] * 9, "/")
+        names = [self.name() for _ in range(self.one_of(1, 1, 1, 1, 2, 2, 3))]
+        return "/".join(names) + self.one_of(*[""] * 9, "/")
 
     def absolute(self):
         if self.happens(0.5) and self.pair.paths:
-            return f"@/{self.choice(*self.pair.paths)}"
+            return f"@/{self.one_of(*self.pair.paths)}"
         return "@/" + self.relative()
 
     def slot(self):
@@ -454,16 +454,16 @@ class Author:
     def file(self):
         """A descriptor that most probably is of a file that can be read or written."""
         files = [slot for slot, flags in self.slots.items() if flags & (os.O_ACCMODE | os.O_CREAT)]
-        return self.choice(*files) if files and self.happens(0.8) else self.slot()
+        return self.one_of(*files) if files and self.happens(0.8) else self.slot()
 
     def at(self):
         """A path and the descriptor where it begins, or None."""
         if self.happens(0.4) and self.pair.paths:
-            path = self.choice(*self.pair.paths) + self.choice(*[""] * 8, "/", "/..")
-            return self.choice((path, HOME), (f"@/{path}", None))
+            path = self.one_of(*self.pair.paths) + self.one_of(*[""] * 8, "/", "/..")
+            return self.one_of((path, HOME), (f"@/{path}", None))
         slot = self.slot()
         if self.happens(0.3) or not self.pair.is_within(slot):
-            return self.absolute(), self.choice(None, slot)
+            return self.absolute(), self.one_of(None, slot)
         path = self.relative()
         # From an empty name a path begins at the root of the disk.
         return ("" if path.startswith("/") else path), slot
@@ -472,28 +472,28 @@ class Author:
         return (self.slot(),) if self.happens(0.5) else self.absolute()
 
     def data(self):
-        return self.random.randbytes(self.choice(0, 1, 7, 100, 600, 5000))
+        return self.random.randbytes(self.one_of(0, 1, 7, 100, 600, 5000))
 
     def offset(self):
-        return self.choice(0, 0, 1, 50, 511, 512, 3000, 9000)
+        return self.one_of(0, 0, 1, 50, 511, 512, 3000, 9000)
 
     def new_slot(self):
         return f"fd {self.count}"
 
     def _open(self):
-        flags = self.choice(os.O_RDONLY, os.O_RDONLY, os.O_RDWR, os.O_WRONLY)
+        flags = self.one_of(os.O_RDONLY, os.O_RDONLY, os.O_RDWR, os.O_WRONLY)
         for flag, chance in ((os.O_DIRECTORY, 0.3), (os.O_NOFOLLOW, 0.4), (os.O_PATH, 0.25), (os.O_TRUNC, 0.1)):
             flags |= flag if self.happens(chance) else 0
         return *self.at(), flags, 0o666, self.new_slot()
 
     def _open_folder(self):
-        return *self.at(), os.O_RDONLY | os.O_DIRECTORY | self.choice(0, os.O_NOFOLLOW), 0o666, self.new_slot()
+        return *self.at(), os.O_RDONLY | os.O_DIRECTORY | self.one_of(0, os.O_NOFOLLOW), 0o666, self.new_slot()
 
     def _open_create(self):
-        flags = os.O_CREAT | self.choice(os.O_RDWR, os.O_RDWR, os.O_WRONLY, os.O_RDONLY)
+        flags = os.O_CREAT | self.one_of(os.O_RDWR, os.O_RDWR, os.O_WRONLY, os.O_RDONLY)
         for flag, chance in ((os.O_EXCL, 0.4), (os.O_NOFOLLOW, 0.3), (os.O_TRUNC, 0.2), (os.O_PATH, 0.02)):
             flags |= flag if self.happens(chance) else 0
-        return *self.at(), flags, self.choice(*MODES), self.new_slot()
+        return *self.at(), flags, self.one_of(*MODES), self.new_slot()
 
     def _close(self):
         slot = self.slot()
@@ -522,7 +522,7 @@ class Author:
     _scandir = _listdir
 
     def _mkdir(self):
-        return *self.at(), self.choice(*FOLDER_MODES)
+        return *self.at(), self.one_of(*FOLDER_MODES)
 
     def _rmdir(self):
         return self.at()
@@ -530,7 +530,7 @@ class Author:
     _unlink = _rmdir
 
     def _symlink(self):
-        return self.choice(*TARGETS), *self.at()
+        return self.one_of(*TARGETS), *self.at()
 
     def _readlink(self):
         slot = self.slot()
@@ -542,53 +542,53 @@ class Author:
     _rename = _link
 
     def _chmod(self):
-        return self.absolute(), self.choice(*MODES, *FOLDER_MODES, GROUP_MODE)
+        return self.absolute(), self.one_of(*MODES, *FOLDER_MODES, GROUP_MODE)
 
     def _fchmod(self):
-        return self.slot(), self.choice(*MODES, *FOLDER_MODES, GROUP_MODE)
+        return self.slot(), self.one_of(*MODES, *FOLDER_MODES, GROUP_MODE)
 
     def _fchown(self):
         ids = -1, *(user.uid for user in self.users)
-        return self.slot(), self.choice(*ids), self.choice(*ids)
+        return self.slot(), self.one_of(*ids), self.one_of(*ids)
 
     def _utime(self):
-        return self.path_or_slot(), self.choice(*MTIMES)
+        return self.path_or_slot(), self.one_of(*MTIMES)
 
     def _access(self):
-        return self.absolute(), self.choice(os.F_OK, os.R_OK, os.W_OK, os.X_OK, os.R_OK | os.W_OK)
+        return self.absolute(), self.one_of(os.F_OK, os.R_OK, os.W_OK, os.X_OK, os.R_OK | os.W_OK)
 
     def _pread(self):
-        return self.file(), self.choice(0, 1, 100, 10000), self.offset()
+        return self.file(), self.one_of(0, 1, 100, 10000), self.offset()
 
     def _preadv(self):
-        return self.file(), [self.choice(1, 10, 600) for _ in range(self.choice(1, 2, 3))], self.offset()
+        return self.file(), [self.one_of(1, 10, 600) for _ in range(self.one_of(1, 2, 3))], self.offset()
 
     def _pwrite(self):
         return self.file(), self.data(), self.offset()
 
     def _pwritev(self):
-        return self.file(), [self.data() for _ in range(self.choice(1, 2, 3))], self.offset()
+        return self.file(), [self.data() for _ in range(self.one_of(1, 2, 3))], self.offset()
 
     def _ftruncate(self):
         return self.file(), self.offset()
 
     def _reserve(self):
-        return self.file(), self.offset(), self.choice(0, 1, 600, 10000)
+        return self.file(), self.offset(), self.one_of(0, 1, 600, 10000)
 
     def _getxattr(self):
-        return self.slot(), self.choice(*ATTRIBUTES)
+        return self.slot(), self.one_of(*ATTRIBUTES)
 
     _removexattr = _getxattr
 
     def _setxattr(self):
         # Never the same value: whether that is a change is not the same everywhere.
-        return self.slot(), self.choice(*ATTRIBUTES), f"{self.count}".encode()
+        return self.slot(), self.one_of(*ATTRIBUTES), f"{self.count}".encode()
 
     def _flock(self):
-        return self.slot(), self.choice(fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN)
+        return self.slot(), self.one_of(fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN)
 
     def _umask(self):
-        return (self.choice(0o022, 0o077, 0o002, 0o000, 0o777),)
+        return (self.one_of(0o022, 0o077, 0o002, 0o000, 0o777),)
 
 
 # How often each call is made up; all together are about 230.

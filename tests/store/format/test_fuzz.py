@@ -50,7 +50,7 @@ TOKENS = [
     *(b'"__metadata__":{"k":"v"},', b'"x":{},', b"18446744073709551615", b"18446744073709551616", b"[" * 200),
 ]
 PLACES = st.integers(0, 400)
-MUTATIONS = st.choice(
+MUTATIONS = st.one_of(
     st.tuples(st.just("flip"), PLACES, st.integers(0, 7)),
     st.tuples(st.just("set"), PLACES, st.integers(0, 255)),
     st.tuples(st.just("insert"), PLACES, st.sampled_from(TOKENS) | st.binary(min_size=1, max_size=4)),

@@ -158,7 +158,7 @@ class NormSpec(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """The type of a fact, and how those of parts of a tensor become one: as a `gradtool.engines.tally.Column`."""
+    """The type of a fact, and how those of parts of a tensor become one: as a `gradtool.engines.passes.Column`."""
 
     typecode: str
     merge: Literal["sum", "max", "first"]

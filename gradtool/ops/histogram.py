@@ -11,9 +11,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Column
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import ReadingPass, pieces_of
+from gradtool.engines.passes import Column, ReadingPass
+from gradtool.ops.passes import Measurement, pieces_of
 
 if TYPE_CHECKING:
     from array import array
@@ -177,7 +176,7 @@ def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement)
     for path, gradset in zip(paths, opened.sets, strict=True):
         selected = opened.selected_in(gradset)
         end = first + len(selected)
-        part = measurement.between(first, end)
+        part = measurement.part(range(first, end))
         row = FileNorm(
             file=path,
             tensors=len(selected),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from gradtool.backends.protocol import FACTS, Facts, Piece
+from gradtool.backends.protocol import STATISTICS, Piece, Statistics
 from gradtool.engines.passes import Column, Pass, ReadingPass, Tally
 from gradtool.reduction import TileSums, tile_count
 from gradtool.store.format.gradset import Selected
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Below, a float64 loses precision, and then is 0.
 SMALLEST_NORMAL = sys.float_info.min
-_COLUMNS = {name: Column(*fact) for name, fact in FACTS.items()}
+_COLUMNS = {name: Column(*statistic) for name, statistic in STATISTICS.items()}
 
 
 class Norms(NamedTuple):
@@ -35,8 +35,8 @@ class Norms(NamedTuple):
     groups: list[float]
 
 
-class Measurement(Facts, Tally):
-    """Sums and facts of tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
+class Measurement(Statistics, Tally):
+    """Sums and statistics of tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
 
     def __init__(
         self,

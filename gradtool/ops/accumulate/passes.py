@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from gradtool import tuning
-from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule, Tolerance
+from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.passes import Pass, Tallies
 from gradtool.ops.aligned_read import Operand, read
@@ -45,7 +45,7 @@ class Add(Pass[Tallies[Any]]):
     by_tensor = ("divisors",)
 
     gradients: Sequence[Operand]
-    rule: Rule
+    rule: AddMode
     trim: Trim | None = None
     divisors: Sequence[float] = ()
     fills: bool = False
@@ -69,7 +69,7 @@ class Add(Pass[Tallies[Any]]):
     def nbytes(self, destination: WrittenFiles) -> int:
         """Count the bytes of the gradients, and of the buffer where it is read."""
         gradients = sum(selected.tensor.nbytes for selected in self.beside)
-        return gradients + destination.nbytes(self.selected if self.rule.keeps else ())
+        return gradients + destination.nbytes(self.selected if self.rule.include_buffer else ())
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
         """Return a size whose float64 sums stay in a core's cache."""
@@ -92,7 +92,7 @@ class Add(Pass[Tallies[Any]]):
         """Add to a block."""
         backend, pieces = worker.backend, pieces_of(block)
         covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces) == block.end - block.begin
-        reads = not self.is_new and (self.rule.keeps or not covered)
+        reads = not self.is_new and (self.rule.include_buffer or not covered)
         with worker.load(block) if reads else worker.make(block, zeros=not covered) as loaded:
             if pieces:
                 before = [backend.tile_sums(loaded.data, pieces, self.spec)] if self.measures_before else []
@@ -102,7 +102,7 @@ class Add(Pass[Tallies[Any]]):
                     measurement.add(block, sums)
             worker.store(loaded)
 
-    def rule_of(self, block: Block) -> Rule:
+    def rule_of(self, block: Block) -> AddMode:
         """Return the rule for the targets of a block."""
         return self.rule._replace(divisor=self.divisors[block.spans[0].tensor]) if self.divisors else self.rule
 
@@ -154,12 +154,12 @@ class Compare(Add):
             return
         with worker.memory(8 * elements) as result_memory, worker.memory(8 * elements) as gradient_memory:
             result, alone = (backend.to_device(view, copies=False) for view in (result_memory, gradient_memory))
-            rule = Rule(keeps=False, divisor=self.rule_of(block).divisor)
+            rule = AddMode(include_buffer=False, divisor=self.rule_of(block).divisor)
             backend.accumulate(result, wide, self.addends(block, worker), rule, _UNMEASURED)
             differences = []
             for gradient, unscale in zip(self.gradients, self.unscales, strict=True):
                 stored = read([Operand(gradient.tensors)], self.selected, block, worker, sys.maxsize)
-                backend.accumulate(alone, wide, stored, Rule(keeps=False, divisor=unscale), _UNMEASURED)
+                backend.accumulate(alone, wide, stored, AddMode(include_buffer=False, divisor=unscale), _UNMEASURED)
                 differences.append(backend.differences(alone, wide, result, wide, Tolerance()))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
         for comparison, difference in zip(tally.each, differences, strict=True):

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends.protocol import NormSpec, Rule, Trim
+from gradtool.backends.protocol import AddMode, NormSpec, Trim
 from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of, option, say
 from gradtool.ops.accumulate.passes import Add, Compare
@@ -138,7 +138,7 @@ def _adding(
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
         [Operand({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
-        Rule(options.adds_to_old, weight_sum if options.is_mean else None),
+        AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
         trim_of(options),
         divisors,
         fills=options.missing == "zero",
@@ -185,7 +185,7 @@ def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contributi
     gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
     if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
         return sums
-    added = Add(targets, sums.spec, [gradient], Rule(keeps=False, rounds=False), is_new=True)
+    added = Add(targets, sums.spec, [gradient], AddMode(include_buffer=False, rounds=False), is_new=True)
     measurement: Measurement = call.run(added).each[0]
     return measurement
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
-from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule
+from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.passes import Pass, by_shard
 from gradtool.ops.passes import Measurement, Scaling, pieces_of
@@ -92,7 +92,7 @@ class Convert(Pass[Measurement]):
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
         """Convert a block."""
-        backend, stored, sets = worker.backend, pieces_of(block), Rule(keeps=False)
+        backend, stored, sets = worker.backend, pieces_of(block), AddMode(include_buffer=False)
         first = [0, *accumulate(piece.elements for piece in stored)]
         with worker.memory(8 * first[-1]) as wide:
             pieces = [Piece("F64", 8 * at, piece.elements) for at, piece in zip(first, stored, strict=False)]

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import NormSpec, Stored, UnitCounts, UnitLimits, Units
+from gradtool.backends.protocol import NormSpec, TypedView, UnitCounts, UnitLimits, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines.passes import Column, Pass, Tally
@@ -236,7 +236,7 @@ class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
                 view = stack.enter_context(worker.memory(room * STORAGE[side.tensor.dtype].itemsize))
                 reads.append((partial(_read, worker, side, view), side.tensor.dtype))
             if size <= tuning.PATCH_ELEMENTS:
-                grads, params = (Stored(read(unit * size, size), dtype) for read, dtype in reads)
+                grads, params = (TypedView(read(unit * size, size), dtype) for read, dtype in reads)
                 counts = backend.unit_factors(grads, params, size, self.limits, factors)
             else:
                 norms = [norms_of(*read, range(unit, unit + 1), size, backend) for read in reads]
@@ -270,11 +270,11 @@ class ScaleUnits(Scaling):
             return worker.backend.scale_units(data, pieces, units, factors, self.spec)
 
 
-def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> Stored:
+def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> TypedView:
     """Return `count` elements from number `start` on, of those that begin at byte `offset` of a view."""
     itemsize = STORAGE[dtype].itemsize
     begin = offset + start * itemsize
-    return Stored(view[begin : begin + count * itemsize], dtype)
+    return TypedView(view[begin : begin + count * itemsize], dtype)
 
 
 def _read(worker: Worker, selected: Selected, view: memoryview, start: int, elements: int) -> memoryview:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from gradtool import tuning
 from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Tallies
+from gradtool.engines.passes import Pass, Tallies
 from gradtool.ops.aligned_read import Operand, read
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import TensorPass, pieces_of
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import cut_where
 
@@ -34,7 +33,7 @@ _UNMEASURED = NormSpec(math.inf)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Add(TensorPass[Tallies[Measurement]]):
+class Add(Pass[Tallies[Any]]):
     """Adds gradients to tensors of the buffer, the selected ones, which theirs are numbered by.
 
     With `trim`, what is added is the trimmed mean of the gradients and not their sum. With `divisors`, each target has
@@ -63,7 +62,7 @@ class Add(TensorPass[Tallies[Measurement]]):
         """Whether there is a buffer."""
         return not self.is_new
 
-    def tally(self) -> Tallies[Measurement]:
+    def tally(self) -> Tallies[Any]:
         """Begin with nothing: after the gradients were added and, if that is measured, before."""
         return Tallies([Measurement(self.selected, self.spec) for _ in range(1 + self.measures_before)])
 
@@ -137,7 +136,7 @@ class Compare(Add):
 
     unscales: Sequence[float] = ()
 
-    def tally(self) -> Tallies[Comparison]:  # type: ignore[override]
+    def tally(self) -> Tallies[Comparison]:
         """Begin with nothing, for each gradient."""
         return Tallies([Comparison(self.selected) for _ in self.gradients])
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend
     from gradtool.engines.cluster.work import Part
     from gradtool.engines.worker import Worker
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.channel import Clock
     from gradtool.store.io.destination import Destination, WrittenFiles
     from gradtool.store.transaction.output import Output, Staging

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, option, say
-from gradtool.store.format.patterns import compiled, matching
+from gradtool.store.format.selection import compiled, matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

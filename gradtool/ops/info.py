@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.options import InfoOptions
-from gradtool.store.format.gradset import GradientSet, SetReader, raise_first, select
+from gradtool.store.format.gradset import GradientSet, SetReader
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.paths import paths_of
+from gradtool.store.format.selection import select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,5 +111,6 @@ def _totals(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
 def _outline_of(path: str) -> GradientSet:
     """Return a set as its headers describe it."""
     reader = SetReader(path, read_outline)
-    raise_first(chain(reader.list_files(), reader.read_files()))
+    for error in chain(reader.list_files(), reader.read_files()):
+        raise error
     return reader.gradset

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradtool.engines.cluster.work import Outcome, Part
     from gradtool.engines.protocol import Progress
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
 

@@ -13,7 +13,7 @@ from gradtool.ops.call import Call
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings
 from gradtool.ops.weights import PREFIX
 from gradtool.options import AccumulateOptions
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from gradtool.ops.measurement import Measurement
 from gradtool.ops.passes import Measure
 from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import Selected, open_sets
-from gradtool.store.format.layout import SPARE, Layout, lay_out
-from gradtool.store.format.newset import NewSet
+from gradtool.store.format.layout import SPARE, Layout, NewSet, lay_out
 from gradtool.store.format.paths import is_there
 from gradtool.store.io.destination import NewFile
 from gradtool.store.source import SmallFile

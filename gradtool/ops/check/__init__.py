@@ -20,8 +20,9 @@ from gradtool.ops.check.headers import Examined
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.gradset import GradientSet, quoted, select
+from gradtool.store.format.gradset import GradientSet, quoted
 from gradtool.store.format.paths import paths_of
+from gradtool.store.format.selection import select
 from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.runs import leftovers_at
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.check.values import Severity
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.runs import Leftover
 
 # Files that are replaced while they are read are read again so often.

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import GradtoolError, Problem, SystemRefusedError
-from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, quoted
+from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, parts_in, quoted
 from gradtool.store.format.header import FileTypeError, read_shard, read_text
-from gradtool.store.format.paths import parts_in
 from gradtool.store.source import Source
 
 if TYPE_CHECKING:
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
 
 # A file that is replaced while its header is read is read again so often.
 _TRIES = 20
@@ -48,7 +47,9 @@ class Examined:
         if index is not None and weight_map is not None:
             message = f"the index {index.name} does not name it, so it is not read"
             hint = "add its tensors to the index, or move it away"
-            for file in sorted(set(parts_in(index.parent)) - {index.parent / name for name in weight_map.values()}):
+            for file in sorted(
+                set(parts_in(index.parent) or ()) - {index.parent / name for name in weight_map.values()}
+            ):
                 if file.suffix == ".safetensors":
                     self.notes.append(Problem("unmapped-file", message, str(file), hint=hint))
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block
 
     Severity = Literal["fault", "note"]

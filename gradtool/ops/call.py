@@ -13,6 +13,7 @@ from gradtool.engines.choose import MOST_THREADS, asked_for, choose
 from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import Rewriting
+from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
@@ -20,9 +21,9 @@ from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, ope
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.engines.protocol import Pass, Result
+    from gradtool.engines.passes import Pass, Result
     from gradtool.errors import Text
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.selection import Renames
@@ -131,9 +132,9 @@ class Call:
         """Sum up the call once it is done; `selected` are the tensors that it was about."""
         workers, clock = self.engine.workers, self.engine.clock
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
-        nbytes = sum(tensor.nbytes for _, tensor in selected)
+        sums = totals(selected)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
-        if why is None and nbytes > _SLOW_BYTES and faster is not None:
+        if why is None and sums["bytes"] > _SLOW_BYTES and faster is not None:
             message = "computed by numpy, several times slower than the compiled kernels"
             warnings = [Problem("slow", message, hint=faster), *warnings]
         if threads > MOST_THREADS:
@@ -141,9 +142,7 @@ class Call:
             warnings = [Problem("threads", message), *warnings]
         return CallSummary(
             files=len(self.opened.shards),
-            tensors=len(selected),
-            elements=sum(tensor.elements for _, tensor in selected),
-            bytes=nbytes,
+            **sums,
             backend=workers.backend,
             backend_why=why or workers.why,
             threads=max(1, clock.workers),

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import NO_SUCH_FILE, BadInputError, Problem, UsageError, number_of, option, say, shortened
 from gradtool.ops.aligned_read import is_broadcastable
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Measure
+from gradtool.ops.passes import Measure, Measurement
 from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import Selected, open_sets
 from gradtool.store.format.layout import SPARE, Layout, NewSet, lay_out

@@ -9,13 +9,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from gradtool import tuning
-from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule, Tolerance
+from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Tallies
+from gradtool.engines.passes import Pass, Tallies
 from gradtool.ops.aligned_read import Operand, read
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import TensorPass, pieces_of
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import cut_where
 
@@ -34,7 +33,7 @@ _UNMEASURED = NormSpec(math.inf)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Add(TensorPass[Tallies[Measurement]]):
+class Add(Pass[Tallies[Any]]):
     """Adds gradients to tensors of the buffer, the selected ones, which theirs are numbered by.
 
     With `trim`, what is added is the trimmed mean of the gradients and not their sum. With `divisors`, each target has
@@ -46,7 +45,7 @@ class Add(TensorPass[Tallies[Measurement]]):
     by_tensor = ("divisors",)
 
     gradients: Sequence[Operand]
-    rule: Rule
+    rule: AddMode
     trim: Trim | None = None
     divisors: Sequence[float] = ()
     fills: bool = False
@@ -63,14 +62,14 @@ class Add(TensorPass[Tallies[Measurement]]):
         """Whether there is a buffer."""
         return not self.is_new
 
-    def tally(self) -> Tallies[Measurement]:
+    def tally(self) -> Tallies[Any]:
         """Begin with nothing: after the gradients were added and, if that is measured, before."""
         return Tallies([Measurement(self.selected, self.spec) for _ in range(1 + self.measures_before)])
 
     def nbytes(self, destination: WrittenFiles) -> int:
         """Count the bytes of the gradients, and of the buffer where it is read."""
         gradients = sum(selected.tensor.nbytes for selected in self.beside)
-        return gradients + destination.nbytes(self.selected if self.rule.keeps else ())
+        return gradients + destination.nbytes(self.selected if self.rule.include_buffer else ())
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
         """Return a size whose float64 sums stay in a core's cache."""
@@ -93,7 +92,7 @@ class Add(TensorPass[Tallies[Measurement]]):
         """Add to a block."""
         backend, pieces = worker.backend, pieces_of(block)
         covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces) == block.end - block.begin
-        reads = not self.is_new and (self.rule.keeps or not covered)
+        reads = not self.is_new and (self.rule.include_buffer or not covered)
         with worker.load(block) if reads else worker.make(block, zeros=not covered) as loaded:
             if pieces:
                 before = [backend.tile_sums(loaded.data, pieces, self.spec)] if self.measures_before else []
@@ -103,7 +102,7 @@ class Add(TensorPass[Tallies[Measurement]]):
                     measurement.add(block, sums)
             worker.store(loaded)
 
-    def rule_of(self, block: Block) -> Rule:
+    def rule_of(self, block: Block) -> AddMode:
         """Return the rule for the targets of a block."""
         return self.rule._replace(divisor=self.divisors[block.spans[0].tensor]) if self.divisors else self.rule
 
@@ -137,7 +136,7 @@ class Compare(Add):
 
     unscales: Sequence[float] = ()
 
-    def tally(self) -> Tallies[Comparison]:  # type: ignore[override]
+    def tally(self) -> Tallies[Comparison]:
         """Begin with nothing, for each gradient."""
         return Tallies([Comparison(self.selected) for _ in self.gradients])
 
@@ -155,12 +154,12 @@ class Compare(Add):
             return
         with worker.memory(8 * elements) as result_memory, worker.memory(8 * elements) as gradient_memory:
             result, alone = (backend.to_device(view, copies=False) for view in (result_memory, gradient_memory))
-            rule = Rule(keeps=False, divisor=self.rule_of(block).divisor)
+            rule = AddMode(include_buffer=False, divisor=self.rule_of(block).divisor)
             backend.accumulate(result, wide, self.addends(block, worker), rule, _UNMEASURED)
             differences = []
             for gradient, unscale in zip(self.gradients, self.unscales, strict=True):
                 stored = read([Operand(gradient.tensors)], self.selected, block, worker, sys.maxsize)
-                backend.accumulate(alone, wide, stored, Rule(keeps=False, divisor=unscale), _UNMEASURED)
+                backend.accumulate(alone, wide, stored, AddMode(include_buffer=False, divisor=unscale), _UNMEASURED)
                 differences.append(backend.differences(alone, wide, result, wide, Tolerance()))
         # Nothing is added before all is known: a device that has no room gets the block in halves.
         for comparison, difference in zip(tally.each, differences, strict=True):

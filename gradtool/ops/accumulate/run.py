@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends.protocol import NormSpec, Rule, Trim
+from gradtool.backends.protocol import AddMode, NormSpec, Trim
+from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, NonFiniteError, Problem, number_of, option, say
 from gradtool.ops.accumulate.passes import Add, Compare
 from gradtool.ops.aligned_read import Operand
-from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
-from gradtool.ops.passes import Measure, TensorPass
+from gradtool.ops.passes import SMALLEST_NORMAL, Measure, clip_coef, is_limit
 from gradtool.ops.results import nonfinite_problems, overflow_problems
 from gradtool.ops.weights import Weight, has_values, replace_total, stored_key, stored_sum, sum_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gradtool.ops.accumulate.match import Buffer, Contribution
     from gradtool.ops.call import Call
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.destination import WrittenFiles
@@ -64,7 +64,7 @@ def skip_update(
     measurement = call.run(Measure(targets, spec))
     files = [] if options.is_new else buffer.files(output, ())
     with call.writing(output, files) as destination:
-        call.run(TensorPass((), spec), destination)
+        call.run(Pass((), spec), destination)
     skipped = [contribution.with_row(taken=False) for contribution in contributions]
     return Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
 
@@ -138,7 +138,7 @@ def _adding(
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
         [Operand({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
-        Rule(options.adds_to_old, weight_sum if options.is_mean else None),
+        AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
         trim_of(options),
         divisors,
         fills=options.missing == "zero",
@@ -185,7 +185,7 @@ def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contributi
     gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
     if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
         return sums
-    added = Add(targets, sums.spec, [gradient], Rule(keeps=False, rounds=False), is_new=True)
+    added = Add(targets, sums.spec, [gradient], AddMode(include_buffer=False, rounds=False), is_new=True)
     measurement: Measurement = call.run(added).each[0]
     return measurement
 

@@ -51,6 +51,12 @@ class Selected(NamedTuple):
     tensor: Tensor
 
 
+def totals(selected: Sequence[Selected]) -> dict[str, int]:
+    """Count tensors, their elements and their bytes."""
+    elements, nbytes = (sum(getattr(tensor, key) for _, tensor in selected) for key in ("elements", "nbytes"))
+    return {"tensors": len(selected), "elements": elements, "bytes": nbytes}
+
+
 def open_sets(
     paths: Sequence[str | os.PathLike[str]], listed: PathList | None = None, *, may_repeat: bool = False
 ) -> list[GradientSet]:

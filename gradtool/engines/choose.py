@@ -12,8 +12,12 @@ from gradtool.errors import UsageError, option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
-    from gradtool.engines.protocol import Engine, Progress
+    from gradtool.engines.cluster.engine import Workers
+    from gradtool.engines.threads import Progress
     from gradtool.options import Compute, Local
+
+    # What runs the passes of a call: the threads of this process run their tasks, other processes their parts.
+    Engine = Threads | Workers
 
 # More would only take memory.
 MOST_THREADS = 256

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from gradtool.store.io.destination import Destination
 
 
+class WorkerSummary(NamedTuple):
+    """Who did the work of a call: the backends and why these, processes, their machines, waits and moved tasks."""
+
+    backend: str
+    why: str
+    workers: int = 1
+    hosts: int = 1
+    retries: int = 0
+
+
 class Loaded(NamedTuple):
     """A block in memory of its own: as it was read, or will be written, and where the backend works."""
 

@@ -21,9 +21,9 @@ from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, ope
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.engines.protocol import Pass, Result
+    from gradtool.engines.passes import Pass, Result
     from gradtool.errors import Text
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.patterns import Renames

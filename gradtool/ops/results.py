@@ -10,7 +10,7 @@ from gradtool.errors import Problem, number_of, option, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.channel import Clock
 

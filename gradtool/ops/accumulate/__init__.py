@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.protocol import AddMode, NormSpec, Trim
 from gradtool.declare import operation
+from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
 from gradtool.ops.accumulate.buffer import Add, Buffer, existing_buffer, new_set
 from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen, weights_of
 from gradtool.ops.aligned_read import Operand
 from gradtool.ops.call import Call
-from gradtool.ops.passes import Measure, TensorPass
+from gradtool.ops.passes import Measure
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, nonfinite_problems, overflow_problems
 from gradtool.ops.weights import PREFIX, Weight, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.ops.accumulate.gradients import Contribution, GradientRow
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output
@@ -189,7 +190,7 @@ def _skip_update(
     measurement = call.run(Measure(targets, spec))
     files = [] if options.is_new else buffer.files(output, ())
     with call.writing(output, files) as destination:
-        call.run(TensorPass((), spec), destination)
+        call.run(Pass((), spec), destination)
     skipped = [contribution.with_row(taken=False) for contribution in contributions]
     return _Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from gradtool import tuning
 from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Tallies
+from gradtool.engines.passes import Pass, Tallies
 from gradtool.errors import NO_SUCH_FILE, BadInputError, option, say
 from gradtool.ops.aligned_read import Operand, read
 from gradtool.ops.diff.comparison import Comparison
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Measure, TensorPass, pieces_of
+from gradtool.ops.passes import Measure, Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected, open_sets
 from gradtool.store.format.layout import SPARE, Layout, lay_out
@@ -120,7 +119,7 @@ class Buffer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Add(TensorPass[Tallies[Measurement]]):
+class Add(Pass[Tallies[Any]]):
     """Adds gradients to the selected tensors of the buffer, the targets, whose numbers those of gradients have.
 
     With `trim`, their trimmed mean is added, not their sum. With `divisors`, each target has its own, in place of that
@@ -149,7 +148,7 @@ class Add(TensorPass[Tallies[Measurement]]):
         """Whether there is a buffer."""
         return not self.is_new
 
-    def tally(self) -> Tallies[Measurement]:
+    def tally(self) -> Tallies[Any]:
         """Begin with nothing: a measurement of the new content and, if that is wanted, of the old content."""
         return Tallies([Measurement(self.selected, self.spec) for _ in range(1 + self.measures_before)])
 
@@ -223,7 +222,7 @@ class CompareGradients(Add):
 
     unscales: Sequence[float] = ()
 
-    def tally(self) -> Tallies[Comparison]:  # type: ignore[override]
+    def tally(self) -> Tallies[Comparison]:
         """Begin with nothing, for each gradient."""
         return Tallies([Comparison(self.selected) for _ in self.gradients])
 

@@ -10,8 +10,7 @@ from gradtool.backends.protocol import AddMode, NormSpec
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
 from gradtool.ops.accumulate.buffer import Add, CompareGradients
 from gradtool.ops.aligned_read import Operand, is_broadcastable
-from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
-from gradtool.ops.passes import Measure
+from gradtool.ops.passes import SMALLEST_NORMAL, Measure, clip_coef, is_limit
 from gradtool.ops.results import nonfinite_problems
 from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import quoted
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gradtool.ops.call import Call
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import GradientSet, Selected
 

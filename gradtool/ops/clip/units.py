@@ -21,12 +21,11 @@ from gradtool import tuning
 from gradtool.backends.protocol import NormSpec, TypedView, UnitCounts, UnitLimits, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
-from gradtool.engines.tally import Column, Tally
+from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
 from gradtool.ops.aligned_read import read_one
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Measure, Scaling, TensorPass, pieces_of
+from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
 from gradtool.store.format.gradset import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
@@ -168,7 +167,7 @@ class UnitTally(Tally):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
+class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
     title = "comparing"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Column, Tally
+from gradtool.engines.passes import Column, ReadingPass, Tally
 from gradtool.engines.worker import reads_files
 from gradtool.ops.aligned_read import read_one
-from gradtool.ops.passes import ReadingPass, pieces_of
+from gradtool.ops.passes import pieces_of
 from gradtool.reduction import TILE, TileSums, scaled_total
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 

@@ -13,10 +13,11 @@ from gradtool import tuning
 from gradtool.arrays import np
 from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.engines.passes import Pass
 from gradtool.errors import DeviceMemoryError
 from gradtool.ops.layernorm.gradients import Gradients
 from gradtool.ops.layernorm.patches import stored
-from gradtool.ops.passes import Measure, TensorPass
+from gradtool.ops.passes import Measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ class WideRows(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SumWideRows(TensorPass["Floats"]):
+class SumWideRows(Pass["Floats"]):
     """Sums the stretches of wide rows: of X, of its squared distances from the mean, or for the means over Y_grad."""
 
     title: ClassVar = "summing rows"
@@ -164,7 +165,7 @@ class LayerPlan(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Backward(TensorPass[Gradients]):
+class Backward(Pass[Gradients]):
     """Computes the gradients of layers, writes them, and measures what is written."""
 
     title: ClassVar = "differentiating"

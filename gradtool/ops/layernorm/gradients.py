@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from gradtool.arrays import float64s
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import pieces_of
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import Block, Span
 

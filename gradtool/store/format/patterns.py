@@ -1,4 +1,4 @@
-"""Regular expressions on names of tensors: they select tensors and rename them, each in limited time.
+"""Regular expressions on names of tensors: they select, group and rename tensors, each in limited time.
 
 Python's `re` may take forever for a name of 30 characters, and lets no other thread run meanwhile; but it lets the main
 thread handle signals. So a timer of CPU time ends it: SIGVTALRM, because SIGALRM may be sent to end the process, and
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.errors import Text
-    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.header import Shard
 
     _T = TypeVar("_T")
@@ -120,6 +120,38 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+class Group(NamedTuple):
+    """The tensors that a pattern matches, by their numbers; or, without a pattern, those that are in no group."""
+
+    pattern: str | None
+    numbers: list[int]
+
+
+def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Group]:
+    """Return the group of each pattern, in order, then all remaining tensors, if there are any; none without a pattern.
+
+    Raises:
+        UsageError: a pattern is not a regular expression.
+        BadInputError: a pattern matches no tensor, or a tensor is in two groups.
+    """
+    names = {tensor.name for _, tensor in selected}
+    group_by_name: dict[str, int] = {}
+    for number, pattern in enumerate(compiled(patterns, "group")):
+        matches = matching(names, pattern, "group")
+        for shard, tensor in selected:
+            if tensor.name in matches and tensor.name in group_by_name:
+                first = patterns[group_by_name[tensor.name]]
+                message = say("is in two groups, {} and {}", option("group", first), option("group", pattern.pattern))
+                hint = say("narrow one of the regular expressions, or skip the tensor with {}", option("exclude"))
+                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="two-groups", hint=hint)
+        group_by_name |= dict.fromkeys(matches, number)
+    groups = [Group(pattern, []) for pattern in patterns]
+    remaining = Group(None, [])
+    for number, (_, tensor) in enumerate(selected):
+        (groups[group_by_name[tensor.name]] if tensor.name in group_by_name else remaining).numbers.append(number)
+    return [*groups, remaining] if groups and remaining.numbers else groups
 
 
 class Renames(NamedTuple):

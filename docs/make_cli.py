@@ -7,7 +7,7 @@ from gradtool import options as declarations
 from gradtool.cli import COMMANDS
 from gradtool.command import Command
 from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of
-from gradtool.wording import as_command, option
+from gradtool.errors import as_command, option
 
 PAGE = """\
 # Commands and options

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import gradtool
 from gradtool.cli import COMMANDS
 from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of
+from gradtool.errors import as_command, option
 from gradtool.options import SHARED
-from gradtool.wording import as_command, option
 
 PAGE = r"""
 .\" Made by python docs/make_man.py > docs/gradtool.1. Change gradtool/cli.py

@@ -21,6 +21,7 @@ OTHERS = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
+PICTURE = "terminal.svg"
 LLMS = """\
 # {name}
 
@@ -33,7 +34,7 @@ LLMS = """\
 def pages(repository: str) -> dict[str, str]:
     """The text of every page of the site, by its name there; links are those of the site."""
     files = {name: ROOT / name for name in OTHERS} | {f"docs/{page.name}": page for page in sorted(DOCS.glob("*.md"))}
-    names = {name: OTHERS.get(name, PurePosixPath(name).name) for name in files}
+    names = {name: OTHERS.get(name, PurePosixPath(name).name) for name in [*files, f"docs/{PICTURE}"]}
     return {names[name]: relinked(file.read_text("utf-8"), name, names, repository) for name, file in files.items()}
 
 
@@ -74,6 +75,7 @@ def main(output: Path) -> None:
         source.mkdir()
         for page, text in texts.items():
             (source / page).write_text(text, "utf-8")
+        shutil.copy(DOCS / PICTURE, source / PICTURE)
         (source / "llms.txt").write_text(llms(texts["index.md"], project["name"], project["description"]), "utf-8")
         config = (DOCS / "zensical.toml").read_text("utf-8")
         config = config.replace("[project]\n", f'[project]\nrepo_url = "{repository}"\n', 1)

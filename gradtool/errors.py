@@ -1,8 +1,8 @@
-"""Everything that can go wrong, each with an exit code and a machine-readable code.
+"""Everything that can go wrong, each with an exit code and a machine-readable code, and the words that say so.
 
-An error is data: what is wrong, where (file and tensor), and a hint, which says what to do. A message that names
-options or commands is a `gradtool.wording.Text`, because the command and Python spell them differently. Each class also
-inherits the standard exception that callers of the Python API would expect.
+An error is data: what is wrong, where (file and tensor), and a hint, which says what to do. The command and Python
+spell options differently: a message that names one is a `Text`, made by `say`. Each class also inherits the standard
+exception that callers of the Python API would expect.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import contextlib
 import errno
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
-
-from gradtool.wording import as_command, option, say
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +22,61 @@ EXIT_USAGE = 2
 EXIT_INPUT = 3
 EXIT_BACKEND = 4
 EXIT_SYSTEM = 5
+EXIT_BUG = 70
+
+
+class Text(str):
+    """A text that is Python's as a string, with that of the command as `command`."""
+
+    __slots__ = ("command",)
+    command: str
+
+    def __new__(cls, python: str, command: str) -> Self:
+        """Make a text of both."""
+        text = super().__new__(cls, python)
+        text.command = command
+        return text
+
+    def __reduce__(self) -> tuple[type[Text], tuple[str, str]]:
+        """Pickle both."""
+        return Text, (str(self), self.command)
+
+
+def as_command(part: Any) -> Any:
+    """Return a part of a message as the command spells it."""
+    return part.command if isinstance(part, Text) else part
+
+
+def say(template: str, *parts: Any) -> Text:
+    """Fill a template, once with the parts as Python spells them and once as the command does."""
+    return Text(template.format(*parts), template.format(*map(as_command, parts)))
+
+
+def option(name: str, value: Any = None) -> Text:
+    """Name an option, perhaps with its value: `--nonfinite zero` or `nonfinite="zero"`, `--mean` or `mean=True`."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        return Text(name, flag)
+    if isinstance(value, bool):
+        return Text(f"{name}={value}", flag if value else flag.replace("--", "--no-", 1))
+    return Text(f"{name}={_literal(value)}", f"{flag} {_quoted(value)}")
+
+
+def call(name: str, *arguments: str, **options: Any) -> Text:
+    """Name a call: `gradtool recover grads/` or `gradtool.recover("grads/")`."""
+    named = [option(key, value) for key, value in options.items()]
+    command = ["gradtool", name.replace("_", "-"), *map(_quoted, arguments), *map(as_command, named)]
+    return Text(f"gradtool.{name}({', '.join([*map(_literal, arguments), *named])})", " ".join(command))
+
+
+def _quoted(value: Any) -> str:
+    import shlex  # only needed for messages
+
+    return shlex.quote(str(value))
+
+
+def _literal(value: Any) -> str:
+    return '"{}"'.format(value.replace("\\", "\\\\").replace('"', '\\"')) if isinstance(value, str) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -43,7 +96,7 @@ class Problem:
         return ": ".join(part for part in (self.file, tensor, self.message) if part)
 
     def as_command(self) -> Problem:
-        """Return the same in the wording of the command."""
+        """Return the same as the command spells it."""
         return replace(self, message=as_command(self.message), hint=as_command(self.hint))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, cast, get_args
 
 from gradtool.declare import GENERAL, PYTHON, Options, field
+from gradtool.errors import option, say
 from gradtool.validators import (
     ALL_FINITE,
     AT_LEAST_ONE,
@@ -24,7 +25,6 @@ from gradtool.validators import (
     reduction,
     size,
 )
-from gradtool.wording import option, say
 
 # The first type of a union decides how a value is checked.
 StrPath = os.PathLike[str] | str

@@ -8,9 +8,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import UsageError, shortened
+from gradtool.errors import Text, UsageError, say, shortened
 from gradtool.store.format.limits import MAX_PATH
-from gradtool.wording import Text, Wording, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -30,7 +29,7 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
     why: str = ""
 
-    def require(self, option: Wording, value: Any) -> None:
+    def require(self, option: str, value: Any) -> None:
         """Raise `UsageError` for a value out of range."""
         if not self.holds(value):
             raise invalid(option, self.words, value, f": {self.why}" if self.why else "")
@@ -54,12 +53,12 @@ CALLBACK = Range("a function, True or False", lambda value: callable(value) or i
 NOT_NAN = Range("a number", lambda value: not math.isnan(value))
 
 
-def invalid(option: Wording | str, expected: str, value: Any, why: str = "") -> UsageError:
+def invalid(option: str, expected: str, value: Any, why: str = "") -> UsageError:
     """Return the error for a value that an option cannot have."""
     return UsageError(say("{} must be {}, not {!r}{}", option, expected, value, why))
 
 
-def flag(option: Wording, value: Any) -> bool:
+def flag(option: str, value: Any) -> bool:
     """Require True or False, also as 1 or 0; nothing else, because a text such as "no" would count as true."""
     try:
         is_flag = value in (False, True)
@@ -70,7 +69,7 @@ def flag(option: Wording, value: Any) -> bool:
     return bool(value)
 
 
-def number(option: Wording | str, value: Any) -> float:
+def number(option: str, value: Any) -> float:
     """Convert to a Python float; a numpy scalar would carry its precision into the arithmetic."""
     try:
         return float(_readable(value))
@@ -80,7 +79,7 @@ def number(option: Wording | str, value: Any) -> float:
         raise invalid(option, "a number", value) from error
 
 
-def whole(option: Wording | str, value: Any) -> int:
+def whole(option: str, value: Any) -> int:
     """Convert to a whole number."""
     try:
         integer = int(_readable(value)) if isinstance(value, str) else operator.index(_readable(value))
@@ -101,7 +100,7 @@ def _readable(value: Any) -> Any:
     return value
 
 
-def size(option: Wording, value: Any) -> int:
+def size(option: str, value: Any) -> int:
     """Convert a number of bytes, or a text that may have a unit: 5GB is 5·10⁹ bytes, 1GiB is 2³⁰."""
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     try:
@@ -113,7 +112,7 @@ def size(option: Wording, value: Any) -> int:
     return nbytes
 
 
-def reduction(option: Wording, value: Any) -> str:
+def reduction(option: str, value: Any) -> str:
     """Require a way to reduce several values to one."""
     text = value.lower() if isinstance(value, str) else ""
     if not _REDUCTION.fullmatch(text):
@@ -121,7 +120,7 @@ def reduction(option: Wording, value: Any) -> str:
     return text
 
 
-def one_of(option: Wording | str, value: Any, choices: Collection[str]) -> str:
+def choice(option: str, value: Any, choices: Collection[str]) -> str:
     """Require a choice, given in upper or lower case."""
     words = {choice.lower(): choice for choice in choices}
     if not isinstance(value, str) or value.lower() not in words:
@@ -129,7 +128,7 @@ def one_of(option: Wording | str, value: Any, choices: Collection[str]) -> str:
     return words[value.lower()]
 
 
-def word(option: Wording, value: Any) -> str:
+def word(option: str, value: Any) -> str:
     """Require a text that is not empty and valid UTF-8; other bytes of a command line are half surrogates in Python."""
     if not isinstance(value, str) or not value:
         raise invalid(option, "a non-empty string", value)
@@ -140,7 +139,7 @@ def word(option: Wording, value: Any) -> str:
     return value
 
 
-def numbers(option: Wording, values: Any) -> list[float]:
+def numbers(option: str, values: Any) -> list[float]:
     """Convert several numbers, or a single one."""
     if isinstance(values, (str, bytes)):
         raise invalid(option, "numbers", values)
@@ -151,7 +150,7 @@ def numbers(option: Wording, values: Any) -> list[float]:
     return [number(option, item) for item in items]
 
 
-def patterns(option: Wording, values: Any) -> list[str]:
+def patterns(option: str, values: Any) -> list[str]:
     """Require regular expressions, or prefixes; a single string is one of them, not a series of letters."""
     try:
         items = [values] if isinstance(values, str) else list(() if values is None else values)
@@ -162,7 +161,7 @@ def patterns(option: Wording, values: Any) -> list[str]:
     return [item and word(option, item) for item in items]
 
 
-def path(what: Wording | str, value: Any) -> str:
+def path(what: str, value: Any) -> str:
     """Require a path that the system accepts.
 
     An empty path would be the current folder, and is nearly always a shell variable that is unset.
@@ -182,7 +181,7 @@ def path(what: Wording | str, value: Any) -> str:
     return text
 
 
-def path_list(_argument: Wording, values: Any) -> list[str]:
+def path_list(_argument: str, values: Any) -> list[str]:
     """Require one path or many; a string is one."""
     if isinstance(values, (str, bytes, os.PathLike)):
         return [path("a path", values)]

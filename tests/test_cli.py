@@ -98,7 +98,7 @@ def test_files_from_standard_input(tmp_path):
 AS_NOBODY = """
 import os, sys
 import gradtool.cli
-gradtool.cli.app(gradtool.cli.COMMANDS, ["clip", sys.argv.pop(), "--max-norm", "1", "--dry-run", "--quiet"])
+gradtool.clip(sys.argv.pop(), max_norm=1, dry_run=True)
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
 sys.argv = ["gradtool", *sys.argv[1:]]
@@ -154,7 +154,7 @@ def test_a_full_stdout_is_exit_5_without_a_traceback(tmp_path):
     assert done.returncode == 5
     assert (
         done.stderr
-        == "gradtool: error: cannot print the result on stdout: No space left on device; the work itself is done\n"
+        == "gradtool: error: cannot print the result on stdout: No space left on device (the operation completed)\n"
     )
 
 
@@ -313,7 +313,7 @@ def test_a_wrong_option_is_told_its_name_and_the_help_of_its_command(arguments, 
     assert done.stderr.splitlines()[1:] == ([f"  hint: {hint}"] if hint else [])
 
 
-def test_help_is_a_command_too():
+def test_help_is_a_command():
     assert gradtool("help", "clip").stdout == gradtool("clip", "--help").stdout
     assert gradtool("help").stdout == gradtool("--help").stdout
 
@@ -338,7 +338,7 @@ def test_output_to_a_stream_is_refused(tmp_path):
     ],
     ids=["--output-dir", "--output"],
 )
-def test_so_are_a_folder_and_a_new_set_of_that_name(tmp_path, arguments):
+def test_stdout_is_refused_as_an_output(tmp_path, arguments):
     sample(tmp_path)
     done = gradtool(*arguments, cwd=tmp_path)
     assert done.returncode == 2

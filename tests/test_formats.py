@@ -363,7 +363,7 @@ def test_sections_stay_within_what_github_takes(tmp_path, on_github):
     assert summary.read_bytes() == before
 
 
-def test_other_formats_write_no_section(tmp_path, on_github):
+def test_only_the_github_format_writes_a_section(tmp_path, on_github):
     environment, summary = on_github
     for form in ("text", "json", "jsonl"):
         gradtool("norm", sample(tmp_path), "--format", form, env=environment)

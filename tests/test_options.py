@@ -106,7 +106,7 @@ def test_a_value_of_a_wrong_type_or_out_of_range_is_a_usage_error(given, message
         ({"dtype": "I32"}, "dtype must be one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2, not 'I32'"),
     ],
 )
-def test_so_are_those_of_accumulate(given, message):
+def test_values_that_accumulate_cannot_take_are_refused(given, message):
     with pytest.raises(UsageError, match=f"^{message}$"):
         options.AccumulateOptions(**given)
 

@@ -38,7 +38,7 @@ def test_the_total_is_correctly_rounded_in_any_order():
     spread=st.sampled_from([0, 3, 60, 300, 2000]),
     seed=st.integers(0, 999),
 )
-def test_the_total_of_many_sums_is_correctly_rounded_too(count, spread, seed):
+def test_the_total_of_many_sums_is_correctly_rounded(count, spread, seed):
     rng = np.random.default_rng(seed)
     exponents = rng.integers(-min(1070, spread), min(1000, spread) + 1, count)
     values = np.ldexp(rng.random(count), exponents) * (rng.random(count) < 0.9)
@@ -135,7 +135,7 @@ def test_the_last_bit_of_a_small_tile_decides_a_tie():
     seed=st.integers(0, 99),
     exponents=st.lists(st.integers(-800, 800), min_size=1),
 )
-def test_many_tiles_with_exponents_are_added_exactly_too(count, seed, exponents):
+def test_many_tiles_with_exponents_are_added_exactly(count, seed, exponents):
     rng = np.random.default_rng(seed)
     sums = rng.random(count) + 1
     chosen = rng.choice(np.array(exponents, np.int32), count)
@@ -260,7 +260,7 @@ def test_huge_sums_are_condensed_though_their_total_is_beyond_float64():
     assert found.norm() == norm_of(values, [0] * len(values), 2.0)
 
 
-def test_negative_sums_are_condensed_exactly_too():
+def test_negative_sums_are_condensed_exactly():
     values = np.array([2.0**60, -1.5, -(2.0**60), 2.0**-70] * 500)
     found = tile_sums(values, [0] * 2000, 1.0)
     found.condense()

@@ -19,7 +19,7 @@ from terminal import on_terminal
 
 from gradtool import norm
 from gradtool.backends.choose import choose
-from gradtool.wording import as_command
+from gradtool.errors import as_command
 
 CALL_KEYS = [
     "warnings",

@@ -53,7 +53,7 @@ def parts(schema):
         yield from parts(one)
 
 
-def test_it_is_a_schema_of_the_draft_that_it_names():
+def test_the_schema_is_valid_for_the_draft_that_it_names():
     schema = package_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -92,7 +92,7 @@ def test_the_result_of_every_command_has_exactly_the_fields_of_the_schema(folder
 
 
 @pytest.mark.parametrize("command", CALLS)
-def test_so_have_json_lines(folder, command):
+def test_json_lines_have_every_key_of_the_schema_and_no_other(folder, command):
     done = gradtool(command, *CALLS[command], "--format", "jsonl", cwd=folder)
     *rows, last = [checked(line, "line") for line in done.stdout.splitlines()]
     assert (len(rows) > 0) == (command != "zero")

@@ -155,14 +155,14 @@ def in_threads(folder):
     yield gradtool.layernorm_backward(path, nonfinite="propagate", threads=2, fsync=False)
 
 
-def test_nor_do_threads_warn(tmp_path, monkeypatch, backend):
+def test_threads_do_not_warn(tmp_path, monkeypatch, backend):
     monkeypatch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(backend, "for a test"))
     # With two threads, none is that of the call; one of them may do all the work.
     assert all(result.call.threads in (1, 2) for result in in_threads(tmp_path))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nor_do_the_sums_of_wide_rows(tmp_path, monkeypatch, backend, form):
+def test_sums_of_wide_rows_do_not_warn(tmp_path, monkeypatch, backend, form):
     monkeypatch.setattr("gradtool.engines.choose.choose_backend", lambda *_: Choice(backend, "for a test"))
     monkeypatch.setattr(tuning, "PATCH_ELEMENTS", 8)
     tensors = layer((2, 16))
@@ -177,7 +177,7 @@ def test_nor_do_the_sums_of_wide_rows(tmp_path, monkeypatch, backend, form):
 
 @pytest.mark.parametrize("backend", COMMANDS)
 @pytest.mark.parametrize("stored", [True, False])
-def test_nor_does_the_total_of_a_row_that_overflows(tmp_path, backend, stored):
+def test_the_total_of_a_row_that_overflows_does_not_warn(tmp_path, backend, stored):
     # The sum of each of the two stretches is finite, that of both is not.
     tensors = {
         "X": np.tile([1.0, -1.0], (1, 150_000)),

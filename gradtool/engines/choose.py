@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from gradtool.backends.choose import asked_for as backend_asked_for
 from gradtool.backends.choose import choose as choose_backend
+from gradtool.backends.choose import requested as requested_backend
 from gradtool.engines.threads import Threads, default_threads
-from gradtool.errors import UsageError
-from gradtool.wording import option, say
+from gradtool.errors import UsageError, option, say
 
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
-    from gradtool.engines.protocol import Engine, Progress
+    from gradtool.engines.cluster.engine import Workers
+    from gradtool.engines.threads import Progress
     from gradtool.options import Compute, Local
+
+    # What runs the passes of a call: the threads of this process run their tasks, other processes their parts.
+    Engine = Threads | Workers
 
 # More would only take memory.
 MOST_THREADS = 256
@@ -39,7 +42,7 @@ def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice 
 
     threads = None if options.threads is None else min(options.threads, MOST_THREADS)
     # What the environment says here counts for the workers too.
-    backend = backend_asked_for(options.backend)
+    backend = requested_backend(options.backend)
     return Workers(name, address, backend, options.device, threads, options.worker_timeout, progress), None
 
 

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import MOST_THREADS, asked_for, choose
-from gradtool.errors import Problem, UsageError
+from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import Rewriting
+from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.engines.protocol import Pass, Result
-    from gradtool.ops.measurement import Measurement
+    from gradtool.engines.passes import Pass, Result
+    from gradtool.errors import Text
+    from gradtool.ops.passes import Measurement
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.patterns import Renames
+    from gradtool.store.format.selection import Renames
     from gradtool.store.io.destination import NewFile, WrittenFiles
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Output
-    from gradtool.wording import Wording
 
 # More than this takes numpy long enough to be worth a warning.
 _SLOW_BYTES = 64 << 20
@@ -132,9 +132,9 @@ class Call:
         """Sum up the call once it is done; `selected` are the tensors that it was about."""
         workers, clock = self.engine.workers, self.engine.clock
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
-        nbytes = sum(tensor.nbytes for _, tensor in selected)
+        sums = totals(selected)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
-        if why is None and nbytes > _SLOW_BYTES and faster is not None:
+        if why is None and sums["bytes"] > _SLOW_BYTES and faster is not None:
             message = "computed by numpy, several times slower than the compiled kernels"
             warnings = [Problem("slow", message, hint=faster), *warnings]
         if threads > MOST_THREADS:
@@ -142,9 +142,7 @@ class Call:
             warnings = [Problem("threads", message), *warnings]
         return CallSummary(
             files=len(self.opened.shards),
-            tensors=len(selected),
-            elements=sum(tensor.elements for _, tensor in selected),
-            bytes=nbytes,
+            **sums,
             backend=workers.backend,
             backend_why=why or workers.why,
             threads=max(1, clock.workers),
@@ -195,7 +193,7 @@ def _check_in_place(options: Rewriting) -> None:
         raise UsageError(say(what, option("write", "inplace"), option("engine", "threads")), hint=hint)
 
 
-def require_this_machine(options: Compute, what: Wording) -> None:
+def require_this_machine(options: Compute, what: Text) -> None:
     """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
     engine, address = asked_for(options.engine)
     if address is not None:

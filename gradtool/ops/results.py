@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from gradtool.errors import Problem, number_of
-from gradtool.wording import option, say
+from gradtool.errors import Problem, number_of, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.channel import Clock
 

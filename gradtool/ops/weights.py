@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import validators
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, Problem, UsageError, shortened
+from gradtool.errors import BadInputError, Problem, UsageError, option, say, shortened
 from gradtool.reduction import total
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.transaction.output import Metadata
 
 # What keys begin with that gradtool alone writes.

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.choose import asked_for
+from gradtool.engines.passes import Pass
+from gradtool.errors import option, say
 from gradtool.ops.call import Call
-from gradtool.ops.passes import TensorPass
 from gradtool.ops.results import OutputSummary, Result
 from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gradtool.errors import Problem
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import NewFile
     from gradtool.store.transaction.output import Metadata, Output
 
@@ -59,7 +59,7 @@ def zero(options: ZeroOptions) -> ZeroResult:
     with call.open_to_write(options) as output:
         metadata, warnings = _without_totals(call)
         with call.writing(output, _files(call, output, metadata)) as destination:
-            call.run(TensorPass((), NormSpec()), destination)
+            call.run(Pass((), NormSpec()), destination)
     return ZeroResult(
         call=call.summary(call.selected, why="nothing to compute", warnings=warnings),
         output=call.output_summary(output, destination),

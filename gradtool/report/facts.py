@@ -6,9 +6,8 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import Problem
+from gradtool.errors import Problem, as_command
 from gradtool.report.messages import printable
-from gradtool.wording import as_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from gradtool.errors import Problem, shortened
+from gradtool.errors import Problem, as_command, shortened
 from gradtool.report import step_summary, text
 from gradtool.report.messages import and_more, print_problems, printable
-from gradtool.wording import as_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,8 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from gradtool.errors import shortened
-from gradtool.wording import as_command, option
+from gradtool.errors import as_command, option, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

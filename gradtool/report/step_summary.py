@@ -6,10 +6,9 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import EXIT_OK, Problem, shortened
+from gradtool.errors import EXIT_OK, Problem, as_command, shortened
 from gradtool.report.facts import NONFINITE, data_of, facts_of, field, is_rows, kind_of, short
 from gradtool.report.messages import and_more, printable
-from gradtool.wording import as_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, UsageError
+from gradtool.errors import BadInputError, UsageError, option, say
 from gradtool.store.links import open_to_read
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -308,7 +308,7 @@ def test_a_correct_comparison_works():
     kernels.differences(*comparison())
 
 
-def test_a_comparison_reads_files_too(sixteen):
+def test_a_comparison_reads_files(sixteen):
     call = comparison(a=file_block(sixteen), b=np.ones(4).tobytes())
     kernels.differences(*call)
     assert call[6].tolist() == [[6.0, 14.0, 4.0, 6.0]]

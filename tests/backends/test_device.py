@@ -241,7 +241,7 @@ def test_without_a_home_there_is_no_cache(cupy, monkeypatch, tmp_path):  # noqa:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_page_locked_memory_may_be_short_too(cupy):
+def test_page_locked_memory_may_be_short(cupy):
     def fails(*_):
         raise FakeRuntimeError("cudaErrorMemoryAllocation")
 

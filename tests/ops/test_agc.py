@@ -247,7 +247,7 @@ def test_parameters_are_not_replaced_by_gradients(tmp_path, options):
     assert snapshot(tmp_path) == before
 
 
-def test_an_index_of_parameters_is_not_replaced_either(tmp_path):
+def test_an_index_of_parameters_is_never_replaced(tmp_path):
     shard = {"t": encode([3, 4], "F32")}
     grads = write_index(tmp_path / "grads", {"g.safetensors": shard})
     params = write_index(tmp_path / "params", {"p.safetensors": shard})

@@ -20,9 +20,8 @@ from support import write_index as write_unaligned_index
 from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, check, norm
-from gradtool.errors import changed_meanwhile
+from gradtool.errors import as_command, changed_meanwhile
 from gradtool.ops.check import values
-from gradtool.wording import as_command
 
 ONES = {"a": np.ones(4, np.float32)}
 
@@ -319,7 +318,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_is_no_safetensors_file_has_exit_code_3_and_all_else_is_told_too(tmp_path, kind):
+def test_a_file_of_another_type_has_exit_code_3_and_does_not_hide_other_problems(tmp_path, kind):
     (tmp_path / "0.safetensors").write_bytes(FOREIGN[kind])
     write(tmp_path / "1.safetensors", {"a": encode([math.nan], "F32")})
     write(tmp_path / "2.safetensors", ONES | {"b": ONES["a"]}).write_bytes(with_header({}, b"123"))

@@ -514,7 +514,7 @@ def test_output_leaves_the_input_alone(tmp_path):
     assert read(tmp_path / "out.safetensors")["a"].tolist() == pytest.approx([0.6, 0.8])
 
 
-def test_output_is_written_when_nothing_is_clipped_too(tmp_path):
+def test_output_is_written_though_nothing_is_clipped(tmp_path):
     path = one_file(tmp_path, a=encode([3, 4], "F32"))
     result = clip(path, max_norm=100, output=tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == path.read_bytes()

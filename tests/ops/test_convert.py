@@ -109,7 +109,7 @@ def test_sets_and_several_files_are_converted_and_the_index_has_the_new_size(tmp
         ({"limit": "z=3", "state": "state"}, [3e-6, -1, 3, 0]),
     ],
 )
-def test_other_ways_to_clip_are_converted_too(tmp_path, monkeypatch, options, expected):
+def test_every_way_to_clip_is_converted(tmp_path, monkeypatch, options, expected):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "x", {"a": encode([3e-6, -1, 3, 0], "F32")})
     result = clip(path, output=tmp_path / "y", dtype="F64", **options)

@@ -533,7 +533,7 @@ def test_a_distance_of_64_bits_is_printed_whole(tmp_path):
     assert gradtool_json("diff", *paths)["data"]["max_ulp"] == 2 * int(np.float64(1.7e308).view(np.int64)) > 2**63
 
 
-def test_it_can_run_elsewhere_in_parts(tmp_path):
+def test_a_comparison_can_run_elsewhere_in_parts(tmp_path):
     """The parts of the pass cover it, and what they find fits together."""
     from gradtool.backends.cpu import NumpyBackend
     from gradtool.engines.threads import Threads

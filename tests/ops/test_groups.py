@@ -69,7 +69,7 @@ def test_each_group_is_clipped_by_its_own_norm_and_the_rest_is_left_alone(path, 
 
 
 @pytest.mark.parametrize("write", ["replace", "inplace"])
-def test_it_is_what_one_call_for_each_group_would_do(tmp_path, write):
+def test_groups_do_what_a_call_for_each_group_would_do(tmp_path, write):
     for folder in ("once", "thrice"):
         random_set(tmp_path / folder, 4)
     clip(tmp_path / "once", group=["t[0-2]:0.5", "t[34]:1e-3"], max_norm=0.25, unscale=2, write=write, fsync=False)
@@ -100,7 +100,7 @@ def test_no_group_above_its_limit_writes_nothing(path):
     assert result.per_group[0].coef == math.inf
 
 
-def test_the_loss_scale_divides_the_rest_too(tmp_path):
+def test_the_loss_scale_divides_tensors_without_a_group(tmp_path):
     path = write(tmp_path / "x", {"a": encode([30, 40], "F32"), "b": encode([8], "F32")})
     result = clip(path, group="a:1", unscale=4, eps=0, output=tmp_path / "y")
     assert read(tmp_path / "y")["a"].tolist() == pytest.approx([0.6, 0.8])

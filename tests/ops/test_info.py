@@ -160,7 +160,7 @@ def test_a_terminal_has_no_line_that_is_too_long(tmp_path, monkeypatch, columns)
     assert max(map(len, plain)) <= columns
 
 
-def test_neither_numpy_nor_the_library_is_imported(tmp_path):
+def test_info_imports_neither_numpy_nor_the_library(tmp_path):
     path = write(tmp_path / "x", {"a": np.ones(2)})
     code = f"""
 import sys

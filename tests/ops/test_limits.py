@@ -425,7 +425,7 @@ def test_a_state_that_another_program_writes_meanwhile_stops_the_run(tmp_path, p
     assert not list(tmp_path.rglob(".gradtool*"))
 
 
-def test_a_copy_of_a_crashed_run_belongs_together_too(tmp_path, path):
+def test_a_copy_of_a_crashed_run_belongs_together(tmp_path, path):
     state = path.parent / "clip.json"
     clip(path, limit="percentile=10", state=state)
     old = (path.read_bytes(), state.read_bytes())

@@ -73,7 +73,7 @@ def test_only_selected_tensors_can_collide(ranks, options, expected):
             call(ranks, include="^w|only0$")
 
 
-def test_a_folder_an_index_and_a_file_are_paths_too(tmp_path):
+def test_a_folder_an_index_and_a_file_are_paths(tmp_path):
     write(tmp_path / "folder" / "a.safetensors", {"a": f32(1)})
     index = write_index(tmp_path / "set", {"1.safetensors": {"b": f32(2)}, "2.safetensors": {"c": f32(2)}})
     file = write(tmp_path / "c", {"c": f32(4)})

@@ -39,7 +39,7 @@ def test_tensors_that_are_not_selected_stay_byte_for_byte(odd):
     assert path.read_bytes() == build(tensors | changed, {"step": "7"}, padding=5)
 
 
-def test_types_below_a_byte_are_zeroed_too(tmp_path):
+def test_types_below_a_byte_are_zeroed(tmp_path):
     path = tmp_path / "x"
     header = {
         "a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},

@@ -117,7 +117,7 @@ def test_clip_writes_the_same_bytes(tmp_path, elsewhere, dtype):
     assert (tmp_path / "one").stat().st_mode & 0o777 == 0o600
 
 
-def test_it_is_neither_replaced_nor_changed_in_place(tmp_path, elsewhere):
+def test_a_remote_source_is_neither_replaced_nor_changed_in_place(tmp_path, elsewhere):
     write(tmp_path / "x.safetensors", random(0, (5,)))
     there, before = elsewhere(tmp_path), snapshot(tmp_path)
     for mode in ("replace", "inplace"):

@@ -8,7 +8,7 @@ from support import encode, snapshot, write
 from users import ALICE, MALLORY, run_as
 
 
-def test_a_file_that_may_not_be_read_has_exit_code_5_and_all_else_is_told_too(root):
+def test_a_file_that_may_not_be_read_has_exit_code_5_and_does_not_hide_other_problems(root):
     folder = folder_of(ALICE, root / "folder", 0o755)
     several(ALICE, folder)
     (folder / "0.safetensors").chmod(0)

@@ -63,7 +63,7 @@ def test_a_link_of_another_user_in_a_folder_or_an_index_leads_to_no_private_file
 
 
 @RUNNERS
-def test_a_link_that_is_an_index_is_followed_to_no_private_file_either(root, runner):
+def test_a_link_that_is_an_index_is_not_followed_to_a_private_file(root, runner):
     shared, private = folder_of(0, root / "shared", 0o777), folder_of(runner, root / "private", 0o700)
     grads(runner, shared / "a.safetensors")
     secret = index(runner, private / "secret.json", {"the secret": "a.safetensors"})

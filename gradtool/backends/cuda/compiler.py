@@ -10,8 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BackendUnavailableError
-from gradtool.wording import option, say
+from gradtool.errors import BackendUnavailableError, option, say
 
 _FILES = (
     *("_device.cuh", "_codes.h", "_storage.cuh", "_tiles.cuh", "_again.cuh"),

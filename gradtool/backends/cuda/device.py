@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtool.backends.cuda.compiler import cached_module
-from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
-from gradtool.wording import option, say
+from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,10 +22,9 @@ from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradtool.errors import BackendUnavailableError, SystemRefusedError, os_errors_about, shortened
+from gradtool.errors import BackendUnavailableError, SystemRefusedError, option, os_errors_about, say, shortened
 from gradtool.store import signals
 from gradtool.store.format.header import read_small
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

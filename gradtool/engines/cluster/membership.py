@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from gradtool._version import __version__
 from gradtool.engines.cluster import wire
 from gradtool.engines.cluster.work import Report, call_for
-from gradtool.errors import BackendUnavailableError, GradtoolError, SystemRefusedError, shortened
+from gradtool.errors import BackendUnavailableError, GradtoolError, SystemRefusedError, option, say, shortened
 from gradtool.store import signals
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

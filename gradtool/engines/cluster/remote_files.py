@@ -12,19 +12,18 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import UsageError, changed_meanwhile, os_errors_about
+from gradtool.errors import UsageError, changed_meanwhile, option, os_errors_about, say
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
 from gradtool.store.io.destination import NewFile, read_for
 from gradtool.store.source import Source, require_status
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.output import Staging
 
 # A shared file system may show a moment late what another machine has made or replaced. After the last, it is missing.

@@ -15,8 +15,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradtool import errors
-from gradtool.errors import GradtoolError, Problem
-from gradtool.wording import Text
+from gradtool.errors import GradtoolError, Problem, Text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,12 +139,12 @@ def _error(name: Any, summary: Any, problems: Any) -> GradtoolError:
 
 
 def _worded(text: str | None) -> str | list[str] | None:
-    """Return a text, or both wordings of one that has two."""
+    """Return a text, or both texts of one that has two."""
     return [str(text), text.command] if isinstance(text, Text) else text
 
 
 def _text(tree: Any) -> Any:
     """Return the text that was packed, if there was any."""
     if isinstance(tree, list):
-        return Text(*(_plain(wording, "") for wording in tree))
+        return Text(*(_plain(text, "") for text in tree))
     return None if tree is None else _plain(tree, "")

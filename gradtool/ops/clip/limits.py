@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool import validators
-from gradtool.errors import BadInputError, UsageError, shortened
+from gradtool.errors import BadInputError, UsageError, option, say, shortened
 from gradtool.store.format.header import read_small
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.source import SmallFile
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from gradtool.options import ClipOptions

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradtool import wording
+from gradtool import errors
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
-from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile
+from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile, option, say
 from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.layernorm.backward import Backward
 from gradtool.ops.layernorm.layers import check_names, files_with_layers, find_layers
@@ -19,7 +19,6 @@ from gradtool.ops.passes import Measure, in_file_order
 from gradtool.ops.results import OutputSummary, Result, nonfinite_problems, overflow_problems
 from gradtool.options import LayerNormOptions
 from gradtool.store.transaction.inputs import WritePlan
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +85,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    require_this_machine(options, wording.call("layernorm_backward"))
+    require_this_machine(options, errors.call("layernorm_backward"))
     _check_options(options)
     call = Call(options.named, options, dtypes=None)
     opened = output_files = None

@@ -14,9 +14,9 @@ from gradtool import tuning
 from gradtool.arrays import float64s
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.engines.passes import Pass
 from gradtool.errors import DeviceMemoryError
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import TensorPass, pieces_of
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.io.blocks import Block, Span
 
@@ -45,7 +45,7 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Backward(TensorPass["Gradients"]):
+class Backward(Pass["Gradients"]):
     """Computes the gradients of layers, writes them, and measures what is written."""
 
     title: ClassVar = "differentiating"

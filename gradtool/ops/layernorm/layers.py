@@ -10,17 +10,15 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError, UsageError, shortened
-from gradtool.store.format.gradset import Selected, check_dtypes
+from gradtool.errors import BadInputError, UsageError, option, say, shortened
 from gradtool.store.format.layout import new_tensor
-from gradtool.store.format.patterns import check_new_name
-from gradtool.wording import option, say
+from gradtool.store.format.selection import check_dtypes, check_new_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.options import LayerNormOptions
-    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.transaction.inputs import OpenSets
 

@@ -17,9 +17,9 @@ from gradtool import tuning
 from gradtool.arrays import float64s, np
 from gradtool.backends.protocol import NormSpec, Patch, Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.errors import BadInputError
-from gradtool.ops.passes import Measure, TensorPass
-from gradtool.wording import option, say
+from gradtool.engines.passes import Pass
+from gradtool.errors import BadInputError, option, say
+from gradtool.ops.passes import Measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +178,7 @@ class Patches:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SumWideRows(TensorPass["Floats"]):
+class SumWideRows(Pass["Floats"]):
     """Sums the stretches of wide rows: of X, of its squared distances from a center, or with Y_grad, for its means."""
 
     title: ClassVar = "summing rows"

@@ -7,21 +7,19 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError
+from gradtool.errors import BadInputError, option, say
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import mapped_in, reindexed
 from gradtool.store.format.layout import lay_out
 from gradtool.store.format.tensors import BITS
 from gradtool.store.io.destination import NewFile
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.options import LayerNormOptions
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.output import Output
 

@@ -15,12 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, number_of
+from gradtool.errors import BadInputError, number_of, option, say
 from gradtool.store.format.header import FileTypeError
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.limits import MAX_TEXT
 from gradtool.store.source import Source, read_range
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

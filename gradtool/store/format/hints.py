@@ -16,15 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem
+from gradtool.errors import NO_SUCH_FILE, NO_SUCH_FOLDER, BadInputError, Problem, Text, option, say
 from gradtool.store.format.filetypes import entries_of, not_a_list_error
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.wording import Text, Wording, option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradtool.store.format.paths import PathList
+    from gradtool.errors import GradtoolError
 
     # What is wrong, and perhaps what to do.
     Explanation = tuple[str, str | None]
@@ -39,7 +38,7 @@ _AS_REGEX = {"*": ".*", "?": "."}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _DOWNLOADERS = {"s3": "aws s3 cp", "gs": "gcloud storage cp", "hf": "hf download", "http": "curl", "https": "curl -L"}
 # What is wrong with a path that begins with ~/, and what to do.
-_UNEXPANDED = Wording("the shell did not expand the ~", "~ is not expanded")
+_UNEXPANDED = Text("~ is not expanded", "the shell did not expand the ~")
 _EXPAND = Text("use Path.expanduser", "remove the quotes around it, or write $HOME")
 
 
@@ -117,7 +116,7 @@ def _unexpanded(path: str, what: str) -> Explanation | None:
         return None
     folder, pattern = os.path.split(path)
     if any(fnmatch.fnmatchcase(entry.name, pattern) for entry in entries_of(folder)):
-        why = Wording("the shell expands patterns, and gradtool does not", "patterns are not expanded")
+        why = Text("patterns are not expanded", "the shell expands patterns, and gradtool does not")
         return say("{}: {}", what, why), Text("use glob.glob", "remove the quotes around it")
     return (f"{what}: nothing matches the pattern", None) if re.search(r"[*?]", path) else None
 
@@ -165,41 +164,37 @@ def _stem(name: str) -> str:
     return name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").lower()
 
 
-class NamedPath:
-    """A path of a call, by its position: an argument or, as the last ones may be, an entry of a list."""
-
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], listed: PathList | None, position: int) -> None:
-        self.path = os.fspath(paths[position])
-        entry = 0 if listed is None else position - len(paths) + len(listed.paths) + 1
-        self.listed = listed if entry > 0 else None
-        self.place = "" if self.listed is None else f" (entry {entry:,} of {self.listed.where})"
-
-    def __str__(self) -> str:
-        """Say what the path is, and where it was given."""
-        is_folder = os.path.isdir(self.path)  # noqa: PTH112 - Path's own raises without permission
-        kind = "folder" if is_folder else "index" if self.path.endswith(INDEX_SUFFIX) else "path"
-        return f"the {kind} {self.path}{self.place}"
+def named_path(path: str, place: str) -> str:
+    """Say what a path of a call is, and its place in a list of paths, if it has one."""
+    is_folder = os.path.isdir(path)  # noqa: PTH112 - Path's own raises without permission
+    kind = "folder" if is_folder else "index" if path.endswith(INDEX_SUFFIX) else "path"
+    return f"the {kind} {path}{place}"
 
 
-def path_error(error: BadInputError, named: NamedPath) -> BadInputError | None:
-    """Return the error about a path that leads nowhere with its reason and a hint; None for any other error."""
-    if named.listed is not None and (not_a_list := not_a_list_error(named.listed.where, named.listed.head)) is not None:
+def path_error(error: GradtoolError, path: str, place: str, listed: tuple[str, bytes] | None) -> GradtoolError:
+    """Return the error for a path of a call: that the list it comes from is none, or why it leads nowhere.
+
+    Of that list, `listed` are the name and the first bytes.
+    """
+    if not isinstance(error, BadInputError):
+        return error
+    if listed is not None and (not_a_list := not_a_list_error(*listed)) is not None:
         return not_a_list
     (problem,) = error.problems
     if problem.message not in (NO_SUCH_FILE, NO_SUCH_FOLDER) or problem.file is None:
-        return None
+        return error
     explain = no_such_file if problem.message == NO_SUCH_FILE else no_such_folder
-    if problem.file not in (named.path, str(Path(named.path))):
+    if problem.file not in (path, str(Path(path))):
         return BadInputError.from_problems([explain(problem.file)])
-    explanation = explain(named.path)
-    message = say("{}{}", explanation.message, named.place)
+    explanation = explain(path)
+    message = say("{}{}", explanation.message, place)
     return BadInputError.from_problems([replace(explanation, message=message)])
 
 
-def named_twice_error(file: str, named: NamedPath, other: str, other_named: NamedPath) -> BadInputError:
-    """Return the error for a file that two paths of a call lead to, one of them perhaps by another name."""
-    same = "" if file == other else f"is the same file as {other} and "
-    by = f"both times by {named}" if str(named) == str(other_named) else f"by {other_named} and by {named}"
+def named_twice_error(file: str, named: str, first: str, first_named: str) -> BadInputError:
+    """Return the error for a file that two paths of a call lead to, the first perhaps by another name."""
+    same = "" if file == first else f"is the same file as {first} and "
+    by = f"both times by {named}" if named == first_named else f"by {first_named} and by {named}"
     return BadInputError(f"{same}is named twice: {by}", file=file, code="duplicate-file", hint="name each file once")
 
 

@@ -14,12 +14,11 @@ import threading
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import SystemRefusedError, ensure, os_errors_about, unfinished
+from gradtool.errors import SystemRefusedError, call, ensure, os_errors_about, say, unfinished
 from gradtool.store import fs, system
 from gradtool.store.io.channel import Channel, fill
 from gradtool.store.source import Reader, Source
 from gradtool.store.system import SECTOR
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

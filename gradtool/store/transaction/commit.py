@@ -17,6 +17,7 @@ from gradtool.errors import (
     ensure,
     from_os_error,
     os_errors_about,
+    say,
     unfinished,
 )
 from gradtool.store import fs, signals
@@ -24,7 +25,6 @@ from gradtool.store.fs import File
 from gradtool.store.transaction.inplace import InPlace
 from gradtool.store.transaction.log import UNTOUCHED
 from gradtool.store.transaction.staging import Staged, keep_attributes, rights_of
-from gradtool.wording import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

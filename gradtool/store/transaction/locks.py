@@ -9,12 +9,11 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import SystemRefusedError, os_errors_about, unfinished
+from gradtool.errors import SystemRefusedError, call, option, os_errors_about, say, unfinished
 from gradtool.store.fs import UNSUPPORTED
 from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import lock_of
 from gradtool.store.transaction.log import HOST
-from gradtool.wording import call, option, say
 
 if TYPE_CHECKING:
     from pathlib import Path

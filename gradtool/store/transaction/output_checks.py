@@ -7,10 +7,9 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from gradtool.errors import UsageError
+from gradtool.errors import UsageError, option, say
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.paths import check_output_path
-from gradtool.wording import option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
 
 
 def check_options(options: Writing, state: Path | None) -> None:

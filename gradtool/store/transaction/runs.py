@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, from_os_error, os_errors_about, unfinished
+from gradtool.errors import GradtoolError, SystemRefusedError, call, from_os_error, os_errors_about, say, unfinished
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import PREFIX, files_of_runs, lock_of, log_of, marker_of, run_of
@@ -21,7 +21,6 @@ from gradtool.store.transaction.locks import has_process
 from gradtool.store.transaction.log import MAX_BYTES
 from gradtool.store.transaction.logfiles import is_trusted, read_log
 from gradtool.store.transaction.targets import check_links_of
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -15,15 +15,16 @@ from gradtool.errors import (
     BadInputError,
     GradtoolError,
     UsageError,
+    call,
     changed_meanwhile,
     from_os_error,
     os_errors_about,
+    say,
 )
 from gradtool.store import system
 from gradtool.store.fs import Folder, open_folder
 from gradtool.store.links import MAX_LINKS, Link, Walk, check_links, foreign_links, loop
 from gradtool.store.transaction.files import PREFIX
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,14 +8,13 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Self
 
-from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, ensure, os_errors_about
+from gradtool.errors import GradtoolError, SystemRefusedError, call, changed_meanwhile, ensure, os_errors_about, say
 from gradtool.store import fs
 from gradtool.store.system import boot_id
 from gradtool.store.transaction.files import PREFIX, clear, lock_of, log_of, marker_of, name_of
 from gradtool.store.transaction.locks import create_locked, is_file_at
 from gradtool.store.transaction.log import FINISHED, FORMAT, HOST, UNTOUCHED, line_of
 from gradtool.store.transaction.logfiles import InDoubtError, append_step
-from gradtool.wording import call, say
 
 if TYPE_CHECKING:
     from gradtool.store.fs import Folder

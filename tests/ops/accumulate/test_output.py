@@ -82,7 +82,7 @@ def test_output_dir_takes_every_file_of_the_buffer_and_the_index_and_no_gradient
     assert {path: kept for path, kept in snapshot(tmp_path).items() if path in before} == before
 
 
-def test_output_arrives_when_nothing_is_added_too(tmp_path):
+def test_output_is_written_though_nothing_is_added(tmp_path):
     path, grads = lay_out(tmp_path, f32(1), {"a": f32(2)})
     accumulate(grads, into=path, update=False, output=tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == path.read_bytes()

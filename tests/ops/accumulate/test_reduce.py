@@ -32,7 +32,7 @@ def test_the_median_is_that_of_numpy_in_place_of_the_buffer(tmp_path, dtype, cou
     assert np.array_equal(read(path)["a"], median(grads).astype(np.float32))
 
 
-def test_it_is_added_to_the_buffer_with_one_rounding(tmp_path):
+def test_a_median_is_added_to_the_buffer_with_one_rounding(tmp_path):
     old, grads = gaussian(5000, "BF16", seed=9), [gaussian(5000, "F32", seed=seed) for seed in range(4)]
     path, paths = lay_out(tmp_path, old, *grads)
     result = accumulate(paths, into=path, reduce="median")
@@ -83,7 +83,7 @@ def test_the_size_of_a_window_and_the_number_of_threads_change_no_bit(tmp_path, 
             tmp_path / f"set{i}", {"1.safetensors": half, "2.safetensors": {k: one[k] for k in one.keys() - half}}
         )
     monkeypatch.setattr(tuning, "WINDOW_BYTES", 8 * 6 * elements)
-    monkeypatch.setattr("gradtool.ops.accumulate.passes._FEWEST", 1)
+    monkeypatch.setattr("gradtool.ops.accumulate.buffer._MIN_WINDOW", 1)
     paths = [tmp_path / f"set{i}" for i in range(6)]
     for threads in (1, 3):
         accumulate(paths, output=tmp_path / f"new{threads}", reduce="trimmed=2", threads=threads)
@@ -100,7 +100,7 @@ def test_gradients_are_broadcast_and_may_be_of_any_type(tmp_path):
     assert read(path)["a"].tolist() == [[2, 3, 2], [1, 2, 0]]
 
 
-def test_each_gradient_may_be_clipped_and_the_median_too(tmp_path):
+def test_each_gradient_and_the_median_may_be_clipped(tmp_path):
     path, paths = lay_out(tmp_path, f32(0, 0), f32(300, 400), f32(3, 4), f32(6, 8))
     result = accumulate(paths, into=path, reduce="median", clip_each=5, eps=0, max_norm=2.5)
     assert read(path)["a"].tolist() == [1.5, 2.0]

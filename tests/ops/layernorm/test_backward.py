@@ -216,7 +216,7 @@ def test_the_eps_counts_where_the_statistics_are_computed_and_nowhere_else(tmp_p
 
 @pytest.mark.parametrize("power", [200, -200])
 @pytest.mark.parametrize("options", [{}, {"x_grad_in_place": True}])
-def test_extreme_gradients_have_their_norms_in_place_too(tmp_path, power, options):
+def test_extreme_gradients_have_their_norms_in_place(tmp_path, power, options):
     tensors = layer((5, 7), types=("F64", "F64", "F64"))
     tensors["Y_grad"] *= 10.0**power
     path = write(tmp_path / "x", tensors)

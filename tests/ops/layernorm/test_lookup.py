@@ -128,7 +128,7 @@ def test_only_files_that_get_results_are_locked(tmp_path):
     held.close()
 
 
-def test_a_path_whose_layers_are_not_selected_is_not_locked_either(tmp_path):
+def test_a_path_whose_layers_are_not_selected_is_not_locked(tmp_path):
     acts, _, tensors = split(tmp_path)
     other = write(tmp_path / "other", layer(SHAPE, prefix="m."))
     held = registered([other])

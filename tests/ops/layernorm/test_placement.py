@@ -97,7 +97,7 @@ def test_outputs_of_the_same_type_and_shape_are_replaced_under_the_same_header(t
 
 
 @pytest.mark.parametrize("old", [np.ones((5, 7)), np.ones((7, 5), np.float32), np.arange(3, dtype=np.int32)])
-def test_an_output_of_another_type_or_shape_is_replaced_too(tmp_path, old):
+def test_an_output_of_another_type_or_shape_is_replaced(tmp_path, old):
     own = layer()
     path = write(tmp_path / "x", {"X_grad": old, "z": np.ones(3), **own}, METADATA)
     layernorm_backward(path)
@@ -235,7 +235,7 @@ def test_an_index_without_a_size_gets_none(tmp_path, metadata):
     assert len(document["weight_map"]) == 14
 
 
-def test_a_folder_without_an_index_is_a_set_too(tmp_path):
+def test_a_folder_without_an_index_is_a_set(tmp_path):
     index, _ = spread(tmp_path / "set")
     index.unlink()
     assert layernorm_backward(tmp_path / "set").output.files_written == 2

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import gradtool, write
 
 from gradtool import BadInputError, UsageError, norm
+from gradtool.errors import as_command
 from gradtool.store.format.hints import shell_pattern_hint
-from gradtool.wording import as_command
 
 NAMES = ("blocks.0.fc1.weight", "blocks.0.fc1.bias", "blocks.1.fc1.weight", "head")
 

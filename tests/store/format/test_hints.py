@@ -219,7 +219,7 @@ def test_the_folder_of_an_output_that_is_not_there_says_why(output, line):
     assert str(caught.value) == line
 
 
-def test_recover_says_why_too(here):
+def test_recover_says_why_a_path_cannot_be_opened(here):
     said = {
         "s3://bucket/x.safetensors": f"s3://bucket/x.safetensors: {PATHS['s3://bucket/x.safetensors']}",
         "data/bufer.safetensors": f"data/bufer.safetensors: {PATHS['data//bufer.safetensors']}",

@@ -6,7 +6,7 @@ from support import write
 
 from gradtool import BadInputError
 from gradtool.store.format.gradset import open_sets
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 
 ONES = np.ones(2, np.float32)
 
@@ -34,6 +34,6 @@ def test_a_name_that_no_tensor_can_have_is_refused(tmp_path, rule, code, why):
     assert why in problem.message
 
 
-def test_only_the_last_name_counts(tmp_path):
+def test_only_the_last_new_name_of_a_tensor_counts(tmp_path):
     path = write(tmp_path / "x", {"b": ONES, "a": ONES})
     assert sorted(renamed(path, "^a$=__metadata__", "^__metadata__$=" + "n" * 4096)) == ["b", "n" * 4096]

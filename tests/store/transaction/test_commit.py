@@ -565,7 +565,7 @@ def test_a_call_whose_answer_a_server_lost_was_done(tmp_path, monkeypatch, count
         (errno.EIO, False, "Input/output error"),
     ],
 )
-def test_a_new_file_replaces_none_where_links_are_refused_too(tmp_path, monkeypatch, number, is_there, wrong):
+def test_a_new_file_replaces_none_even_where_links_are_refused(tmp_path, monkeypatch, number, is_there, wrong):
     def refuse(*_, **__):
         if is_there:
             (tmp_path / "new").write_bytes(b"foreign")

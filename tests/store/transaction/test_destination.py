@@ -7,7 +7,7 @@ from gradtool.store.format.header import read_shard
 from gradtool.store.io.destination import NewFile
 
 
-def test_a_longer_header_moves_what_is_copied_behind_it_and_is_reserved_too(tmp_path):
+def test_a_longer_header_is_reserved_and_moves_what_is_copied_behind_it(tmp_path):
     shard = read_shard(write(tmp_path / "x", {"a": np.ones(8), "b": np.ones(8)}))
     start, end = shard.data_start, shard.size
     zeros = [(start, start + 64)]

@@ -312,7 +312,7 @@ def test_what_is_no_file_is_no_redo_log(tmp_path, make, force):
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.parametrize("kind", ["redo", "tmp"])
-def test_what_is_no_file_is_none_of_a_run_either(tmp_path, make, kind):
+def test_only_a_regular_file_can_be_a_file_of_a_run(tmp_path, make, kind):
     paths = files_in(tmp_path, 1)
     make(tmp_path / f"{ID}-0.{kind}")
     log_with(tmp_path)

@@ -42,7 +42,7 @@ def test_a_file_is_staged_once(paths):
     refused(paths, stage_twice, "a file would be written twice")
 
 
-def test_a_file_is_not_replaced_and_changed_in_place_too(paths):
+def test_a_file_is_not_both_replaced_and_changed_in_place(paths):
     def stage_and_overwrite(run, commit):
         stage(commit, paths[0])
         commit._in_place = in_place(run, paths[:1])[0]._in_place

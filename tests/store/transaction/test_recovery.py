@@ -161,7 +161,7 @@ def test_a_redo_log_that_is_gone_is_told_of(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_it_says_what_it_did(tmp_path):
+def test_recover_says_what_it_did(tmp_path):
     half_changed(files_in(tmp_path / "a"))
     half_replaced(files_in(tmp_path / "b"))
     (tmp_path / "a" / f"{ID}-7.tmp").touch()

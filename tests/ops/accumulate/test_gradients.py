@@ -85,7 +85,8 @@ def test_every_missing_and_extra_tensor_is_listed(tmp_path):
 
 def test_skip_is_named_as_a_remedy_only_where_it_is_one(tmp_path):
     path, (some, none) = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1)}, {"module.a": f32(1)})
-    remedy = 'rename tensors, or use missing="skip" to count only what is there, or missing="zero" to count zeros'
+    remedy = 'rename tensors, or use missing="skip" to leave out gradients where they lack a tensor, '
+    remedy += 'or missing="zero" to count zeros'
     with pytest.raises(BadInputError, match=rf"; {remedy}$"):
         accumulate(some, into=path)
     for grads in (none, [some, none]):
@@ -180,7 +181,7 @@ def test_a_mean_and_a_median_are_those_of_the_gradients_that_have_a_tensor(tmp_p
     assert values(path) == {"v": [1.5], "w": [4, 4]}
 
 
-def test_a_trimmed_mean_counts_zeros_too(tmp_path):
+def test_a_trimmed_mean_counts_zeros(tmp_path):
     _, grads = lay_out(tmp_path, f32(), *[{"a": f32(i), "b": f32(9)} for i in (1, 2)], *[{"a": f32(3)}] * 3)
     assert refused(BadInputError, tmp_path, None, grads, output=tmp_path / "x", reduce="trimmed=1", missing="skip") == [
         ("too-few", "b", "x")
@@ -293,7 +294,7 @@ def test_a_gradient_that_has_nothing_of_the_buffer_is_refused_even_with_skip(tmp
     assert refused(BadInputError, tmp_path, path, grads, missing="skip") == [("missing-tensor", None, "g2")]
 
 
-def test_a_gradient_whose_tensors_are_all_excluded_is_refused_with_skip_too(tmp_path):
+def test_a_gradient_whose_tensors_are_all_excluded_is_refused_even_with_skip(tmp_path):
     path, grads = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(4)}, {"b": f32(9)})
     options = {"missing": "skip", "include": ["a"], "mean": True}
     assert refused(BadInputError, tmp_path, path, grads, **options) == [("missing-tensor", None, "g2")]

@@ -18,6 +18,7 @@ from gradtool.ops.weights import Weight, has_values, replace_total, stored_key, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.engines.passes import Tally
     from gradtool.ops.accumulate.match import Buffer, Contribution
     from gradtool.ops.call import Call
     from gradtool.ops.passes import Measurement
@@ -64,7 +65,8 @@ def skip_update(
     measurement = call.run(Measure(targets, spec))
     files = [] if options.is_new else buffer.files(output, ())
     with call.writing(output, files) as destination:
-        call.run(Pass((), spec), destination)
+        copying: Pass[Tally] = Pass((), spec)
+        call.run(copying, destination)
     skipped = [contribution.with_row(taken=False) for contribution in contributions]
     return Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from gradtool.engines.passes import Tally
     from gradtool.errors import Problem
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import NewFile
     from gradtool.store.transaction.output import Metadata, Output
 

@@ -19,6 +19,7 @@ from gradtool.ops.passes import Measure, in_file_order
 from gradtool.ops.results import OutputSummary, Result, nonfinite_problems, overflow_problems
 from gradtool.options import LayerNormOptions
 from gradtool.store.transaction.inputs import WritePlan
+from gradtool.store.transaction.open import open_unlocked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +92,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
     opened = output_files = None
     if len(call.inputs.paths) > 1 or options.output is not None:
         # Only the files with a Y_grad get results, and are locked.
-        opened = call.open_unlocked(options)
+        opened = open_unlocked(call.inputs, options)
         output_files = files_with_layers(opened, options) or None
     with call.open_to_write(options, WritePlan(output_files=output_files), opened) as output:
         layers = find_layers(call.opened, options)

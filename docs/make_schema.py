@@ -205,7 +205,6 @@ def problem(section: str) -> dict:
 def call(results: dict[str, type]) -> dict:
     """Return the schema of the object around the data of a call."""
     codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
-    codes += [gradtool.cli.EXIT_BUG]
     properties = {
         "type": {"description": "Only in JSON lines.", "const": "result"},
         "gradtool": {"description": "The version of the program.", "type": "string"},

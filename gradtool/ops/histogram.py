@@ -11,9 +11,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Column
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import ReadingPass, pieces_of
+from gradtool.engines.passes import Column, ReadingPass
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import totals
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement)
     for path, gradset in zip(paths, opened.sets, strict=True):
         sums = totals(opened.selected_in(gradset))
         end = first + sums["tensors"]
-        norm, fields = measurement.between(first, end).norms().whole, _statistics(measurement, first, end)
+        norm, fields = measurement.part(range(first, end)).norms().whole, _statistics(measurement, first, end)
         yield row(file=path, tensors=sums["tensors"], elements=sums["elements"], norm=norm, **fields)
         first = end
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Column
+from gradtool.engines.passes import Column, Pass
 from gradtool.errors import Problem, call, number_of, say
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import TensorPass, pieces_of
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import only, quoted, totals
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.ops.check.headers import Severity
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
 
 # Sums nothing: NaN and Inf are counted, and dropped from the largest magnitude.
@@ -44,7 +43,7 @@ class ValueCounts(Measurement):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CountValues(TensorPass[ValueCounts]):
+class CountValues(Pass[ValueCounts]):
     """Counts the values of tensors."""
 
     title: ClassVar = "checking"

@@ -338,7 +338,7 @@ def test_a_section_that_cannot_be_written_is_a_warning(tmp_path, make):
     done = gradtool("norm", sample(tmp_path), "--format", "github", env=environment, stdin=subprocess.DEVNULL)
     assert done.returncode == 0
     assert re.fullmatch(
-        f"gradtool: warning: {where}: cannot write the summary of the step: [A-Z][a-z ]+\n", done.stderr
+        f"gradtool: warning: {where}: cannot write the step summary: [A-Z][a-z ]+\n", done.stderr
     ), done.stderr
     [(level, properties, _)] = commands_in(done.stdout)
     assert (level, properties["title"]) == ("warning", "gradtool norm (step-summary)")
@@ -359,7 +359,7 @@ def test_sections_stay_within_what_github_takes(tmp_path, on_github):
         done = gradtool(*call, env=environment)
         assert done.returncode == 0
         assert len(summary.read_bytes()) <= 1 << 20
-    assert done.stderr == f"gradtool: warning: {summary}: the summary of the step is full; this call is not in it\n"
+    assert done.stderr == f"gradtool: warning: {summary}: the step summary is full; this call is missing from it\n"
     assert summary.read_bytes() == before
 
 

@@ -23,11 +23,11 @@ from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
-from gradtool.ops.aligned_read import read_one
+from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
-from gradtool.store.format.gradset import check_dtypes, require_unique_names
+from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output_checks import check_not_replaced
 
@@ -210,7 +210,7 @@ class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
         if not whole:
             return
         sides = {number: self.params[number] for number in whole}
-        beside, addends = stack.enter_context(read_one(sides, self.selected, loaded.block, worker))
+        beside, addends = stack.enter_context(read_beside(sides, self.selected, loaded.block, worker))
         room = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in whole.values()))).cast("d")
         for (span, size, units), addend in zip(whole.values(), addends, strict=True):
             start, count = units.start * size - span.start, len(units) * size

@@ -159,7 +159,7 @@ class NormSpec(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """The type of a statistic, and how those of parts of a tensor are merged: as a `gradtool.engines.tally.Column`."""
+    """The type of a statistic, and how those of parts of a tensor are merged: as a `gradtool.engines.passes.Column`."""
 
     typecode: str
     merge: Literal["sum", "max", "first"]

@@ -1163,8 +1163,8 @@ PAST: tuple[Mutation, ...] = (
     ),
     _slip(
         "folder-above-a-new-one-not-synced",
-        "A run makes a folder and a file in it, and is killed after the rename: recovery syncs the folder but not the one"
-        " above it, and a power cut then loses both.",
+        "A run makes a folder and a file in it, and is killed after the rename: recovery syncs the folder but not the"
+        " one above it, and a power cut then loses both.",
         RECOVERY,
         "for changed in dict.fromkeys([*self._folders.values(), folder]):",
         "for changed in [folder]:",

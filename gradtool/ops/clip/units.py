@@ -21,14 +21,13 @@ from gradtool import tuning
 from gradtool.backends.protocol import NormSpec, TypedView, UnitCounts, UnitLimits, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
-from gradtool.engines.tally import Column, Tally
+from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
-from gradtool.ops.aligned_read import read_one
+from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Measure, Scaling, TensorPass, pieces_of
+from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
-from gradtool.store.format.gradset import check_dtypes, require_unique_names
+from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output_checks import check_not_replaced
 
@@ -168,7 +167,7 @@ class UnitTally(Tally):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
+class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
     title = "comparing"
@@ -211,7 +210,7 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
         if not whole:
             return
         sides = {number: self.params[number] for number in whole}
-        beside, addends = stack.enter_context(read_one(sides, self.selected, loaded.block, worker))
+        beside, addends = stack.enter_context(read_beside(sides, self.selected, loaded.block, worker))
         room = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in whole.values()))).cast("d")
         for (span, size, units), addend in zip(whole.values(), addends, strict=True):
             start, count = units.start * size - span.start, len(units) * size

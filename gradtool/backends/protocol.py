@@ -51,7 +51,7 @@ class Addend(NamedTuple):
 
 
 def group_addends(addends: Iterable[Addend]) -> Iterator[list[list[Addend]]]:
-    """Group addends that follow one another and are of the same elements; yield groups of equally many together."""
+    """Group adjacent addends of the same elements; yield adjacent groups of equally many addends together."""
     groups = (list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements)))
     for _, alike in groupby(groups, key=len):
         yield list(alike)
@@ -269,7 +269,7 @@ class Tolerance(NamedTuple):
 
 
 class BlockDifferences(NamedTuple):
-    """How two blocks differ, one or more values a tile, tile by tile; `gradtool.backends.differences` defines them.
+    """How two blocks differ, tile by tile; `gradtool.backends.differences` defines them.
 
     `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
     two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
@@ -294,7 +294,7 @@ class BlockDifferences(NamedTuple):
 class Backend(Protocol):
     """The arithmetic of all operations: sums, scale, add, differences, sums over rows, and layer norm.
 
-    A block is a writable buffer of bytes, or what `to_device` returned for one; it is changed in place.
+    A block is a writable buffer of bytes, or what `to_device` returned for it; it is changed in place.
     """
 
     name: str
@@ -353,14 +353,14 @@ class Backend(Protocol):
     def accumulate(self, block: Data, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
 
-        `Addend.at` counts the elements of all pieces, one piece after another. The memory of a source is no longer
-        used when the next one is taken.
+        `Addend.at` counts the elements of all pieces, piece after piece. The memory of a source is no longer used
+        when the next source is taken.
         """
 
     def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Array:
         """Compute the trimmed mean of the values w·g of each element, shape (elements,), in float64.
 
-        Addends of the same elements follow one another and have the same `at`; elements without any addend are 0. The
+        Addends of the same elements are adjacent and have the same `at`; elements without any addend are 0. The
         values are sorted, -0 counting as 0; those that are left are added in ascending order and divided by their
         number. A NaN among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
         """

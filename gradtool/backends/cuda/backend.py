@@ -85,7 +85,7 @@ class CudaBackend(NumpyBackend):
     def histogram(self, block: Data, pieces: Pieces, spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         data, tiles = self._on_device(block), jobs.Tiles.from_pieces(pieces)
         bins = np.array([len(STORAGE[piece.dtype].bins) for piece in pieces], np.int64)
-        # The kernel adds to bins where others put sums.
+        # The kernel adds to bins where other kernels write sums.
         tiles.table["first_sum"] = np.cumsum(bins) - bins
         # The counts, and the largest magnitudes behind them.
         total = int(bins.sum())
@@ -103,7 +103,7 @@ class CudaBackend(NumpyBackend):
         _table, parts = self._parts(jobs.Tiles.from_pieces(pieces))
         for dtype, blocks, rows in parts:
             bounds = dict(zip(("normal", "largest"), STORAGE[dtype].bounds, strict=True))
-            job = jobs.job(jobs.EXTREMES_JOB, block=data.address, found=results.address, **bounds, **rows)
+            job = jobs.job(jobs.EXTREMES_JOB, block=data.address, counts=results.address, **bounds, **rows)
             self.device.launch(dtype, "extremes", blocks, jobs.THREADS, job)
         counts = array("q", self._words(results, 2 * len(pieces)).tobytes())
         return Extremes(counts[::2], counts[1::2])

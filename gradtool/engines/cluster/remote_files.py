@@ -78,11 +78,6 @@ class RemoteFiles:
         """The files that they take the place of."""
         return self._files.keys()
 
-    @property
-    def count(self) -> int:
-        """How many they are."""
-        return len(self._files)
-
     def nbytes(self, selected: Iterable[Selected]) -> int:
         """Count the bytes that a pass over the selected tensors reads in all, about."""
         return read_for(self._files.values(), selected)

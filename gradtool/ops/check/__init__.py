@@ -237,9 +237,9 @@ def _leftover_finding(left: Leftover, named: Sequence[str]) -> tuple[Severity, P
     same = (folder for folder in folders if os.path.realpath(folder) == str(left.folder))
     files = f"{number_of(left.files, 'file')} of {left.nbytes:,} bytes"
     code, message = {
-        "writing": ("in-use", f"a run ({left.who}) is changing files at this moment, or has crashed"),
-        "unfinished": ("unfinished", f"a run ({left.who}) has crashed and left files half changed"),
-        "crashed": ("leftover", f"a run ({left.who}) has crashed and left {files}; all others are whole"),
+        "writing": ("in-use", f"a run ({left.process}) is changing files at this moment, or has crashed"),
+        "unfinished": ("unfinished", f"a run ({left.process}) has crashed and left files half changed"),
+        "crashed": ("leftover", f"a run ({left.process}) has crashed and left {files}; all others are whole"),
         "orphan": ("leftover", f"a run that has no log has left {files}"),
     }[left.kind]
     template = "wait for it, or run {}" if code == "in-use" else "run {}"

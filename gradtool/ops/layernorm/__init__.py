@@ -100,7 +100,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
             if output_files is not None and layer.y_grad.shard.name not in output_files:
                 # It had none when the files to be locked were chosen.
                 raise changed_meanwhile(layer.y_grad.shard.name)
-        if output.is_elsewhere:
+        if output.options.is_elsewhere:
             files = separate_files(layers)
         else:
             files = changed_files(layers, x_grad_in_place=options.x_grad_in_place)

@@ -164,10 +164,10 @@ def new_indexes(files: Files, output: Output) -> list[SmallFile]:
             tensors = {
                 shard.file_name: files.shards[shard].tensors if shard in files.shards else shard.tensors
                 for shard in owner.shards
-                if shard in files.shards or not output.is_elsewhere
+                if shard in files.shards or not output.options.is_elsewhere
             }
             new = reindexed(index, tensors)
-            if output.is_elsewhere or new != index:
+            if output.options.is_elsewhere or new != index:
                 indexes.append(new)
     return indexes
 

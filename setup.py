@@ -20,6 +20,7 @@ def description() -> str:
     """The README; outside the repository, its links to other files need the address of the repository."""
     repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:)", rf"\1{repository}/raw/main/", readme)
     return re.sub(r"\]\((?![a-z]+:|#)", f"]({repository}/blob/main/", readme)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from itertools import starmap
 from typing import NoReturn
 
-from gradtool import options, process, streams
-from gradtool.command import Command, UsageProblem, app, usage_message
-from gradtool.errors import EXIT_USAGE, GradtoolError, Problem, as_command
-
-EXIT_BUG = 70
+import gradtool
+from gradtool import options, process, report
+from gradtool.command import Command, Request, parse
+from gradtool.errors import EXIT_OK
+from gradtool.report.progress import progress as progress_bar
 
 # For each command, its line in the list of commands, then its help.
 _TEXTS = {
@@ -152,33 +153,30 @@ COMMANDS = {command.name: command for command in starmap(Command, _TEXTS.items()
 
 def main() -> NoReturn:
     """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
-    streams.replace_std_streams()
+    process.replace_std_streams()
     process.adjust_limits()
     try:
         process.install_handlers()
-        code = _guarded()
+        try:
+            request = parse(COMMANDS, sys.argv[1:])
+            code = EXIT_OK if request is None else _run(request)
+        except Exception as error:  # noqa: BLE001 - no traceback reaches a user
+            code = process.fail(error)
         process.ignore_signals()
-        sys.exit(code if process.pending is None else process.interrupted(process.pending))
     except KeyboardInterrupt as error:
-        sys.exit(process.interrupted(error))
+        code = process.interrupted(error)
+    sys.exit(code)
 
 
-def _guarded() -> int:
-    try:
-        return app(COMMANDS, sys.argv[1:])
-    except GradtoolError as error:
-        process.show_traceback()
-        return process.fail(*error.problems, exit_code=error.exit_code, summary=error.summary)
-    except UsageProblem as error:
-        command = next((COMMANDS[word] for word in sys.argv[1:] if word in COMMANDS), None)
-        message, hint = usage_message(error, command)
-        return process.fail(Problem("usage", message, hint=hint), exit_code=EXIT_USAGE)
-    except (OSError, MemoryError, ImportError) as error:
-        process.show_traceback()
-        refusal = process.system_error(error)
-        return process.fail(*refusal.problems, exit_code=refusal.exit_code)
-    except Exception as error:  # noqa: BLE001 - no traceback reaches a user
-        process.show_traceback()
-        notes = map(as_command, getattr(error, "__notes__", ()))
-        message = "; ".join([f"a bug in gradtool: {type(error).__name__}: {error}", *notes])
-        return process.fail(Problem("bug", message, hint="set GRADTOOL_DEBUG=1 to see where"), exit_code=EXIT_BUG)
+def _run(request: Request) -> int:
+    """Call the function that a command line names, and print its result; return the exit code."""
+    command, options, display = request
+    form = report.format_from(display)
+    if form != "text" or not display.quiet:
+        process.require_stdout()
+    # Imported only now.
+    function = getattr(import_module(gradtool.module_of(options.operation)), options.operation)
+    with progress_bar(command, wanted=not display.quiet) as progress:
+        # As a function of options, without what Python callers need around it.
+        result = function.__wrapped__(options.replace(progress=progress))
+    return process.finish(command, result, form, quiet=display.quiet, verbose=display.verbose)

@@ -4,8 +4,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Annotated, Any, NamedTuple, get_origin
 
@@ -13,15 +12,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import gradtool
-from gradtool import process, report, streams
 from gradtool.declare import ARGUMENTS, GENERAL, PYTHON, Declared, Options, declared_of
-from gradtool.errors import as_command, shortened
+from gradtool.errors import UsageError, as_command, shortened
 from gradtool.options import Display
-from gradtool.report.progress import progress as progress_bar
-from gradtool.store import signals
 
-# Every wrong use of the command line is one; where it is defined depends on the version of Typer.
-UsageProblem: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+# The base of Typer's errors about a command line; where it is defined depends on the version of Typer.
+_TyperError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # The columns of names in help, and of the terminal that has room for help beside them.
 _NAMES, _ROOM = 26, 68
@@ -112,19 +108,20 @@ def _root(
         typer.echo(context.get_help())
 
 
-def usage_message(error: Any, command: Command | None) -> tuple[str, str]:
-    """Return what is wrong with a command line, and where to read how it is used."""
-    message = error.format_message().rstrip(".")
-    message = message[:1].lower() + message[1:]
-    hint = f"see gradtool {command.name} --help" if command else "see gradtool --help"
-    alias = _ALIASES.get(getattr(error, "option_name", ""), "")
-    if alias and (command is None or any(alias.split()[0] in field.flags for field in command.declared)):
-        message, hint = f"no such option: {error.option_name}", f"use {alias}, or {hint}"
-    return message, hint
+class Request(NamedTuple):
+    """What a command line asks for."""
+
+    command: str
+    options: Options
+    display: Display
 
 
-def app(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
-    """Run a command line; return the exit code."""
+def parse(commands: Mapping[str, Command], arguments: Sequence[str]) -> Request | None:
+    """Parse a command line; return None if all it asks for has been printed, such as help.
+
+    Raises:
+        UsageError: there is no such command or option, or a value is wrong.
+    """
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:2], "--help"]
     completes = "_GRADTOOL_COMPLETE" in os.environ
@@ -146,50 +143,42 @@ def app(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
     )
     root.callback(invoke_without_command=True)(_root)
     for name in named or commands:
-        cls = type("_Command", (_Command,), {"command": commands[name]})
-        summary, _, text = commands[name].description.partition("\n\n")
-        run = _runner(commands[name], is_called=bool(named))
-        root.command(name, cls=cls, help=text, short_help=summary)(run)
+        _add(root, commands[name], with_options=bool(named), completes=completes)
     os.environ[_TAKES_SHELL] = "1"
     group: Any = typer.main.get_command(root)
     # No installer: it would edit start-up files.
     group.params = [parameter for parameter in group.params if parameter.name != "install_completion"]
     for parameter in group.params:
         if parameter.name == "show_completion":
-            parameter.metavar, parameter.help = (
-                "SHELL",
-                "Print a script that has bash, zsh, fish or pwsh complete commands.",
-            )
-    return int(group.main(arguments, prog_name="gradtool", standalone_mode=False) or 0)
+            parameter.metavar, parameter.help = "SHELL", "Print the completion script for bash, zsh, fish or pwsh."
+    try:
+        request = group.main(arguments, prog_name="gradtool", standalone_mode=False)
+    except _TyperError as error:
+        command = next((commands[word] for word in arguments if word in commands), None)
+        raise _usage_error(error, command) from error
+    # Typer returns the exit code where it ends before the command is called.
+    return request if isinstance(request, Request) else None
 
 
-def _runner(command: Command, *, is_called: bool) -> Callable[..., int]:
-    """Return what Typer calls for a command: it calls the function and shows the result."""
-    declared = [field for field in command.declared if is_called and field.group != PYTHON]
+def _add(root: typer.Typer, command: Command, *, with_options: bool, completes: bool) -> None:
+    """Add a command to the Typer application."""
+    fields = [field for field in command.declared if with_options and field.group != PYTHON]
 
-    def run(*, format: str | None, json: bool, quiet: bool, verbose: bool, **values: Any) -> int:  # noqa: A002
-        given = {key: value for key, value in values.items() if value is not None}
-        form = report.checked_format(format, json=json)
-        if form != "text" or not quiet:
-            streams.require_stdout()
-        name, result = command.options.operation, None
-        try:
-            with progress_bar(command.name, wanted=not quiet) as progress:
-                if "progress" in declared_of(command.options):
-                    given["progress"] = progress
-                # Imported only now.
-                result = getattr(import_module(gradtool.module_of(name)), name)(**given)
-            return process.finish(command.name, result, form, quiet=quiet, verbose=verbose)
-        except KeyboardInterrupt as error:
-            # Here and not in main(), because Typer would make an exit code of it and drop the rest.
-            return process.interrupted(error, work_done=result is not None or signals.is_committed())
+    def run(**values: Any) -> Request:
+        given = {name: value for name, value in values.items() if value is not None}
+        display = {name: given.pop(name) for name in declared_of(Display) if name in given}
+        return Request(command.name, command.options(**given), Display(**display))
 
-    run.__signature__ = Signature([*map(_parameter, declared)])  # type: ignore[attr-defined]
-    return run
+    run.__signature__ = Signature(  # type: ignore[attr-defined]
+        [_parameter(field, completes=completes) for field in fields]
+    )
+    summary, _, text = command.description.partition("\n\n")
+    cls = type("_Command", (_Command,), {"command": command})
+    root.command(command.name, cls=cls, help=text, short_help=summary)(run)
 
 
-def _parameter(field: Declared) -> Parameter:
-    """Make an option for Typer. One that is not given is None, because the function knows the default."""
+def _parameter(field: Declared, *, completes: bool) -> Parameter:
+    """Make an option for Typer. An option that is not given is None, because the function knows the default."""
     # `gradtool.validators` reads numbers.
     is_several = any(get_origin(kind) in {Iterable, Sequence} for kind in field.types)
     kind: Any = bool if bool in field.types else list[str] if is_several else str
@@ -203,7 +192,8 @@ def _parameter(field: Declared) -> Parameter:
         how = typer.Option(
             *flags,
             metavar=field.metavar,
-            help=shortened(as_command(field.text), _BRIEF),
+            # Help is written by `_Command`.
+            help=shortened(as_command(field.text), _BRIEF) if completes else None,
             autocompletion=(lambda incomplete: _matching(field.choices, incomplete)) if field.choices else None,
         )
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how])
@@ -212,3 +202,14 @@ def _parameter(field: Declared) -> Parameter:
 def _matching(choices: Sequence[str], incomplete: str) -> list[str]:
     """Return what completes a choice, in upper or lower case."""
     return [choice if choice.startswith(incomplete) else choice.lower() for choice in choices]
+
+
+def _usage_error(error: Any, command: Command | None) -> UsageError:
+    """Return the error for what Typer says of a command line, with a hint where to read how it is used."""
+    message = error.format_message().rstrip(".")
+    message = message[:1].lower() + message[1:]
+    hint = f"see gradtool {command.name} --help" if command else "see gradtool --help"
+    alias = _ALIASES.get(getattr(error, "option_name", ""), "")
+    if alias and (command is None or any(alias.split()[0] in field.flags for field in command.declared)):
+        message, hint = f"no such option: {error.option_name}", f"use {alias}, or {hint}"
+    return UsageError(message, hint=hint)

@@ -45,7 +45,7 @@ _CHECKS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 class Declared(NamedTuple):
-    """An option, or an argument: what `field` says of it, then what its class does."""
+    """An option, or an argument: what `field` is told, then what `declared_of` adds."""
 
     help: str
     metavar: str
@@ -94,7 +94,7 @@ class Declared(NamedTuple):
             return None
         name = Text(self.name, self.metavar) if self.group == ARGUMENTS else option(self.name)
         if self.choices:
-            return validators.one_of(name, value, self.choices)
+            return validators.choice(name, value, self.choices)
         check = self.check or _CHECKS.get(self.types[0])
         checked = check(name, value) if check else value
         if self.range:
@@ -160,40 +160,36 @@ class Options:
 
 
 def _cached(function: Callable[[type[Options]], _Result]) -> Callable[[type[Options]], _Result]:
-    """Cache a function of a class, which mypy takes for unhashable because of its `__init__`."""
+    """Cache a function of a class, which mypy does not take for hashable."""
     return functools.cache(function)  # type: ignore[return-value]
 
 
 @_cached
 def declared_of(options: type[Options]) -> dict[str, Declared]:
     """Return what a class declares: arguments, its own options, then those it shares, group by group."""
-    declared = [
-        _declared(vars(base)[name], name, hint, vars(base).get("title", OPTIONS))
-        for base in reversed(options.__mro__)
-        if issubclass(base, Options) and base is not Options
-        for name, hint in base.__annotations__.items()
-    ]
+    declared = []
+    # All bases but Options and object.
+    for base in reversed(options.__mro__[:-2]):
+        for name, hint in base.__annotations__.items():
+            entry = vars(base)[name]
+            types = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+            choices = get_args(types[0]) if get_origin(types[0]) is Literal else ()
+            group = entry.group or vars(base).get("title", OPTIONS)
+            metavar = entry.metavar or "|".join(choices)
+            declared.append(
+                entry._replace(name=name, hint=hint, types=types, choices=choices, metavar=metavar, group=group)
+            )
     return {entry.name: entry for entry in sorted(declared, key=lambda entry: GROUPS.index(entry.group))}
-
-
-def _declared(entry: Declared, name: str, hint: Any, title: str) -> Declared:
-    types = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
-    choices = get_args(types[0]) if get_origin(types[0]) is Literal else ()
-    metavar, group = entry.metavar or "|".join(choices), entry.group or title
-    return entry._replace(name=name, hint=hint, types=types, choices=choices, metavar=metavar, group=group)
 
 
 @_cached
 def _signature_of(options: type[Options]) -> Signature:
-    positional, keyword = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
-    return Signature(
-        [
-            Parameter(
-                name, positional if entry.group == ARGUMENTS else keyword, default=entry.default, annotation=entry.hint
-            )
-            for name, entry in declared_of(options).items()
-        ]
-    )
+    kinds = {ARGUMENTS: Parameter.POSITIONAL_OR_KEYWORD}
+    parameters = [
+        Parameter(name, kinds.get(entry.group, Parameter.KEYWORD_ONLY), default=entry.default, annotation=entry.hint)
+        for name, entry in declared_of(options).items()
+    ]
+    return Signature(parameters)
 
 
 def operation(

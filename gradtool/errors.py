@@ -22,6 +22,7 @@ EXIT_USAGE = 2
 EXIT_INPUT = 3
 EXIT_BACKEND = 4
 EXIT_SYSTEM = 5
+EXIT_BUG = 70
 
 
 class Text(str):

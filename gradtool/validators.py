@@ -120,7 +120,7 @@ def reduction(option: str, value: Any) -> str:
     return text
 
 
-def one_of(option: str, value: Any, choices: Collection[str]) -> str:
+def choice(option: str, value: Any, choices: Collection[str]) -> str:
     """Require a choice, given in upper or lower case."""
     words = {choice.lower(): choice for choice in choices}
     if not isinstance(value, str) or value.lower() not in words:

@@ -98,7 +98,7 @@ def test_files_from_standard_input(tmp_path):
 AS_NOBODY = """
 import os, sys
 import gradtool.cli
-gradtool.cli.app(gradtool.cli.COMMANDS, ["clip", sys.argv.pop(), "--max-norm", "1", "--dry-run", "--quiet"])
+gradtool.clip(sys.argv.pop(), max_norm=1, dry_run=True)
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
 sys.argv = ["gradtool", *sys.argv[1:]]
@@ -154,7 +154,7 @@ def test_a_full_stdout_is_exit_5_without_a_traceback(tmp_path):
     assert done.returncode == 5
     assert (
         done.stderr
-        == "gradtool: error: cannot print the result on stdout: No space left on device; the work itself is done\n"
+        == "gradtool: error: cannot print the result on stdout: No space left on device (the operation completed)\n"
     )
 
 

@@ -50,7 +50,6 @@ def test_the_citation_is_of_this_version_of_this_repository():
 def test_all_pages_name_the_same_repository():
     owner = REPOSITORY.removeprefix("https://github.com/")
     assert re.findall(r"--repo (\S+)", (ROOT / "SECURITY.md").read_text()) == [owner]
-    assert re.findall(r"ghcr\.io/([\w./-]+)", (ROOT / "README.md").read_text()) == [owner]
     assert [url for url in PROJECT["urls"].values() if not url.startswith(REPOSITORY)] == []
 
 

@@ -37,7 +37,7 @@ def test_every_page_is_in_the_navigation_once(pages):
     assert sorted(names_in(nav)) == sorted(pages)
 
 
-def test_every_link_leads_to_a_page_of_the_site_or_to_a_file_of_the_repository(pages):
+def test_every_link_leads_to_a_page_of_the_site_or_to_a_file_of_the_repository(site, pages):
     for page, text in pages.items():
         for link in re.findall(r"\]\((?!#)([^)\s]+)\)", text):
             path = link.partition("#")[0]
@@ -46,7 +46,7 @@ def test_every_link_leads_to_a_page_of_the_site_or_to_a_file_of_the_repository(p
                 assert (ROOT / target).is_dir() if kind == "tree" else (ROOT / target).is_file(), (page, link)
                 assert branch == "main"
             else:
-                assert path in pages or path.startswith("https://"), (page, link)
+                assert path in {*pages, site.PICTURE} or path.startswith("https://"), (page, link)
 
 
 def test_links_between_pages_keep_their_anchors(site):
@@ -65,6 +65,6 @@ def test_a_link_that_leads_nowhere_is_an_error(site):
 
 def test_llms_txt_lists_every_page_with_what_it_is_about(site, pages):
     text = site.llms(pages["index.md"], "gradtool", "What it is")
-    assert text.startswith("# gradtool\n\n> What it is\n\n- [Cookbook](cookbook.md): recipes to copy")
+    assert text.startswith("# gradtool\n\n> What it is\n\n- [Why gradients in files?](why.md): five jobs")
     listed = re.findall(r"^- \[[^]]+\]\(([^)]+)\): \w.*\.$", text, re.MULTILINE)
     assert sorted(listed) == sorted(pages.keys() - {"index.md"})

@@ -35,7 +35,7 @@ def test_a_file_that_may_not_hold_all_of_the_result_is_exit_5(tmp_path, path, en
         done = subprocess.run(
             command, stdout=result, stderr=subprocess.PIPE, text=True, check=False, env=os.environ | environment
         )
-    assert (done.returncode, done.stderr) == (5, f"{LOST}File too large; the work itself is done\n")
+    assert (done.returncode, done.stderr) == (5, f"{LOST}File too large (the operation completed)\n")
 
 
 @pytest.mark.parametrize("arguments", [["--json"], []], ids=["json", "lines"])
@@ -75,7 +75,7 @@ def test_a_reader_that_leaves_in_the_middle_is_exit_5(path, environment):
         assert running.stdout.read(5) == b"norm\t"
         running.stdout.close()
         said = running.stderr.read().decode()
-    assert (running.returncode, said) == (5, f"{LOST}Broken pipe; the work itself is done\n")
+    assert (running.returncode, said) == (5, f"{LOST}Broken pipe (the operation completed)\n")
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["norm", "missing", "--json"]])

@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     remedy: str | None = None
 
 
-def asked_for(name: str | None) -> str | None:
+def requested(name: str | None) -> str | None:
     """The name of the backend that is asked for, if not here then by GRADTOOL_BACKEND; `UsageError` if none has it."""
     asked = os.environ.get("GRADTOOL_BACKEND", "").lower() or None if name is None else name
     if asked not in (None, "auto", "cpu", "cuda"):
@@ -38,7 +38,7 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
             value that it cannot have.
         BackendUnavailableError: this machine does not have the backend.
     """
-    asked = asked_for(name) or "auto"
+    asked = requested(name) or "auto"
     if asked == "cuda":
         from gradtool.backends.cuda.backend import CudaBackend
         from gradtool.backends.cuda.device import open_device  # imports CuPy, which takes a third of a second

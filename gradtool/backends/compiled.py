@@ -11,7 +11,7 @@ from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import (
-    FACTS,
+    STATISTICS,
     Addend,
     BlockDifferences,
     BlockHistogram,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Data, Factors, Floats, Stored, UnitLimits
+    from gradtool.backends.protocol import Data, Factors, Floats, TypedView, UnitLimits
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
@@ -57,12 +57,12 @@ class CompiledBackend(NumpyBackend):
             return _run(block, pieces, None, math.inf, spec)
         return super().tile_sums(block, pieces, spec)
 
-    def profile(
+    def histogram(
         self, block: memoryview | FileBlock, pieces: Sequence[Piece], spec: NormSpec
     ) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count values by exponent."""
         if spec.order not in _TERMS:
-            return self.tile_sums(block, pieces, spec), self.profile(block, pieces, _MAXIMA)[1]
+            return self.tile_sums(block, pieces, spec), self.histogram(block, pieces, _MAXIMA)[1]
         found = empty_histogram(pieces)
         return _run(block, pieces, None, math.inf, spec, counts=found), found
 
@@ -115,7 +115,7 @@ class CompiledBackend(NumpyBackend):
         return found
 
     def unit_factors(
-        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+        self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
         """Set what units are multiplied by."""
         if size <= tuning.PATCH_ELEMENTS:
@@ -162,7 +162,7 @@ class CompiledBackend(NumpyBackend):
             kernels.add(totals, own, *_addends(groups), False)
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        """Stored values as float64, plus an offset."""
+        """TypedView values as float64, plus an offset."""
         count = len(view) // STORAGE[dtype].itemsize
         values = array("d", [offset]) * count
         kernels.add(values, view, *_addends([Addend(dtype, 0, count, 0, 1.0)]), False)
@@ -240,7 +240,7 @@ def _run(
     counts: BlockHistogram | tuple[None, None] = (None, None),
 ) -> BlockSums:
     tiles = sum(tile_count(piece.elements) for piece in pieces)
-    sums, exponents, facts = float64s(tiles), int32s(tiles), int64s(len(FACTS) * len(pieces))
+    sums, exponents, facts = float64s(tiles), int32s(tiles), int64s(len(STATISTICS) * len(pieces))
     term = _TERMS[spec.order]
     kernels.run(block, _table(pieces), factors, wide, limit, term, spec.drop_nonfinite, sums, exponents, facts, *counts)
     return BlockSums(sums, exponents, facts)

@@ -10,17 +10,17 @@ from gradtool import tuning
 from gradtool.arrays import np
 from gradtool.backends.protocol import (
     Addend,
+    AddMode,
     BlockDifferences,
     BlockHistogram,
     BlockSums,
     NormSpec,
     Patch,
     Piece,
-    Rule,
     Tolerance,
     Trim,
     Units,
-    groups_of,
+    group_addends,
 )
 from gradtool.backends.storage import STORAGE, narrowed, widened
 from gradtool.backends.tiles import count_exponents, count_extremes, count_losses, sum_pieces
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Data, Extremes, Factors, Floats, Stored, UnitCounts, UnitLimits
+    from gradtool.backends.protocol import Data, Extremes, Factors, Floats, TypedView, UnitCounts, UnitLimits
 
 _ROW_LANES, _CHUNK = 32, 1024
 
@@ -70,7 +70,7 @@ class NumpyBackend:
         """Sum the pieces."""
         return sum_pieces(block, pieces, spec)
 
-    def profile(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+    def histogram(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count values by exponent."""
         return self.tile_sums(block, pieces, spec), count_exponents(block, pieces)
 
@@ -110,7 +110,7 @@ class NumpyBackend:
         return found
 
     def unit_factors(
-        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+        self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
         """Set what units are multiplied by."""
         from gradtool.backends.units import compare_units
@@ -122,7 +122,7 @@ class NumpyBackend:
         block: memoryview,
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        rule: Rule,
+        rule: AddMode,
         spec: NormSpec,
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
@@ -130,7 +130,7 @@ class NumpyBackend:
         old = [Addend(p.dtype, p.offset, p.elements, at, 1.0) for p, at in zip(pieces, starts, strict=False)]
         sums = np.empty(starts[-1])
         with np.errstate(all="ignore"):
-            if rule.keeps and rule.divisor is None:
+            if rule.include_buffer and rule.divisor is None:
                 self._add(sums, block, old, fresh=True)
             else:
                 # -0 + x is x for every x; 0 + -0 would be 0.
@@ -139,7 +139,7 @@ class NumpyBackend:
                 self._add(sums, source, addends)
             if rule.divisor is not None:
                 sums /= rule.divisor
-                if rule.keeps:
+                if rule.include_buffer:
                     self._add(sums, block, old)
             if rule.factor != 1:
                 sums *= rule.factor
@@ -161,7 +161,7 @@ class NumpyBackend:
     ) -> NDArray[np.float64]:
         """The means of the middle values."""
         means = np.zeros(elements)
-        for count, alike in groupby(groups_of(addends), key=len):
+        for count, alike in groupby(group_addends(addends), key=len):
             self._trim(means, source, list(alike), trim.of(count), finite=trim.finite)
         return means
 
@@ -211,7 +211,7 @@ class NumpyBackend:
                 sums += grads[:, group]
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        """Stored values as float64, plus an offset."""
+        """TypedView values as float64, plus an offset."""
         return widened(view, dtype, offset)
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:

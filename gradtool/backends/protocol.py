@@ -46,18 +46,19 @@ class Addend(NamedTuple):
     weight: float
 
 
-def groups_of(addends: Iterable[Addend]) -> list[list[Addend]]:
+def group_addends(addends: Iterable[Addend]) -> list[list[Addend]]:
     """Addends of the same elements, which follow one another, in groups."""
     return [list(group) for _, group in groupby(addends, key=lambda one: (one.at, one.elements))]
 
 
-class Rule(NamedTuple):
+class AddMode(NamedTuple):
     """The value that is rounded and written, from Σ w·g: (old + Σ) · factor, or (old + Σ / divisor) · factor.
 
-    Without `keeps`, the old value is left out. Without `rounds`, the float64 sums are measured and nothing is written.
+    Without `include_buffer`, the old value is left out. Without `rounds`, the float64 sums are measured and nothing is
+    written.
     """
 
-    keeps: bool = True
+    include_buffer: bool = True
     divisor: float | None = None
     factor: float = 1.0
     rounds: bool = True
@@ -89,7 +90,7 @@ class Units(NamedTuple):
     first: int
 
 
-class Stored(NamedTuple):
+class TypedView(NamedTuple):
     """Values of one storage type, and nothing else, in memory of the host."""
 
     view: memoryview
@@ -157,8 +158,8 @@ class NormSpec(NamedTuple):
     drop_nonfinite: bool = False
 
 
-class Fact(NamedTuple):
-    """The type of a fact, and how those of parts of a tensor become one: as a `gradtool.engines.tally.Column`."""
+class Statistic(NamedTuple):
+    """The type of a fact, and how those of parts of a tensor become one: as a `gradtool.engines.passes.Column`."""
 
     typecode: str
     merge: Literal["sum", "max", "first"]
@@ -166,10 +167,10 @@ class Fact(NamedTuple):
 
 
 def _fact(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
-    return Fact(typecode, merge, signed)
+    return Statistic(typecode, merge, signed)
 
 
-class Facts:
+class Statistics:
     """What a pass over a block says of each piece, beside its sums. The kernels have structs of the same order.
 
     `max_abs` ignores NaN, and Inf too if it is dropped. `first_nonfinite` is an index into the piece, or -1.
@@ -189,10 +190,12 @@ class Facts:
     new_subnormals: array[int] = _fact("q", "sum", signed=True)
 
 
-FACTS: dict[str, Fact] = {name: fact for name, fact in vars(Facts).items() if isinstance(fact, Fact)}
+STATISTICS: dict[str, Statistic] = {
+    name: fact for name, fact in vars(Statistics).items() if isinstance(fact, Statistic)
+}
 
 
-class BlockSums(Facts):
+class BlockSums(Statistics):
     """The result of one pass over a block: sum and exponent of every tile, and the facts of every piece.
 
     `gradtool.reduction` defines sums and exponents.
@@ -201,14 +204,14 @@ class BlockSums(Facts):
     def __init__(self, sums: array[float], exponents: array[int], words: array[int]) -> None:
         """Take the facts from `words` of 8 bytes: those of one piece after those of another."""
         self.sums, self.exponents = sums, exponents
-        for number, (name, fact) in enumerate(FACTS.items()):
-            setattr(self, name, array(fact.typecode, words[number :: len(FACTS)].tobytes()))
+        for number, (name, fact) in enumerate(STATISTICS.items()):
+            setattr(self, name, array(fact.typecode, words[number :: len(STATISTICS)].tobytes()))
 
     @classmethod
     def empty(cls, pieces: Sequence[Piece]) -> BlockSums:
         """Of pieces that are not looked at yet."""
         tiles = sum(tile_count(piece.elements) for piece in pieces)
-        words = [-1 if fact.merge == "first" else 0 for fact in FACTS.values()]
+        words = [-1 if fact.merge == "first" else 0 for fact in STATISTICS.values()]
         return cls(float64s(tiles), int32s(tiles), array("q", words * len(pieces)))
 
 
@@ -314,12 +317,12 @@ class Backend(Protocol):
         """Whether the device has room to keep that much until the next pass."""
 
     def reads_files(self, spec: NormSpec) -> bool:
-        """Whether `tile_sums` and `profile`, with this spec, and `differences` read a `FileBlock` themselves."""
+        """Whether `tile_sums` and `histogram`, with this spec, and `differences` read a `FileBlock` themselves."""
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
 
-    def profile(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+    def histogram(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count the finite values other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
 
     def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
@@ -345,7 +348,7 @@ class Backend(Protocol):
         """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
 
     def unit_factors(
-        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+        self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
         """Set what consecutive units of `size` elements are multiplied by; `gradtool.backends.units` defines it."""
 
@@ -354,7 +357,7 @@ class Backend(Protocol):
         block: Data,
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        rule: Rule,
+        rule: AddMode,
         spec: NormSpec,
     ) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
@@ -406,7 +409,7 @@ class Backend(Protocol):
         """Add the gradients that `layer_norm_grads` returned to totals (2, columns), group after group."""
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        """Stored values as float64, plus an offset: -0 changes none."""
+        """TypedView values as float64, plus an offset: -0 changes none."""
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:
         """Float64 values as they are stored in a type, rounded once."""

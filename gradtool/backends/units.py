@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends.protocol import Stored, UnitCounts
+from gradtool.backends.protocol import TypedView, UnitCounts
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import exponent_of, is_in_range
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def compare_units(  # noqa: PLR0917 - those of the method, and the backend
-    backend: Backend, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+    backend: Backend, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
 ) -> UnitCounts:
     """Set the factors of consecutive units of `size` elements."""
     count = len(grads.view) // (STORAGE[grads.dtype].itemsize * size)
@@ -71,7 +71,7 @@ def norms_of(values: Values, dtype: str, units: range, size: int, backend: Backe
     return norms
 
 
-def _part(one: Stored, start: int, elements: int) -> memoryview:
+def _part(one: TypedView, start: int, elements: int) -> memoryview:
     itemsize = STORAGE[one.dtype].itemsize
     return one.view[start * itemsize : (start + elements) * itemsize]
 

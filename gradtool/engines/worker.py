@@ -16,9 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
     from gradtool.backends.protocol import Backend, Data, NormSpec
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.destination import Destination
+
+
+class WorkerSummary(NamedTuple):
+    """Who did the work of a call: the backends and why these, processes, their machines, waits and moved tasks."""
+
+    backend: str
+    why: str
+    workers: int = 1
+    hosts: int = 1
+    retries: int = 0
 
 
 class Loaded(NamedTuple):

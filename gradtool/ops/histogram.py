@@ -11,9 +11,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Column
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import ReadingPass, pieces_of
+from gradtool.engines.passes import Column, ReadingPass
+from gradtool.ops.passes import Measurement, pieces_of
+from gradtool.store.format.gradset import totals
 
 if TYPE_CHECKING:
     from array import array
@@ -134,7 +134,7 @@ class CountExponents(ReadingPass[Histograms]):
     def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
         """Sum a block, and count its exponents."""
         with worker.view(block, self.spec) as data:
-            sums, counts = worker.backend.profile(data, pieces_of(block), self.spec)
+            sums, counts = worker.backend.histogram(data, pieces_of(block), self.spec)
         tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)
 
 
@@ -156,42 +156,28 @@ def rows_of(
 
 def _tensor_row(selected: Selected, measurement: Measurement, number: int, norm: float) -> TensorNorm:
     shard, tensor = selected
-    row = TensorNorm(
-        name=tensor.name,
-        file=shard.name,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        norm=norm,
-        max_abs=measurement.max_abs[number],
-        nan=measurement.nan[number],
-        inf=measurement.inf[number],
-        zeros=measurement.zeros[number],
-    )
-    if not isinstance(measurement, Histograms):
-        return row
-    return TensorHistogram(**vars(row), histogram=_exponent_rows(measurement.exponents(number, number + 1)))
+    fields = _statistics(measurement, number, number + 1)
+    row = TensorHistogram if isinstance(measurement, Histograms) else TensorNorm
+    return row(name=tensor.name, file=shard.name, dtype=tensor.dtype, shape=tensor.shape, norm=norm, **fields)
 
 
 def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement) -> Iterator[FileNorm]:
-    first = 0
+    first, row = 0, FileHistogram if isinstance(measurement, Histograms) else FileNorm
     for path, gradset in zip(paths, opened.sets, strict=True):
-        selected = opened.selected_in(gradset)
-        end = first + len(selected)
-        part = measurement.between(first, end)
-        row = FileNorm(
-            file=path,
-            tensors=len(selected),
-            elements=sum(tensor.elements for _, tensor in selected),
-            norm=part.norms().whole,
-            max_abs=part.largest,
-            nan=sum(part.nan),
-            inf=sum(part.inf),
-            zeros=sum(part.zeros),
-        )
-        if isinstance(measurement, Histograms):
-            row = FileHistogram(**vars(row), histogram=_exponent_rows(measurement.exponents(first, end)))
-        yield row
+        sums = totals(opened.selected_in(gradset))
+        end = first + sums["tensors"]
+        norm, fields = measurement.part(range(first, end)).norms().whole, _statistics(measurement, first, end)
+        yield row(file=path, tensors=sums["tensors"], elements=sums["elements"], norm=norm, **fields)
         first = end
+
+
+def _statistics(measurement: Measurement, first: int, end: int) -> dict[str, Any]:
+    """Return the fields that the rows of tensors and of files share, of the tensors from `first` up to `end`."""
+    fields: dict[str, Any] = {name: sum(getattr(measurement, name)[first:end]) for name in ("nan", "inf", "zeros")}
+    fields["max_abs"] = max(measurement.max_abs[first:end], default=0.0)
+    if isinstance(measurement, Histograms):
+        fields["histogram"] = _exponent_rows(measurement.exponents(first, end))
+    return fields
 
 
 def _exponent_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.options import InfoOptions
-from gradtool.store.format.gradset import GradientSet, SetReader, raise_first, select
+from gradtool.store.format.gradset import GradientSet, SetReader, totals
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.paths import paths_of
+from gradtool.store.format.selection import select
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.gradset import Selected
 
 
 @dataclass(frozen=True)
@@ -79,36 +78,28 @@ def info(options: InfoOptions) -> InfoResult:
         SystemRefusedError: a file cannot be read.
     """
     began = perf_counter()
-    sets = [_outline_of(path) for path in paths_of(options.named, options.files_from)]
+    sets = [_read_outline(path) for path in paths_of(options.named, options.files_from)]
     selected = select(sets, options.include, options.exclude)
     shards = [shard for gradset in sets for shard in gradset.shards]
-    rows = [TensorRow(tensor.name, shard.name, tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected]
-    groups: dict[str, list[Tensor]] = defaultdict(list)
-    for _, tensor in selected:
-        groups[tensor.dtype].append(tensor)
-    totals = [DtypeTotal(dtype, *_totals(group)) for dtype, group in groups.items()]
-    tensors, elements, nbytes = _totals([tensor for _, tensor in selected])
+    groups: dict[str, list[Selected]] = defaultdict(list)
+    for entry in selected:
+        groups[entry.tensor.dtype].append(entry)
+    rows = [DtypeTotal(dtype, **totals(group)) for dtype, group in groups.items()]
+    metadata = [MetadataRow(key, value, shard.name) for shard in shards for key, value in shard.metadata.items()]
     return InfoResult(
         files=len(shards),
-        tensors=tensors,
-        elements=elements,
-        bytes=nbytes,
+        **totals(selected),
         seconds=perf_counter() - began,
-        per_dtype=tuple(sorted(totals, key=lambda row: (-row.bytes, row.dtype))),
-        per_metadata=tuple(
-            MetadataRow(key, value, shard.name) for shard in shards for key, value in shard.metadata.items()
+        per_dtype=tuple(sorted(rows, key=lambda row: (-row.bytes, row.dtype))),
+        per_metadata=tuple(metadata),
+        per_tensor=tuple(
+            TensorRow(tensor.name, shard.name, tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected
         ),
-        per_tensor=tuple(rows),
     )
 
 
-def _totals(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
-    """Count tensors, their elements and their bytes."""
-    return len(tensors), sum(tensor.elements for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
-
-
-def _outline_of(path: str) -> GradientSet:
-    """Return a set as its headers describe it."""
+def _read_outline(path: str) -> GradientSet:
     reader = SetReader(path, read_outline)
-    raise_first(chain(reader.list_files(), reader.read_files()))
+    for error in chain(reader.list_files(), reader.read_files()):
+        raise error
     return reader.gradset

@@ -10,14 +10,14 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import Problem
 from gradtool.ops.call import Call
-from gradtool.ops.groups import groups_of
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Statistics, nonfinite_problems
 from gradtool.options import NormOptions
+from gradtool.store.format.selection import groups_of
 
 if TYPE_CHECKING:
     from gradtool.ops.histogram import ExponentCount, FileNorm, StorageRange, TensorNorm
-    from gradtool.ops.measurement import Measurement
+    from gradtool.ops.passes import Measurement
 
 
 @dataclass(frozen=True)

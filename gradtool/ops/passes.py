@@ -1,119 +1,110 @@
-"""The passes that most operations are made of, as values: measure tensors, rewrite them."""
+"""Measurements, the norms that follow from them, and the passes of most operations: measure tensors, rewrite them."""
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from gradtool import tuning
-from gradtool.backends.protocol import NormSpec, Piece
-from gradtool.engines.protocol import Result
-from gradtool.engines.worker import reads_files
-from gradtool.ops.measurement import Measurement
-from gradtool.reduction import TILE
+from gradtool.backends.protocol import STATISTICS, Piece, Statistics
+from gradtool.engines.passes import Column, Pass, ReadingPass, Tally
+from gradtool.reduction import TileSums, tile_count
 from gradtool.store.format.gradset import Selected
-from gradtool.store.format.tensors import BITS, Tensor
-from gradtool.store.io.blocks import Block, halved
-from gradtool.store.io.destination import DISCARD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from gradtool.backends.protocol import Backend, BlockSums, Data
-    from gradtool.engines.cluster.work import Part
+    from gradtool.backends.protocol import BlockSums, Data, NormSpec
     from gradtool.engines.worker import Worker
-    from gradtool.store.format.header import Shard
-    from gradtool.store.io.blocks import Span
-    from gradtool.store.io.destination import Destination, Wanted, WrittenFiles
+    from gradtool.store.format.tensors import Shard, Tensor
+    from gradtool.store.io.blocks import Block
+
+# Below, a float64 loses precision, and then is 0.
+SMALLEST_NORMAL = sys.float_info.min
+_COLUMNS = {name: Column(*statistic) for name, statistic in STATISTICS.items()}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TensorPass(Generic[Result]):
-    """A pass over the blocks of tensors, which it sums as `spec` says; it may read others beside them.
+class Norms(NamedTuple):
+    """The norm of all tensors as one vector, and of each of them and of each group if asked for."""
 
-    A pass says what it collects (`tally`), and what to do with a block (`work`). This one does nothing, so that the
-    destination alone writes: headers, copies and zeros.
-    """
+    whole: float
+    tensors: list[float]
+    groups: list[float]
 
-    title: ClassVar = "writing"
-    # The fields that have a value for each of the tensors, or none at all.
-    by_tensor: ClassVar[Sequence[str]] = ()
 
-    selected: Sequence[Selected]
-    spec: NormSpec
+class Measurement(Statistics, Tally):
+    """Sums and statistics of tensors, as `BlockSums` has them for parts of tensors; there may be more columns."""
+
+    def __init__(
+        self,
+        selected: Sequence[Selected],
+        spec: NormSpec,
+        more: dict[str, Column] | None = None,
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        widths = [1] * len(selected) if widths is None else widths
+        super().__init__(_COLUMNS | (more or {}), [TileSums(spec.order)], widths)
+        self.spec = spec
+
+    def add(self, block: Block, sums: BlockSums, **more: Any) -> None:
+        """Add what a backend has summed in the pieces of a block, and a value a piece for each further column."""
+        numbers = chain.from_iterable(repeat(span.tensor, tile_count(span.elements)) for span in block.spans)
+        places = [(span.tensor, span.start) for span in block.spans]
+        self.merge(places, vars(sums) | more, [(numbers, sums.sums, sums.exponents)])
 
     @property
-    def beside(self) -> Sequence[Selected]:
-        """The tensors that are read beside those selected."""
-        return ()
+    def is_finite(self) -> bool:
+        """Whether no NaN and no Inf was summed."""
+        return self.spec.drop_nonfinite or not (any(self.nan) or any(self.inf))
 
     @property
-    def reads_selected(self) -> bool:
-        """Whether the files of the tensors are read; not where they are only being created."""
-        return True
+    def stored_zeros(self) -> int:
+        """The number of zeros, without NaN and Inf that count as zero because they are dropped."""
+        dropped = sum(self.nan) + sum(self.inf) if self.spec.drop_nonfinite else 0
+        return sum(self.zeros) - dropped
 
-    def tally(self) -> Result:
-        """Begin with nothing."""
-        return Measurement(self.selected, self.spec)  # type: ignore[return-value]
+    @property
+    def largest(self) -> float:
+        """The maximum of |g| over all tensors, without NaN."""
+        return max(self.max_abs, default=0.0)
 
-    def work(self, task: Any, worker: Worker, tally: Result) -> None:
-        """Work on a block, and add to the tally."""
+    def norms(self, *, per_tensor: bool = False, groups: Sequence[Sequence[int]] = (), unscale: float = 1.0) -> Norms:
+        """Compute the norm of all tensors as one vector, with `per_tensor` of each, and of each group of numbers.
 
-    def nbytes(self, destination: WrittenFiles) -> int:
-        """Count the bytes of the tensors, or of whole files that are written anew."""
-        return destination.nbytes([*self.selected, *self.beside])
-
-    def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - some depend on it
-        """Return the size of blocks."""
-        return backend.block_bytes
-
-    def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
-        """Yield the blocks."""
-        return destination.blocks(by_shard(self.selected), TILE, self.block_bytes(backend, destination))
-
-    def halves(self, task: Any) -> Sequence[Any]:
-        """Cut a block in two; other tasks stay whole."""
-        return halved(task, TILE) if isinstance(task, Block) else ()
-
-    def parts(self, destination: WrittenFiles) -> Iterator[Part]:
-        """Yield a part for each new file; or, where nothing is written, for a stretch of a file or several small ones.
-
-        What reads tensors beside others has a part for each file.
+        All norms are divided by `unscale`.
         """
-        from gradtool.engines.cluster.work import Part  # not needed by threads
+        (sums,), every = self.tile_sums, range(len(self))
+        return Norms(
+            self._norm(every, sums, unscale),
+            [self._norm([n], sums.between(n, n + 1), unscale) for n in every] if per_tensor else [],
+            [self._norm(group, sums.renumbered({n: n for n in group}), unscale) for group in groups],
+        )
 
-        wanted, by_file = by_shard(self.selected), destination.count or self.beside or not self.reads_selected
-        for shard in destination.shards or (wanted if by_file else ()):
-            places = [(number, 0) for number, _ in wanted.get(shard, ())]
-            work = self.restricted_to([self.selected[number] for number, _ in places], places)
-            reads = [*([shard] if self.reads_selected else []), *(other.shard for other in work.beside)]
-            nbytes = shard.size + sum(other.tensor.nbytes for other in work.beside)
-            yield Part(work, places, _files_of(reads), shard if destination.count else None, nbytes)
-        blocks = () if by_file else DISCARD.blocks(wanted, TILE, tuning.PART_BYTES)
-        for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
-            places = [(span.tensor, span.start) for block in batch for span in block.spans]
-            stretches = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]
-            reads, nbytes = _files_of(block.shard for block in batch), sum(block.end - block.begin for block in batch)
-            yield Part(self.restricted_to(stretches, places), places, reads, None, nbytes)
-
-    def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """Return the same for parts of tensors, whose places name the whole ones."""
-        values = {name: getattr(self, name) for name in self.by_tensor}
-        fewer: dict[str, Any] = {name: [each[number] for number, _ in places] for name, each in values.items() if each}
-        return replace(self, selected=selected, **fewer)
+    def _norm(self, numbers: Sequence[int], sums: TileSums, unscale: float) -> float:
+        if not math.isinf(self.spec.order):
+            return sums.norm(unscale)
+        if not self.spec.drop_nonfinite and any(self.nan[number] for number in numbers):
+            return math.nan
+        return max((self.max_abs[number] for number in numbers), default=0.0) / unscale
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class ReadingPass(TensorPass[Result]):
-    """A pass that only looks at blocks, which the backend may read itself."""
+def is_limit(limit: float | None) -> bool:
+    """Check whether there is a norm that is above a limit."""
+    return limit is not None and limit < math.inf
 
-    def block_bytes(self, backend: Backend, destination: Destination) -> int:
-        """Return a larger size where the backend reads blocks itself, and nothing is to be written."""
-        shards = {shard for shard, _ in chain(self.selected, self.beside)}
-        if reads_files(backend, destination, self.spec, shards):
-            return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
-        return backend.block_bytes
+
+def clip_coef(limit: float | None, norm: float, eps: float) -> float:
+    """Return the coefficient limit / (norm + eps), infinite where there is nothing to clip; NaN goes through.
+
+    It is 0 for a limit of 0 or an infinite norm. A quotient that underflows is the smallest number above 0.
+    """
+    # An infinite limit changes nothing, not even where the norm is infinite too.
+    if limit is None or not is_limit(limit) or norm + eps == 0:
+        return math.inf
+    is_zero = limit == 0 or math.isinf(norm)
+    return limit / (norm + eps) or (0.0 if is_zero else math.ulp(0.0))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,8 +115,12 @@ class Measure(ReadingPass[Measurement]):
 
     keep_on_device: bool = False
 
+    def tally(self) -> Measurement:
+        """Begin with nothing."""
+        return Measurement(self.selected, self.spec)
+
     def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """Return the same; the next pass may run anywhere."""
+        """Return the same pass for parts of tensors; the next pass may run anywhere."""
         return replace(super().restricted_to(selected, places), keep_on_device=False)
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
@@ -137,10 +132,14 @@ class Measure(ReadingPass[Measurement]):
         tally.add(block, sums)
 
 
-class Scaling(TensorPass[Measurement]):
+class Scaling(Pass[Measurement]):
     """Multiplies blocks in place, and measures what is written."""
 
     title: ClassVar = "clipping"
+
+    def tally(self) -> Measurement:
+        """Begin with nothing."""
+        return Measurement(self.selected, self.spec)
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
         """Rewrite a block."""
@@ -169,31 +168,6 @@ class Rewrite(Scaling):
         return worker.backend.scale(data, pieces, factors, self.limit, self.spec)
 
 
-def _batches(blocks: Iterable[Block], nbytes: int) -> Iterator[list[Block]]:
-    """Put small blocks together."""
-    batch: list[Block] = []
-    size = 0
-    for block in blocks:
-        size += block.end - block.begin
-        if batch and (size > nbytes or len(batch) == tuning.PART_FILES):
-            yield batch
-            batch, size = [], block.end - block.begin
-        batch.append(block)
-    if batch:
-        yield batch
-
-
-def _files_of(shards: Iterable[Shard]) -> list[Shard]:
-    """Return the files that shards are read from, each once."""
-    return list(dict.fromkeys(file for shard in dict.fromkeys(shards) for file in shard.files))
-
-
-def _stretch(block: Block, span: Span) -> Tensor:
-    """Return a part of a tensor, as a tensor."""
-    begin = block.begin + span.offset
-    return Tensor("", span.dtype, (span.elements,), begin, begin + span.elements * BITS[span.dtype] // 8)
-
-
 def pieces_of(block: Block) -> list[Piece]:
     """Return the spans of a block, as a backend takes them."""
     return [Piece(span.dtype, span.offset, span.elements) for span in block.spans]
@@ -205,9 +179,3 @@ def in_file_order(selected: Iterable[Selected]) -> list[Selected]:
     for shard, tensor in selected:
         tensors.setdefault(shard, set()).add(tensor)
     return [Selected(shard, tensor) for shard in tensors for tensor in sorted(tensors[shard], key=lambda t: t.begin)]
-
-
-def by_shard(selected: Sequence[Selected]) -> Wanted:
-    """Return the tensors of each file, with their numbers."""
-    groups = groupby(enumerate(selected), key=lambda entry: entry[1].shard)
-    return {shard: [(number, tensor) for number, (_, tensor) in group] for shard, group in groups}

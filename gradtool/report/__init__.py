@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import UsageError, option, say
-from gradtool.validators import one_of
+from gradtool.validators import choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.errors import Problem
+    from gradtool.options import Display
     from gradtool.report.facts import Result
 
 # The module of each format, imported only if that is requested.
@@ -45,18 +46,17 @@ def show(form: str, outcome: Outcome) -> None:
     import_module(f"gradtool.report.{_MODULES.get(form, 'text')}").show(outcome)
 
 
-def checked_format(given: str | None, *, json: bool) -> str:
-    """Return the format asked for by `--format` or `--json`, by default that of GRADTOOL_FORMAT or "text".
+def format_from(display: Display) -> str:
+    """Return the format that options ask for, by default that of GRADTOOL_FORMAT or "text".
 
     Raises:
-        UsageError: there is no such format, or the two options contradict each other.
+        UsageError: GRADTOOL_FORMAT names no format, or two options contradict each other.
     """
-    source = _VARIABLE if given is None else option("format")
-    name = one_of(source, (os.environ.get(_VARIABLE) or "text") if given is None else given, _MODULES)
-    if json and given is not None and name != "json":
-        message = say("{} contradicts {}", option("json", True), option("format", name))
+    if display.json and display.format not in {None, "json"}:
+        message = say("{} contradicts {}", option("json", True), option("format", display.format))
         raise UsageError(message, hint="remove one of them")
-    return "json" if json else name
+    name = display.format or choice(_VARIABLE, os.environ.get(_VARIABLE) or "text", _MODULES)
+    return "json" if display.json else name
 
 
 def requested_format(arguments: Sequence[str]) -> str:

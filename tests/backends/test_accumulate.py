@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule
+from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 
 
@@ -24,7 +24,7 @@ def whole(array, weight=1.0):
 def test_every_type_into_every_type_is_a_float64_sum_rounded_once(backend, ours, theirs):
     old, grads = gaussian(3000, ours, seed=1), [gaussian(3000, theirs, seed=seed) for seed in (2, 3)]
     block, pieces = block_of(old, lead=3)
-    backend.accumulate(block, pieces, iter([whole(grads[0], 0.7), whole(grads[1], -3.0)]), Rule(), NormSpec())
+    backend.accumulate(block, pieces, iter([whole(grads[0], 0.7), whole(grads[1], -3.0)]), AddMode(), NormSpec())
     with np.errstate(all="ignore"):
         wide = old.astype(np.float64) + 0.7 * grads[0].astype(np.float64)
         expected = rounded_once(wide + -3.0 * grads[1].astype(np.float64), ours)
@@ -41,7 +41,7 @@ def test_a_float64_sum_is_not_rounded_twice(backend, dtype):
     ties = (low + high) / 2
     for offset, expected in ((1 + 2**-50, codes + 1), (1 - 2**-50, codes), (1, codes + codes % 2)):
         block, pieces = block_of(np.zeros(len(codes), NUMPY_TYPES[dtype]))
-        backend.accumulate(block, pieces, iter([whole(ties * offset)]), Rule(keeps=False), NormSpec())
+        backend.accumulate(block, pieces, iter([whole(ties * offset)]), AddMode(include_buffer=False), NormSpec())
         assert np.array_equal(bits_of(stored(block, pieces[0])), expected.astype(storage.bits)), offset
 
 
@@ -64,14 +64,16 @@ def test_what_is_hard_to_round_is_rounded_once(backend, dtype):
         values = hard_to_round(dtype) if NUMPY_TYPES[dtype].itemsize < 4 else hard_to_round("BF16")
         expected = rounded_once(values, dtype)
     block, pieces = block_of(np.zeros(len(values), NUMPY_TYPES[dtype]))
-    backend.accumulate(block, pieces, iter([whole(values)]), Rule(keeps=False), NormSpec())
+    backend.accumulate(block, pieces, iter([whole(values)]), AddMode(include_buffer=False), NormSpec())
     assert np.array_equal(bits_of(stored(block, pieces[0])), bits_of(expected))
 
 
 def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(backend):
     for dtype in VALUE_TYPES[1:]:
         block, pieces = block_of(encode([0, 0, 0], dtype))
-        found = backend.accumulate(block, pieces, iter([whole(np.array([1e300, -1e300, np.nan]))]), Rule(), NormSpec())
+        found = backend.accumulate(
+            block, pieces, iter([whole(np.array([1e300, -1e300, np.nan]))]), AddMode(), NormSpec()
+        )
         values = stored(block, pieces[0]).astype(float)
         if dtype == "F8_E4M3":
             assert bits_of(stored(block, pieces[0])).tolist() == [0x7F, 0x7F, 0x7F]
@@ -85,7 +87,7 @@ def test_the_sums_are_those_of_what_was_written(backend):
     block, pieces = block_of(gaussian(70_001, "BF16"), gaussian(5, "F64"))
     source, _ = block_of(gaussian(70_006, "F32", seed=8))
     written = backend.accumulate(
-        block, pieces, iter([(source, [Addend("F32", 0, 70_006, 0, 0.3)])]), Rule(), NormSpec()
+        block, pieces, iter([(source, [Addend("F32", 0, 70_006, 0, 0.3)])]), AddMode(), NormSpec()
     )
     again = backend.tile_sums(block, pieces, NormSpec())
     for fact in FACTS:
@@ -94,20 +96,22 @@ def test_the_sums_are_those_of_what_was_written(backend):
 
 def test_minus_zero_survives_when_nothing_is_added_to_it(backend):
     block, pieces = block_of(encode([5, 5], "F32"))
-    backend.accumulate(block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), Rule(keeps=False), NormSpec())
+    backend.accumulate(
+        block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), AddMode(include_buffer=False), NormSpec()
+    )
     assert np.signbit(stored(block, pieces[0])).tolist() == [True, False]
 
 
 def test_a_divisor_divides_the_sum_and_not_what_was_there(backend):
     block, pieces = block_of(encode([10, 20], "F32"))
     sources = [whole(encode([3, 6], "F32"), 2.0), whole(encode([1, 1], "BF16"), 1.0)]
-    backend.accumulate(block, pieces, iter(sources), Rule(divisor=3.0), NormSpec())
+    backend.accumulate(block, pieces, iter(sources), AddMode(divisor=3.0), NormSpec())
     assert stored(block, pieces[0]).tolist() == [np.float32(10 + 7 / 3), np.float32(20 + 13 / 3)]
 
 
 def test_a_factor_multiplies_before_the_rounding(backend):
     block, pieces = block_of(encode([60_000], "F16"))
-    backend.accumulate(block, pieces, iter([whole(encode([60_000], "F16"))]), Rule(factor=0.001), NormSpec())
+    backend.accumulate(block, pieces, iter([whole(encode([60_000], "F16"))]), AddMode(factor=0.001), NormSpec())
     assert stored(block, pieces[0]).tolist() == [120.0]
 
 
@@ -115,7 +119,7 @@ def test_unrounded_sums_are_measured_and_nothing_is_written(backend):
     block, pieces = block_of(encode([60_000, 1], "F16"), encode([2], "F16"))
     before = bytes(block)
     found = backend.accumulate(
-        block, pieces, iter([whole(encode([60_000, 2, 2], "F16"))]), Rule(rounds=False), NormSpec()
+        block, pieces, iter([whole(encode([60_000, 2, 2], "F16"))]), AddMode(rounds=False), NormSpec()
     )
     assert bytes(block) == before
     assert (found.sums.tolist(), found.max_abs.tolist()) == ([120_000.0**2 + 9, 16.0], [120_000.0, 4.0])
@@ -131,7 +135,7 @@ def test_sums_that_become_zero_or_subnormal_by_rounding_are_counted(backend, bat
     source, (piece,) = block_of(np.concatenate([[1e-50], wide, wide * 1e-310]))
     batch = source, [Addend("F64", piece.offset, 6001, 0, 1 / batches)]
     for rounds in (True, False):
-        found = backend.accumulate(block, pieces, iter([batch] * batches), Rule(False, rounds=rounds), NormSpec())
+        found = backend.accumulate(block, pieces, iter([batch] * batches), AddMode(False, rounds=rounds), NormSpec())
         expected = [[1, 1, 0], [0, 1, 0]] if rounds else [[0, 0, 0], [0, 0, 0]]
         assert [getattr(found, fact).tolist() for fact in LOSSES] == expected
 
@@ -140,7 +144,7 @@ def test_a_source_may_have_parts_in_any_order_and_leave_some_out(backend):
     block, pieces = block_of(encode([1, 2, 3], "F32"), encode([10, 20], "BF16"))
     source, parts = block_of(encode([7], "F64"), encode([100, 200, 300], "F8_E5M2"), lead=5)
     addends = [Addend("F8_E5M2", parts[1].offset, 2, 3, 1.0), Addend("F64", parts[0].offset, 1, 1, 2.0)]
-    backend.accumulate(block, pieces, iter([(source, addends)]), Rule(), NormSpec())
+    backend.accumulate(block, pieces, iter([(source, addends)]), AddMode(), NormSpec())
     assert stored(block, pieces[0]).tolist() == [1, 16, 3]
     assert stored(block, pieces[1]).astype(float).tolist() == [10 + 96, 20 + 192]
 
@@ -156,7 +160,7 @@ def test_a_source_is_done_with_before_the_next_is_asked_for(backend):
         memory[:] = b"\xa5" * len(memory)
 
     block, pieces = block_of(values[0])
-    backend.accumulate(block, pieces, sources(), Rule(), NormSpec())
+    backend.accumulate(block, pieces, sources(), AddMode(), NormSpec())
     wide = values[0].astype(np.float64)
     for one in values[1:]:
         wide += one
@@ -170,7 +174,7 @@ def test_an_addend_may_begin_and_end_anywhere_in_a_piece(backend, start):
         source, parts = block_of(np.full(3, 1e30), np.arange(1.0, 1 + count), np.full(20, 1e30))
         block, pieces = block_of(np.zeros(40, np.float32))
         backend.accumulate(
-            block, pieces, iter([(source, [Addend("F64", parts[1].offset, count, start, 1.0)])]), Rule(), NormSpec()
+            block, pieces, iter([(source, [Addend("F64", parts[1].offset, count, start, 1.0)])]), AddMode(), NormSpec()
         )
         expected = np.zeros(40)
         expected[start : start + count] = np.arange(1.0, 1 + count)
@@ -189,7 +193,7 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, 
 
     arrays = [anything(count, dtype) for dtype, count in shapes]
     grad = anything(sum(count for _, count in shapes), theirs)
-    rule = Rule(keeps=seed % 3 > 0, divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0)
+    rule = AddMode(include_buffer=seed % 3 > 0, divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0)
     spec = NormSpec([1.0, 2.0, math.inf][seed % 3])
     expected = None
     for one in (NumpyBackend(), backend):
@@ -202,6 +206,6 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, 
 
 
 def test_pieces_may_be_none_at_all(backend):
-    found = backend.accumulate(memoryview(bytearray(8)), [], iter(()), Rule(), NormSpec())
+    found = backend.accumulate(memoryview(bytearray(8)), [], iter(()), AddMode(), NormSpec())
     assert found.sums.tolist() == []
     assert backend.tile_sums(memoryview(bytearray(8)), [Piece("F32", 0, 0)], NormSpec()).sums.tolist() == []

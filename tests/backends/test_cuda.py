@@ -7,7 +7,7 @@ from support import block_of, canonical_tile_sums, gaussian
 
 from gradtool.backends.cuda import jobs as cuda_jobs
 from gradtool.backends.cuda.memory import DeviceBlock
-from gradtool.backends.protocol import Addend, NormSpec, Patch, Piece, Rule
+from gradtool.backends.protocol import Addend, AddMode, NormSpec, Patch, Piece
 
 
 @pytest.fixture
@@ -71,12 +71,12 @@ def test_addends_are_cut_at_the_pieces_they_are_for():
 def test_what_was_there_is_added_once():
     first, last, keeps, divides = 1, 2, 4, 8
     for divisor, when in ((None, 0), (3.0, 2)):
-        rule = Rule(divisor=divisor, factor=1.0)
+        rule = AddMode(divisor=divisor, factor=1.0)
         flags = [cuda_jobs.add_flags(rule, is_first=k == 0, is_last=k == 2) for k in range(3)]
         assert [bool(one & keeps) for one in flags] == [k == when for k in range(3)]
         assert [one & 3 for one in flags] == [first, 0, last]
         assert [bool(one & divides) for one in flags] == [False, False, divisor is not None]
-    both = cuda_jobs.add_flags(Rule(keeps=False, factor=0.5, rounds=False), is_first=True, is_last=True)
+    both = cuda_jobs.add_flags(AddMode(include_buffer=False, factor=0.5, rounds=False), is_first=True, is_last=True)
     assert both == first | last | 16
 
 

@@ -30,7 +30,7 @@ def truth(array):
 
 
 def histogram(backend, block, pieces):
-    return backend.profile(block, pieces, NormSpec())[1]
+    return backend.histogram(block, pieces, NormSpec())[1]
 
 
 def counted(backend, *arrays, lead=0):
@@ -144,7 +144,7 @@ def test_subnormal_values_are_those_below_the_smallest_normal_one(dtype):
 def test_what_is_counted_is_summed_as_ever(backend, order):
     block, pieces = block_of(gaussian(70_001, "F32"), gaussian(5, "F64"), gaussian(0, "BF16"), gaussian(9, "F16"))
     spec = NormSpec(order)
-    sums, counts = backend.profile(block, pieces, spec)
+    sums, counts = backend.histogram(block, pieces, spec)
     assert vars(sums) == vars(backend.tile_sums(block, pieces, spec))
     assert counts == histogram(NumpyBackend(), block, pieces)
 

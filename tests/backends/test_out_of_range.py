@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import FACTS, block_of, canonical_tile_sums, encode, stored
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import Addend, NormSpec, Rule
+from gradtool.backends.protocol import Addend, AddMode, NormSpec
 from gradtool.reduction import norm_of
 
 TILE = 65_536
@@ -180,7 +180,7 @@ def test_sums_that_are_added_up_are_measured_alike(backend, rounds, order):
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(old, spread(9, -800))
         sources = [(block_of(grad)[0], [Addend("F64", 0, grad.size, 0, 0.5)])]
-        found = one.accumulate(block, pieces, iter(sources), Rule(rounds=rounds), NormSpec(order))
+        found = one.accumulate(block, pieces, iter(sources), AddMode(rounds=rounds), NormSpec(order))
         answers.append([getattr(found, fact).tolist() for fact in FACTS])
     assert answers[0] == answers[1]
     assert [one != 0 for one in found.exponents] == [order == 2] * 3
@@ -191,7 +191,7 @@ def test_sums_that_are_added_up_are_measured_alike(backend, rounds, order):
 def test_float64_sums_of_small_types_are_scaled(backend):
     block, pieces = block_of(encode([1, 2], "F16"))
     sources = [(block_of(np.array([3e200, -4e200]))[0], [Addend("F64", 0, 2, 0, 1.0)])]
-    found = backend.accumulate(block, pieces, iter(sources), Rule(rounds=False), NormSpec())
+    found = backend.accumulate(block, pieces, iter(sources), AddMode(rounds=False), NormSpec())
     assert norm_from(found, 2.0) == pytest.approx(5e200, rel=1e-15)
 
 

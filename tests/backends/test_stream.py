@@ -184,9 +184,9 @@ def test_what_is_counted_while_it_is_read_is_what_the_reference_counts(backend, 
     spec = NormSpec(order, drop_nonfinite=seed % 2 == 1)
     reads(backend, spec)
     with in_file(data, lead=lead) as block:
-        sums, counts = backend.profile(block, pieces, spec)
+        sums, counts = backend.histogram(block, pieces, spec)
         block.check()
-    expected = NumpyBackend().profile(data, pieces, spec)
+    expected = NumpyBackend().histogram(data, pieces, spec)
     assert_found(sums, expected[0])
     assert counts == expected[1]
 

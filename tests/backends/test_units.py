@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import NormSpec, Stored, UnitLimits, Units
+from gradtool.backends.protocol import NormSpec, TypedView, UnitLimits, Units
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -82,7 +82,7 @@ def sides_of(dtypes, rows, size, seed):
             with np.errstate(all="ignore"):
                 values[rng.random(rows) < 0.1] *= rng.choice([1e-200, 1e200, np.inf, np.nan])
         with np.errstate(all="ignore"):
-            sides.append(Stored(memoryview(encode(values, dtype).tobytes()), dtype))
+            sides.append(TypedView(memoryview(encode(values, dtype).tobytes()), dtype))
     return sides
 
 
@@ -112,7 +112,7 @@ def factors_of(backend, sides, size, limits):
 def test_factors_and_counts_by_hand(backend, dtype):
     grads = encode([[3, 4], [0, 0], [30, 40], [3e-3, 4e-3], [math.inf, 0], [math.nan, 0]], dtype)
     params = encode([[30, 40], [1, 1], [0, 0], [3, 4], [1, 0], [math.inf, 0]], "F32")
-    sides = [Stored(memoryview(one.tobytes()), name) for one, name in ((grads, dtype), (params, "F32"))]
+    sides = [TypedView(memoryview(one.tobytes()), name) for one, name in ((grads, dtype), (params, "F32"))]
     factors, counts = factors_of(backend, sides, 2, UnitLimits(0.05, 2.0, 1.0))
     # Limits are 2.5, 0.1, 0.1, 0.25, 0.1 and infinite.
     assert factors.tolist()[:5] == [0.5, 1, 0.1 / 50, 1, 0]
@@ -122,7 +122,7 @@ def test_factors_and_counts_by_hand(backend, dtype):
 
 def test_the_first_factor_that_is_out_of_range_is_told(backend):
     grads = encode([[1.0], [1e30], [1e35], [1e36]], "F32")
-    params = Stored(memoryview(encode([[1.0], [1e-5], [1e-5], [1e-5]], "F32").tobytes()), "F32")
+    params = TypedView(memoryview(encode([[1.0], [1e-5], [1e-5], [1e-5]], "F32").tobytes()), "F32")
     for dtype, beyond in (("F32", 2), ("F64", -1)):
-        sides = Stored(memoryview(grads.astype(NUMPY_TYPES[dtype]).tobytes()), dtype), params
+        sides = TypedView(memoryview(grads.astype(NUMPY_TYPES[dtype]).tobytes()), dtype), params
         assert factors_of(backend, sides, 1, UnitLimits(1.0, 0.0, 2.0))[1] == (3, 4, 0, beyond)

@@ -1,4 +1,4 @@
-"""Stored values as float64 and back, on every backend."""
+"""TypedView values as float64 and back, on every backend."""
 
 from array import array
 

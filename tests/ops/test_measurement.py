@@ -12,8 +12,8 @@ from support import encode, gaussian, write
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import BlockSums, NormSpec, Piece
 from gradtool.engines.cluster.wire import packed, unpacked
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import by_shard, pieces_of
+from gradtool.engines.passes import by_shard
+from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
@@ -57,8 +57,8 @@ def measured(selected, spec, blocks):
 
 def fields(measurement):
     """All that it has; its sums, which may come in any order, condensed."""
-    measurement.sums.condense()
-    sums = [getattr(measurement.sums, name).tobytes() for name in ("numbers", "sums", "exponents")]
+    measurement.tile_sums[0].condense()
+    sums = [getattr(measurement.tile_sums[0], name).tobytes() for name in ("numbers", "sums", "exponents")]
     return sums + [getattr(measurement, name).tobytes() for name in FIELDS]
 
 
@@ -80,7 +80,7 @@ def test_measurements_of_some_tensors_each_are_put_together(selected, spec, numb
     assert [one.tolist() for one in (together.nan, together.zeros)] == [
         one.tolist() for one in (whole.nan, whole.zeros)
     ]
-    assert any(whole.sums.exponents) == (1 < spec.order <= 3)
+    assert any(whole.tile_sums[0].exponents) == (1 < spec.order <= 3)
 
 
 def test_a_measurement_that_was_sent_can_be_filled_on(selected):
@@ -175,7 +175,7 @@ def test_what_is_stored_does_not_grow_with_the_tensors(tmp_path, order):
         sums_of_block = BlockSums.empty([Piece("F32", 0, tiles * TILE)])
         sums_of_block.sums[:], sums_of_block.max_abs[0] = array("d", np.roll(sums, number)), 1.0
         found.add(block, sums_of_block)
-        assert len(found.sums.sums) <= 1 << 13
+        assert len(found.tile_sums[0].sums) <= 1 << 13
     root = math.fsum(sums) * 32 if order == 1 else math.sqrt(math.fsum(sums) * 32) if order == 2 else 1.0
     assert found.norms().whole == pytest.approx(root, rel=1e-15)
-    assert found.between(1, 2).norms().whole == 0
+    assert found.part(range(1, 2)).norms().whole == 0

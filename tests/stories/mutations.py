@@ -271,8 +271,8 @@ _SYNCS = (
         " the old file.",
         RECOVERY,
         """\
-        # The run may have crashed before it did this.
-        folder.sync()
+        for changed in dict.fromkeys([*self._folders.values(), folder]):
+            changed.sync()
 """,
     ),
     _slip(
@@ -1157,6 +1157,14 @@ PAST: tuple[Mutation, ...] = (
         SIGNALS,
         'for note in getattr(error.__context__, "__notes__", [WRITTEN] * _is_committed):',
         'for note in getattr(error.__context__, "__notes__", ()):',
+    ),
+    _slip(
+        "folder-above-a-new-one-not-synced",
+        "A run makes a folder and a file in it, and is killed after the rename: recovery syncs the folder but not the"
+        " one above it, and a power cut then loses both.",
+        RECOVERY,
+        "for changed in dict.fromkeys([*self._folders.values(), folder]):",
+        "for changed in [folder]:",
     ),
     _slip(
         "folders-of-another-user",

@@ -22,7 +22,7 @@ from gradtool.backends.cuda.memory import (
     upload_vectors,
 )
 from gradtool.backends.network import network
-from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, groups_of
+from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, group_addends
 from gradtool.backends.storage import STORAGE, narrowed, widened
 from gradtool.backends.units import compare_units
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from gradtool.backends.cuda.memory import Buffer, Device, Table
     from gradtool.backends.protocol import (
         Addend,
+        AddMode,
         BlockDifferences,
         BlockSums,
         Data,
         Factors,
         Patch,
-        Rule,
-        Stored,
         Tolerance,
         Trim,
+        TypedView,
         UnitCounts,
         UnitLimits,
         Units,
@@ -95,7 +95,7 @@ class CudaBackend:
         """Sum the pieces."""
         return self._sum(self._on_device(block), pieces, None, math.inf, spec)
 
-    def profile(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+    def histogram(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count values by exponent."""
         data, tiles = self._on_device(block), jobs.Tiles.of(pieces, None)
         bins = np.array([len(STORAGE[piece.dtype].bins) for piece in pieces], np.int64)
@@ -156,7 +156,7 @@ class CudaBackend:
         return found
 
     def unit_factors(
-        self, grads: Stored, params: Stored, size: int, limits: UnitLimits, factors: Factors
+        self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
         """Set what units are multiplied by, from sums on the device."""
         return compare_units(self, grads, params, size, limits, factors)
@@ -166,7 +166,7 @@ class CudaBackend:
         block: Data,
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        rule: Rule,
+        rule: AddMode,
         spec: NormSpec,
     ) -> BlockSums:
         """Add in float64, round once; the sums of what was written."""
@@ -209,7 +209,7 @@ class CudaBackend:
     def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Floats:
         """The means of the middle values."""
         data, means = self.to_device(source), self._cleared(elements)
-        for count, alike in groupby(groups_of(addends), key=len):
+        for count, alike in groupby(group_addends(addends), key=len):
             self._trim(data, means, jobs.Columns.of(list(alike)), trim.of(count), finite=trim.finite)
         return self._words(means, elements).view(np.float64)
 
@@ -277,7 +277,7 @@ class CudaBackend:
         self.device.wait()
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        """Stored values as float64, plus an offset; on the host."""
+        """TypedView values as float64, plus an offset; on the host."""
         return widened(view, dtype, offset)
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:
@@ -345,7 +345,7 @@ class CudaBackend:
         pieces: Sequence[Piece],
         starts: Sequence[int],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        rule: Rule,
+        rule: AddMode,
         *,
         losses: Buffer,
     ) -> DeviceBlock | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradtool.backends.protocol import FACTS, BlockDifferences, BlockSums
+from gradtool.backends.protocol import STATISTICS, BlockDifferences, BlockSums
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import tile_count
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Addend, Patch, Piece, Rule
+    from gradtool.backends.protocol import Addend, AddMode, Patch, Piece
 
 
 def record(*fields: str) -> np.dtype[Any]:
@@ -97,7 +97,7 @@ class Tiles(NamedTuple):
     @property
     def results(self) -> int:
         """The number of 8-byte results: the sums of all tiles, their exponents, and the facts of each piece."""
-        return 2 * self.total + len(FACTS) * len(self.table)
+        return 2 * self.total + len(STATISTICS) * len(self.table)
 
     def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
         """For each storage type its part of the table, and the number of thread blocks: one a tile."""
@@ -111,8 +111,8 @@ class Tiles(NamedTuple):
     def found(self, results: NDArray[np.int64]) -> BlockSums:
         """The results, as a backend returns them."""
         sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
-        facts = facts.reshape(-1, len(FACTS))
-        left = facts[:, list(FACTS).index("first_nonfinite")]
+        facts = facts.reshape(-1, len(STATISTICS))
+        left = facts[:, list(STATISTICS).index("first_nonfinite")]
         left[:] = np.where(left > 0, _NEVER - left, -1)
         floats = array("d", sums.tobytes()), array("i", exponents.tolist())
         return BlockSums(*floats, array("q", facts.tobytes()))
@@ -225,14 +225,14 @@ class Columns(NamedTuple):
         return max(1, min(most, -(-self.elements // THREADS)))
 
 
-def add_flags(rule: Rule, *, is_first: bool, is_last: bool) -> int:
+def add_flags(rule: AddMode, *, is_first: bool, is_last: bool) -> int:
     """The steps of a batch beside adding."""
     flags = _FIRST * is_first
     if is_last:
         flags |= _LAST | _MULTIPLIES * (rule.factor != 1) | _ROUNDS * rule.rounds
         flags |= _DIVIDES * (rule.divisor is not None)
     # The old values are not divided.
-    if rule.keeps and (is_first if rule.divisor is None else is_last):
+    if rule.include_buffer and (is_first if rule.divisor is None else is_last):
         flags |= _KEEPS
     return flags
 

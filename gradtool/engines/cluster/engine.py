@@ -19,7 +19,7 @@ from gradtool.engines.cluster.dask import Dask
 from gradtool.engines.cluster.membership import HEARTBEAT_SECONDS, Membership
 from gradtool.engines.cluster.remote_files import RemoteFiles
 from gradtool.engines.cluster.work import Check, Job, call_for, empty_outcome, fingerprint
-from gradtool.engines.protocol import Pass, Result, WorkerSummary
+from gradtool.engines.worker import WorkerSummary
 from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, number_of, option, say
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from gradtool.engines.cluster.work import Outcome, Part
-    from gradtool.engines.protocol import Progress
-    from gradtool.store.format.header import Shard
+    from gradtool.engines.cluster.work import Outcome
+    from gradtool.engines.passes import Part, Pass, Result
+    from gradtool.engines.threads import Progress
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
 

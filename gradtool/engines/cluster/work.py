@@ -35,35 +35,22 @@ from gradtool.errors import (
     say,
     shortened,
 )
-from gradtool.store.format.header import Shard
+from gradtool.store.format.tensors import Shard
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import NewFiles
 from gradtool.store.source import Source, read_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from gradtool.engines.cluster.remote_files import BuildRequest
-    from gradtool.engines.protocol import Pass
+    from gradtool.engines.passes import Part
     from gradtool.store.fs import File
 
 HOST = os.uname().nodename
 # In containers, processes may share the name of a host and a number.
 _SALT = secrets.token_hex(4)
 _MOUNT = "mount the same file system there, at the same path"
-
-
-class Part(NamedTuple):
-    """A part of a pass: a pass over fewer tensors, and for each of them its number in the whole and its first element.
-
-    It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
-    """
-
-    work: Pass[Any]
-    places: Sequence[tuple[int, int]]
-    reads: Sequence[Shard]
-    writes: Shard | None
-    nbytes: int
 
 
 class Report(NamedTuple):

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
+from gradtool.backends.protocol import AddMode, NormSpec, Trim
 from gradtool.declare import operation
-from gradtool.errors import UsageError, option, say
-from gradtool.ops.accumulate.match import Buffer, existing_buffer, match, new_set, weights_of
-from gradtool.ops.accumulate.run import add, skip_update, trim_of
+from gradtool.engines.passes import Pass
+from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
+from gradtool.ops.accumulate.buffer import Add, Buffer, existing_buffer, new_set
+from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen, weights_of
+from gradtool.ops.aligned_read import Operand
 from gradtool.ops.call import Call
-from gradtool.ops.results import OutputSummary, Statistics, loss_warnings
-from gradtool.ops.weights import PREFIX
+from gradtool.ops.passes import Measure
+from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, nonfinite_problems, overflow_problems
+from gradtool.ops.weights import PREFIX, Weight, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
-    from gradtool.ops.accumulate.match import GradientRow
+    from collections.abc import Sequence
+
+    from gradtool.engines.passes import Tally
+    from gradtool.ops.accumulate.gradients import Contribution, GradientRow
+    from gradtool.ops.passes import Measurement
+    from gradtool.store.format.gradset import Selected
+    from gradtool.store.io.destination import WrittenFiles
+    from gradtool.store.transaction.output import Output
 
 
 @dataclass(frozen=True, repr=False)
 class AccumulateResult(Statistics):
-    """What was added and what came of it. The facts are those of the buffer as it is now, or of the new set.
+    """What was added, and the statistics of the buffer as it is now, or of the new set.
 
     `norm_before` and `zeros_before` are None where the old content was not read. `sum_norm` is the norm of the float64
-    sums that were clipped, and `coef` what they were multiplied by; None without `max_norm`. `missing` counts the
-    tensors that gradients lack, and `extra` those of gradients that the buffer lacks.
+    sums before they were clipped, and `coef` what they were multiplied by; None without `max_norm`. `missing` counts
+    the tensors that gradients lack, and `extra` those of gradients that the buffer lacks.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
@@ -48,6 +59,20 @@ class AccumulateResult(Statistics):
     per_gradient: tuple[GradientRow, ...]
 
 
+class _Outcome(NamedTuple):
+    """The targets, measured as they are now, and as they were if that was read; and how it came about."""
+
+    targets: Sequence[Selected]
+    after: Measurement
+    before: Measurement | None
+    destination: WrittenFiles
+    contributions: Sequence[Contribution]
+    weight_sum: float = 0.0
+    sum_norm: float | None = None
+    coef: float | None = None
+    warnings: Sequence[Problem] = ()
+
+
 @operation(AccumulateOptions)
 def accumulate(options: AccumulateOptions) -> AccumulateResult:
     """Add up gradients, tensor by tensor of the same name: into ← round(into + Σ w · g), in place.
@@ -66,7 +91,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.
     """
-    _check(options)
+    _check_options(options)
     into = [] if options.into is None else [existing_buffer(options.into)]
     created = new_set(options) if options.is_new else None
     renames = Renames.parse(options.map, slice(len(into), None))
@@ -80,33 +105,34 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         else:
             buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
         weights = weights_of(options, gradients)
-        matched, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
-        done = (add if options.update else skip_update)(call, options, buffer, matched, output)
+        contributions, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
+        outcome = (_add if options.update else _skip_update)(call, options, buffer, contributions, output)
+    before, after = outcome.before, outcome.after
     # The type of a buffer cannot be changed by an option.
     remedies = () if options.is_new else ("use a buffer of {} to keep them",)
-    warnings = [*gaps, *done.warnings, *loss_warnings(done.targets, done.after, *remedies)]
-    rows = [contribution.row for contribution in done.contributions]
+    warnings = [*gaps, *outcome.warnings, *loss_warnings(outcome.targets, after, *remedies)]
+    rows = [contribution.row for contribution in outcome.contributions]
     return AccumulateResult(
-        **call.statistics(done.targets, done.after, warnings=warnings),
-        output=call.output_summary(output, done.destination),
-        norm_before=None if done.before is None else done.before.norms().whole,
-        norm_after=done.after.norms().whole,
+        **call.statistics(outcome.targets, after, warnings=warnings),
+        output=call.output_summary(output, outcome.destination),
+        norm_before=None if before is None else before.norms().whole,
+        norm_after=after.norms().whole,
         max_norm=options.max_norm,
-        sum_norm=done.sum_norm,
-        coef=done.coef,
-        clipped=done.coef is not None and done.coef != 1,
-        zeros_before=None if done.before is None else done.before.stored_zeros,
+        sum_norm=outcome.sum_norm,
+        coef=outcome.coef,
+        clipped=outcome.coef is not None and outcome.coef != 1,
+        zeros_before=None if before is None else before.stored_zeros,
         taken=sum(row.taken for row in rows),
         skipped=sum(not row.taken for row in rows),
         missing=sum(row.missing for row in rows),
         extra=sum(row.extra for row in rows),
-        weight_sum=done.weight_sum,
+        weight_sum=outcome.weight_sum,
         updated=options.update,
         per_gradient=tuple(rows if options.per_gradient else ()),
     )
 
 
-def _check(options: AccumulateOptions) -> None:
+def _check_options(options: AccumulateOptions) -> None:
     """Raise `UsageError` if options contradict each other."""
     key, weighs, is_new = options.weight_key, bool(options.weight), options.is_new
     limits = options.max_norm is not None or options.clip_each is not None
@@ -116,7 +142,7 @@ def _check(options: AccumulateOptions) -> None:
         (key and key.startswith(PREFIX), f"{{}}: keys that begin with {PREFIX!r} are reserved", "weight_key"),
         (key and weighs, "{} and {} exclude each other", "weight", "weight_key"),
         (options.mean and options.reduce not in (None, "mean"), "{} excludes any other {}", "mean", "reduce"),
-        (trim_of(options) and (key or weighs), "{} and {} require a sum or a mean", "weight", "weight_key"),
+        (_trim(options) and (key or weighs), "{} and {} require a sum or a mean", "weight", "weight_key"),
         (is_nowhere, "{}, {} or {} is required", "into", "output", "output_dir"),
         (is_new and options.overwrite, "{} requires {}, whose old content it drops", "overwrite", "into"),
         (not is_new and options.dtype, "{} requires a new set, without {}", "dtype", "into"),
@@ -132,12 +158,187 @@ def _check(options: AccumulateOptions) -> None:
 
 
 def _check_count(options: AccumulateOptions, count: int) -> None:
-    """Raise `UsageError` if there is no gradient, or nothing is left when the largest and smallest are dropped."""
+    """Raise `UsageError` if there is no gradient, or no value is left when the largest and smallest are dropped."""
     if not count:
         raise UsageError(
             "no gradient given", hint=say("name a file, a folder or an index, or use {}", option("files_from"))
         )
-    trim = trim_of(options)
-    if trim is not None and trim.dropped is not None and count <= 2 * trim.dropped:
-        needed = f"{2 * trim.dropped + 1} gradients, but {count} {'was' if count == 1 else 'were'} given"
+    if count < _min_count(options):
+        needed = f"{_min_count(options)} gradients, but {count} {'was' if count == 1 else 'were'} given"
         raise UsageError(say("{} needs at least {}", option("reduce", options.reduce), needed))
+
+
+def _trim(options: AccumulateOptions) -> Trim | None:
+    """Return what is dropped before the mean of values; None for sums, and for means of all."""
+    if options.reduce in (None, "sum", "mean"):
+        return None
+    dropped = None if options.reduce == "median" else int(options.reduce.removeprefix("trimmed="))
+    return Trim(dropped, finite=options.nonfinite != "propagate")
+
+
+def _min_count(options: AccumulateOptions) -> int:
+    """Return how many values a trimmed mean needs; 0 for other reductions."""
+    trim = _trim(options)
+    return 0 if trim is None or trim.dropped is None else 2 * trim.dropped + 1
+
+
+def _skip_update(
+    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+) -> _Outcome:
+    """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
+    _sum_of_weights(options, contributions)
+    targets, spec = () if options.is_new else buffer.targets, NormSpec(options.norm_type)
+    measurement = call.run(Measure(targets, spec))
+    files = [] if options.is_new else buffer.files(output, ())
+    with call.writing(output, files) as destination:
+        copying: Pass[Tally] = Pass((), spec)
+        call.run(copying, destination)
+    skipped = [contribution.with_row(taken=False) for contribution in contributions]
+    return _Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
+
+
+def _add(
+    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+) -> _Outcome:
+    """Add the gradients, and clip the sum where there is a limit."""
+    contributions, warnings = screen(call, options, buffer.targets, contributions)
+    accepted = [contribution for contribution in contributions if contribution.row.taken]
+    _check_left(options, buffer.targets, accepted)
+    weight_sum = _sum_of_weights(options, accepted)
+    total, hint = _total(options, buffer, accepted)
+    metadata, dropped = replace_total(buffer.existing, options.weight_key, total, hint)
+    if total is not None and options.weight_key is not None and options.is_new:
+        buffer = buffer.with_metadata(total.entries(options.weight_key))
+    numbers = sorted({number for contribution in accepted for number in contribution.tensors})
+    if options.missing == "zero" and not options.adds_to_old:
+        # Where zeros alone are added, a buffer that is kept stays as it is.
+        numbers = list(range(len(buffer.targets)))
+    adding = _adding(options, [buffer.targets[number] for number in numbers], numbers, accepted, weight_sum)
+    sum_norm = coef = None
+    before: list[Measurement] = []
+    if options.max_norm is not None:
+        sums, *before = call.run(replace(adding, mode=adding.mode._replace(rounds=False))).each
+        _check_finite(call, options, adding, sums, before)
+        sum_norm = sums.norms().whole
+        coef = coef_for(options, "max_norm", sums, sum_norm)
+        adding = replace(adding, mode=adding.mode._replace(factor=coef), measures_before=False)
+    if options.per_gradient:
+        contributions = compare(call, adding, contributions)
+    with call.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
+        after, *measured = call.run(adding, destination).each
+        _check_finite(call, options, adding, after, measured)
+        rest = buffer.measure_without(call, numbers, adding.spec)
+    before = before or measured
+    if options.is_new and len(numbers) < len(buffer.targets):
+        left = number_of(len(buffer.targets) - len(numbers), "tensor")
+        dropped = [*dropped, Problem("skipped", f"{left} only in gradients that were skipped; zeros in the new set")]
+    return _Outcome(
+        targets=buffer.targets,
+        after=rest.updated(numbers, after),
+        before=rest.updated(numbers, before[0]) if before else None,
+        destination=destination,
+        contributions=contributions,
+        weight_sum=weight_sum,
+        sum_norm=sum_norm,
+        coef=coef,
+        warnings=[*warnings, *dropped],
+    )
+
+
+def _adding(
+    options: AccumulateOptions,
+    targets: Sequence[Selected],
+    numbers: Sequence[int],
+    accepted: Sequence[Contribution],
+    weight_sum: float,
+) -> Add:
+    """Return the pass over the targets that something is added to, which have these numbers; check their divisors."""
+    divisors: list[float] = []
+    if options.is_mean and options.missing == "skip" and any(len(each.tensors) < len(targets) for each in accepted):
+        divisors = [sum_of([each.row.weight for each in accepted if number in each.tensors]) for number in numbers]
+    if 0 in divisors:
+        target = targets[divisors.index(0)]
+        message = "the weights of the gradients that have it add up to 0, so that there is no mean"
+        raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
+    places = {number: place for place, number in enumerate(numbers)}
+    return Add(
+        targets,
+        NormSpec(options.norm_type),
+        # In the order of their files, in which they may have to be measured.
+        [Operand({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
+        AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
+        _trim(options),
+        divisors,
+        fills=options.missing == "zero",
+        is_new=options.is_new,
+        measures_before=options.adds_to_old,
+    )
+
+
+def _sum_of_weights(options: AccumulateOptions, contributions: Sequence[Contribution]) -> float:
+    """Add up weights; raise `BadInputError` where nothing can be divided by their sum that must be."""
+    weight_sum = sum_of([contribution.row.weight for contribution in contributions])
+    if options.is_mean and weight_sum == 0:
+        raise BadInputError("the weights add up to 0, so that there is no mean", code="weight")
+    return weight_sum
+
+
+def _total(
+    options: AccumulateOptions, buffer: Buffer, accepted: Sequence[Contribution]
+) -> tuple[Weight | None, str | None]:
+    """Return the total weight of what is written; or None where it has none, and what helps."""
+    key, existing, weights = options.weight_key, buffer.existing, [each.row.weight for each in accepted]
+    stored = None if existing is None else stored_key(existing.shards)
+    old = None if existing is None or options.is_mean or _trim(options) is not None else stored_sum(existing)
+    if key is None:
+        helps = old is not None or (options.overwrite and _trim(options) is None)
+        return None, say("use {}", option("weight_key", stored)) if stored is not None and helps else None
+    numbers = {number for number, target in enumerate(buffer.targets) if has_values(target.tensor)}
+    if options.missing == "skip" and not all(numbers <= each.tensors.keys() for each in accepted):
+        return None, say("use {} for a total of all gradients", option("missing", "zero"))
+    tensors = [tensor for _, tensor in existing.tensors] if existing is not None else []
+    if existing is not None and sum(map(has_values, tensors)) != len(numbers):
+        return None, "add to all tensors to keep a total"
+    if not options.adds_to_old:
+        return Weight(sum_of(weights), is_sum=not options.is_mean), None
+    if old is not None and stored == key:
+        return Weight(sum_of([old, *weights]), is_sum=True), None
+    return None, say("use {} to start a new total", option("overwrite", True))
+
+
+def _check_left(options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution]) -> None:
+    """Raise `BadInputError` for a tensor that too few of the gradients have for a trimmed mean."""
+    needed = _min_count(options)
+    for number, target in enumerate(targets if needed else ()):
+        count = sum(options.missing == "zero" or number in contribution.tensors for contribution in accepted)
+        if 0 < count < needed:
+            message = say("{} needs {} gradients with this tensor", option("reduce", options.reduce), needed)
+            message = say("{}, but {} {} left; nothing written", message, count, "is" if count == 1 else "are")
+            hint = say("use a smaller K, or {}", option("reduce", "median"))
+            file, name = target.shard.name, target.tensor.name
+            raise BadInputError(message, file=file, tensor=name, code="too-few", hint=hint)
+
+
+def _check_finite(
+    call: Call, options: AccumulateOptions, adding: Add, sums: Measurement, before: Sequence[Measurement]
+) -> None:
+    """Raise `NonFiniteError` for a NaN or Inf in a sum, naming the inputs that it comes from."""
+    bad = [number for number in range(len(adding.selected)) if sums.nan[number] or sums.inf[number]]
+    if options.nonfinite == "propagate" or not bad:
+        return
+    problems, numbers = [], set(bad)
+    for gradient in adding.gradients:
+        suspects = [selected for number, selected in gradient.tensors.items() if number in numbers]
+        problems += nonfinite_problems(suspects, call.run(Measure(suspects, adding.spec)))
+    targets = [adding.selected[number] for number in bad]
+    for measurement in before:
+        problems += nonfinite_problems(targets, measurement.part(bad))
+    if problems:
+        raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
+    hint = say(
+        "use {}, {} or smaller weights, or {} to store Inf",
+        option("mean", True),
+        option("max_norm"),
+        option("nonfinite", "propagate"),
+    )
+    raise NonFiniteError("sums overflow their type; nothing written", overflow_problems(targets, sums.part(bad)), hint)

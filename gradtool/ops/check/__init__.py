@@ -1,48 +1,43 @@
-"""Checks gradient sets: what is wrong with them, how serious it is, and what helps.
+"""Checks gradient sets for damage, and suggests fixes.
 
-A fault is wrong whatever the data is for: other commands refuse it, or read something else than what was meant. A note
-may be as it should be, which only those can tell who know the data; healthy files have some.
+A fault is wrong whatever the data is for: other commands refuse the file, or read something else than was meant. A note
+may be right or wrong, which depends on the data; healthy files have some.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.engines.choose import local
-from gradtool.errors import BadInputError, Problem, SystemRefusedError, call, number_of, say
-from gradtool.ops.check.headers import Examined
+from gradtool.errors import BadInputError, Problem, SystemRefusedError
+from gradtool.ops.check.headers import SetCheck, leftover_finding, unaligned_note
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.gradset import GradientSet, quoted, select
+from gradtool.store.format.gradset import GradientSet, totals
 from gradtool.store.format.paths import paths_of
-from gradtool.store.format.tensors import BITS
+from gradtool.store.format.selection import select
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.runs import leftovers_at
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Sequence
 
-    from gradtool.ops.check.values import Severity
+    from gradtool.engines.threads import Threads
+    from gradtool.ops.check.values import ValueCounts
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
-    from gradtool.store.transaction.runs import Leftover
 
-# Files that are replaced while they are read are read again so often.
+# How often a set is read if its files are replaced meanwhile.
 _TRIES = 3
-# Where the data begins is a multiple of that, if the library wrote the file.
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A "fault" or a "note": its code, what it is, what helps, and the tensor and file it is about."""
+    """A "fault" or a "note": its code, what is wrong, how to fix it, and the tensor and file."""
 
     severity: Literal["fault", "note"]
     code: str
@@ -88,18 +83,18 @@ class CheckResult:
 
 @operation(CheckOptions)
 def check(options: CheckOptions) -> CheckResult:
-    """Look at everything that can be wrong with gradient sets, and change nothing.
+    """Check everything that can be wrong with gradient sets, and change nothing.
 
     Headers; indexes and their shards, in both directions; names that occur twice; alignment; files that the index does
     not name; what crashed runs have left; and, unless `fast`, every value: NaN, Inf, values that are subnormal or as
     large as their type can hold, tensors of zeros. Nothing is written, locked or recovered.
 
     Returns:
-        The result. What is found is not raised; the faults, or with `strict` all findings, are its `problems`.
+        The result. Findings are not raised; the faults, or with `strict` all findings, are its `problems`.
 
     Raises:
         UsageError: an option is invalid.
-        BadInputError: a path is missing, or a file is no safetensors file at all. All findings are told all the same.
+        BadInputError: a path is missing, or a file is no safetensors file at all. The error lists the faults, too.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, or keeps changing.
     """
@@ -114,56 +109,47 @@ def check(options: CheckOptions) -> CheckResult:
 
 
 def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
-    """Look at everything once."""
     began = perf_counter()
-    examined = [Examined(path) for path in named]
-    remains, errors = leftovers_at(named)
-    others = [problem for error in errors for problem in error.problems]
-    unreadable = [problem for each in examined for problem in each.unreadable]
-    unreadable += [problem for problem in others if problem.code != "unfinished"]
-    for each in examined:
-        half_changed = [problem for problem in each.not_safetensors if _may_be_half_changed(problem, remains)]
-        each.faults += half_changed
-        each.not_safetensors = [problem for problem in each.not_safetensors if problem not in half_changed]
-    sets = _distinct(examined)
-    selected = _select(sets, examined, options)
+    checks = [SetCheck(path) for path in named]
+    leftovers, errors = leftovers_at(named)
+    for set_check in checks:
+        set_check.blame_runs(leftovers)
+    sets = _distinct(checks)
+    selected = _select(sets, checks, options)
     valued = [entry for entry in selected if entry.tensor.dtype in STORAGE]
-    engine, counts, clock = None, None, Clock()
-    if not options.fast:
-        engine = local(options, options.progress if callable(options.progress) else None)[0]
-        clock = engine.clock
-        try:
-            counts = engine.run(CountValues(valued))
-        except SystemRefusedError as error:
-            # An error that names no file, such as one of the GPU, says nothing about the set.
-            if not all(problem.file for problem in error.problems):
-                raise
-            unreadable += error.problems
-        finally:
-            engine.close()
-    unfinished = [problem for problem in others if problem.code == "unfinished"]
-    findings = [*_findings(named, examined, remains, unfinished)]
-    for shard in dict.fromkeys(shard for shard, _ in selected):
-        findings += _layout_findings(shard)
+    engine, counts, unread = _count_values(valued, options)
+    clock = Clock() if engine is None else engine.clock
+    findings = [finding for set_check in checks for finding in set_check.findings]
+    findings += [leftover_finding(leftover, named) for leftover in leftovers]
+    run_problems = [problem for error in errors for problem in error.problems]
+    findings += [("fault", problem) for problem in run_problems if problem.code == "unfinished"]
+    notes_on_shards = (unaligned_note(shard) for shard in dict.fromkeys(shard for shard, _ in selected))
+    findings += [("note", note) for note in notes_on_shards if note is not None]
     findings += value_findings(valued, counts) if counts is not None else ()
     faults = list(dict.fromkeys(problem for severity, problem in findings if severity == "fault"))
     notes = list(dict.fromkeys(problem for severity, problem in findings if severity == "note"))
-    _require_readable(unreadable, [problem for each in examined for problem in each.not_safetensors], faults)
+    unreadable = [problem for set_check in checks for problem in set_check.unreadable]
+    unreadable += [problem for problem in run_problems if problem.code != "unfinished"]
+    not_safetensors = [problem for set_check in checks for problem in set_check.not_safetensors]
+    if problems := [*unreadable, *unread, *not_safetensors]:
+        kind = SystemRefusedError if unreadable or unread else BadInputError
+        is_in_flux = all(problem.code == "changed" for problem in problems)
+        raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
     problems = [*faults, *notes] if options.strict else faults
     rows = counts_by_dtype(selected, valued, counts)
-    totals = {name: sum(getattr(row, name) or 0 for row in rows) if counts is not None else None for name in COUNTS}
+    sums: dict[str, Any] = {
+        name: None if options.fast else sum(getattr(row, name) or 0 for row in rows) for name in COUNTS
+    }
     seconds = perf_counter() - began
     return CheckResult(
         sound=not problems,
         faults=len(faults),
         notes=len(notes),
         fast=options.fast,
-        **totals,
+        **sums,
         warnings=() if options.strict else tuple(notes),
         files=sum(len(gradset.shards) for gradset in sets),
-        tensors=len(selected),
-        elements=sum(tensor.elements for _, tensor in selected),
-        bytes=sum(tensor.nbytes for _, tensor in selected),
+        **totals(selected),
         backend=None if engine is None else engine.workers.backend,
         backend_why=None if engine is None else engine.workers.why,
         threads=max(1, clock.workers),
@@ -175,89 +161,44 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     )
 
 
-def _row(severity: Severity, problem: Problem) -> Finding:
+def _row(severity: Literal["fault", "note"], problem: Problem) -> Finding:
     return Finding(severity, problem.code, problem.message, problem.hint or "", problem.tensor, problem.file or "")
 
 
-def _require_readable(unreadable: list[Problem], not_safetensors: list[Problem], faults: list[Problem]) -> None:
-    """Raise if something is no safetensors file, or could not be read; with all faults besides."""
-    if problems := [*unreadable, *not_safetensors]:
-        kind = SystemRefusedError if unreadable else BadInputError
-        is_in_flux = all(problem.code == "changed" for problem in problems)
-        raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
-
-
-def _may_be_half_changed(problem: Problem, remains: Sequence[Leftover]) -> bool:
-    """Tell whether a run may have left the file half changed, so that it is no safetensors file any more."""
-    folder = Path(os.path.realpath(problem.file or ".")).parent
-    return problem.code != "missing-file" and any(
-        left.folder == folder and left.kind in ("writing", "unfinished") for left in remains
-    )
-
-
-def _distinct(examined: Sequence[Examined]) -> list[GradientSet]:
-    """Return the sets that could be read; each file once."""
+def _distinct(checks: Sequence[SetCheck]) -> list[GradientSet]:
+    """Return the sets as far as they could be read, each file once."""
     seen: set[Hashable] = set()
     sets = []
-    for each in examined:
-        new = [shard for shard in each.gradset.shards if shard.source.identity not in seen]
+    for set_check in checks:
+        new = [shard for shard in set_check.gradset.shards if shard.source.identity not in seen]
         seen |= {shard.source.identity for shard in new}
-        sets.append(replace(each.gradset, shards=tuple(new)))
+        sets.append(replace(set_check.gradset, shards=tuple(new)))
     return sets
 
 
-def _select(sets: Sequence[GradientSet], examined: Sequence[Examined], options: CheckOptions) -> list[Selected]:
+def _select(sets: Sequence[GradientSet], checks: Sequence[SetCheck], options: CheckOptions) -> list[Selected]:
     try:
         return select(sets, options.include, options.exclude)
     except BadInputError:
-        # The names may be those of a file that could not be read.
-        if any(each.faults or each.not_safetensors or each.unreadable for each in examined):
+        # A file that could not be read may have the names.
+        if any(set_check.is_incomplete for set_check in checks):
             return []
         raise
 
 
-def _findings(
-    named: Sequence[str], examined: Sequence[Examined], remains: Sequence[Leftover], unfinished: Sequence[Problem]
-) -> Iterator[tuple[Severity, Problem]]:
-    """Yield what headers, indexes and the files of runs show."""
-    for each in examined:
-        for problem in each.faults:
-            yield "fault", replace(problem, hint=problem.hint or "copy the file again, or write it anew")
-        for problem in each.notes:
-            yield "note", problem
-    for left in remains:
-        yield _leftover_finding(left, named)
-    for problem in unfinished:
-        yield "fault", problem
-
-
-def _leftover_finding(left: Leftover, named: Sequence[str]) -> tuple[Severity, Problem]:
-    """Return what a run has left; the hint names the folder to recover, as it is `named` if it is."""
-    folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
-    same = (folder for folder in folders if os.path.realpath(folder) == str(left.folder))
-    files = f"{number_of(left.files, 'file')} of {left.nbytes:,} bytes"
-    code, message = {
-        "writing": ("in-use", f"a run ({left.process}) is changing files at this moment, or has crashed"),
-        "unfinished": ("unfinished", f"a run ({left.process}) has crashed and left files half changed"),
-        "crashed": ("leftover", f"a run ({left.process}) has crashed and left {files}; all others are whole"),
-        "orphan": ("leftover", f"a run that has no log has left {files}"),
-    }[left.kind]
-    template = "wait for it, or run {}" if code == "in-use" else "run {}"
-    hint = say(template, call("recover", next(same, str(left.folder))))
-    return "note" if code == "leftover" else "fault", Problem(code, message, str(left.path), hint=hint)
-
-
-def _layout_findings(shard: Shard) -> Iterator[tuple[Severity, Problem]]:
-    """Yield a note if the data of a file is not aligned."""
-    # No tensor of the library begins within an element; types of less than a byte have no alignment.
-    sizes = {dtype: max(1, bits // 8) for dtype, bits in BITS.items()}
-    unaligned = [tensor.name for tensor in shard.tensors if tensor.nbytes and tensor.begin % sizes.get(tensor.dtype, 1)]
-    if shard.data_start % _ALIGNMENT:
-        what = f"the data begins at byte {shard.data_start:,}, which is no multiple of 8"
-    elif unaligned:
-        verb = "begins" if len(unaligned) == 1 else "begin"
-        what = f"{number_of(len(unaligned), 'tensor')} {verb} within an element's size: {quoted(unaligned)}"
-    else:
-        return
-    message = f"{what}; programs that map the file must copy what is not aligned"
-    yield "note", Problem("unaligned", message, shard.name, hint="save it again with the safetensors library")
+def _count_values(
+    valued: Sequence[Selected], options: CheckOptions
+) -> tuple[Threads | None, ValueCounts | None, Sequence[Problem]]:
+    """Count values unless the options skip that; return the engine, the counts, and what could not be read."""
+    if options.fast:
+        return None, None, ()
+    engine = local(options, options.progress if callable(options.progress) else None)[0]
+    try:
+        return engine, engine.run(CountValues(valued)), ()
+    except SystemRefusedError as error:
+        # An error that names no file, such as that of a GPU, says nothing about the set.
+        if not all(problem.file for problem in error.problems):
+            raise
+        return engine, None, error.problems
+    finally:
+        engine.close()

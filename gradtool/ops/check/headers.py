@@ -1,4 +1,4 @@
-"""What is wrong with the headers and indexes of a set: all of it, and not only what comes first."""
+"""Checks the headers and indexes of a set, to the end and not only to the first problem, and what runs have left."""
 
 from __future__ import annotations
 
@@ -9,70 +9,93 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from gradtool.errors import GradtoolError, Problem, SystemRefusedError
-from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, quoted
+from gradtool.errors import GradtoolError, Problem, SystemRefusedError, call, number_of, say
+from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, parts_in, quoted
 from gradtool.store.format.header import FileTypeError, read_shard, read_text
-from gradtool.store.format.paths import parts_in
+from gradtool.store.format.tensors import BITS
 from gradtool.store.source import Source
 
 if TYPE_CHECKING:
-    from gradtool.store.format.header import Shard
+    from collections.abc import Sequence
 
-# A file that is replaced while its header is read is read again so often.
+    from gradtool.store.format.tensors import Shard
+    from gradtool.store.transaction.runs import Leftover
+
+    Severity = Literal["fault", "note"]
+
+# How often a header is read if the file is replaced meanwhile.
 _TRIES = 20
 _PAUSE_SECONDS = 0.01
+# The data begins at a multiple of this, if the library wrote the file.
+_ALIGNMENT = 8
 
 
-class Examined:
-    """One set as far as it could be read, and what is wrong with the rest.
+class SetCheck:
+    """Reads one set as far as possible, and sorts what is wrong with it.
 
-    `faults` are those of safetensors files and indexes, and `notes` files that an index does not name.
-    `not_safetensors` are other files, or missing. `unreadable` is what the system refused.
+    `findings` are about safetensors files and indexes. `not_safetensors` are other files, and paths that are missing.
+    `unreadable` are files that the system refused to read.
     """
 
     def __init__(self, path: str) -> None:
-        self.faults: list[Problem] = []
-        self.notes: list[Problem] = []
+        self.findings: list[tuple[Severity, Problem]] = []
         self.not_safetensors: list[Problem] = []
         self.unreadable: list[Problem] = []
         self._reader = reader = SetReader(path, _read_patiently)
-        # Not `reader.errors()`: of a file with several names in a folder without an index, one is enough.
+        # `reader.errors()` would report a file with several names in a folder without an index once for each name.
         for error in chain(reader.list_files(), reader.drop_repeated_files(), reader.read_files(), reader.compare()):
             self._sort(error)
-        self.gradset = self._reader.gradset
-        for shard in self.gradset.shards:
-            self.faults += _repeated_names(shard)
-        index, weight_map = self.gradset.index, self._reader.weight_map
+        self.gradset = reader.gradset
+        for problem in chain.from_iterable(map(_repeated_names, self.gradset.shards)):
+            self._add_fault(problem)
+        index, weight_map = self.gradset.index, reader.weight_map
         if index is not None and weight_map is not None:
             message = f"the index {index.name} does not name it, so it is not read"
             hint = "add its tensors to the index, or move it away"
-            for file in sorted(set(parts_in(index.parent)) - {index.parent / name for name in weight_map.values()}):
+            named = {index.parent / name for name in weight_map.values()}
+            for file in sorted(set(parts_in(index.parent) or ()) - named):
                 if file.suffix == ".safetensors":
-                    self.notes.append(Problem("unmapped-file", message, str(file), hint=hint))
+                    self.findings.append(("note", Problem("unmapped-file", message, str(file), hint=hint)))
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some file or index could not be read as it is."""
+        has_fault = any(severity == "fault" for severity, _ in self.findings)
+        return has_fault or bool(self.not_safetensors or self.unreadable)
+
+    def blame_runs(self, leftovers: Sequence[Leftover]) -> None:
+        """Count files as damaged that are no safetensors files, but may have been before a run changed them by half."""
+        folders = {leftover.folder for leftover in leftovers if leftover.kind in ("writing", "unfinished")}
+        for problem in self.not_safetensors[:]:
+            if problem.code != "missing-file" and Path(os.path.realpath(problem.file or ".")).parent in folders:
+                self.not_safetensors.remove(problem)
+                self._add_fault(problem)
+
+    def _add_fault(self, problem: Problem) -> None:
+        hint = problem.hint or "copy the file again, or write it anew"
+        self.findings.append(("fault", replace(problem, hint=hint)))
 
     def _sort(self, error: GradtoolError) -> None:
-        """Add the problem of an error to the list where it belongs."""
         (problem,) = error.problems
         file, is_mapped = problem.file or "", self._reader.weight_map is not None
+        is_missing = problem.code == "missing-file"
+        if is_missing:
+            is_other_type = not is_mapped and Path(file) == Path(self._reader.path)
+        else:
+            is_other_type = isinstance(error, FileTypeError) or not Source.kind_of(Path(file)).is_there(Path(file))
         if isinstance(error, (MissingTensorError, UnmappedTensorError)):
-            self.faults.append(replace(problem, code=error.finding))
+            self._add_fault(replace(problem, code=error.finding))
         elif problem.code == "link":
-            self.faults.append(problem)
+            self._add_fault(problem)
         elif isinstance(error, SystemRefusedError):
             self.unreadable.append(problem)
-        elif self._is_other_type(error, file):
+        elif is_other_type:
             self.not_safetensors.append(problem)
-        # What was listed and is gone was removed meanwhile; what an index names should be there.
-        elif problem.code != "missing-file" or is_mapped or os.path.lexists(file):
-            self.faults.append(problem)
-
-    def _is_other_type(self, error: GradtoolError, file: str) -> bool:
-        """Check whether what was named is missing, or is not even a damaged safetensors file or index."""
-        if error.problems[0].code == "missing-file":
-            return self._reader.weight_map is None and Path(file) == Path(self._reader.path)
-        return isinstance(error, FileTypeError) or not Source.kind_of(Path(file)).is_there(Path(file))
+        # A file that was listed and is missing was removed meanwhile; a file that an index names should exist.
+        elif not is_missing or is_mapped or os.path.lexists(file):
+            self._add_fault(problem)
 
 
 def _read_patiently(path: Path, *, is_named: bool) -> Shard:
@@ -86,8 +109,8 @@ def _read_patiently(path: Path, *, is_named: bool) -> Shard:
     return read_shard(path, is_named=is_named)
 
 
-def _repeated_names(shard: Shard) -> list[Problem]:
-    """Find names that a header has twice: the library takes the last of them, and others may not."""
+def _repeated_names(shard: Shard) -> Sequence[Problem]:
+    """Find names that a header has twice: the library takes the last of them, and other readers may not."""
     repeated: list[str] = []
 
     def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -98,9 +121,40 @@ def _repeated_names(shard: Shard) -> list[Problem]:
     try:
         json.loads(read_text(shard), object_pairs_hook=count)
     except GradtoolError as error:
-        return list(error.problems)
+        return error.problems
     if not repeated:
-        return []
-    what = f"the header has {quoted(repeated)} more than once"
+        return ()
+    message = f"the header has {quoted(repeated)} more than once"
     hint = "write the file again with one tensor of each name"
-    return [Problem("duplicate-name", what, shard.name, only(repeated), hint)]
+    return (Problem("duplicate-name", message, shard.name, only(repeated), hint),)
+
+
+def unaligned_note(shard: Shard) -> Problem | None:
+    """Return a note on a file whose data is not aligned; None if it is."""
+    # A tensor that the library writes never begins within an element; types of less than a byte have no alignment.
+    sizes = {dtype: max(1, bits // 8) for dtype, bits in BITS.items()}
+    unaligned = [tensor.name for tensor in shard.tensors if tensor.nbytes and tensor.begin % sizes.get(tensor.dtype, 1)]
+    if shard.data_start % _ALIGNMENT:
+        message = f"the data begins at byte {shard.data_start:,}, which is not a multiple of {_ALIGNMENT}"
+    elif unaligned:
+        verb = "begins" if len(unaligned) == 1 else "begin"
+        message = f"{number_of(len(unaligned), 'tensor')} {verb} within an element's size: {quoted(unaligned)}"
+    else:
+        return None
+    message += "; programs that map the file must copy what is not aligned"
+    return Problem("unaligned", message, shard.name, hint="save it again with the safetensors library")
+
+
+def leftover_finding(leftover: Leftover, named: Sequence[str]) -> tuple[Severity, Problem]:
+    """Return the finding on what a run has left; its hint names the folder as it is `named`, if it is."""
+    folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
+    folder = next((path for path in folders if os.path.realpath(path) == str(leftover.folder)), str(leftover.folder))
+    files = f"{number_of(leftover.files, 'file')} of {leftover.nbytes:,} bytes"
+    code, message = {
+        "writing": ("in-use", f"a run ({leftover.process}) is changing files right now, or has crashed"),
+        "unfinished": ("unfinished", f"a run ({leftover.process}) has crashed and left files half changed"),
+        "crashed": ("leftover", f"a run ({leftover.process}) has crashed and left {files}; all others are whole"),
+        "orphan": ("leftover", f"a run that has no log has left {files}"),
+    }[leftover.kind]
+    hint = say("wait for it, or run {}" if code == "in-use" else "run {}", call("recover", folder))
+    return "note" if code == "leftover" else "fault", Problem(code, message, str(leftover.path), hint=hint)

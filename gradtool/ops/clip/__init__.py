@@ -11,17 +11,17 @@ from gradtool.errors import NonFiniteError, Problem, option, say
 from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
-from gradtool.ops.groups import groups_of
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
+from gradtool.store.format.selection import groups_of
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.measurement import Measurement
-    from gradtool.ops.passes import TensorPass
+    from gradtool.engines.passes import Pass
+    from gradtool.ops.passes import Measurement
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output
 
@@ -187,7 +187,7 @@ def _write(
     """Write what changes, and the state; return where it was written, what all tensors are now, and what to warn of."""
     if decision.scaling is None:
         return DISCARD, decision.before, ()
-    work: TensorPass[Measurement] = decision.scaling
+    work: Pass[Measurement] = decision.scaling
     targets, indexes = work.selected, None
     if options.dtype is None:
         files = output.files(targets)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
-from gradtool.backends.protocol import Addend, NormSpec, Piece, Rule
+from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Scaling, TensorPass, by_shard, pieces_of
+from gradtool.engines.passes import Pass, by_shard
+from gradtool.ops.passes import Measurement, Scaling, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import reindexed
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import Backend
     from gradtool.engines.worker import Worker
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.destination import Destination
     from gradtool.store.source import SmallFile
@@ -69,7 +68,7 @@ def _new_file(shard: Shard, names: Collection[str], dtype: str) -> tuple[NewFile
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Convert(TensorPass[Measurement]):
+class Convert(Pass[Measurement]):
     """Widens tensors to float64, scales them, and rounds them once to the type of their `targets` in new files."""
 
     title = "clipping"
@@ -77,6 +76,10 @@ class Convert(TensorPass[Measurement]):
 
     scaling: Scaling
     targets: Sequence[Selected]
+
+    def tally(self) -> Measurement:
+        """Begin with nothing."""
+        return Measurement(self.selected, self.spec)
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
         """Return a size that has room for a tile of F64."""
@@ -88,7 +91,7 @@ class Convert(TensorPass[Measurement]):
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
         """Convert a block."""
-        backend, stored, sets = worker.backend, pieces_of(block), Rule(keeps=False)
+        backend, stored, sets = worker.backend, pieces_of(block), AddMode(include_buffer=False)
         first = [0, *accumulate(piece.elements for piece in stored)]
         with worker.memory(8 * first[-1]) as wide:
             pieces = [Piece("F64", 8 * at, piece.elements) for at, piece in zip(first, stored, strict=False)]

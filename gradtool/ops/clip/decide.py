@@ -11,8 +11,7 @@ from gradtool.arrays import np
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, option, say
-from gradtool.ops.measurement import SMALLEST_NORMAL, clip_coef, is_limit
-from gradtool.ops.passes import Measure, Rewrite
+from gradtool.ops.passes import SMALLEST_NORMAL, Measure, Rewrite, clip_coef, is_limit
 from gradtool.ops.results import nonfinite_problems
 
 if TYPE_CHECKING:
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
 
     from gradtool.ops.call import Call
     from gradtool.ops.clip.limits import StateFile
-    from gradtool.ops.groups import Group
-    from gradtool.ops.measurement import Measurement, Norms
-    from gradtool.ops.passes import Scaling
+    from gradtool.ops.passes import Measurement, Norms, Scaling
     from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.selection import Group
 
     # A norm that may be limited: its maximum, the norm, and the numbers of its tensors.
     _Scope = tuple[float | None, float, Sequence[int]]

@@ -18,17 +18,16 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import NormSpec, Stored, UnitCounts, UnitLimits, Units
+from gradtool.backends.protocol import NormSpec, TypedView, UnitCounts, UnitLimits, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
-from gradtool.engines.tally import Column, Tally
+from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
-from gradtool.ops.aligned_read import read_one
+from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
-from gradtool.ops.measurement import Measurement
-from gradtool.ops.passes import Measure, Scaling, TensorPass, pieces_of
+from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
-from gradtool.store.format.gradset import check_dtypes, require_unique_names
+from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output import check_not_replaced
 
@@ -168,7 +167,7 @@ class UnitTally(Tally):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
+class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
     title = "comparing"
@@ -211,7 +210,7 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
         if not whole:
             return
         sides = {number: self.params[number] for number in whole}
-        beside, addends = stack.enter_context(read_one(sides, self.selected, loaded.block, worker))
+        beside, addends = stack.enter_context(read_beside(sides, self.selected, loaded.block, worker))
         room = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in whole.values()))).cast("d")
         for (span, size, units), addend in zip(whole.values(), addends, strict=True):
             start, count = units.start * size - span.start, len(units) * size
@@ -237,7 +236,7 @@ class ComputeUnitFactors(TensorPass[tuple[Measurement, UnitTally]]):
                 view = stack.enter_context(worker.memory(room * STORAGE[side.tensor.dtype].itemsize))
                 reads.append((partial(_read, worker, side, view), side.tensor.dtype))
             if size <= tuning.PATCH_ELEMENTS:
-                grads, params = (Stored(read(unit * size, size), dtype) for read, dtype in reads)
+                grads, params = (TypedView(read(unit * size, size), dtype) for read, dtype in reads)
                 counts = backend.unit_factors(grads, params, size, self.limits, factors)
             else:
                 norms = [norms_of(*read, range(unit, unit + 1), size, backend) for read in reads]
@@ -271,11 +270,11 @@ class ScaleUnits(Scaling):
             return worker.backend.scale_units(data, pieces, units, factors, self.spec)
 
 
-def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> Stored:
+def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> TypedView:
     """Return `count` elements from number `start` on, of those that begin at byte `offset` of a view."""
     itemsize = STORAGE[dtype].itemsize
     begin = offset + start * itemsize
-    return Stored(view[begin : begin + count * itemsize], dtype)
+    return TypedView(view[begin : begin + count * itemsize], dtype)
 
 
 def _read(worker: Worker, selected: Selected, view: memoryview, start: int, elements: int) -> memoryview:

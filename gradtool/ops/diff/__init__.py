@@ -1,9 +1,10 @@
-"""Tells how far apart two gradient sets are, and changes nothing."""
+"""Compares two gradient sets, checks limits on how far they differ, and changes nothing."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 from gradtool.backends.protocol import NormSpec, Tolerance
@@ -11,17 +12,19 @@ from gradtool.declare import operation
 from gradtool.errors import BadInputError, Problem, option, say
 from gradtool.ops.call import Call
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
-from gradtool.ops.diff.thresholds import any_set, exceeded, nonfinite_problems
 from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.ops.diff.comparison import Comparison
+    from gradtool.ops.diff.comparison import Comparison, Metrics
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.inputs import OpenSets
+
+# Tensors that are named where a limit is for all of them together.
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class UnmatchedRow:
-    """A tensor that is not compared: `why` is "only a", "only b" or "shape". One that is not there has no shape."""
+    """A tensor that is not compared: `why` is "only a", "only b" or "shape". A side that lacks it has no shape."""
 
     name: str
     file: str
@@ -114,8 +117,8 @@ def diff(options: DiffOptions) -> DiffResult:
     `gradtool.backends.differences` defines every figure.
 
     Returns:
-        The result. What is beyond `rtol` and `atol`, `max_ulp`, `max_rel_l2`, `min_cosine` or `bits` is not raised; it
-        is in its `problems`.
+        The result. Differences beyond `rtol` and `atol`, `max_ulp`, `max_rel_l2`, `min_cosine` or `bits` are not
+        raised; they are in its `problems`.
 
     Raises:
         UsageError: an option is invalid.
@@ -123,28 +126,24 @@ def diff(options: DiffOptions) -> DiffResult:
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
     """
-    call = Call(
-        [os.fspath(options.a), os.fspath(options.b)],
-        options,
-        renames=Renames.parse(options.map, slice(1)),
-        may_repeat=True,
-    )
+    paths, renames = [os.fspath(options.a), os.fspath(options.b)], Renames.parse(options.map, slice(1))
+    call = Call(paths, options, renames=renames, may_repeat=True)
+    limits = (options.rtol, options.atol, options.max_ulp, options.max_rel_l2, options.min_cosine)
+    has_limits = options.bits or any(limit is not None for limit in limits)
     with call.open_to_read():
         a, b, unmatched = pair(call.opened, skip=options.missing == "skip")
-        tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
-        comparison = call.run(Compare(a, NormSpec(), b, tolerance))
-        metrics, has_limits = comparison.metrics(), any_set(options)
-        rows = _rows(a, b, comparison, options) if options.per_tensor or options.top is not None else []
-        summary = call.summary(a, warnings=() if has_limits else nonfinite_problems(a, comparison))
+        comparison = call.run(Compare(a, NormSpec(), b, Tolerance(options.atol or 0.0, options.rtol or 0.0)))
+        metrics = comparison.metrics()
+        summary = call.summary(a, warnings=() if has_limits else _nonfinite_problems(a, comparison))
         return DiffResult(
             call=replace(summary, bytes=summary.bytes + sum(tensor.nbytes for _, tensor in b)),
             **metrics._asdict(),
             **_counts(options, {name: sum(getattr(comparison, name)) for name in COUNTS}),
             **_maxima(a, comparison),
             unmatched=len(unmatched),
-            per_tensor=tuple(rows),
+            per_tensor=_rows(a, b, comparison, options),
             per_unmatched=tuple(unmatched),
-            problems=tuple(exceeded(options, a, b, comparison, metrics) if has_limits else ()),
+            problems=tuple(_beyond_limits(options, a, b, comparison, metrics) if has_limits else ()),
         )
 
 
@@ -155,29 +154,24 @@ def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected
         BadInputError: a tensor is only in one of them, or has another shape in the other, unless `skip`; or nothing is
             left. Every such tensor is named.
     """
-    a, b = ({x.tensor.name: x for x in opened.selected_in(gradset)} for gradset in opened.sets)
-    pairs = [(x, b[name]) for name, x in a.items() if name in b]
+    a, b = ({grad.tensor.name: grad for grad in opened.selected_in(gradset)} for gradset in opened.sets)
+    pairs = [(grad, b[name]) for name, grad in a.items() if name in b]
     same = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
-    unmatched = [_unmatched(x, "only a", x.tensor.shape, None) for name, x in a.items() if name not in b]
-    unmatched += [_unmatched(y, "only b", None, y.tensor.shape) for name, y in b.items() if name not in a]
-    shapes = ((x, x.tensor.shape, y.tensor.shape) for x, y in pairs)
-    unmatched += [_unmatched(x, "shape", a_shape, b_shape) for x, a_shape, b_shape in shapes if a_shape != b_shape]
+    rows: list[tuple[Selected, str, Any, Any]]
+    rows = [(x, "only a", x.tensor.shape, None) for name, x in a.items() if name not in b]
+    rows += [(y, "only b", None, y.tensor.shape) for name, y in b.items() if name not in a]
+    rows += [(x, "shape", x.tensor.shape, y.tensor.shape) for x, y in pairs if x.tensor.shape != y.tensor.shape]
+    unmatched = [UnmatchedRow(tensor.name, shard.name, *fields) for (shard, tensor), *fields in rows]
     if unmatched and not (skip and same):
         hint = say("use {} to compare only those whose names and shapes match", option("missing", "skip"))
         names = [gradset.name for gradset in opened.sets]
-        error = BadInputError.from_problems(list(_problems(unmatched, *names)), hint if same else None)
+        error = BadInputError.from_problems([*_unmatched_problems(unmatched, *names)], hint if same else None)
         error.summary = "no tensor is left to compare" if skip else None
         raise error
     return [x for x, _ in same], [y for _, y in same], unmatched
 
 
-def _unmatched(
-    selected: Selected, why: str, shape_a: tuple[int, ...] | None, shape_b: tuple[int, ...] | None
-) -> UnmatchedRow:
-    return UnmatchedRow(selected.tensor.name, selected.shard.name, why, shape_a, shape_b)
-
-
-def _problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> Iterator[Problem]:
+def _unmatched_problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> Iterator[Problem]:
     """Yield a problem for each tensor, but a single one for names that differ by a prefix."""
     from gradtool.store.format.hints import prefix_problem  # only needed for the error
 
@@ -196,12 +190,12 @@ def _problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> Iterator[Pro
 
 
 def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
-    """Return the counts, without the one that has no meaning if nothing must be close."""
+    """Return the counts, of which `not_close` means nothing if no values must be close."""
     return counts if options.must_be_close else counts | {"not_close": None}
 
 
 def _maxima(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
-    """Return the maxima over all tensors, and where they are; of equal ones, that of the first name."""
+    """Return the maxima over all tensors, and where they are; of equal maxima, that of the first name."""
     maxima: dict[str, Any] = {}
     for name, index in zip(MAXIMA, INDICES, strict=True):
         values = getattr(comparison, name)
@@ -214,25 +208,69 @@ def _maxima(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
 
 def _rows(
     a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, options: DiffOptions
-) -> list[TensorDiff]:
+) -> tuple[TensorDiff, ...]:
     """Return a row for each tensor, or for the `top` ones with the largest rel_l2, NaN or Inf on one side first."""
+    if options.top is None and not options.per_tensor:
+        return ()
     rows = []
-    for number, ((shard, tensor), other) in enumerate(zip(a, b, strict=True)):
-        values: dict[str, Any] = {name: getattr(comparison, name)[number] for name in (*MAXIMA, *INDICES)}
+    for number, ((shard, tensor), (_, b_tensor)) in enumerate(zip(a, b, strict=True)):
+        values: dict[str, Any] = {name: getattr(comparison, name)[number] for name in (*MAXIMA, *INDICES, *COUNTS)}
         values |= {index: None for name, index in zip(MAXIMA, INDICES, strict=True) if not values[name]}
-        rows.append(
-            TensorDiff(
-                name=tensor.name,
-                file=shard.name,
-                dtype_a=tensor.dtype,
-                dtype_b=other.tensor.dtype,
-                shape=tensor.shape,
-                **comparison.metrics(number)._asdict(),
-                **values,
-                **_counts(options, {name: getattr(comparison, name)[number] for name in COUNTS}),
-            )
-        )
-    if options.top is None:
-        return rows
-    rows.sort(key=lambda row: (not row.nonfinite_a + row.nonfinite_b, -row.rel_l2, -row.max_abs_diff))
-    return rows[: options.top]
+        figures = comparison.metrics(number)._asdict() | _counts(options, values)
+        dtypes = tensor.dtype, b_tensor.dtype
+        rows.append(TensorDiff(tensor.name, shard.name, *dtypes, shape=tensor.shape, **figures))
+    if options.top is not None:
+        rows.sort(key=lambda row: (not row.nonfinite_a + row.nonfinite_b, -row.rel_l2, -row.max_abs_diff))
+    return tuple(rows[: options.top])
+
+
+def _beyond_limits(
+    options: DiffOptions, a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, metrics: Metrics
+) -> Iterator[Problem]:
+    """Yield what is beyond the limits: first of all tensors as one vector, then tensor by tensor, the worst first."""
+    for name, limit, sign in (("rel_l2", options.max_rel_l2, -1), ("cosine", options.min_cosine, 1)):
+        value = getattr(metrics, name)
+        if limit is not None and not sign * value >= sign * limit:
+            message = f"{name} {value!r} is {'below' if sign > 0 else 'above'} the limit {limit!r}"
+            if len(a) > 1:
+                values = [(getattr(comparison.metrics(n), name), tensor.name) for n, (_, tensor) in enumerate(a)]
+                values.sort(key=lambda entry: sign * entry[0])
+                worst = [f"{tensor_name!r} ({metric:.3g})" for metric, tensor_name in values[:_MAX_NAMED]]
+                message += f"; worst: {', '.join(worst)}"
+            yield Problem("different", message)
+    yield from _nonfinite_problems(a, comparison)
+    if options.must_be_close:
+        message = f"{{:,}} of {{:,}} values differ by more than {options.atol or 0.0!r} + {options.rtol or 0.0!r}·|b|; "
+        message += "max_abs_diff {!r} at index {}"
+        elements = [tensor.elements for _, tensor in a]
+        columns = comparison.not_close, elements, comparison.max_abs_diff, comparison.max_abs_diff_index
+        yield from _by_tensor(a, comparison.not_close, message, *columns)
+    if (limit := options.max_ulp) is not None:
+        ulps = [ulps if ulps > limit else 0 for ulps in comparison.max_ulp]
+        message = f"max_ulp {{:,}} at index {{}} is above the limit {limit:,}"
+        yield from _by_tensor(a, ulps, message, ulps, comparison.max_ulp_index)
+    if options.bits:
+        messages = [
+            f"{count:,} of {x.elements:,} values have other bits"
+            if x.dtype == y.dtype
+            else f"type {x.dtype} is not {y.dtype}, so the bytes differ"
+            for count, (_, x), (_, y) in zip(comparison.differing_bits, a, b, strict=True)
+        ]
+        yield from _by_tensor(a, comparison.differing_bits, "{}", messages)
+
+
+def _nonfinite_problems(a: Sequence[Selected], comparison: Comparison) -> list[Problem]:
+    """Return a problem for each tensor with NaN or Inf that the other side does not have."""
+    counts = comparison.nonfinite_a, comparison.nonfinite_b
+    message = "{:,} NaN or Inf in A and {:,} in B that the other does not have"
+    return list(_by_tensor(a, list(map(add, *counts)), message, *counts, code="nonfinite"))
+
+
+def _by_tensor(
+    tensors: Sequence[Selected], extents: Sequence[int], message: str, *columns: Sequence[Any], code: str = "different"
+) -> Iterator[Problem]:
+    """Yield a problem for each tensor with an extent above 0, the largest first; columns fill in the message."""
+    numbers = [number for number, extent in enumerate(extents) if extent]
+    for number in sorted(numbers, key=lambda number: -extents[number]):
+        shard, tensor = tensors[number]
+        yield Problem(code, message.format(*(column[number] for column in columns)), shard.name, tensor.name)

@@ -1,4 +1,4 @@
-"""The pass of a comparison: two gradient sets side by side, block by block, and the metrics of how far they differ."""
+"""The pass that reads two gradient sets side by side, and the metrics of how far they differ."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.tally import Column, Tally
+from gradtool.engines.passes import Column, ReadingPass, Tally
 from gradtool.engines.worker import reads_files
-from gradtool.ops.aligned_read import read_one
-from gradtool.ops.passes import ReadingPass, pieces_of
+from gradtool.ops.aligned_read import read_beside
+from gradtool.ops.passes import pieces_of
 from gradtool.reduction import TILE, TileSums, scaled_total
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
@@ -36,7 +36,7 @@ COUNTS = ("differing", "differing_bits", "not_close", "nonfinite_a", "nonfinite_
 INDICES = tuple(f"{name}_index" for name in MAXIMA)
 _COLUMNS = {name: Column("Q" if name == "max_ulp" else "d", "max", place=f"{name}_index") for name in MAXIMA}
 _COLUMNS |= {name: Column("q", "place") for name in INDICES} | {name: Column("q", "sum") for name in COUNTS}
-# Parts of a block that are smaller on average are read first, all of them: each part takes Python some time.
+# A block whose parts are smaller on average is read as a whole, because each part takes Python some time.
 _PART_BYTES = 64 << 10
 
 
@@ -127,59 +127,55 @@ def _cosine(a: Scaled, b: Scaled, products: Scaled) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compare(ReadingPass[Comparison]):
-    """Compares each of the selected tensors with the other in its place."""
+    """Compares each of the selected tensors, which are those of A, with the tensor of B in its place."""
 
     title: ClassVar = "comparing"
-    by_tensor = ("others",)
+    by_tensor = ("b_tensors",)
 
-    others: Sequence[Selected]
+    b_tensors: Sequence[Selected]
     tolerance: Tolerance
 
     @property
     def beside(self) -> Sequence[Selected]:
         """The tensors that the selected ones are compared with."""
-        return self.others
+        return self.b_tensors
 
     def tally(self) -> Comparison:
         """Begin with nothing."""
         return Comparison(self.selected)
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:
-        """Return a size that, with what a block is compared with, is about as large as usual."""
+        """Return a size that makes a block and its counterpart together about as large as usual."""
         nbytes = max(super().block_bytes(backend, destination), 2 * backend.block_bytes)
-        a, b = ([STORAGE[tensor.dtype].itemsize for _, tensor in side] for side in (self.selected, self.others))
+        a, b = ([STORAGE[tensor.dtype].itemsize for _, tensor in side] for side in (self.selected, self.b_tensors))
         return max(TILE * max(a), nbytes * min(a) // (min(a) + max(b))) if a else nbytes
 
     def work(self, block: Block, worker: Worker, tally: Comparison) -> None:
         """Compare a block, which the backend reads if it can, part by part."""
-        shards = [block.shard, *(self.others[span.tensor].shard for span in block.spans)]
+        shards = [block.shard, *(self.b_tensors[span.tensor].shard for span in block.spans)]
         reads = reads_files(worker.backend, worker.destination, self.spec, shards)
-        parts = list(_side_by_side(block, self.others)) if reads else []
-        if not reads or (len(parts) - 1) * _PART_BYTES > block.end - block.begin:
-            self._load(block, worker, tally)
+        parts = list(_side_by_side(block, self.b_tensors)) if reads else []
+        if parts and (len(parts) - 1) * _PART_BYTES <= block.end - block.begin:
+            for a_part, b_part in parts:
+                with worker.file_block(a_part, sides=2) as a, worker.file_block(b_part, sides=2) as b:
+                    differences = worker.backend.differences(a, pieces_of(a_part), b, pieces_of(b_part), self.tolerance)
+                tally.add(a_part, differences)
             return
-        for a_part, b_part in parts:
-            with worker.file_block(a_part, sides=2) as a, worker.file_block(b_part, sides=2) as b:
-                differences = worker.backend.differences(a, pieces_of(a_part), b, pieces_of(b_part), self.tolerance)
-            tally.add(a_part, differences)
-
-    def _load(self, block: Block, worker: Worker, tally: Comparison) -> None:
-        """Read a block and all that it is compared with, and compare them."""
-        beside = {span.tensor: self.others[span.tensor] for span in block.spans}
-        with worker.load(block) as a, read_one(beside, self.selected, block, worker) as (view, addends):
+        beside = {span.tensor: self.b_tensors[span.tensor] for span in block.spans}
+        with worker.load(block) as loaded, read_beside(beside, self.selected, block, worker) as (view, addends):
             pieces = [Piece(addend.dtype, addend.offset, addend.elements) for addend in addends]
             b = worker.backend.to_device(view, align=pieces[0].offset)
-            differences = worker.backend.differences(a.data, pieces_of(block), b, pieces, self.tolerance)
+            differences = worker.backend.differences(loaded.data, pieces_of(block), b, pieces, self.tolerance)
         tally.add(block, differences)
 
 
-def _side_by_side(block: Block, others: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:
-    """Cut a block into parts, each with a block of the tensors it is compared with, which follow one another there."""
+def _side_by_side(block: Block, b_tensors: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:
+    """Cut a block of A into parts, so that what each is compared with is a single stretch of a file of B."""
     a_spans: list[Span] = []
     b_spans: list[Span] = []
     shard, end = block.shard, 0
     for span in block.spans:
-        b_shard, tensor = others[span.tensor]
+        b_shard, tensor = b_tensors[span.tensor]
         itemsize = STORAGE[tensor.dtype].itemsize
         begin = tensor.begin + span.start * itemsize
         if a_spans and (b_shard is not shard or not 0 <= begin - end <= BRIDGE_BYTES):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, GradtoolError, SystemRefusedError, os_errors_about
 from gradtool.store import signals
-from gradtool.store.format.newset import INDEX_NAME
+from gradtool.store.format.layout import INDEX_NAME
 from gradtool.store.transaction.inputs import Inputs, OpenSets, WritePlan, open_to_read, require_finished
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.output import Output

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure, option, say
+from gradtool.store.format.gradset import parts_in
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.format.layout import rewritten
-from gradtool.store.format.paths import check_output_path, parts_in
+from gradtool.store.format.paths import check_output_path
 from gradtool.store.fs import File
 from gradtool.store.io.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.source import SmallFile, require_status
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet, Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets, WritePlan
     from gradtool.store.transaction.staging import Source
@@ -139,10 +140,10 @@ class Output(NamedTuple):
             if problems:
                 hint = say("leave out {} to replace files that exist", option("no_clobber", True))
                 raise BadInputError.from_problems(problems, hint)
-        if self.created and self.folder is not None and os.path.isdir(self.folder):  # noqa: PTH112 - Path's own may raise
+        if self.created and self.folder is not None and (files := parts_in(self.folder)):
             # With a shard or an index of another set beside it, the new set could not be told from that.
             expected = {path.name for path in self.created}
-            names = [path.name for path in parts_in(self.folder) if path.name not in expected]
+            names = [path.name for path in files if path.name not in expected]
             if names:
                 more = f" and {len(names) - 1:,} more" if names[1:] else ""
                 message = f"has {names[0]}{more}, which the new set does not have"

@@ -153,8 +153,9 @@ class _Crashed:
         folder = self._folders.get(move.folder) or self._unpointed.get(move.folder)
         if folder is None or not is_new(folder, move):
             return UNTOUCHED
-        # The run may have crashed before it did this.
-        folder.sync()
+        # The run may have crashed before it did this. Its folder may be new, so the one above it counts, too.
+        for changed in dict.fromkeys([*self._folders.values(), folder]):
+            changed.sync()
         return FINISHED
 
     def _roll_forward(self, *, force: bool) -> None:

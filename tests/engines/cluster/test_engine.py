@@ -492,6 +492,6 @@ def test_a_task_and_what_it_finds_are_small_to_send(tmp_path):
     (part,) = one.parts(DISCARD)
     assert len(work.call_for(work.Job(part._replace(places=()), None, None, None, None))) < 800
     found = one.tally()
-    found.sums.extend([0] * 4096, np.random.default_rng(1).random(4096), [0] * 4096)
+    found.tile_sums[0].extend([0] * 4096, np.random.default_rng(1).random(4096), [0] * 4096)
     assert len(wire.packed(found)) > 40_000
     assert len(wire.packed(found.compact())) < 1_100

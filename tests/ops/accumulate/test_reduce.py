@@ -83,7 +83,7 @@ def test_the_size_of_a_window_and_the_number_of_threads_change_no_bit(tmp_path, 
             tmp_path / f"set{i}", {"1.safetensors": half, "2.safetensors": {k: one[k] for k in one.keys() - half}}
         )
     monkeypatch.setattr(tuning, "WINDOW_BYTES", 8 * 6 * elements)
-    monkeypatch.setattr("gradtool.ops.accumulate.passes._FEWEST", 1)
+    monkeypatch.setattr("gradtool.ops.accumulate.buffer._MIN_WINDOW", 1)
     paths = [tmp_path / f"set{i}" for i in range(6)]
     for threads in (1, 3):
         accumulate(paths, output=tmp_path / f"new{threads}", reduce="trimmed=2", threads=threads)

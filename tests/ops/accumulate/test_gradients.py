@@ -85,7 +85,8 @@ def test_every_missing_and_extra_tensor_is_listed(tmp_path):
 
 def test_skip_is_named_as_a_remedy_only_where_it_is_one(tmp_path):
     path, (some, none) = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1)}, {"module.a": f32(1)})
-    remedy = 'rename tensors, or use missing="skip" to count only what is there, or missing="zero" to count zeros'
+    remedy = 'rename tensors, or use missing="skip" to leave out gradients where they lack a tensor, '
+    remedy += 'or missing="zero" to count zeros'
     with pytest.raises(BadInputError, match=rf"; {remedy}$"):
         accumulate(some, into=path)
     for grads in (none, [some, none]):

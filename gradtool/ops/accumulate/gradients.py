@@ -1,0 +1,261 @@
+"""What each gradient contributes: its tensors by name, its weight, and what is measured of it by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtool.backends.protocol import AddMode, NormSpec
+from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
+from gradtool.ops.accumulate.buffer import Add, CompareGradients
+from gradtool.ops.aligned_read import Operand, is_broadcastable
+from gradtool.ops.passes import SMALLEST_NORMAL, Measure, clip_coef, is_limit
+from gradtool.ops.results import nonfinite_problems
+from gradtool.ops.weights import Weight, read_weight
+from gradtool.store.format.gradset import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradtool.ops.call import Call
+    from gradtool.ops.passes import Measurement
+    from gradtool.options import AccumulateOptions
+    from gradtool.store.format.gradset import GradientSet, Selected
+
+SKIP_HINT = say(
+    "use {} to leave out such gradients, or {} to drop such a buffer",
+    option("nonfinite", "skip"),
+    option("overwrite", True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRow:
+    """One gradient set: its weight, whether it was added, and its statistics if it was measured by itself.
+
+    `norm` is that of what it adds, as it is broadcast, without its weight and `coef`. `cosine` and `distance` are
+    between that and the sum, mean or median of all, before that is clipped; a tensor that it lacks counts as zeros.
+    `missing` and `extra` count the tensors that it lacks, and those that the buffer lacks.
+    """
+
+    weight: float
+    taken: bool = True
+    norm: float | None = None
+    coef: float | None = None
+    nan: int | None = None
+    inf: int | None = None
+    cosine: float | None = None
+    distance: float | None = None
+    missing: int
+    extra: int
+    file: str
+
+
+class Contribution(NamedTuple):
+    """What a gradient adds: its tensors, by the number of the target of each, and its row in the result.
+
+    The tensors of a sum are multiplied by its weight already.
+    """
+
+    tensors: Mapping[int, Selected]
+    is_sum: bool
+    row: GradientRow
+
+    @property
+    def factor(self) -> float:
+        """The factor of its values, before they are clipped."""
+        return 1.0 if self.is_sum else self.row.weight
+
+    @property
+    def unscale(self) -> float:
+        """The number that its values are divided by to get the gradient; a sum of weight 0 stays as it is."""
+        return self.row.weight or 1.0 if self.is_sum else 1.0
+
+    @property
+    def scale(self) -> float:
+        """The factor of its values."""
+        return self.factor if self.row.coef is None else self.factor * self.row.coef
+
+    def with_row(self, **fields: Any) -> Contribution:
+        """Return the same with other fields in its row."""
+        return self._replace(row=replace(self.row, **fields))
+
+
+def weights_of(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> list[Weight]:
+    """Return the weight of each gradient: as given, or as its files have it under a key, or else 1.
+
+    Raises:
+        UsageError: the weights are not one for each gradient.
+        BadInputError: a file has no such key, or no finite number under it, or shards of one set differ.
+    """
+    if options.weight_key is not None:
+        return [read_weight(gradient, options.weight_key) for gradient in gradients]
+    weights = options.weight or [1.0] * len(gradients)
+    if len(weights) != len(gradients):
+        given, needed = number_of(len(weights), "weight"), number_of(len(gradients), "gradient")
+        raise UsageError(say("{} gives {} for {}", option("weight"), given, needed), hint="give one for each, in order")
+    return [Weight(weight) for weight in weights]
+
+
+def match(
+    options: AccumulateOptions,
+    targets: Sequence[Selected],
+    gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
+    weights: Sequence[Weight],
+) -> tuple[list[Contribution], list[Problem]]:
+    """Return what each gradient contributes to the targets, and a warning for each that has not the same tensors.
+
+    The targets are the tensors of the buffer; or of a new set, which has those of all gradients.
+
+    Raises:
+        BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless the options
+            allow that; or its shape does not broadcast to the buffer's. Every such tensor is named. The first gradient
+            stands for the buffer where there is none.
+    """
+    numbers = {target.tensor.name: number for number, target in enumerate(targets)}
+    expected = {entry.tensor.name: None for entry in (gradients[0][1] if options.is_new else targets)}
+    whole = "the first gradient" if options.is_new else "the buffer"
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    contributions: list[Contribution] = []
+    for (gradient, selected), weight in zip(gradients, weights, strict=True):
+        by_name = {entry.tensor.name: entry for entry in selected}
+        missing = [name for name in expected if name not in by_name]
+        extra = [entry for entry in selected if entry.tensor.name not in expected]
+        if (missing or extra) and (options.missing == "error" or (expected and len(missing) == len(expected))):
+            problems += _unmatched_problems(options, gradient, missing, extra, whole)
+        if options.is_new and options.missing != "error":
+            missing, extra = [name for name in numbers if name not in by_name], []
+        if missing or extra:
+            warnings.append(_unmatched_warning(options, gradient, missing, extra))
+        matched = {numbers[name]: entry for name, entry in by_name.items() if name in numbers}
+        for number, (shard, tensor) in matched.items():
+            if not is_broadcastable(tensor.shape, targets[number].tensor.shape):
+                target = list(targets[number].tensor.shape)
+                message = f"shape {list(tensor.shape)} does not broadcast to {target}, its shape in {whole}"
+                problems.append(Problem("shape", message, shard.name, tensor.name))
+        row = GradientRow(weight=weight.value, missing=len(missing), extra=len(extra), file=gradient.name)
+        contributions.append(Contribution(matched, weight.is_sum, row))
+    if problems:
+        hint = None
+        if warnings and options.missing == "error":
+            hint = "rename tensors"
+            # A gradient that shares no name cannot be added in part either.
+            if all(contribution.row.missing < len(expected) for contribution in contributions):
+                hint = "rename tensors, or use {} to leave out gradients where they lack a tensor, or {} to count zeros"
+                hint = say(hint, option("missing", "skip"), option("missing", "zero"))
+        raise BadInputError.from_problems(problems, hint)
+    return contributions, warnings
+
+
+def _unmatched_problems(
+    options: AccumulateOptions, gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], whole: str
+) -> list[Problem]:
+    """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
+    from gradtool.store.format.hints import prefix_problem  # only needed for the error
+
+    prefix = prefix_problem([tensor.name for _, tensor in extra], missing, gradient.name, whole)
+    if prefix is not None:
+        return [prefix]
+    if options.missing != "error":
+        message = say("has no tensor of the buffer; {} needs at least one", option("missing", options.missing))
+        return [] if options.is_new else [Problem("missing-tensor", message, gradient.name)]
+    return [
+        *(Problem("missing-tensor", f"is only in {whole}", gradient.name, name) for name in missing),
+        *(Problem("extra-tensor", f"is not in {whole}", shard.name, tensor.name) for shard, tensor in extra),
+    ]
+
+
+def _unmatched_warning(
+    options: AccumulateOptions, gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected]
+) -> Problem:
+    parts = []
+    if missing:
+        consequence = "counted as zeros" if options.missing == "zero" else "not counted there"
+        parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}), {consequence}")
+    if extra:
+        names = quoted([tensor.name for _, tensor in extra])
+        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), not added")
+    return Problem("unmatched", "; ".join(parts), gradient.name)
+
+
+def screen(
+    call: Call, options: AccumulateOptions, targets: Sequence[Selected], contributions: Sequence[Contribution]
+) -> tuple[Sequence[Contribution], list[Problem]]:
+    """Measure each gradient by itself where an option asks for that: limit its norm, or skip it with a warning.
+
+    Raises:
+        NonFiniteError: a gradient holds NaN or Inf and may not be skipped, or every one does.
+        BadInputError: a norm is beyond float64, or a coefficient underflows.
+    """
+    if options.clip_each is None and options.nonfinite != "skip" and not options.per_gradient:
+        return contributions, []
+    screened, warnings, problems = [], [], []
+    for contribution in contributions:
+        selected = list(contribution.tensors.values())
+        sums = call.run(Measure(selected, NormSpec(options.norm_type)))
+        bad = nonfinite_problems(selected, sums)
+        norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
+        coef = None if options.clip_each is None else coef_for(options, "clip_each", sums, norm, contribution)
+        taken = not bad or options.nonfinite != "skip"
+        row = {"taken": taken, "norm": norm, "coef": coef, "nan": sum(sums.nan), "inf": sum(sums.inf)}
+        screened.append(contribution.with_row(**row))
+        problems += bad
+        if not taken:
+            message = f"whole gradient skipped: {bad[0].message}"
+            warnings.append(Problem("skipped", message, contribution.row.file, bad[0].tensor))
+    if problems and options.nonfinite == "error":
+        raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
+    if len(warnings) == len(contributions):
+        raise NonFiniteError("every gradient contains NaN or Inf; nothing written", problems)
+    return screened, warnings
+
+
+def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contribution, sums: Measurement) -> Measurement:
+    """Measure what a gradient adds, without its weight: if nothing is broadcast, these are the sums of its files."""
+    numbers = sorted(contribution.tensors)
+    gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
+    if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
+        return sums
+    added = Add(targets, sums.spec, [gradient], AddMode(include_buffer=False, rounds=False), is_new=True)
+    measurement: Measurement = call.run(added).each[0]
+    return measurement
+
+
+def coef_for(
+    options: AccumulateOptions, name: str, sums: Measurement, norm: float, gradient: Contribution | None = None
+) -> float:
+    """Return the coefficient that clips a norm to the limit of an option, 1 where it is within; NaN goes through."""
+    limit, file, factor = getattr(options, name), None, 1.0
+    if gradient is not None:
+        file, factor = gradient.row.file, gradient.factor
+    if is_limit(limit) and sums.is_finite and math.isinf(norm):
+        raise BadInputError("the norm overflows float64 and cannot be clipped; nothing written", file=file)
+    coef = clip_coef(limit, norm, options.eps)
+    if coef >= 1:
+        return 1.0
+    smaller = coef if coef < SMALLEST_NORMAL else abs(factor * coef)
+    # A weight alone is taken as it is given.
+    if coef > 0 and (coef < SMALLEST_NORMAL or (factor and smaller < SMALLEST_NORMAL)):
+        message = (
+            f"the coefficient {smaller!r} is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing written"
+        )
+        raise BadInputError(message, file=file, hint=say("use a larger {}", option(name)))
+    return coef
+
+
+def compare(call: Call, adding: Add, contributions: Sequence[Contribution]) -> list[Contribution]:
+    """Fill in the cosine and the distance of the gradients that are added."""
+    unscales = [contribution.unscale for contribution in contributions if contribution.row.taken]
+    comparisons = iter(call.run(CompareGradients(**vars(adding), unscales=unscales)).each)
+    compared = []
+    for contribution in contributions:
+        fields: dict[str, float] = {}
+        if contribution.row.taken:
+            comparison = next(comparisons)
+            fields = {"cosine": math.nan, "distance": math.nan}
+            if not any(map(any, (comparison.nonfinite_a, comparison.nonfinite_b, comparison.nonfinite_both))):
+                fields = {"cosine": comparison.metrics().cosine, "distance": comparison.distance()}
+        compared.append(contribution.with_row(**fields))
+    return compared

@@ -58,7 +58,7 @@ class BuildRequest(NamedTuple):
             with Folder.at(self.path.parent) as folder:
                 # Devices have other numbers on other machines.
                 yield (file := File(folder, self.path.name, require_status(seen).st_dev, self.inode))
-                with file.opened(os.O_RDONLY) as fd:
+                with fs.closing(file.open(os.O_RDONLY)) as fd:
                     if self.fsync:
                         fs.sync(fd)
 

@@ -11,8 +11,7 @@ from support import read, write
 
 from gradtool.store.format.gradset import GradientSet, SetReader
 from gradtool.store.format.header import read_shard
-from gradtool.store.format.split import Extent, SplitShard
-from gradtool.store.format.tensors import BITS, Tensor
+from gradtool.store.format.tensors import BITS, Extent, SplitShard, Tensor
 from gradtool.store.source import Source
 
 # The metadata with the first index of each piece in its tensor, and that tensor's name and shape.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend, NormSpec
     from gradtool.engines.worker import Worker
     from gradtool.reduction import TileSums
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Span
     from gradtool.store.io.destination import Destination, Wanted, WrittenFiles
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import Backend, Data
     from gradtool.engines.passes import Pass, Result
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output, Staging
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
     from gradtool.backends.protocol import Backend, Data, NormSpec
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.destination import Destination
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block, Span
     from gradtool.store.io.channel import Channel
 

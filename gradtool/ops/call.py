@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradtool.ops.passes import Measurement
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.patterns import Renames
+    from gradtool.store.format.selection import Renames
     from gradtool.store.io.destination import NewFile, WrittenFiles
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.inputs import OpenSets

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.options import InfoOptions
-from gradtool.store.format.gradset import GradientSet, SetReader, raise_first, select, totals
+from gradtool.store.format.gradset import GradientSet, SetReader, totals
 from gradtool.store.format.header import read_outline
 from gradtool.store.format.paths import paths_of
+from gradtool.store.format.selection import select
 
 if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
@@ -99,5 +100,6 @@ def info(options: InfoOptions) -> InfoResult:
 
 def _read_outline(path: str) -> GradientSet:
     reader = SetReader(path, read_outline)
-    raise_first(chain(reader.list_files(), reader.read_files()))
+    for error in chain(reader.list_files(), reader.read_files()):
+        raise error
     return reader.gradset

@@ -13,7 +13,7 @@ from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import Statistics, nonfinite_problems
 from gradtool.options import NormOptions
-from gradtool.store.format.patterns import groups_of
+from gradtool.store.format.selection import groups_of
 
 if TYPE_CHECKING:
     from gradtool.ops.histogram import ExponentCount, FileNorm, StorageRange, TensorNorm

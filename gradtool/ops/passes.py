@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import BlockSums, Data, NormSpec
     from gradtool.engines.worker import Worker
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block
 
 # Below, a float64 loses precision, and then is 0.

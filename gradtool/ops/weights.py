@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.transaction.output import Metadata
 
 # What keys begin with that gradtool alone writes.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gradtool.errors import Problem
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import NewFile
     from gradtool.store.transaction.output import Metadata, Output
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.output import Staging
 
 # A shared file system may show a moment late what another machine has made or replaced. After the last, it is missing.

@@ -35,7 +35,7 @@ from gradtool.errors import (
     say,
     shortened,
 )
-from gradtool.store.format.header import Shard
+from gradtool.store.format.tensors import Shard
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import NewFiles
 from gradtool.store.source import Source, read_range

@@ -17,7 +17,7 @@ from gradtool.ops.passes import Measure
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, nonfinite_problems, overflow_problems
 from gradtool.ops.weights import PREFIX, Weight, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:

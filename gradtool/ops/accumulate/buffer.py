@@ -21,8 +21,7 @@ from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import Measure, Measurement, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected, open_sets
-from gradtool.store.format.layout import SPARE, Layout, lay_out
-from gradtool.store.format.newset import NewSet
+from gradtool.store.format.layout import SPARE, Layout, NewSet, lay_out
 from gradtool.store.format.paths import is_there
 from gradtool.store.io.blocks import cut_where
 from gradtool.store.io.destination import NewFile

@@ -18,8 +18,9 @@ from gradtool.ops.check.headers import SetCheck, leftover_finding, unaligned_not
 from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.gradset import GradientSet, select, totals
+from gradtool.store.format.gradset import GradientSet, totals
 from gradtool.store.format.paths import paths_of
+from gradtool.store.format.selection import select
 from gradtool.store.io.channel import Clock
 from gradtool.store.transaction.runs import leftovers_at
 

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradtool.errors import GradtoolError, Problem, SystemRefusedError, call, number_of, say
-from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, quoted
+from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, parts_in, quoted
 from gradtool.store.format.header import FileTypeError, read_shard, read_text
-from gradtool.store.format.paths import parts_in
 from gradtool.store.format.tensors import BITS
 from gradtool.store.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.runs import Leftover
 
     Severity = Literal["fault", "note"]
@@ -55,7 +54,8 @@ class SetCheck:
         if index is not None and weight_map is not None:
             message = f"the index {index.name} does not name it, so it is not read"
             hint = "add its tensors to the index, or move it away"
-            for file in sorted(set(parts_in(index.parent)) - {index.parent / name for name in weight_map.values()}):
+            named = {index.parent / name for name in weight_map.values()}
+            for file in sorted(set(parts_in(index.parent) or ()) - named):
                 if file.suffix == ".safetensors":
                     self.findings.append(("note", Problem("unmapped-file", message, str(file), hint=hint)))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradtool.engines.worker import Worker
     from gradtool.ops.check.headers import Severity
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
 
 # Sums nothing: NaN and Inf are counted, and dropped from the largest magnitude.

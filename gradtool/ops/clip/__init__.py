@@ -13,7 +13,7 @@ from gradtool.ops.clip.decide import Decision, check_options, decide, group_limi
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
-from gradtool.store.format.patterns import groups_of
+from gradtool.store.format.selection import groups_of
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import Backend
     from gradtool.engines.worker import Worker
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.destination import Destination
     from gradtool.store.source import SmallFile

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradtool.ops.passes import Measurement, Norms, Scaling
     from gradtool.options import ClipOptions
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.patterns import Group
+    from gradtool.store.format.selection import Group
 
     # A norm that may be limited: its maximum, the norm, and the numbers of its tensors.
     _Scope = tuple[float | None, float, Sequence[int]]

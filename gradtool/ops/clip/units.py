@@ -27,7 +27,7 @@ from gradtool.ops.aligned_read import read_one
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
-from gradtool.store.format.gradset import check_dtypes, require_unique_names
+from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output_checks import check_not_replaced
 

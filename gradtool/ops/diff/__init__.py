@@ -14,7 +14,7 @@ from gradtool.ops.call import Call
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
 from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError, option, say, shortened
-from gradtool.store.format.gradset import Selected, check_dtypes
+from gradtool.store.format.gradset import Selected
 from gradtool.store.format.layout import new_tensor
-from gradtool.store.format.patterns import check_new_name
+from gradtool.store.format.selection import check_dtypes, check_new_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

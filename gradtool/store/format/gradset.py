@@ -1,37 +1,33 @@
-"""Gradient sets: from the paths of one call to its shards and the tensors selected in them."""
+"""Gradient sets: what the paths of a call name, read from headers and indexes."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, GradtoolError, call, option, say, shortened
-from gradtool.store.format.header import Shard, read_shard, read_small
-from gradtool.store.format.index import read_weight_map
-from gradtool.store.format.paths import list_path, no_path_error
-from gradtool.store.format.patterns import compiled, matching
+from gradtool.errors import NO_SUCH_FOLDER, BadInputError, GradtoolError, option, os_errors_about, say, shortened
+from gradtool.store.format.header import read_shard, read_small
+from gradtool.store.format.index import INDEX_SUFFIX, read_weight_map
+from gradtool.store.format.paths import is_there, no_path_error
 from gradtool.store.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from gradtool.store.format.paths import PathList
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.source import SmallFile
 
-    _T = TypeVar("_T")
-
-# As many tensors are named in one message.
+# Tensors that a message names.
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientSet:
-    """What one path names: a file, an index with its shards, or a folder. In `split` are tensors that lie in pieces."""
+    """What a path names: a file, an index with its shards, or a folder. In `split` are tensors that lie in pieces."""
 
     name: str
     shards: tuple[Shard, ...]
@@ -49,7 +45,7 @@ class GradientSet:
 
 
 class Selected(NamedTuple):
-    """One tensor that an operation works on, and the shard it is in."""
+    """A tensor that an operation works on, and the shard it is in."""
 
     shard: Shard
     tensor: Tensor
@@ -64,84 +60,35 @@ def totals(selected: Sequence[Selected]) -> dict[str, int]:
 def open_sets(
     paths: Sequence[str | os.PathLike[str]], listed: PathList | None = None, *, may_repeat: bool = False
 ) -> list[GradientSet]:
-    """Open every set of one call: read and check all headers, but no data. The last paths may be those of a list.
+    """Open every set of a call: read and check all headers, but no data. The last paths may be those of a list.
 
     Raises:
         UsageError: no path is given.
         BadInputError: a file is missing or invalid, an index and its shards disagree, a tensor name occurs twice in
-            one set, or one file is named twice, unless it `may_repeat`.
+            a set, or a file is named twice, unless it `may_repeat`.
         SystemRefusedError: something cannot be read.
     """
     if not paths:
         raise no_path_error()
     sets: list[GradientSet] = []
-    # The first of each file; none is read twice.
-    first: dict[Hashable, tuple[Shard, int]] = {}
-    for number, path in enumerate(paths):
-        try:
-            reader = SetReader(os.fspath(path))
-            raise_first(reader.errors())
-            sets.append(reader.gradset)
-        except BadInputError as error:
-            from gradtool.store.format.hints import NamedPath, path_error  # only needed for the error
+    # The first shard of each file, with its path and the place of that path; no file is read twice.
+    firsts: dict[Hashable, tuple[Shard, str, str]] = {}
+    for number, path in enumerate([os.fspath(path) for path in paths]):
+        place = "" if listed is None else listed.place_of(len(paths) - number)
+        reader = SetReader(path)
+        for error in reader.errors():
+            from gradtool.store.format import hints  # only needed for the error
 
-            if (explanation := path_error(error, NamedPath(paths, listed, number))) is None:
-                raise
-            raise explanation from error
+            raise hints.path_error(error, path, place, (listed.where, listed.head) if listed and place else None)
+        sets.append(reader.gradset)
         for shard in () if may_repeat else sets[-1].shards:
-            other, before = first.setdefault(shard.source.identity, (shard, number))
-            if other is not shard:
-                from gradtool.store.format.hints import NamedPath, named_twice_error  # only needed for the error
+            first, first_path, first_place = firsts.setdefault(shard.source.identity, (shard, path, place))
+            if first is not shard:
+                from gradtool.store.format import hints  # only needed for the error
 
-                named, other_named = (NamedPath(paths, listed, at) for at in (number, before))
-                raise named_twice_error(shard.name, named, other.name, other_named)
+                named, first_named = hints.named_path(path, place), hints.named_path(first_path, first_place)
+                raise hints.named_twice_error(shard.name, named, first.name, first_named)
     return sets
-
-
-def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Selected]:
-    """List the tensors whose name matches any `include` (all, without one) and no `exclude`, in file order.
-
-    Raises:
-        UsageError: a pattern is not a regular expression.
-        BadInputError: a pattern matches no tensor, or nothing is left.
-    """
-    wanted, unwanted = compiled(include, "include"), compiled(exclude, "exclude")
-    everything = [selected for gradset in sets for selected in gradset.tensors]
-    if not wanted and not unwanted:
-        return everything
-    names = {tensor.name for _, tensor in everything}
-    included = set().union(*(matching(names, pattern, "include") for pattern in wanted)) if wanted else names
-    included = included.difference(*(matching(names, pattern, "exclude") for pattern in unwanted))
-    selected = [entry for entry in everything if entry.tensor.name in included]
-    if not selected:
-        raise BadInputError(say("{} and {} leave no tensors", option("include"), option("exclude")), code="no-match")
-    return selected
-
-
-def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
-    """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
-    for one in selected:
-        if one.tensor.dtype not in supported:
-            what = f"unsupported dtype {one.tensor.dtype} (supported: {', '.join(supported)})"
-            hint = say("skip it with {}", option("exclude", f"^{re.escape(one.tensor.name)}$")) if can_exclude else None
-            raise BadInputError(what, file=one.shard.name, tensor=one.tensor.name, code="dtype", hint=hint)
-
-
-def require_unique_names(selected: Iterable[Selected]) -> None:
-    """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
-    home: dict[str, Shard] = {}
-    for shard, tensor in selected:
-        other = home.setdefault(tensor.name, shard)
-        if other is not shard:
-            hint = say(
-                "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one "
-                "vector, as from ranks that each hold a part",
-                call("accumulate"),
-                call("norm", by_file=True),
-                option("concat", True),
-            )
-            what = f"is in {other.name} too"
-            raise BadInputError(what, file=shard.name, tensor=tensor.name, code="shared-name", hint=hint)
 
 
 class MissingTensorError(BadInputError):
@@ -156,19 +103,20 @@ class UnmappedTensorError(BadInputError):
     finding = "extra-tensor"
 
 
+@dataclass(eq=False, repr=False)
 class SetReader:
-    """Reads what one path names, and yields what is wrong with it: a caller raises the first error, or collects all.
+    """Reads what a path names, and yields what is wrong with it: a caller raises the first error, or collects all.
 
-    What could be read is in `shards`. Another way to read the header of a file may take the place of `read_shard`.
+    What could be read is in `shards`. Another function may `read` the header of a file than `read_shard`.
     """
 
-    def __init__(self, path: str, read: Callable[..., Shard] | None = None) -> None:
-        self.path, self._read = path, read or read_shard
-        self.files: list[Path] = []
-        self.index: Path | None = None
-        # The file name of each tensor's shard, if there is a valid index.
-        self.weight_map: dict[str, str] | None = None
-        self.shards: list[Shard] = []
+    path: str
+    read: Callable[..., Shard] | None = None
+    files: list[Path] = field(default_factory=list)
+    index: Path | None = None
+    # The file name of each tensor's shard, if there is a valid index.
+    weight_map: dict[str, str] | None = None
+    shards: list[Shard] = field(default_factory=list)
 
     @property
     def gradset(self) -> GradientSet:
@@ -186,23 +134,27 @@ class SetReader:
     def list_files(self) -> Iterator[GradtoolError]:
         """List the files that the path, or its index, names; in a folder with an invalid index, list all files."""
         try:
-            self.files, self.index = list_path(self.path)
-            if self.index is not None:
-                is_named = self.index == Path(self.path)
-                self.weight_map = _read_or_explain(read_weight_map, self.index, is_index=True, is_named=is_named)
-                self.files = [self.index.parent / name for name in dict.fromkeys(self.weight_map.values())]
+            self.files, self.index = _list_path(self.path)
         except GradtoolError as error:
             yield error
+        if self.index is None:
+            return
+        is_named = self.index == Path(self.path)
+        try:
+            self.weight_map = read_weight_map(self.index, is_named=is_named)
+            self.files = [self.index.parent / name for name in dict.fromkeys(self.weight_map.values())]
+        except GradtoolError as error:
+            yield _explained(error, self.index, is_index=True, is_named=is_named)
 
     def drop_repeated_files(self) -> Iterator[GradtoolError]:
-        """Drop files that are the same as another one, before they are read; it is an error if an index names both."""
-        first_files: dict[Hashable, Path] = {}
+        """Drop names of a file that has another name, before it is read; it is an error if an index has both names."""
+        firsts: dict[Hashable, Path] = {}
         for file in self.files:
-            first = first_files.setdefault(Source.kind_of(file).identity_at(file), file)
+            first = firsts.setdefault(Source.kind_of(file).identity_at(file), file)
             if first is not file and self.index is not None and self.weight_map is not None:
-                what = f"is the same file as {first.name}, and the index {self.index.name} names both"
-                yield BadInputError(what, file=file, code="duplicate-file", hint="correct the index")
-        self.files = list(first_files.values())
+                message = f"is the same file as {first.name}, and the index {self.index.name} names both"
+                yield BadInputError(message, file=file, code="duplicate-file", hint="correct the index")
+        self.files = list(firsts.values())
 
     def read_files(self) -> Iterator[GradtoolError]:
         """Read the headers of the files."""
@@ -210,18 +162,18 @@ class SetReader:
         is_named = self.files == [Path(self.path)] and not is_mapped
         for file in self.files:
             try:
-                self.shards.append(_read_or_explain(self._read, file, is_named=is_named))
+                self.shards.append((self.read or read_shard)(file, is_named=is_named))
             except GradtoolError as error:
                 if is_mapped and error.problems[0].code == "missing-file":
                     link = ", a symbolic link to a file" if os.path.islink(file) else ""  # noqa: PTH114
-                    what = f"the index names the shard {shortened(file.name)}{link}, which does not exist"
+                    message = f"the index names the shard {shortened(file.name)}{link}, which does not exist"
                     hint = "copy it, or correct the index"
-                    yield BadInputError(what, file=self.index, code="missing-file", hint=hint)
+                    yield BadInputError(message, file=self.index, code="missing-file", hint=hint)
                 else:
-                    yield error
+                    yield _explained(error, file, is_index=False, is_named=is_named)
 
     def compare(self) -> Iterator[GradtoolError]:
-        """Find names that several files have, and tensors that are not where the index maps them."""
+        """Compare the shards, in which no name may occur twice, and then an index with them."""
         if len(self.shards) < 2 and self.weight_map is None:  # noqa: PLR2004 - a header has no name twice
             return
         shard_of: dict[str, Shard] = {}
@@ -231,21 +183,20 @@ class SetReader:
                 first = shard_of.setdefault(tensor.name, shard)
                 if first is not shard:
                     repeated[shard, first].append(tensor.name)
+        hint = say(
+            "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if they "
+            "are parts of one vector)",
+            option("concat", True),
+        )
         for (shard, first), names in repeated.items():
-            what = f"is in {first.file_name} too"
+            message = f"is in {first.file_name} too"
             if len(names) > 1:
-                what = f"has {quoted(names)}, and so has {first.file_name}"
-            hint = say(
-                "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if they "
-                "are parts of one vector)",
-                option("concat", True),
-            )
-            yield BadInputError(what, file=shard.name, tensor=only(names), code="duplicate-name", hint=hint)
+                message = f"has {quoted(names)}, and so has {first.file_name}"
+            yield BadInputError(message, file=shard.name, tensor=only(names), code="duplicate-name", hint=hint)
         if self.weight_map is not None:
-            everywhere = {name for names in repeated.values() for name in names}
-            yield from self._compare_with_index(self.weight_map, everywhere)
+            yield from self._compare_index(self.weight_map, set().union(*repeated.values()))
 
-    def _compare_with_index(self, weight_map: Mapping[str, str], repeated: set[str]) -> Iterator[GradtoolError]:
+    def _compare_index(self, weight_map: dict[str, str], repeated: set[str]) -> Iterator[GradtoolError]:
         mapped: dict[str, list[str]] = defaultdict(list)
         for name, file in weight_map.items():
             mapped[file].append(name)
@@ -254,24 +205,62 @@ class SetReader:
             file, contained = shard.file_name, {tensor.name for tensor in shard.tensors}
             missing = [name for name in mapped[file] if name not in contained]
             if missing:
-                what = f"the index maps it to {file}, which does not contain it"
+                message = f"the index maps it to {file}, which does not contain it"
                 if len(missing) > 1:
-                    what = f"the index maps {quoted(missing)} to {file}, which does not contain them"
-                yield MissingTensorError(what, file=self.index, tensor=only(missing), hint=hint)
+                    message = f"the index maps {quoted(missing)} to {file}, which does not contain them"
+                yield MissingTensorError(message, file=self.index, tensor=only(missing), hint=hint)
         for shard in self.shards:
             file, names = shard.file_name, [tensor.name for tensor in shard.tensors]
             extra = [name for name in names if name not in repeated and weight_map.get(name) != file]
             if extra:
-                what = f"is in {file}, but the index does not map it{' there' if extra[0] in weight_map else ''}"
+                place = " there" if extra[0] in weight_map else ""
+                message = f"is in {file}, but the index does not map it{place}"
                 if len(extra) > 1:
-                    what = f"{file} contains {quoted(extra)}, which the index does not map to it"
-                yield UnmappedTensorError(what, file=self.index, tensor=only(extra), hint=hint)
+                    message = f"{file} contains {quoted(extra)}, which the index does not map to it"
+                yield UnmappedTensorError(message, file=self.index, tensor=only(extra), hint=hint)
 
 
-def raise_first(errors: Iterator[GradtoolError]) -> None:
-    """Raise the first error, if there is one."""
-    for error in errors:
-        raise error
+def _list_path(path: str) -> tuple[list[Path], Path | None]:
+    """List the files that a path names, or those of a folder in name order, and its index. A file need not exist.
+
+    Raises:
+        BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
+        SystemRefusedError: the folder cannot be listed.
+    """
+    named = Path(path)
+    parts = parts_in(named)
+    # A Path drops the slash, and with it that a folder is meant.
+    if path.endswith(os.sep) and not (is_there(path) and parts is not None):
+        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
+    if parts is None:
+        return ([], named) if named.name.endswith(INDEX_SUFFIX) else ([named], None)
+    indexes = [part for part in parts if part.name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        message = f"has {len(indexes)} indexes ({', '.join(index.name for index in indexes)})"
+        raise BadInputError(message, file=named, hint="name the one to use")
+    if not parts:
+        from gradtool.store.format.filetypes import no_safetensors_error  # only needed for the error
+
+        raise no_safetensors_error(named)
+    return [part for part in parts if part not in indexes], indexes[0] if indexes else None
+
+
+def parts_in(folder: Path) -> list[Path] | None:
+    """List the safetensors files and indexes in a folder, in name order, without hidden ones; None if it is none."""
+    with os_errors_about(folder):
+        names = Source.kind_of(folder).names_in(folder)
+    if names is None:
+        return None
+    return [folder / name for name in sorted(names) if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
+
+
+def _explained(error: GradtoolError, file: Path, *, is_index: bool, is_named: bool) -> GradtoolError:
+    """Return the error for a file that was refused, which says what the file is if it is of another type."""
+    if not isinstance(error, BadInputError):
+        return error
+    from gradtool.store.format.filetypes import file_type_error  # only needed for the error
+
+    return file_type_error(file, is_index=is_index, is_named=is_named) or error
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -283,15 +272,3 @@ def quoted(names: Sequence[str]) -> str:
 def only(names: Sequence[str]) -> str | None:
     """Return the name, if there is but one: a message that names several is about none of them alone."""
     return names[0] if len(names) == 1 else None
-
-
-def _read_or_explain(read: Callable[..., _T], path: Path, *, is_index: bool = False, is_named: bool) -> _T:
-    """Read a file; of one that is refused, say what it is if it is something else."""
-    try:
-        return read(path, is_named=is_named)
-    except BadInputError as error:
-        from gradtool.store.format.filetypes import file_type_error  # only needed for the error
-
-        if (explanation := file_type_error(path, is_index=is_index, is_named=is_named)) is None:
-            raise
-        raise explanation from error

@@ -1,10 +1,10 @@
-"""One safetensors file: its header, read and checked.
+"""The header of a safetensors file, read and checked.
 
-The safetensors library decides whether a file is valid; if it refuses one, this module says what is wrong and where.
+The safetensors library decides whether a file is valid; if it refuses a file, this module says what is wrong and where.
 The byte offsets, which the library does not return, are then read from the same header. Headers beyond the limits of
 `gradtool.store.format.limits` never reach the library. It maps the whole file into memory; without enough address space
 for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets. Short headers
-are first checked in that way too, which is faster; and what the last ones held is remembered.
+are first checked in that way too, which is faster; and the contents of the last headers are remembered.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
 JSON, the tensors' bytes without gaps.
@@ -15,16 +15,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
+import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, say, shortened
 from gradtool.store import system
-from gradtool.store.format.limits import MAX_TEXT, check_header_size, check_length, check_name_lengths
-from gradtool.store.format.tensors import Tensor, check_fields, check_offsets, emptied, tensor_of
+from gradtool.store.format.limits import MAX_TEXT, check_cost, check_length, check_name_lengths
+from gradtool.store.format.tensors import BITS, Shard, Tensor
 from gradtool.store.source import SmallFile, Source, read_range
 
 if TYPE_CHECKING:
@@ -34,8 +36,17 @@ if TYPE_CHECKING:
 
     Tensors = tuple[Tensor, ...]
 
-# Bytes of a header that is quickly checked without a file, and of one that is worth remembering.
-_SHORT, _SHORT_ENOUGH = 512, 16_384
+METADATA = "__metadata__"
+# Bytes of a header that is quickly checked without a file, and of the largest header to remember.
+_SHORT, _MAX_REMEMBERED = 512, 16_384
+# More dimensions than numpy supports; the library says what is wrong with such a shape.
+_MAX_RANK = 64
+_MAX_NUMBER = 2**64 - 1
+# Strings, so that their content is not matched; empty lists; and numbers below 10**19 and so 2**64. A string need not
+# end, because otherwise every quote in it would be tried as the start of a string.
+_OUTSIDE_STRINGS = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"?|\[[ \t\r\n]*\]|(?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-])', re.DOTALL
+)
 
 
 class FileTypeError(BadInputError):
@@ -45,53 +56,10 @@ class FileTypeError(BadInputError):
 class _WithoutNumpy:
     """Bytes of longer headers that are still checked without a file.
 
-    To open one, the library imports numpy; that takes as long as to check a million bytes.
+    To open a file, the library imports numpy; that takes as long as to check a million bytes.
     """
 
     left = 1 << 18
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Shard:
-    """One file of a gradient set: a header over a source; `tensors` are in the order of their bytes."""
-
-    source: Source
-    data_start: int
-    metadata: dict[str, str]
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def name(self) -> str:
-        """Its path as it was named, for messages."""
-        return self.source.name
-
-    @property
-    def file_name(self) -> str:
-        """Its name in its folder."""
-        return os.path.basename(self.source.name)  # noqa: PTH119 - no path of this system, perhaps
-
-    @property
-    def files(self) -> Sequence[Shard]:
-        """The files that it is read from: itself."""
-        return (self,)
-
-    def ranges(self, tensor: Tensor) -> Iterator[tuple[Shard, int, int]]:
-        """Yield which bytes of which files a tensor takes."""
-        yield self, tensor.begin, tensor.end
-
-    def runs(self, begin: int, nbytes: int) -> Iterator[tuple[Shard, int, slice]]:
-        """Yield where bytes from `begin` on lie: in which file, from which byte on, and which of them follow there."""
-        yield self, begin, slice(nbytes)
-
-    @property
-    def has_fd(self) -> bool:
-        """Whether it is read by a descriptor, which others may read by, too."""
-        return self.source.status is not None
-
-    @property
-    def size(self) -> int:
-        """Its bytes, those of the header among them."""
-        return self.source.size
 
 
 def read_shard(path: Path, *, is_named: bool = True) -> Shard:
@@ -101,10 +69,10 @@ def read_shard(path: Path, *, is_named: bool = True) -> Shard:
         BadInputError: the file is missing, not a regular file, or refused by the safetensors library.
         SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path, is_named=is_named) as reader:
-        text = _read_header(path, reader)
-        read = _remembered if len(text) <= _SHORT_ENOUGH else _checked
-        return _shard(reader.source, text, *read(path, text, reader.source.size))
+    with _opened(path, is_named=is_named) as (source, text):
+        parsed = _remembered if len(text) <= _MAX_REMEMBERED else _checked
+        metadata, tensors = parsed(path, text, source.size)
+        return Shard(source, 8 + len(text), dict(metadata), tensors)
 
 
 def read_outline(path: Path, *, is_named: bool = True) -> Shard:
@@ -114,14 +82,13 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
         BadInputError: the file is missing, not a regular file, or does not say what its tensors are.
         SystemRefusedError: it cannot be read, or another user's link leads there.
     """
-    with _judged(path, is_named=is_named) as reader:
-        text = _read_header(path, reader)
-        check_fields(path, text, reader.source.size)
-        return _shard(reader.source, text, *_parsed(path, text))
+    with _opened(path, is_named=is_named) as (source, text):
+        _check_fields(path, text, source.size)
+        return Shard(source, 8 + len(text), *_parsed(path, text))
 
 
 def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
-    """Judge a new header, for so many bytes of data, as that of an input; return its bytes and the file they describe.
+    """Check a new header, for so many bytes of data, as that of an input; return its bytes and the file they describe.
 
     Every header that is written is made here: what gradtool writes, it can read again.
 
@@ -131,14 +98,21 @@ def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard
     path, size = Path(path), 8 + len(text) + nbytes
     try:
         check_length(path, "the header", len(text))
-        check_header_size(path, text)
+        check_cost(path, text)
         if (refusal := _refusal(path, text, size)) is not None:
-            raise _explain(path, text, size, shortened(str(refusal), 400))
+            raise _explained(path, text, size, refusal)
     except BadInputError as error:
         (problem,) = error.problems
         message = say("nothing written, because the new header would be invalid: {}", problem.message)
         raise BadInputError.from_problems([replace(problem, message=message, file=str(path))]) from error
-    return len(text).to_bytes(8, "little") + text, _shard(Source(str(path), size), text, *_parsed(path, text))
+    shard = Shard(Source(str(path), size), 8 + len(text), *_parsed(path, text))
+    return len(text).to_bytes(8, "little") + text, shard
+
+
+def encoded(value: object, indent: int | None = None) -> bytes:
+    """Return the JSON of a value; half a surrogate, which has no UTF-8, stays an escape."""
+    separators = None if indent else (",", ":")
+    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators).encode(errors="backslashreplace")
 
 
 def read_text(shard: Shard) -> bytes:
@@ -154,16 +128,16 @@ def read_text(shard: Shard) -> bytes:
         return text
 
 
-def read_small(path: Path, most: int | None = None, *, is_named: bool = True) -> SmallFile:
+def read_small(path: Path, limit: int | None = None, *, is_named: bool = True) -> SmallFile:
     """Read a small file as a whole.
 
     Raises:
-        BadInputError: the file is missing, too large, or not a regular file.
+        BadInputError: the file is missing, larger than the limit, or not a regular file.
         SystemRefusedError: it cannot be read, or changed meanwhile; or another user's link leads there.
     """
-    with _opened(path, is_named=is_named) as reader:
+    with os_errors_about(path), contextlib.closing(Source.kind_of(path).at(path, is_named=is_named)) as reader:
         size = reader.source.size
-        check_length(path, "the file", size, most)
+        check_length(path, "the file", size, limit)
         content = read_range(reader, 0, size)
         if len(content) != size or not reader.is_unchanged:
             raise changed_meanwhile(path)
@@ -171,17 +145,11 @@ def read_small(path: Path, most: int | None = None, *, is_named: bool = True) ->
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, is_named: bool) -> Iterator[Reader]:
+def _opened(path: Path, *, is_named: bool) -> Iterator[tuple[Source, bytes]]:
+    """Open a file that must not change until the end of the block, and read the JSON of its header."""
     with os_errors_about(path), contextlib.closing(Source.kind_of(path).at(path, is_named=is_named)) as reader:
-        yield reader
-
-
-@contextlib.contextmanager
-def _judged(path: Path, *, is_named: bool) -> Iterator[Reader]:
-    """As `_opened`, for a file that must not change until the end of the block."""
-    with _opened(path, is_named=is_named) as reader:
         try:
-            yield reader
+            yield reader.source, _read_header(path, reader)
         except BadInputError:
             # It may look invalid only because it is being written.
             if not reader.source.is_unchanged:
@@ -191,8 +159,23 @@ def _judged(path: Path, *, is_named: bool) -> Iterator[Reader]:
             raise changed_meanwhile(path)
 
 
-def _shard(source: Source, text: bytes, metadata: dict[str, str], tensors: Tensors) -> Shard:
-    return Shard(source, 8 + len(text), dict(metadata), tensors)
+def _read_header(path: Path, reader: Reader) -> bytes:
+    start, size = read_range(reader, 0, 8), reader.source.size
+    length = int.from_bytes(start, "little")
+    if len(start) < 8:  # noqa: PLR2004 - the length field
+        raise FileTypeError(f"is not a safetensors file: {size} bytes are too few", file=path)
+    if length > MAX_TEXT:
+        limit = f"exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
+        message = f"is not a safetensors file, or its header {limit}"
+        raise BadInputError(message, file=path, hint="split the file if it is that large")
+    if 8 + length > size:
+        message = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
+        raise BadInputError(message, file=path, hint="copy it again")
+    text = read_range(reader, 8, length)
+    if len(text) < length:
+        raise changed_meanwhile(path)
+    check_cost(path, text)
+    return text
 
 
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
@@ -207,92 +190,164 @@ def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensor
     return _parsed(path, text)
 
 
+# For callers that read the same files again and again.
+_remembered = functools.lru_cache(maxsize=64)(_checked)
+
+
 def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
     """Return the metadata and the tensors of a sound header."""
     header: dict[str, Any] = json.loads(text)
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop(METADATA, None) or {}
     check_name_lengths(path, header)
     data_start = 8 + len(text)
     tensors = []
     while header:
         # One by one, so that the parsed header frees its memory meanwhile.
-        tensors.append(tensor_of(*header.popitem(), data_start))
+        tensors.append(_tensor(*header.popitem(), data_start))
     tensors.reverse()
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     return metadata, tuple(tensors)
 
 
-# For those who call again and again for the same files.
-_remembered = functools.lru_cache(maxsize=64)(_checked)
-
-
-def _read_header(path: Path, reader: Reader) -> bytes:
-    """Read the JSON of a header, unless it is too large."""
-    start, size = read_range(reader, 0, 8), reader.source.size
-    length = int.from_bytes(start, "little")
-    if len(start) < 8:  # noqa: PLR2004 - the length field
-        raise FileTypeError(f"is not a safetensors file: {size} bytes are too few", file=path)
-    if length > MAX_TEXT:
-        what = f"is not a safetensors file, or its header exceeds the limit of {MAX_TEXT:,} bytes (it has {length:,})"
-        raise BadInputError(what, file=path, hint="split the file if it is that large")
-    if 8 + length > size:
-        what = f"truncated: the header should have {length:,} bytes, but the whole file has {size:,}"
-        raise BadInputError(what, file=path, hint="copy it again")
-    text = read_range(reader, 8, length)
-    if len(text) < length:
-        raise changed_meanwhile(path)
-    check_header_size(path, text)
-    return text
+def _tensor(name: str, entry: Any, data_start: int = 0) -> Tensor:
+    """Make a tensor from its entry in a header."""
+    # The library also accepts an array of the three fields, and a dtype as the only key of an object.
+    fields = entry if isinstance(entry, list) else [entry[key] for key in ("dtype", "shape", "data_offsets")]
+    dtype, shape, (begin, end) = fields
+    if isinstance(dtype, dict):
+        (dtype,) = dtype
+    return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
 def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
-    """Judge a header without a file of that size; return why it is refused, or None."""
+    """Check a header without a file of that size; return why it is refused, or None."""
     from safetensors import SafetensorError, deserialize  # kept off the start-up path
 
-    judged = emptied(text)
+    header = emptied(text)
     try:
-        deserialize(len(judged).to_bytes(8, "little") + judged)  # type: ignore[no-untyped-call]
-        check_offsets(path, text, size)
+        deserialize(len(header).to_bytes(8, "little") + header)  # type: ignore[no-untyped-call]
+        _check_offsets(path, text, size)
     except (SafetensorError, ValueError) as error:
         return error
     return None
 
 
 def _ask_library(path: Path, text: bytes, size: int) -> None:
+    """Raise `BadInputError` if the library refuses a file.
+
+    It maps its file into memory; if another process truncated that file, the system would kill this one. So it gets a
+    private file of the same size, with a hole for the data. That copy is also certain to have the header that was read.
+    Where none can be made, the library gets the file itself.
+    """
     from safetensors import SafetensorError, safe_open  # kept off the start-up path
 
+    refusal: Exception | None = None
     try:
-        with _copied(path, text, size) as copy, safe_open(copy, framework="numpy"):
-            refusal: Exception | None = None
+        with contextlib.ExitStack() as stack:
+            copy: Path | str = path
+            with contextlib.suppress(OSError):
+                copy = stack.enter_context(system.unnamed_file([len(text).to_bytes(8, "little"), text], size))
+            stack.enter_context(safe_open(copy, framework="numpy"))
     except MemoryError:  # There is a limit on memory, and the file is larger.
         refusal = _refusal(path, text, size)
     except (SafetensorError, ValueError) as error:
         refusal = error
     if refusal is not None:
-        raise _explain(path, text, size, shortened(str(refusal), 400)) from refusal
+        raise _explained(path, text, size, refusal) from refusal
 
 
-@contextlib.contextmanager
-def _copied(path: Path, text: bytes, size: int) -> Iterator[Path | str]:
-    """Copy the header into a private file of the same size, with a hole for the data; or else yield the file itself.
-
-    The library maps its file into memory; if another process truncated that file, the system would kill this one. The
-    copy is also certain to have the header that was read.
-    """
-    with contextlib.ExitStack() as stack:
-        copy: Path | str = path
-        with contextlib.suppress(OSError):
-            content = [len(text).to_bytes(8, "little"), text]
-            copy = stack.enter_context(system.unnamed_file(content, size))
-        yield copy
-
-
-def _explain(path: Path, text: bytes, size: int, verdict: str) -> BadInputError:
-    """Say what is wrong with a file that the library refused: its own `verdict`, unless another reason is found."""
+def _explained(path: Path, text: bytes, size: int, refusal: Exception) -> BadInputError:
+    """Say which offsets are wrong in a file that the library refused; or else what the library says."""
     try:
-        check_offsets(path, text, size)
+        _check_offsets(path, text, size)
     except BadInputError as error:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         pass
-    return BadInputError(f"is not a valid safetensors file: {verdict}", file=path)
+    return BadInputError(f"is not a valid safetensors file: {shortened(str(refusal), 400)}", file=path)
+
+
+def emptied(text: bytes) -> bytes:
+    """Put a zero into each shape of a header, and set all offsets to zero; it is as valid as before, but for numbers.
+
+    A number that is not valid there, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
+    """
+    return _OUTSIDE_STRINGS.sub(_emptied_token, text)
+
+
+def _emptied_token(token: re.Match[bytes]) -> bytes:
+    start = token[0][:1]
+    return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
+
+
+def _check_offsets(path: Path, text: bytes, size: int) -> None:
+    """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
+
+    Raises:
+        ValueError: a number is wrong in a way that only the library can describe.
+    """
+    header, expected = json.loads(text), 0
+    check_name_lengths(path, header)
+    header.pop(METADATA, None)
+    tensors = [_tensor(name, entry) for name, entry in header.items()]
+    for tensor in tensors:
+        numbers = (*tensor.shape, *tensor[3:])
+        if len(numbers) > _MAX_RANK or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("shape and offsets must be a few whole numbers")
+    tensors.sort(key=lambda tensor: tensor[3:])
+    for tensor in tensors:
+        needed = -(-tensor.elements * BITS[tensor.dtype] // 8)
+        message = ""
+        if tensor.begin != expected or tensor.end < tensor.begin:
+            message = f"begins at {tensor.begin:,} instead of {expected:,} (tensors may neither overlap nor leave gaps)"
+        elif tensor.nbytes != needed:
+            shape = f"{list(tensor.shape)} of {tensor.dtype}"
+            message = f"{shape} takes {needed:,} bytes, the offsets span {tensor.nbytes:,}"
+        if message:
+            raise BadInputError(f"bad offsets: {message}", file=path, tensor=tensor.name)
+        # The library counts elements in 64 bits.
+        if tensor.elements * BITS[tensor.dtype] % 8 or any(n > _MAX_NUMBER for n in accumulate(tensor.shape, mul)):
+            raise ValueError(f"{tensor.name!r} ends within a byte, or its shape overflows")
+        expected = tensor.end
+    _check_file_size(path, tensors, 8 + len(text), size)
+
+
+def _check_fields(path: Path, text: bytes, size: int) -> None:
+    """Raise `BadInputError` unless a header says the type, the shape and the place of each tensor; of any type."""
+    try:
+        header = json.loads(text)
+        check_name_lengths(path, header)
+        metadata = header.pop(METADATA, None) or {}
+        unclear = [key for key, value in metadata.items() if not isinstance(value, str)]
+        tensors = [_tensor(name, entry) for name, entry in header.items()]
+        unclear += [tensor.name for tensor in tensors if not _is_clear(tensor)]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, BadInputError):
+            raise
+        message = f"is not a valid safetensors file: {shortened(repr(error), 400)}"
+        raise BadInputError(message, file=path) from error
+    if unclear:
+        raise BadInputError(f"is not a valid safetensors file: {shortened(repr(unclear[0]))} is unclear", file=path)
+    tensors.sort(key=lambda tensor: tensor[3:])
+    _check_file_size(path, tensors, 8 + len(text), size)
+
+
+def _is_clear(tensor: Tensor) -> bool:
+    """Check whether the fields of a tensor have the types that they should, and make sense."""
+    numbers, dtype = (*tensor.shape, *tensor[3:]), cast("object", tensor.dtype)
+    are_numbers = all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers)
+    return isinstance(dtype, str) and len(tensor.shape) <= _MAX_RANK and are_numbers and tensor.nbytes >= 0
+
+
+def _check_file_size(path: Path, tensors: Sequence[Tensor], data_start: int, size: int) -> None:
+    expected = data_start + max((tensor.end for tensor in tensors), default=0)
+    counts = f"the header says {expected:,} bytes, the file has {size:,}"
+    if expected > size:
+        whole = [tensor.name for tensor in tensors if data_start + tensor.end <= size]
+        last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
+        message = f"truncated: {counts} ({expected - size:,} missing); {last}"
+    elif expected < size:
+        message = f"trailing bytes: {counts} ({size - expected:,} too many)"
+    else:
+        return
+    raise BadInputError(message, file=path, hint="copy it again")

@@ -23,7 +23,7 @@ from gradtool.store.format.index import INDEX_SUFFIX
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradtool.store.format.paths import PathList
+    from gradtool.errors import GradtoolError
 
     # What is wrong, and perhaps what to do.
     Explanation = tuple[str, str | None]
@@ -164,41 +164,37 @@ def _stem(name: str) -> str:
     return name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").lower()
 
 
-class NamedPath:
-    """A path of a call, by its position: an argument or, as the last ones may be, an entry of a list."""
-
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], listed: PathList | None, position: int) -> None:
-        self.path = os.fspath(paths[position])
-        entry = 0 if listed is None else position - len(paths) + len(listed.paths) + 1
-        self.listed = listed if entry > 0 else None
-        self.place = "" if self.listed is None else f" (entry {entry:,} of {self.listed.where})"
-
-    def __str__(self) -> str:
-        """Say what the path is, and where it was given."""
-        is_folder = os.path.isdir(self.path)  # noqa: PTH112 - Path's own raises without permission
-        kind = "folder" if is_folder else "index" if self.path.endswith(INDEX_SUFFIX) else "path"
-        return f"the {kind} {self.path}{self.place}"
+def named_path(path: str, place: str) -> str:
+    """Say what a path of a call is, and its place in a list of paths, if it has one."""
+    is_folder = os.path.isdir(path)  # noqa: PTH112 - Path's own raises without permission
+    kind = "folder" if is_folder else "index" if path.endswith(INDEX_SUFFIX) else "path"
+    return f"the {kind} {path}{place}"
 
 
-def path_error(error: BadInputError, named: NamedPath) -> BadInputError | None:
-    """Return the error about a path that leads nowhere with its reason and a hint; None for any other error."""
-    if named.listed is not None and (not_a_list := not_a_list_error(named.listed.where, named.listed.head)) is not None:
+def path_error(error: GradtoolError, path: str, place: str, listed: tuple[str, bytes] | None) -> GradtoolError:
+    """Return the error for a path of a call: that the list it comes from is none, or why it leads nowhere.
+
+    Of that list, `listed` are the name and the first bytes.
+    """
+    if not isinstance(error, BadInputError):
+        return error
+    if listed is not None and (not_a_list := not_a_list_error(*listed)) is not None:
         return not_a_list
     (problem,) = error.problems
     if problem.message not in (NO_SUCH_FILE, NO_SUCH_FOLDER) or problem.file is None:
-        return None
+        return error
     explain = no_such_file if problem.message == NO_SUCH_FILE else no_such_folder
-    if problem.file not in (named.path, str(Path(named.path))):
+    if problem.file not in (path, str(Path(path))):
         return BadInputError.from_problems([explain(problem.file)])
-    explanation = explain(named.path)
-    message = say("{}{}", explanation.message, named.place)
+    explanation = explain(path)
+    message = say("{}{}", explanation.message, place)
     return BadInputError.from_problems([replace(explanation, message=message)])
 
 
-def named_twice_error(file: str, named: NamedPath, other: str, other_named: NamedPath) -> BadInputError:
-    """Return the error for a file that two paths of a call lead to, one of them perhaps by another name."""
-    same = "" if file == other else f"is the same file as {other} and "
-    by = f"both times by {named}" if str(named) == str(other_named) else f"by {other_named} and by {named}"
+def named_twice_error(file: str, named: str, first: str, first_named: str) -> BadInputError:
+    """Return the error for a file that two paths of a call lead to, the first perhaps by another name."""
+    same = "" if file == first else f"is the same file as {first} and "
+    by = f"both times by {named}" if named == first_named else f"by {first_named} and by {named}"
     return BadInputError(f"{same}is named twice: {by}", file=file, code="duplicate-file", hint="name each file once")
 
 

@@ -3,83 +3,76 @@
 The cost of JSON depends more on the number of its values than on its bytes, so values are counted before it is parsed,
 by the characters that come with each. Characters in names count too; the limits allow for that.
 
-The limits keep one file at about 1 s and below 300 MiB. The safetensors library has a single limit: 100 MB of header.
+The limits keep a file at about 1 s and below 300 MiB. The safetensors library has a single limit: 100 MB of header.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
 # Headers and indexes usually take 100 to 150 bytes a tensor and reach the limits on tensors first.
 MAX_TEXT = 50_000_000
 # A string takes four times the memory if one of its characters is not ASCII, or an escape stands for such a character.
 MAX_ODD_TEXT = 25_000_000
-# In one file. The largest models have some 200,000, in a hundred files.
+# In a file. The largest models have some 200,000, in a hundred files.
 MAX_TENSORS = 150_000
-# In one index, which covers all those files.
+# In an index, which covers all those files.
 MAX_MAPPED = 400_000
 # Characters in the name of a tensor or a shard.
 MAX_NAME = 4096
-# Files that one index names. The largest models have some hundreds.
+# Files that an index names. The largest models have some hundreds.
 MAX_SHARDS = 20_000
-# Paths of one list, and bytes of a path: as many as Linux takes.
+# Paths of a list, and bytes of a path: as many as Linux takes.
 MAX_PATHS = 100_000
 MAX_PATH = 4096
 # Bytes of a list of paths, which may come from an endless device or pipe.
 MAX_PATH_LIST = 50_000_000
 
-# How many of a character one tensor may have: an entry of rank 4 has 2, 1, 7 and 10 of them.
-_OF_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
-_OF_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
+# How many of a character a tensor may have: an entry of rank 4 in a header has 2, 1, 7 and 10 of them.
+_PER_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
+_PER_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
 
 
-def check_length(path: Path, what: str, length: int, most: int | None = None) -> None:
+def check_length(path: Path, subject: str, length: int, limit: int | None = None) -> None:
     """Raise `BadInputError` for a header, an index or a state with too many bytes; called before it is read."""
-    limit = MAX_TEXT if most is None else most
+    limit = limit or MAX_TEXT
     if length > limit:
-        raise _over(path, what, f"{limit:,} bytes", f"it has {length:,}")
+        raise _over(path, subject, f"{limit:,} bytes", f"it has {length:,}")
 
 
-def check_header_size(path: Path, text: bytes) -> None:
-    """Raise `BadInputError` for a header that would cost too much to parse."""
-    _check_cost(path, "the header", text, per_tensor=_OF_TENSOR, most=MAX_TENSORS, hint="split the file")
+def check_cost(path: Path, text: bytes, *, is_index: bool = False) -> None:
+    """Raise `BadInputError` for a header or an index that would cost too much to parse."""
+    name, per_tensor, limit, hint = "the header", _PER_TENSOR, MAX_TENSORS, "split the file"
+    if is_index:
+        name, per_tensor, limit, hint = "the index", _PER_MAPPING, MAX_MAPPED, "split the set"
+    if len(text) > MAX_ODD_TEXT and not (text.isascii() and b"\\" not in text):
+        raise _over(path, f"{name}, which is not plain ASCII,", f"{MAX_ODD_TEXT:,} bytes", f"it has {len(text):,}")
+    count = max(text.count(character) // times for character, times in per_tensor.items())
+    if count > limit:
+        raise _over(path, name, f"{limit:,} tensors", f"it is as large as for {count:,}", hint)
 
 
-def check_index_size(path: Path, text: bytes) -> None:
-    """Raise `BadInputError` for an index that would cost too much to parse."""
-    _check_cost(path, "the index", text, per_tensor=_OF_MAPPING, most=MAX_MAPPED, hint="split the set")
-
-
-def check_shard_count(path: Path, files: Iterable[Any]) -> None:
-    """Raise `BadInputError` for an index of too many files; called before one of them is looked for."""
-    if (count := len(set(files))) > MAX_SHARDS:
-        raise _over(path, "the index", f"{MAX_SHARDS:,} shards", f"it names {count:,}")
+def check_shard_count(path: Path, files: Collection[str]) -> None:
+    """Raise `BadInputError` for an index of too many files; called before any of them is looked for."""
+    if len(files) > MAX_SHARDS:
+        raise _over(path, "the index", f"{MAX_SHARDS:,} shards", f"it names {len(files):,}")
 
 
 def check_name_lengths(path: Path, names: Iterable[str]) -> None:
     """Raise `BadInputError` for a name of a tensor or a shard that is too long."""
     for name in names:
         if len(name) > MAX_NAME:
-            what = f"the name {shortened(name)!r}"
-            raise _over(path, what, f"{MAX_NAME:,} characters", f"it has {len(name):,}", "rename it")
-
-
-def _check_cost(path: Path, what: str, text: bytes, *, per_tensor: Mapping[bytes, int], most: int, hint: str) -> None:
-    """Raise `BadInputError` for a text that is too long, or has as many of a character as too many tensors have."""
-    if len(text) > MAX_ODD_TEXT and not (text.isascii() and b"\\" not in text):
-        raise _over(path, f"{what}, which is not plain ASCII,", f"{MAX_ODD_TEXT:,} bytes", f"it has {len(text):,}")
-    count = max(text.count(character) // times for character, times in per_tensor.items())
-    if count > most:
-        raise _over(path, what, f"{most:,} tensors", f"it is as large as for {count:,}", hint)
+            limit, actual = f"{MAX_NAME:,} characters", f"it has {len(name):,}"
+            raise _over(path, f"the name {shortened(name)!r}", limit, actual, "rename it")
 
 
 def _over(
-    path: Path, what: str, limit: str, actual: str, hint: str = "check that this is the right file"
+    path: Path, subject: str, limit: str, actual: str, hint: str = "check that this is the right file"
 ) -> BadInputError:
-    return BadInputError(f"{what} exceeds the limit of {limit} ({actual})", file=path, code="limit", hint=hint)
+    return BadInputError(f"{subject} exceeds the limit of {limit} ({actual})", file=path, code="limit", hint=hint)

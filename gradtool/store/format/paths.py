@@ -1,4 +1,4 @@
-"""What paths name, told from names alone, before a file is opened; and lists of paths."""
+"""The paths of a call and lists of them, checked before any file is opened."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import re
 import select
 import sys
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import NO_SUCH_FOLDER, BadInputError, UsageError, from_os_error, option, os_errors_about, say
-from gradtool.store.format.index import INDEX_SUFFIX
+from gradtool.errors import BadInputError, UsageError, from_os_error, option, os_errors_about, say
 from gradtool.store.format.limits import MAX_PATH, MAX_PATH_LIST, MAX_PATHS
-from gradtool.store.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,43 +23,10 @@ class PathList(NamedTuple):
     paths: list[str]
     head: bytes
 
-
-def list_path(path: str) -> tuple[list[Path], Path | None]:
-    """List the files that a path names, one or those of a folder in name order, and its index. A file need not exist.
-
-    Raises:
-        BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
-        SystemRefusedError: the folder cannot be listed.
-    """
-    named = Path(path)
-    parts = _parts_in(named)
-    # A Path drops the slash, and with it that a folder is meant.
-    if path.endswith(os.sep) and not (is_there(path) and parts is not None):
-        raise BadInputError(NO_SUCH_FOLDER, file=path, code="missing-file")
-    if parts is None:
-        return ([], named) if named.name.endswith(INDEX_SUFFIX) else ([named], None)
-    indexes = [part for part in parts if part.name.endswith(INDEX_SUFFIX)]
-    if len(indexes) > 1:
-        what = f"has {len(indexes)} indexes ({', '.join(index.name for index in indexes)})"
-        raise BadInputError(what, file=named, hint="name the one to use")
-    if not parts:
-        from gradtool.store.format.filetypes import no_safetensors_error  # only needed for the error
-
-        raise no_safetensors_error(named)
-    return [part for part in parts if part not in indexes], indexes[0] if indexes else None
-
-
-def parts_in(folder: Path) -> list[Path]:
-    """List the safetensors files and indexes in a folder, in name order; hidden ones left out."""
-    return _parts_in(folder) or []
-
-
-def _parts_in(folder: Path) -> list[Path] | None:
-    with os_errors_about(folder):
-        names = Source.kind_of(folder).names_in(folder)
-    if names is None:
-        return None
-    return [folder / name for name in sorted(names) if name.endswith((".safetensors", INDEX_SUFFIX)) and name[0] != "."]
+    def place_of(self, from_end: int) -> str:
+        """Say which entry a path is, counted from the end of the paths of a call; nothing if it is an argument."""
+        entry = len(self.paths) - from_end + 1
+        return f" (entry {entry:,} of {self.where})" if entry > 0 else ""
 
 
 def is_there(path: str) -> bool:
@@ -139,8 +103,8 @@ def read_path_list(source: str) -> PathList:
         if is_over:
             from gradtool.store.format.filetypes import not_a_list_error  # only needed for the error
 
-            what = f"exceeds the limit of {limit} in a list of paths"
-            raise not_a_list_error(where, head) or BadInputError(what, file=where, code="limit")
+            message = f"exceeds the limit of {limit} in a list of paths"
+            raise not_a_list_error(where, head) or BadInputError(message, file=where, code="limit")
     if not lines:
         raise BadInputError("names no file", file=where)
     return PathList(where, list(map(os.fsdecode, lines)), head)

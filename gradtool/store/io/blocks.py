@@ -11,8 +11,7 @@ from gradtool.store.format.tensors import BITS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.tensors import Tensor
+    from gradtool.store.format.tensors import Shard, Tensor
 
 # A gap between two wanted tensors that is cheaper to read than to skip.
 BRIDGE_BYTES = 128 << 10

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gradtool import tuning
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs, system
-from gradtool.store.format.header import Shard
+from gradtool.store.format.tensors import Shard
 from gradtool.store.source import Reader, Source
 
 if TYPE_CHECKING:

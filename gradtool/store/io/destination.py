@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
     from gradtool.store.io.redolog import RedoLog

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, SystemRefusedError, os_errors_about
-from gradtool.store.format.gradset import check_dtypes, open_sets, require_unique_names, select
+from gradtool.store.format.gradset import open_sets
+from gradtool.store.format.selection import check_dtypes, require_unique_names, select
 from gradtool.store.fs import Folder
 from gradtool.store.transaction.files import files_of_runs
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
     from gradtool.errors import GradtoolError
     from gradtool.store.format.gradset import GradientSet, Selected
-    from gradtool.store.format.header import Shard
-    from gradtool.store.format.newset import NewSet
+    from gradtool.store.format.layout import NewSet
     from gradtool.store.format.paths import PathList
-    from gradtool.store.format.patterns import Renames
+    from gradtool.store.format.selection import Renames
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.runs import Scope
 
 

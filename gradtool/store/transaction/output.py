@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure, option, say
-from gradtool.store.format.layout import rewritten
-from gradtool.store.format.newset import INDEX_NAME
-from gradtool.store.format.paths import parts_in
+from gradtool.store.format.gradset import parts_in
+from gradtool.store.format.layout import INDEX_NAME, rewritten
 from gradtool.store.fs import File
 from gradtool.store.io.destination import DISCARD, NewFile, NewFiles, Overwritten
 from gradtool.store.source import SmallFile, require_status
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet, Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets, WritePlan
     from gradtool.store.transaction.staging import Source
@@ -143,10 +142,10 @@ class Output(NamedTuple):
             if there:
                 hint = say("leave out {} to replace files that exist", option("no_clobber", True))
                 raise BadInputError.from_problems(there, hint)
-        if self.created and self.folder is not None and os.path.isdir(self.folder):  # noqa: PTH112 - Path's own may raise
+        if self.created and self.folder is not None and (files := parts_in(self.folder)):
             # With a shard or an index of another set beside it, the new set could not be told from that.
             expected = {path.name for path in self.created}
-            others = [one.name for one in parts_in(self.folder) if one.name not in expected]
+            others = [one.name for one in files if one.name not in expected]
             if others:
                 more = f" and {len(others) - 1:,} more" if others[1:] else ""
                 what = f"has {others[0]}{more}, which the new set does not have"

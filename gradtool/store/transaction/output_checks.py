@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gradtool.options import Writing
     from gradtool.store.format.gradset import GradientSet
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
 
 
 def check_options(options: Writing, state: Path | None) -> None:

@@ -10,8 +10,8 @@ from support import write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError
 from gradtool.store.format import gradset
-from gradtool.store.format.gradset import check_dtypes, select
 from gradtool.store.format.paths import read_path_list
+from gradtool.store.format.selection import check_dtypes, select
 
 ONES = np.ones(2, np.float32)
 

@@ -14,8 +14,7 @@ from support import build, with_header, without_room, write
 from gradtool import BadInputError, SystemRefusedError
 from gradtool.store.format import header
 from gradtool.store.format.gradset import open_sets
-from gradtool.store.format.header import read_shard
-from gradtool.store.format.tensors import emptied
+from gradtool.store.format.header import emptied, read_shard
 from gradtool.store.source import is_unchanged
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -6,8 +6,9 @@ import pytest
 from support import ONES, encode, write, write_index
 
 from gradtool import BadInputError
-from gradtool.store.format.gradset import open_sets, select
-from gradtool.store.format.newset import NewSet
+from gradtool.store.format.gradset import open_sets
+from gradtool.store.format.layout import NewSet
+from gradtool.store.format.selection import select
 
 NEW = Path("new")
 

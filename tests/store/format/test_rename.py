@@ -6,7 +6,7 @@ from support import write
 
 from gradtool import BadInputError
 from gradtool.store.format.gradset import open_sets
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 
 ONES = np.ones(2, np.float32)
 

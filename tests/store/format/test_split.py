@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from split import boxes, split_shard
 from tiers import PARTS, examples
 
-from gradtool.store.format.split import Extent
+from gradtool.store.format.tensors import Extent
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Regular expressions on names of tensors: they select, group and rename tensors, each in limited time.
+"""Select, group and rename tensors by regular expressions on their names, in limited time; check what is selected.
 
 Python's `re` may take forever for a name of 30 characters, and lets no other thread run meanwhile; but it lets the main
 thread handle signals. So a timer of CPU time ends it: SIGVTALRM, because SIGALRM may be sent to end the process, and
@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from gradtool.errors import BadInputError, UsageError, option, say, shortened
+from gradtool.errors import BadInputError, UsageError, call, option, say, shortened
 from gradtool.store.format.limits import MAX_NAME
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gradtool.errors import Text
     from gradtool.store.format.gradset import GradientSet, Selected
-    from gradtool.store.format.header import Shard
+    from gradtool.store.format.tensors import Shard
 
     _T = TypeVar("_T")
 
@@ -35,6 +35,52 @@ LIMIT = 10.0
 
 class _TimeUp(Exception):  # noqa: N818 - it never leaves this module
     pass
+
+
+def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Selected]:
+    """List the tensors whose name matches any `include` (all, without one) and no `exclude`, in file order.
+
+    Raises:
+        UsageError: a pattern is not a regular expression.
+        BadInputError: a pattern matches no tensor, or nothing is left.
+    """
+    everything = [selected for gradset in sets for selected in gradset.tensors]
+    if not include and not exclude:
+        return everything
+    included, excluded = compiled(include, "include"), compiled(exclude, "exclude")
+    all_names = {tensor.name for _, tensor in everything}
+    names = set().union(*(matching(all_names, pattern, "include") for pattern in included)) if included else all_names
+    names = names.difference(*(matching(all_names, pattern, "exclude") for pattern in excluded))
+    selected = [entry for entry in everything if entry.tensor.name in names]
+    if not selected:
+        raise BadInputError(say("{} and {} leave no tensors", option("include"), option("exclude")), code="no-match")
+    return selected
+
+
+def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
+    """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
+    for shard, tensor in selected:
+        if tensor.dtype not in supported:
+            message = f"unsupported dtype {tensor.dtype} (supported: {', '.join(supported)})"
+            hint = say("skip it with {}", option("exclude", f"^{re.escape(tensor.name)}$")) if can_exclude else None
+            raise BadInputError(message, file=shard.name, tensor=tensor.name, code="dtype", hint=hint)
+
+
+def require_unique_names(selected: Iterable[Selected]) -> None:
+    """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
+    shard_of: dict[str, Shard] = {}
+    for shard, tensor in selected:
+        first = shard_of.setdefault(tensor.name, shard)
+        if first is not shard:
+            hint = say(
+                "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one "
+                "vector, as from ranks that each hold a part",
+                call("accumulate"),
+                call("norm", by_file=True),
+                option("concat", True),
+            )
+            message = f"is in {first.name} too"
+            raise BadInputError(message, file=shard.name, tensor=tensor.name, code="shared-name", hint=hint)
 
 
 def compiled(patterns: Sequence[str], name: str) -> list[re.Pattern[str]]:

@@ -9,9 +9,9 @@ from support import snapshot, write
 
 import gradtool
 from gradtool import BadInputError
-from gradtool.store.format import patterns
+from gradtool.store.format import selection
 from gradtool.store.format.gradset import open_sets
-from gradtool.store.format.patterns import Renames
+from gradtool.store.format.selection import Renames
 
 ENDLESS = r"^(\w+\.?)*weight$"
 # It takes 2**60 steps and more.
@@ -21,7 +21,7 @@ ONES = np.ones(2, np.float32)
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr(patterns, "LIMIT", 0.05)
+    monkeypatch.setattr(selection, "LIMIT", 0.05)
     return write(tmp_path / "x.safetensors", {NAME: ONES})
 
 
@@ -99,6 +99,6 @@ def test_in_other_threads_no_handler_is_installed(path, monkeypatch):
 
 
 def test_the_time_of_other_threads_does_not_count():
-    with patterns._limited(1000):
+    with selection._limited(1000):
         # As the timer does when other threads have computed.
         signal.raise_signal(signal.SIGVTALRM)

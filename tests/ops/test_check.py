@@ -21,7 +21,7 @@ from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, check, norm
 from gradtool.errors import as_command, changed_meanwhile
-from gradtool.ops.check import values
+from gradtool.ops.passes import Measurement
 
 ONES = {"a": np.ones(4, np.float32)}
 
@@ -459,7 +459,7 @@ def test_a_file_that_changes_whenever_it_is_read_is_refused_in_the_end(tmp_path,
         calls.append(1)
         raise changed_meanwhile(path)
 
-    monkeypatch.setattr(values.ValueCounts, "add", add)
+    monkeypatch.setattr(Measurement, "add", add)
     with pytest.raises(SystemRefusedError, match="was changed by another program") as caught:
         check(path)
     assert (len(calls), caught.value.problems[0].code) == (3, "changed")

@@ -10,7 +10,7 @@ from gradtool.declare import operation
 from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
 from gradtool.ops.accumulate.buffer import Add, Buffer, existing_buffer, new_set
-from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen, weights_of
+from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen
 from gradtool.ops.aligned_read import Operand
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
@@ -98,13 +98,11 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     with call.open_to_write(options, WritePlan(len(into), created)) as output:
         gradients = call.opened.sets[len(into) :]
         _check_count(options, len(gradients))
-        selected = [call.opened.selected_in(gradient) for gradient in gradients]
         if created is None:
             buffer = Buffer(call.opened.selected_in(output.sets[0]), output.sets[0])
         else:
             buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
-        weights = weights_of(options, gradients)
-        contributions, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
+        contributions, gaps = match(options, buffer.targets, call.opened, gradients)
         outcome = (_add if options.update else _skip_update)(call, options, buffer, contributions, output)
     before, after = outcome.before, outcome.after
     # The type of a buffer cannot be changed by an option.
@@ -207,11 +205,7 @@ def _add(
     metadata, dropped = replace_total(buffer.existing, options.weight_key, total, hint)
     if total is not None and options.weight_key is not None and options.is_new:
         buffer = buffer.with_metadata(total.entries(options.weight_key))
-    numbers = sorted({number for contribution in accepted for number in contribution.tensors})
-    if options.missing == "zero" and not options.adds_to_old:
-        # Where zeros alone are added, a buffer that is kept stays as it is.
-        numbers = list(range(len(buffer.targets)))
-    adding = _adding(options, [buffer.targets[number] for number in numbers], numbers, accepted, weight_sum)
+    numbers, adding = _adding(options, buffer.targets, accepted, weight_sum)
     sum_norm = coef = None
     before: list[Measurement] = []
     if options.max_norm is not None:
@@ -225,15 +219,15 @@ def _add(
     with call.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = call.run(adding, destination).each
         _check_finite(call, options, adding, after, measured)
-        rest = buffer.measure_without(call, numbers, adding.spec)
+        unchanged = buffer.measure_without(call, numbers, adding.spec)
     before = before or measured
     if options.is_new and len(numbers) < len(buffer.targets):
         left = number_of(len(buffer.targets) - len(numbers), "tensor")
         dropped = [*dropped, Problem("skipped", f"{left} only in gradients that were skipped; zeros in the new set")]
     return _Outcome(
         targets=buffer.targets,
-        after=rest.updated(numbers, after),
-        before=rest.updated(numbers, before[0]) if before else None,
+        after=unchanged.updated(numbers, after),
+        before=unchanged.updated(numbers, before[0]) if before else None,
         destination=destination,
         contributions=contributions,
         weight_sum=weight_sum,
@@ -244,13 +238,14 @@ def _add(
 
 
 def _adding(
-    options: AccumulateOptions,
-    targets: Sequence[Selected],
-    numbers: Sequence[int],
-    accepted: Sequence[Contribution],
-    weight_sum: float,
-) -> Add:
-    """Return the pass over the targets that something is added to, which have these numbers; check their divisors."""
+    options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution], weight_sum: float
+) -> tuple[list[int], Add]:
+    """Return the numbers of the targets that something is added to, and the pass over these; check their divisors."""
+    numbers = sorted({number for contribution in accepted for number in contribution.tensors})
+    if options.missing == "zero" and not options.adds_to_old:
+        # Zeros change what replaces old content; added to old content, they change nothing.
+        numbers = list(range(len(targets)))
+    targets = [targets[number] for number in numbers]
     divisors: list[float] = []
     if options.is_mean and options.missing == "skip" and any(len(each.tensors) < len(targets) for each in accepted):
         divisors = [sum_of([each.row.weight for each in accepted if number in each.tensors]) for number in numbers]
@@ -259,11 +254,11 @@ def _adding(
         message = "the weights of the gradients that have it add up to 0, so that there is no mean"
         raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
     places = {number: place for place, number in enumerate(numbers)}
-    return Add(
+    return numbers, Add(
         targets,
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
-        [Operand({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
+        [Operand({places[number]: grad for number, grad in each.tensors.items()}, each.scale) for each in accepted],
         AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
         _trim(options),
         divisors,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtool.ops.passes import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.transaction.inputs import OpenSets
 
 SKIP_HINT = say(
     "use {} to leave out such gradients, or {} to drop such a buffer",
@@ -78,11 +79,11 @@ class Contribution(NamedTuple):
         return self.factor if self.row.coef is None else self.factor * self.row.coef
 
     def with_row(self, **fields: Any) -> Contribution:
-        """Return the same with other fields in its row."""
+        """Return the same contribution with other fields in its row."""
         return self._replace(row=replace(self.row, **fields))
 
 
-def weights_of(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> list[Weight]:
+def _weights(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> list[Weight]:
     """Return the weight of each gradient: as given, or as its files have it under a key, or else 1.
 
     Raises:
@@ -101,25 +102,27 @@ def weights_of(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> 
 def match(
     options: AccumulateOptions,
     targets: Sequence[Selected],
-    gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
-    weights: Sequence[Weight],
+    opened: OpenSets,
+    gradients: Sequence[GradientSet],
 ) -> tuple[list[Contribution], list[Problem]]:
-    """Return what each gradient contributes to the targets, and a warning for each that has not the same tensors.
+    """Return what each gradient contributes to the targets, and a warning for each that has other tensors.
 
     The targets are the tensors of the buffer; or of a new set, which has those of all gradients.
 
     Raises:
+        UsageError: there is not a weight for each gradient.
         BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless the options
             allow that; or its shape does not broadcast to the buffer's. Every such tensor is named. The first gradient
-            stands for the buffer where there is none.
+            stands for the buffer where there is none. Or a weight is missing or invalid.
     """
     numbers = {target.tensor.name: number for number, target in enumerate(targets)}
-    expected = {entry.tensor.name: None for entry in (gradients[0][1] if options.is_new else targets)}
+    expected = {entry.tensor.name: None for entry in (opened.selected_in(gradients[0]) if options.is_new else targets)}
     whole = "the first gradient" if options.is_new else "the buffer"
     problems: list[Problem] = []
     warnings: list[Problem] = []
     contributions: list[Contribution] = []
-    for (gradient, selected), weight in zip(gradients, weights, strict=True):
+    for gradient, weight in zip(gradients, _weights(options, gradients), strict=True):
+        selected = opened.selected_in(gradient)
         by_name = {entry.tensor.name: entry for entry in selected}
         missing = [name for name in expected if name not in by_name]
         extra = [entry for entry in selected if entry.tensor.name not in expected]
@@ -235,12 +238,11 @@ def coef_for(
     coef = clip_coef(limit, norm, options.eps)
     if coef >= 1:
         return 1.0
-    smaller = coef if coef < SMALLEST_NORMAL else abs(factor * coef)
-    # A weight alone is taken as it is given.
-    if coef > 0 and (coef < SMALLEST_NORMAL or (factor and smaller < SMALLEST_NORMAL)):
-        message = (
-            f"the coefficient {smaller!r} is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing written"
-        )
+    # A weight of 0 is no reason to refuse a coefficient.
+    product = coef if coef < SMALLEST_NORMAL or not factor else abs(factor * coef)
+    if coef > 0 and product < SMALLEST_NORMAL:
+        bounds = f"float64 (from {SMALLEST_NORMAL:.3g})"
+        message = f"the coefficient {product!r} is out of range for {bounds}; nothing written"
         raise BadInputError(message, file=file, hint=say("use a larger {}", option(name)))
     return coef
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from gradtool.engines.threads import Threads
-    from gradtool.ops.check.values import ValueCounts
+    from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
 
 # How often a set is read if its files are replaced meanwhile.
@@ -188,7 +188,7 @@ def _select(sets: Sequence[GradientSet], checks: Sequence[SetCheck], options: Ch
 
 def _count_values(
     valued: Sequence[Selected], options: CheckOptions
-) -> tuple[Threads | None, ValueCounts | None, Sequence[Problem]]:
+) -> tuple[Threads | None, Measurement | None, Sequence[Problem]]:
     """Count values unless the options skip that; return the engine, the counts, and what could not be read."""
     if options.fast:
         return None, None, ()

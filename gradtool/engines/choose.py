@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from gradtool.engines.threads import Progress
     from gradtool.options import Compute, Local
 
-    # What runs the passes of a call: the threads of this process run their tasks, other processes their parts.
+    # What runs the passes of a call: threads of this process do their tasks, or other processes their parts.
     Engine = Threads | Workers
 
 # More would only take memory.
-MOST_THREADS = 256
+MAX_THREADS = 256
 
 
-def asked_for(given: str | None) -> tuple[str, str | None]:
-    """Return the engine asked for, by default GRADTOOL_ENGINE or "threads", and its address; or raise `UsageError`."""
-    source = "GRADTOOL_ENGINE" if given is None else option("engine")
-    name = (os.environ.get("GRADTOOL_ENGINE") or "threads") if given is None else given
+def requested_engine(name: str | None) -> tuple[str, str | None]:
+    """Return an engine, by default GRADTOOL_ENGINE or "threads", and its address; or raise `UsageError`."""
+    source = "GRADTOOL_ENGINE" if name is None else option("engine")
+    name = (os.environ.get("GRADTOOL_ENGINE") or "threads") if name is None else name
     kind, _, address = name.partition(":")
     if name != "threads" and (kind != "dask" or not address):
         raise UsageError(say("{} must be threads or dask:ADDRESS, not {!r}", source, name))
@@ -35,12 +35,12 @@ def asked_for(given: str | None) -> tuple[str, str | None]:
 
 def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
     """Return the engine of complete options; and the backend, if it is chosen here and not by workers."""
-    name, address = asked_for(options.engine)
+    name, address = requested_engine(options.engine)
     if address is None:
         return local(options, progress)
     from gradtool.engines.cluster.engine import Workers  # not needed by threads
 
-    threads = None if options.threads is None else min(options.threads, MOST_THREADS)
+    threads = None if options.threads is None else min(options.threads, MAX_THREADS)
     # What the environment says here counts for the workers too.
     backend = requested_backend(options.backend)
     return Workers(name, address, backend, options.device, threads, options.worker_timeout, progress), None
@@ -49,5 +49,5 @@ def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice 
 def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:
     """Return the threads of this process, and their backend."""
     choice = choose_backend(options.backend, options.device)
-    count = min(options.threads or default_threads(), MOST_THREADS)
+    count = min(options.threads or default_threads(), MAX_THREADS)
     return Threads(choice.backend, count, progress, choice.why), choice

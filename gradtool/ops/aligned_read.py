@@ -37,7 +37,7 @@ class Operand(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What an operand has for a span, whose first sum is number `at`; zeros if nothing is selected."""
+    """The tensor of an operand for a span, whose first sum is number `at`; zeros if nothing is selected."""
 
     span: Span
     at: int
@@ -66,7 +66,7 @@ def read(
 
 
 @contextlib.contextmanager
-def read_one(
+def read_beside(
     tensors: Mapping[int, Selected], targets: Sequence[Selected], block: Block, channel: Channel
 ) -> Iterator[tuple[memoryview, list[Addend]]]:
     """Read what the tensors have for a block, which has some of their targets."""
@@ -79,28 +79,23 @@ def _batches(
 ) -> Iterator[tuple[list[_Part], int]]:
     """Put the parts of operands together, with their bytes."""
     batch: list[_Part] = []
-    filled = 0
+    size = 0
     for operand in operands:
-        parts = _parts(operand, block, fills=fills)
-        size = sum(part.nbytes for part in parts)
-        if batch and filled + size > nbytes:
-            yield batch, filled
-            batch, filled = [], 0
+        parts, at = [], 0
+        for span in block.spans:
+            selected = operand.tensors.get(span.tensor)
+            if selected is not None or fills:
+                dtype, factor = (selected.tensor.dtype, operand.factor) if selected else (_ZEROS, 1.0)
+                parts.append(_Part(span, at, selected, dtype, factor, span.elements * STORAGE[dtype].itemsize))
+            at += span.elements
+        more = sum(part.nbytes for part in parts)
+        if batch and size + more > nbytes:
+            yield batch, size
+            batch, size = [], 0
         batch += parts
-        filled += size
+        size += more
     if batch:
-        yield batch, filled
-
-
-def _parts(operand: Operand, block: Block, *, fills: bool) -> list[_Part]:
-    parts, at = [], 0
-    for span in block.spans:
-        selected = operand.tensors.get(span.tensor)
-        if selected is not None or fills:
-            dtype, factor = (selected.tensor.dtype, operand.factor) if selected else (_ZEROS, 1.0)
-            parts.append(_Part(span, at, selected, dtype, factor, span.elements * STORAGE[dtype].itemsize))
-        at += span.elements
-    return parts
+        yield batch, size
 
 
 def _load(parts: Sequence[_Part], view: memoryview, targets: Sequence[Selected], channel: Channel) -> list[Addend]:
@@ -108,14 +103,13 @@ def _load(parts: Sequence[_Part], view: memoryview, targets: Sequence[Selected],
     addends, offset = [], 0
     # Where bytes are, and where they go. Neighbours in the block are mostly neighbours there, and read in one go.
     ranges: list[tuple[Shard, int, int, int]] = []
-    for part in parts:
-        span, at, selected, dtype, factor, nbytes = part
+    for span, at, selected, dtype, factor, nbytes in parts:
         target = targets[span.tensor].tensor
         addends.append(Addend(dtype, offset, span.elements, at, factor))
         if selected is None:
             view[offset : offset + nbytes] = bytes(nbytes)
         elif selected.tensor.elements != target.elements:
-            spread(selected, target.shape, span, view[offset:], channel)
+            read_broadcast(selected, target.shape, span, view[offset:], channel)
         else:
             begin = selected.tensor.begin + span.start * (nbytes // span.elements)
             shard, first, end, to = ranges[-1] if ranges else (None, 0, 0, 0)
@@ -150,8 +144,8 @@ def positions(shape: tuple[int, ...], target: tuple[int, ...], start: int, stop:
     return indices
 
 
-def spread(selected: Selected, target: tuple[int, ...], span: Span, view: memoryview, channel: Channel) -> None:
-    """Put the broadcast elements of a span, as they are stored, at the beginning of `view`."""
+def read_broadcast(selected: Selected, target: tuple[int, ...], span: Span, view: memoryview, channel: Channel) -> None:
+    """Read the broadcast elements of a span, as they are stored, into the beginning of `view`."""
     bits = STORAGE[selected.tensor.dtype].bits
     codes: NDArray[Any] = np.frombuffer(view, bits, span.elements)
     begin, end = span.start, span.start + span.elements

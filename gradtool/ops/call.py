@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.choose import MOST_THREADS, asked_for, choose
+from gradtool.engines.choose import MAX_THREADS, choose, requested_engine
 from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import Rewriting
 from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import read_path_list
-from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.engines.passes import Pass, Result
     from gradtool.errors import Text
     from gradtool.ops.passes import Measurement
     from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
@@ -37,17 +35,18 @@ _SLOW_BYTES = 64 << 20
 
 
 class Call:
-    """A call of an operation, checked as far as that can be done without a file; then open, as long as a block lasts.
+    """A call of an operation: checked as far as possible without a file, then open for the length of a `with` block.
 
     Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, no name may be selected
     in several of the paths. Files may be named twice only with `may_repeat`.
     """
 
     opened: OpenSets
+    selected: list[Selected]
 
     def __init__(
         self,
-        named: Sequence[str],
+        paths: Sequence[str],
         options: Reading | DiffOptions,
         *,
         dtypes: Sequence[str] | None = tuple(STORAGE),
@@ -56,21 +55,18 @@ class Call:
         may_repeat: bool = False,
     ) -> None:
         self._began, self._commit_seconds = perf_counter(), 0.0
-        if isinstance(options, Rewriting):
+        if isinstance(options, Rewriting) and options.in_place:
             _check_in_place(options)
         files_from: StrPath | None = getattr(options, "files_from", None)
         listed = None if files_from is None else read_path_list(os.fspath(files_from))
-        paths = [*named, *(listed.paths if listed else ())]
+        paths = [*paths, *(listed.paths if listed else ())]
         progress = options.progress
         # The backend is chosen here, unless workers choose it.
         self.engine, self._choice = choose(options, progress if callable(progress) else None)
         self.inputs = Inputs(paths, options.include, options.exclude, dtypes, unique_names, listed, renames, may_repeat)
         self.options = options
-
-    @property
-    def selected(self) -> list[Selected]:
-        """The tensors that are selected in all sets."""
-        return self.opened.selected
+        # Runs a pass, and returns what it collects; without a destination nothing is written.
+        self.run = self.engine.run
 
     @contextlib.contextmanager
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[None]:
@@ -78,12 +74,6 @@ class Call:
         opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
         with quiet(), self._prepared(opened):
             yield
-
-    def open_unlocked(self, options: Writing) -> OpenSets:
-        """Open what the call names for `open_to_write`, with nothing locked."""
-        from gradtool.store.transaction.open import open_unlocked
-
-        return open_unlocked(self.inputs, options)
 
     @contextlib.contextmanager
     def open_to_write(
@@ -99,14 +89,10 @@ class Call:
     def _prepared(self, opened: OpenSets, output: Output | None = None) -> Iterator[None]:
         try:
             self.engine.prepare(output, opened.shards)
-            self.opened = opened
+            self.opened, self.selected = opened, opened.selected
             yield
         finally:
             self.engine.close()
-
-    def run(self, work: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
-        """Run a pass, and return what it collected; without a destination nothing is written."""
-        return self.engine.run(work, destination)
 
     @contextlib.contextmanager
     def writing(
@@ -130,15 +116,14 @@ class Call:
         self, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
     ) -> CallSummary:
         """Sum up the call once it is done; `selected` are the tensors that it was about."""
-        workers, clock = self.engine.workers, self.engine.clock
+        workers, clock, sums = self.engine.workers, self.engine.clock, totals(selected)
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
-        sums = totals(selected)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
         if why is None and sums["bytes"] > _SLOW_BYTES and faster is not None:
             message = "computed by numpy, several times slower than the compiled kernels"
             warnings = [Problem("slow", message, hint=faster), *warnings]
-        if threads > MOST_THREADS:
-            message = say("{} exceeds the limit; using {} threads", option("threads", threads), MOST_THREADS)
+        if threads > MAX_THREADS:
+            message = say("{} exceeds the limit; using {} threads", option("threads", threads), MAX_THREADS)
             warnings = [Problem("threads", message), *warnings]
         return CallSummary(
             files=len(self.opened.shards),
@@ -173,7 +158,7 @@ class Call:
         after: Measurement | None = None,
         warnings: Sequence[Problem] = (),
     ) -> dict[str, Any]:
-        """Return the fields of `Statistics`, for tensors that were measured; `after` is what was written."""
+        """Return the fields of `Statistics` for tensors that were measured; `after` measures what was written."""
         return {
             "call": self.summary(selected, warnings=warnings),
             "norm_type": before.spec.order,
@@ -186,16 +171,16 @@ class Call:
 
 def _check_in_place(options: Rewriting) -> None:
     """Raise `UsageError` where workers would overwrite files."""
-    engine, address = asked_for(options.engine)
-    if options.in_place and address is not None:
-        what = "{} requires {}, because a redo log protects what one machine overwrites"
+    engine, address = requested_engine(options.engine)
+    if address is not None:
+        message = "{} requires {}, because a redo log protects what one machine overwrites"
         hint = say("use {} with {}", option("write", "replace"), option("engine", engine))
-        raise UsageError(say(what, option("write", "inplace"), option("engine", "threads")), hint=hint)
+        raise UsageError(say(message, option("write", "inplace"), option("engine", "threads")), hint=hint)
 
 
-def require_this_machine(options: Compute, what: Text) -> None:
-    """Raise `UsageError` if an engine is asked for that cannot do the work of a command."""
-    engine, address = asked_for(options.engine)
+def require_this_machine(options: Compute, command: Text) -> None:
+    """Raise `UsageError` if an engine is requested that cannot do the work of a command."""
+    engine, address = requested_engine(options.engine)
     if address is not None:
         hint = say("use {} instead of {}", option("engine", "threads"), engine)
-        raise UsageError(say("{} runs on one machine", what), hint=hint)
+        raise UsageError(say("{} runs on one machine", command), hint=hint)

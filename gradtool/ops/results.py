@@ -91,8 +91,8 @@ class OutputSummary:
     bytes_written: int
 
 
-# The bases of results are never made themselves, so they need no methods but those that keep them frozen: each method
-# that a dataclass generates costs 0.1 ms of every start.
+# No object is made of the bases of results, so they need no methods but those that keep them frozen: each method that a
+# dataclass generates costs 0.1 ms of every start.
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Result:
     """What an operation returns: a summary of the call, which JSON does not nest, and fields of its own."""
@@ -103,7 +103,7 @@ class Result:
     call: CallSummary
 
     def __repr__(self) -> str:
-        """Return what was found or done, in one line; rows are only counted."""
+        """Return the result in one line; rows are only counted."""
         values = vars(self.call) | vars(self)
         shown = [f"{key}={values[key]!r}" for key in (*self.headline, "files", "tensors")]
         rows = [(key, len(value)) for key, value in vars(self).items() if key.startswith("per_") and value]
@@ -122,17 +122,17 @@ class Statistics(Result):
     zeros: int
 
 
-def loss_warnings(selected: Sequence[Selected], written: Measurement, remedy: str = "") -> list[Problem]:
+def loss_warnings(selected: Sequence[Selected], after: Measurement, remedy: str = "") -> list[Problem]:
     """Warn if more than 0.1 % of the values other than 0 became 0 or subnormal in the tensors that were written.
 
-    The remedy has a place for a type that holds them; without one, it is the option for the type of new files.
+    The remedy has a place for a type that holds them; without a remedy, it is the option for the type of new files.
     """
-    zeros, subnormals = sum(written.new_zeros), max(0, sum(written.new_subnormals))
-    nonzero = sum(tensor.elements for _, tensor in selected) - sum(written.zeros) + zeros
+    zeros, subnormals = sum(after.new_zeros), max(0, sum(after.new_subnormals))
+    nonzero = sum(tensor.elements for _, tensor in selected) - sum(after.zeros) + zeros
     if (zeros + subnormals) * _LOSSES <= nonzero:
         return []
-    losses = zip(selected, written.new_zeros, written.new_subnormals, strict=True)
-    dtypes = sorted({entry.tensor.dtype for entry, zeros, subnormals in losses if zeros or subnormals > 0})
+    losses = zip(selected, after.new_zeros, after.new_subnormals, strict=True)
+    dtypes = sorted({tensor.dtype for (_, tensor), zeros, subnormals in losses if zeros or subnormals > 0})
     message = f"of {number_of(nonzero, 'value')} other than 0, {zeros:,} became 0 and {subnormals:,} more than before "
     message += f"are subnormal: too small for {' and '.join(dtypes)}"
     # F32 has no smaller exponents than BF16.
@@ -142,27 +142,22 @@ def loss_warnings(selected: Sequence[Selected], written: Measurement, remedy: st
     return [Problem("underflow", message, hint=None if dtypes == ["F64"] else hint)]
 
 
-def nonfinite_problems(selected: Sequence[Selected], found: Measurement) -> list[Problem]:
-    """One problem for each tensor that contains NaN or Inf: how many, and where the first one is."""
-    return [
-        Problem(
-            "nonfinite",
-            f"{found.nan[number]} NaN, {found.inf[number]} Inf, the first at index {found.first_nonfinite[number]}",
-            one.shard.name,
-            one.tensor.name,
-        )
-        for number, one in enumerate(selected)
-        if found.nan[number] or found.inf[number]
-    ]
-
-
-def overflow_problems(changed: Sequence[Selected], written: Measurement) -> list[Problem]:
-    """One problem for each tensor whose results overflow its type."""
+def nonfinite_problems(selected: Sequence[Selected], sums: Measurement) -> list[Problem]:
+    """Return a problem for each tensor that contains NaN or Inf: how many, and where the first is."""
     problems = []
-    for number, one in enumerate(changed):
-        count = written.nan[number] + written.inf[number]
-        if count:
-            what = f"{number_of(count, 'result')} {'overflows' if count == 1 else 'overflow'} {one.tensor.dtype}"
-            message = f"{what}, the first at index {written.first_nonfinite[number]}"
-            problems.append(Problem("overflow", message, one.shard.name, one.tensor.name))
+    for (shard, tensor), nan, inf, first in zip(selected, sums.nan, sums.inf, sums.first_nonfinite, strict=True):
+        if nan or inf:
+            message = f"{nan} NaN, {inf} Inf, the first at index {first}"
+            problems.append(Problem("nonfinite", message, shard.name, tensor.name))
+    return problems
+
+
+def overflow_problems(selected: Sequence[Selected], after: Measurement) -> list[Problem]:
+    """Return a problem for each tensor whose results overflow its type."""
+    problems = []
+    for (shard, tensor), nan, inf, first in zip(selected, after.nan, after.inf, after.first_nonfinite, strict=True):
+        if nan or inf:
+            verb = "overflows" if nan + inf == 1 else "overflow"
+            message = f"{number_of(nan + inf, 'result')} {verb} {tensor.dtype}, the first at index {first}"
+            problems.append(Problem("overflow", message, shard.name, tensor.name))
     return problems

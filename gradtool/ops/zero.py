@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
-from gradtool.engines.choose import asked_for
+from gradtool.engines.choose import requested_engine
 from gradtool.engines.passes import Pass
 from gradtool.errors import option, say
 from gradtool.ops.call import Call
@@ -20,6 +20,7 @@ from gradtool.options import ZeroOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gradtool.engines.passes import Tally
     from gradtool.errors import Problem
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import NewFile
@@ -53,13 +54,14 @@ def zero(options: ZeroOptions) -> ZeroResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     # There is nothing to compute, and next to nothing to copy.
-    asked_for(options.engine)
+    requested_engine(options.engine)
     options = options.replace(engine="threads")
     call = Call(options.named, options, dtypes=None)
     with call.open_to_write(options) as output:
         metadata, warnings = _without_totals(call)
         with call.writing(output, _files(call, output, metadata)) as destination:
-            call.run(Pass((), NormSpec()), destination)
+            copying: Pass[Tally] = Pass((), NormSpec())
+            call.run(copying, destination)
     return ZeroResult(
         call=call.summary(call.selected, why="nothing to compute", warnings=warnings),
         output=call.output_summary(output, destination),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import VALUE_TYPES, bits_of, bytes_of_memory, encode, read, write
 
 from gradtool import BadInputError, accumulate, tuning
-from gradtool.ops.aligned_read import is_broadcastable, positions, spread
+from gradtool.ops.aligned_read import is_broadcastable, positions, read_broadcast
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
 from gradtool.store.io.blocks import Span
@@ -66,11 +66,11 @@ def test_positions_are_those_of_numpy(case):
 
 
 def spread_of(path, shape, start, stop):
-    """The elements that `spread` gives, and how many bytes it read; what lies behind them must stay."""
+    """The elements that `read_broadcast` gives, and how many bytes it read; what lies behind them must stay."""
     shard = read_shard(path)
     one = next(Selected(shard, tensor) for tensor in shard.tensors if tensor.name == "a")
     channel, target = Channel(4, bytes_of_memory), memoryview(bytearray(b"\xee" * ((stop - start) * 8 + 8)))
-    spread(one, shape, Span(0, "F32", start, stop - start, 0), target, channel)
+    read_broadcast(one, shape, Span(0, "F32", start, stop - start, 0), target, channel)
     channel.close()
     itemsize = one.tensor.nbytes // one.tensor.elements
     assert bytes(target[(stop - start) * itemsize :]).strip(b"\xee") == b""

@@ -23,6 +23,7 @@ from gradtool.store.transaction.inputs import WritePlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.engines.passes import Tally
     from gradtool.ops.accumulate.gradients import Contribution, GradientRow
     from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
@@ -188,7 +189,8 @@ def _skip_update(
     measurement = call.run(Measure(targets, spec))
     files = [] if options.is_new else buffer.files(output, ())
     with call.writing(output, files) as destination:
-        call.run(Pass((), spec), destination)
+        copying: Pass[Tally] = Pass((), spec)
+        call.run(copying, destination)
     skipped = [contribution.with_row(taken=False) for contribution in contributions]
     return _Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
 

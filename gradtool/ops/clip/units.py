@@ -23,7 +23,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import norms_of, set_factors
 from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
-from gradtool.ops.aligned_read import read_one
+from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
@@ -210,7 +210,7 @@ class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
         if not whole:
             return
         sides = {number: self.params[number] for number in whole}
-        beside, addends = stack.enter_context(read_one(sides, self.selected, loaded.block, worker))
+        beside, addends = stack.enter_context(read_beside(sides, self.selected, loaded.block, worker))
         room = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in whole.values()))).cast("d")
         for (span, size, units), addend in zip(whole.values(), addends, strict=True):
             start, count = units.start * size - span.start, len(units) * size

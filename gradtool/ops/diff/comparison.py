@@ -11,7 +11,7 @@ from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.passes import Column, ReadingPass, Tally
 from gradtool.engines.worker import reads_files
-from gradtool.ops.aligned_read import read_one
+from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.passes import pieces_of
 from gradtool.reduction import TILE, TileSums, scaled_total
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
@@ -162,7 +162,7 @@ class Compare(ReadingPass[Comparison]):
                 tally.add(a_part, differences)
             return
         beside = {span.tensor: self.b_tensors[span.tensor] for span in block.spans}
-        with worker.load(block) as loaded, read_one(beside, self.selected, block, worker) as (view, addends):
+        with worker.load(block) as loaded, read_beside(beside, self.selected, block, worker) as (view, addends):
             pieces = [Piece(addend.dtype, addend.offset, addend.elements) for addend in addends]
             b = worker.backend.to_device(view, align=pieces[0].offset)
             differences = worker.backend.differences(loaded.data, pieces_of(block), b, pieces, self.tolerance)

@@ -54,7 +54,8 @@ def recover(options: RecoverOptions) -> RecoverResult:
     Raises:
         UsageError: no path is given.
         BadInputError: there is no such folder.
-        SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
+        SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All other runs
+            are recovered first.
     """
     if not options.named:
         raise UsageError("no path is given", hint="name a file, a folder or an index")

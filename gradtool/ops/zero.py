@@ -44,8 +44,8 @@ def zero(options: ZeroOptions) -> ZeroResult:
     """Set every element of all selected tensors to +0, whatever its type and value, in place.
 
     Only what is not zeroed is copied into the new files; the zeros are holes if the file system has them, so that
-    gigabytes take no longer than kilobytes. As ONNX Runtime's ZeroGradient, over files. There is nothing to compute,
-    but a backend that is asked for must be available.
+    gigabytes take no longer than kilobytes. This is ONNX Runtime's ZeroGradient over files. Nothing is computed, but a
+    backend that is asked for must be available.
 
     Raises:
         UsageError: an option is invalid, or contradicts another one.
@@ -82,7 +82,7 @@ def _without_totals(call: Call) -> tuple[Metadata, list[Problem]]:
 
 
 def _files(call: Call, output: Output, metadata: Metadata) -> list[NewFile]:
-    """Return the files to be written: copies of what is not zeroed, and zeros."""
+    """Return the files to be written, with the ranges that are zeroed and those that are copied."""
     selected = [entry for entry in call.selected if entry.tensor.nbytes]
     ranges: dict[Shard, list[tuple[int, int]]] = defaultdict(list)
     for shard, tensor in selected:

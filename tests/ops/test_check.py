@@ -418,7 +418,7 @@ def test_files_of_a_run_without_a_log_are_a_note_with_their_bytes(tmp_path):
     for named in (tmp_path, path):
         result = check(named)
         assert found(result) == [("note", "leftover", None)]
-        assert result.per_finding[0].message == "a run that has no log has left 2 files of 1,500 bytes"
+        assert result.per_finding[0].message == "a run without a log has left 2 files of 1,500 bytes"
     # One that may be about to write its log.
     for name in tmp_path.glob(f"{ID}*"):
         name.unlink()

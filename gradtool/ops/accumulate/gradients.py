@@ -1,4 +1,4 @@
-"""What each gradient contributes: its tensors by name, its weight, and what is measured of it by itself."""
+"""The contributions of gradients: their tensors by name, their weights, and measurements of each by itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GradientRow:
 
 
 class Contribution(NamedTuple):
-    """What a gradient adds: its tensors, by the number of the target of each, and its row in the result.
+    """The tensors of a gradient, by the number of the target of each, and its row in the result.
 
     The tensors of a sum are multiplied by its weight already.
     """
@@ -87,7 +87,7 @@ def _weights(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> li
     """Return the weight of each gradient: as given, or as its files have it under a key, or else 1.
 
     Raises:
-        UsageError: the weights are not one for each gradient.
+        UsageError: the number of weights is not that of gradients.
         BadInputError: a file has no such key, or no finite number under it, or shards of one set differ.
     """
     if options.weight_key is not None:
@@ -105,12 +105,12 @@ def match(
     opened: OpenSets,
     gradients: Sequence[GradientSet],
 ) -> tuple[list[Contribution], list[Problem]]:
-    """Return what each gradient contributes to the targets, and a warning for each that has other tensors.
+    """Return the contribution of each gradient to the targets, and a warning for each that has other tensors.
 
     The targets are the tensors of the buffer; or of a new set, which has those of all gradients.
 
     Raises:
-        UsageError: there is not a weight for each gradient.
+        UsageError: the number of weights is not that of gradients.
         BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless the options
             allow that; or its shape does not broadcast to the buffer's. Every such tensor is named. The first gradient
             stands for the buffer where there is none. Or a weight is missing or invalid.
@@ -155,7 +155,7 @@ def match(
 def _unmatched_problems(
     options: AccumulateOptions, gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], whole: str
 ) -> list[Problem]:
-    """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
+    """Return a problem for each tensor on one side only; if options allow these, for a gradient that shares none."""
     from gradtool.store.format.hints import prefix_problem  # only needed for the error
 
     prefix = prefix_problem([tensor.name for _, tensor in extra], missing, gradient.name, whole)
@@ -175,11 +175,11 @@ def _unmatched_warning(
 ) -> Problem:
     parts = []
     if missing:
-        consequence = "counted as zeros" if options.missing == "zero" else "not counted there"
-        parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}), {consequence}")
+        consequence = ", which count as zeros" if options.missing == "zero" else " and is left out there"
+        parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}){consequence}")
     if extra:
         names = quoted([tensor.name for _, tensor in extra])
-        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), not added")
+        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), which are ignored")
     return Problem("unmatched", "; ".join(parts), gradient.name)
 
 
@@ -190,7 +190,7 @@ def screen(
 
     Raises:
         NonFiniteError: a gradient holds NaN or Inf and may not be skipped, or every one does.
-        BadInputError: a norm is beyond float64, or a coefficient underflows.
+        BadInputError: a norm overflows float64, or a coefficient underflows.
     """
     if options.clip_each is None and options.nonfinite != "skip" and not options.per_gradient:
         return contributions, []
@@ -198,16 +198,16 @@ def screen(
     for contribution in contributions:
         selected = list(contribution.tensors.values())
         sums = call.run(Measure(selected, NormSpec(options.norm_type)))
-        bad = nonfinite_problems(selected, sums)
+        nonfinite = nonfinite_problems(selected, sums)
         norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
         coef = None if options.clip_each is None else coef_for(options, "clip_each", sums, norm, contribution)
-        taken = not bad or options.nonfinite != "skip"
+        taken = not nonfinite or options.nonfinite != "skip"
         row = {"taken": taken, "norm": norm, "coef": coef, "nan": sum(sums.nan), "inf": sum(sums.inf)}
         screened.append(contribution.with_row(**row))
-        problems += bad
+        problems += nonfinite
         if not taken:
-            message = f"whole gradient skipped: {bad[0].message}"
-            warnings.append(Problem("skipped", message, contribution.row.file, bad[0].tensor))
+            message = f"whole gradient skipped: {nonfinite[0].message}"
+            warnings.append(Problem("skipped", message, contribution.row.file, nonfinite[0].tensor))
     if problems and options.nonfinite == "error":
         raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
     if len(warnings) == len(contributions):
@@ -219,7 +219,7 @@ def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contributi
     """Measure what a gradient adds, without its weight: if nothing is broadcast, these are the sums of its files."""
     numbers = sorted(contribution.tensors)
     gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
-    if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
+    if all(gradient.tensors[n].tensor.elements == target.tensor.elements for n, target in enumerate(targets)):
         return sums
     added = Add(targets, sums.spec, [gradient], AddMode(include_buffer=False, rounds=False), is_new=True)
     measurement: Measurement = call.run(added).each[0]

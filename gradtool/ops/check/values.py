@@ -34,7 +34,7 @@ COUNTS = ("nan", "inf", "zeros", "subnormal", "saturated")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CountValues(Pass[Measurement]):
-    """Counts the values of tensors."""
+    """A pass that counts the values of tensors."""
 
     title: ClassVar = "checking"
 
@@ -59,7 +59,7 @@ class CountValues(Pass[Measurement]):
 
 @dataclass(frozen=True)
 class DtypeCounts:
-    """The counts of all tensors of one type; None where values were not read, or the type carries none."""
+    """The counts of all tensors of one type; None if values were not read, or the type has no such values."""
 
     dtype: str
     tensors: int
@@ -87,7 +87,7 @@ def counts_by_dtype(
 
 
 def value_findings(selected: Sequence[Selected], counts: Measurement) -> Iterator[tuple[Severity, Problem]]:
-    """Yield what the values show, tensor by tensor; then a note on each file with tensors of zeros."""
+    """Yield the findings on values, tensor by tensor; then a note on each file with tensors of zeros."""
     zero: dict[Shard, list[str]] = {}
     for number, entry in enumerate(selected):
         yield from _tensor_findings(entry, counts, number)
@@ -96,7 +96,7 @@ def value_findings(selected: Sequence[Selected], counts: Measurement) -> Iterato
     for shard, names in zero.items():
         verb = "holds" if len(names) == 1 else "hold"
         message = f"{number_of(len(names), 'tensor')} of {len(shard.tensors):,} {verb} only zeros: {quoted(names)}"
-        hint = "make sure that these parameters get a gradient, if they should"
+        hint = "check whether these parameters should get a gradient"
         yield "note", Problem("all-zero", message, shard.name, only(names), hint)
 
 

@@ -30,7 +30,7 @@ from terminal import on_terminal
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends.choose import choose as choose_backend
 from gradtool.backends.differences import empty_differences
-from gradtool.backends.protocol import NormSpec, Tolerance
+from gradtool.backends.protocol import NormSpec, Piece, Tolerance
 from gradtool.engines import choose
 from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.diff import comparison
@@ -234,7 +234,7 @@ def test_tiny_differences_of_large_vectors_have_figures(tmp_path):
 
 def comparison_of(sums, exponents):
     """That of one tensor, whose tiles have these sums and exponents."""
-    found, tiles = empty_differences(len(sums)), len(sums)
+    found, tiles = empty_differences([Piece("F32", 0, TILE)] * len(sums)), len(sums)
     found = found._replace(sums=array("d", sums.ravel()), exponents=array("i", exponents.ravel()))
     whole = Comparison([None])
     whole.add(Block(None, 0, 0, [Span(0, "F64", 0, tiles * TILE, 0)]), found)

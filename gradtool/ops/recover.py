@@ -13,7 +13,7 @@ from gradtool.store import signals
 from gradtool.store.format.paths import is_there, require_local
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
-from gradtool.store.transaction.runs import Scope
+from gradtool.store.transaction.runs import Scope, scopes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -93,7 +93,7 @@ def recover(options: RecoverOptions) -> RecoverResult:
 def _problems_of(outcome: InUse | GradtoolError) -> Sequence[Problem]:
     """Return why a run could not be recovered."""
     if isinstance(outcome, InUse):
-        return [Problem("in-use", f"in use by {outcome.log.who}", str(outcome.log.path))]
+        return [Problem("in-use", f"in use by {outcome.log.process}", str(outcome.log.path))]
     return outcome.problems
 
 
@@ -112,7 +112,7 @@ def _scopes(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
     scopes: dict[Scope, bool] = {}
     for path in paths:
         try:
-            scopes |= {scope: os.path.lexists(scope.folder) for scope in Scope.of(path)}
+            scopes |= {scope: os.path.lexists(scope.folder) for scope in scopes_of(path)}
         except SystemRefusedError as error:
             problems += error.problems
     return scopes

@@ -24,7 +24,6 @@ from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import DISCARD
-from gradtool.store.transaction.files import log_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +95,7 @@ class Workers:
         check = Check(source.address, source.inode, None, self.backend, self.device)
         if transaction is not None:
             # Nobody can guess the name of the log; in a folder that was made for the files, there is a pointer to it.
-            log = [transaction.home, *transaction.targets.made][-1].path / log_of(transaction.id)
+            log = [transaction.log_folder, *transaction.targets.made][-1].path / f"{transaction.id}.run"
             check = check._replace(path=str(log), inode=log.stat().st_ino, user=os.geteuid())
         self._membership = Membership(Dask(self.address, self.timeout), self.timeout, check)
         self._membership.wait_until_fit()

@@ -151,9 +151,9 @@ def leftover_finding(leftover: Leftover, named: Sequence[str]) -> tuple[Severity
     folder = next((path for path in folders if os.path.realpath(path) == str(leftover.folder)), str(leftover.folder))
     files = f"{number_of(leftover.files, 'file')} of {leftover.nbytes:,} bytes"
     code, message = {
-        "writing": ("in-use", f"a run ({leftover.who}) is changing files right now, or has crashed"),
-        "unfinished": ("unfinished", f"a run ({leftover.who}) has crashed and left files half changed"),
-        "crashed": ("leftover", f"a run ({leftover.who}) has crashed and left {files}; all others are whole"),
+        "writing": ("in-use", f"a run ({leftover.process}) is changing files right now, or has crashed"),
+        "unfinished": ("unfinished", f"a run ({leftover.process}) has crashed and left files half changed"),
+        "crashed": ("leftover", f"a run ({leftover.process}) has crashed and left {files}; all others are whole"),
         "orphan": ("leftover", f"a run that has no log has left {files}"),
     }[leftover.kind]
     hint = say("wait for it, or run {}" if code == "in-use" else "run {}", call("recover", folder))

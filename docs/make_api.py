@@ -6,17 +6,21 @@ import re
 from collections.abc import Iterable
 
 import gradtool
-from gradtool import options
-from gradtool.declare import PYTHON, declared_of
 
 PAGE = """\
 # Python
 
 <!-- Made by `python docs/make_api.py > docs/api.md` from docstrings. Change those. -->
 
-The functions are the commands: same names, arguments and results. They are loaded when first used, so `import gradtool`
-costs nothing. The [cookbook](cookbook.md#call-it-from-python) has an example, [numerics](numerics.md) the formulas, and
-[output](output.md#json) what the fields of results mean.
+The functions are the commands: same names, options, defaults and results. An argument means what the
+[command's option](cli.md) of that name means: `--max-norm 1` is `max_norm=1`, and a flag is True or False. Arguments
+that can be repeated take a list, as `paths` and `gradients` do; a single value needs none. A path is a `str` or an
+`os.PathLike`. `progress` is True for a bar on stderr, or a function that is called with the pass, the bytes done and
+the total bytes.
+
+Functions are loaded when first used, so `import gradtool` costs nothing. The
+[cookbook](cookbook.md#call-it-from-python) has an example, [numerics](numerics.md) the formulas, and
+[output](output.md#json) the meaning of the fields of results.
 
 {functions}
 
@@ -29,7 +33,7 @@ What a function returns is a frozen dataclass. Its rows, such as `per_tensor`, a
 ## Errors
 
 All are subclasses of `GradtoolError`. Each has the exit code of the command, and `problems`, the entries that JSON has
-under `errors`.
+under `errors`. Every function may raise `UsageError`, and those with a `backend` `BackendUnavailableError`.
 
 {errors}
 """
@@ -42,11 +46,9 @@ FUNCTION = """\
 
 {text}
 
-{arguments}
+Arguments: [gradtool {command}](cli.md#gradtool-{command}). Result: [{result}](#{anchor}).
 
-{raises}
-
-The result is {article} [{result}](#{anchor})."""
+{raises}"""
 RESULT = """\
 ### {name}
 
@@ -61,16 +63,16 @@ PAGES = {
     "gradtool.reduction": "[numerics](numerics.md#norms-and-sums)",
 }
 _WIDTH = 100
-# The options that several functions have, and the group that each is in.
-SHARED = {name: title for title, group in options.SHARED.items() for name in declared_of(group)}
+# What these mean is the same for all functions, and said once.
+_GENERAL_ERRORS = {"UsageError", "BackendUnavailableError"}
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     public = [getattr(gradtool, name) for name in gradtool.__all__ if name != "__version__"]
-    functions = [one for one in public if inspect.isroutine(one)]
-    errors = [one for one in public if inspect.isclass(one) and issubclass(one, Exception)]
-    results = [one for one in public if dataclasses.is_dataclass(one)]
+    functions = [value for value in public if inspect.isroutine(value)]
+    errors = [value for value in public if inspect.isclass(value) and issubclass(value, Exception)]
+    results = [value for value in public if dataclasses.is_dataclass(value)]
     return PAGE.format(
         functions="\n\n".join(map(function, functions)),
         results="\n\n".join(map(result, results)),
@@ -78,50 +80,38 @@ def page() -> str:
     ).rstrip("\n")
 
 
-def function(one: object) -> str:
-    """The section of a function."""
-    text, arguments, raises = parts_of(inspect.getdoc(one) or "")
-    signature = inspect.signature(one)
-    name = one.__name__
-    returned = re.sub(r"\W+$", "", str(signature.return_annotation)).rpartition(".")[2]
-    own = [(f"`{argument}`", help_of) for argument, help_of in arguments if argument not in SHARED]
-    groups = dict.fromkeys(SHARED[argument] for argument, _ in arguments if argument in SHARED)
-    links = [f"[{group}](cli.md#{group.lower()})" for group in groups if group != PYTHON]
-    more = f"\n\nAnd those under {', '.join(links)}" if links else ""
-    more += ", and `progress`: True for a bar, or a function." if PYTHON in groups else "." if more else ""
+def function(function: object) -> str:
+    """Return the section of a function."""
+    text, raises = parts_of(inspect.getdoc(function) or "")
+    signature = inspect.signature(function)
+    result_name = re.sub(r"\W+$", "", str(signature.return_annotation)).rpartition(".")[2]
     return FUNCTION.format(
-        name=name,
-        signature=wrapped(name, signature),
+        name=function.__name__,
+        command=function.__name__.replace("_", "-"),
+        signature=wrapped(function.__name__, signature),
         text=text,
-        arguments=table(("argument", "meaning"), own) + more,
         raises=table(("raises", "when"), raises),
-        article="an" if returned[0] in "AEIOU" else "a",
-        result=returned,
-        anchor=returned.lower(),
+        result=result_name,
+        anchor=result_name.lower(),
     )
 
 
-def parts_of(docstring: str) -> tuple[str, list[tuple[str, str]], list[tuple[str, str]]]:
-    """What a docstring says before its arguments, and its entries for arguments and for exceptions."""
+def parts_of(docstring: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a docstring says before its arguments, and the errors of this function with what each means."""
     text, _, rest = docstring.partition("\nArgs:\n")
-    arguments, _, raises = rest.partition("Raises:\n")
-    return plain(text.strip()), entries(arguments), entries(raises)
-
-
-def entries(block: str) -> list[tuple[str, str]]:
-    """Names and what is said of each; a line that is indented further goes on with the one before."""
-    joined = re.sub(r"\n {8,}", " ", block)
-    return [(name, cell(text)) for name, text in re.findall(r"^ {4}(\w+): (.*)$", joined, re.MULTILINE)]
+    block = re.sub(r"\n {8,}", " ", rest.partition("Raises:\n")[2])
+    raises = re.findall(r"^ {4}(\w+): (.*)$", block, re.MULTILINE)
+    return plain(text.strip()), [(name, cell(when)) for name, when in raises if name not in _GENERAL_ERRORS]
 
 
 def wrapped(name: str, signature: inspect.Signature) -> str:
-    """A call of a function, with its defaults."""
+    """Return a call of a function, with its defaults."""
     positional, keyword = [], []
-    for one in signature.parameters.values():
-        is_required = one.default is one.empty
-        default = f'"{one.default}"' if isinstance(one.default, str) else repr(one.default)
-        text = one.name if is_required else f"{one.name}={default}"
-        (keyword if one.kind is one.KEYWORD_ONLY else positional).append(text)
+    for parameter in signature.parameters.values():
+        is_required = parameter.default is parameter.empty
+        default = f'"{parameter.default}"' if isinstance(parameter.default, str) else repr(parameter.default)
+        text = parameter.name if is_required else f"{parameter.name}={default}"
+        (keyword if parameter.kind is parameter.KEYWORD_ONLY else positional).append(text)
     parts = [*positional, *(["*"] if keyword else []), *keyword]
     lines = [""]
     for part in parts:
@@ -132,39 +122,39 @@ def wrapped(name: str, signature: inspect.Signature) -> str:
     return f"{name}({', '.join(parts)})" if len(lines) == 1 else f"{name}(\n{body}\n)"
 
 
-def result(one: type) -> str:
-    """The section of a result."""
-    fields = ", ".join(field.name for field in dataclasses.fields(one))
+def result(cls: type) -> str:
+    """Return the section of a result."""
+    fields = ", ".join(field.name for field in dataclasses.fields(cls))
     lines = re.sub(rf"(.{{1,{_WIDTH}}})(?: |$)", r"\1\n", fields).strip()
-    return RESULT.format(name=one.__name__, text=plain(inspect.getdoc(one) or ""), fields=lines)
+    return RESULT.format(name=cls.__name__, text=plain(inspect.getdoc(cls) or ""), fields=lines)
 
 
-def error(one: type) -> tuple[str, ...]:
-    """The row of an error."""
-    bases = [base.__name__ for base in one.__bases__ if base.__module__ == "builtins" and base is not Exception]
+def error(cls: type) -> tuple[str, ...]:
+    """Return the row of an error."""
+    bases = [base.__name__ for base in cls.__bases__ if base.__module__ == "builtins" and base is not Exception]
     also = f"`{bases[0]}`" if bases else ""
-    return f"`{one.__name__}`", also, cell(plain(inspect.getdoc(one) or "")), exit_code(one)
+    return f"`{cls.__name__}`", also, cell(plain(inspect.getdoc(cls) or "")), exit_code(cls)
 
 
-def exit_code(one: type) -> str:
-    """The exit code of an error; none for the base of all."""
-    return str(getattr(one, "exit_code", ""))
+def exit_code(cls: type) -> str:
+    """Return the exit code of an error; none for the base of all."""
+    return str(getattr(cls, "exit_code", ""))
 
 
 def plain(text: str) -> str:
-    """A docstring as Markdown: where it names a module, a link to the page that says the same."""
+    """Return a docstring as Markdown; a module in it becomes a link to the page that says the same."""
     for module, link in PAGES.items():
         text = text.replace(f"`{module}`", link)
     return text
 
 
 def cell(text: str) -> str:
-    """Text in a table."""
+    """Return text as a cell of a table."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|")
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     titles = list(titles)
     lines = [titles, ["---"] * len(titles), *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

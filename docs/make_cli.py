@@ -16,11 +16,11 @@ PAGE = """\
 
 {commands}
 
-`gradtool COMMAND --help` shows the same. Every command is a Python function, too, with the same names, defaults and
-results: `gradtool norm grads/ --per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. Functions do
-not have the options under [General](#general). All but `recover`, `info` and `doctor` have `progress`: True for a bar,
-or a function of the pass, the bytes done and the total bytes. A word from a list, such as that of `--dtype`, may be in
-upper or lower case.
+`gradtool COMMAND --help` shows the same. Every command is a [Python function](api.md), too: `gradtool norm grads/
+--per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. Only the options under [General](#general)
+are the command's alone. A word from a list, such as that of `--dtype`, may be in upper or lower case.
+
+## Completion
 
 With `eval "$(gradtool --show-completion bash)"` in `~/.bashrc`, bash completes commands, options, their values and
 paths. For zsh, the line is the same with `zsh`, in `~/.zshrc` below `compinit`. For fish, it is
@@ -53,7 +53,7 @@ SHARED = {title: group for title, group in declarations.SHARED.items() if title 
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = [(f"[{name}](#gradtool-{name})", text.partition("\n")[0]) for name, (_, text) in COMMANDS.items()]
     return PAGE.format(
         commands=table(("command", "what it does"), rows),
@@ -63,37 +63,37 @@ def page() -> str:
 
 
 def section(command: Command) -> str:
-    """What there is to say of one command."""
+    """Return the section of a command."""
     text, examples = command.description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     name, declared = command.name, command.declared
     return COMMAND.format(
         name=name,
         text=text,
         usage=" ".join(["gradtool", name, *command.usage]),
-        options=options(one for one in declared if one.group in {ARGUMENTS, OPTIONS}),
+        options=options(item for item in declared if item.group in {ARGUMENTS, OPTIONS}),
         shared=shared_of(declared),
         examples=inspect.cleandoc(examples),
     )
 
 
 def shared_of(declared: Sequence[Declared]) -> str:
-    """Links to the options that a command shares with others; with their names, if it does not have all of a group."""
+    """Return links to the options that a command shares; with their names, if it does not have all of a group."""
     said = []
     for title, group in SHARED.items():
-        own = [f"`{option(one.name).command}`" for one in declared if one.group == title]
+        own = [f"`{option(item.name).command}`" for item in declared if item.group == title]
         some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
         said += [f"[{title}](#{title.lower()}){some}"] if own else []
     return ", ".join(said)
 
 
 def options(declared: Iterable[Declared]) -> str:
-    """A table of arguments and options."""
-    rows = [(f"`{one.usage}`", as_command(one.text), one.default_text) for one in declared]
+    """Return a table of arguments and options."""
+    rows = [(f"`{item.usage}`", as_command(item.text), item.default_text) for item in declared]
     return table(("option", "meaning", "default"), rows)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -68,7 +68,7 @@ CODES = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     groups = {title: group for title, group in SHARED.items() if title != PYTHON}
     filled = PAGE.format(
         version=escaped(gradtool.__version__),
@@ -83,12 +83,12 @@ def page() -> str:
 
 
 def synopsis(name: str) -> str:
-    """How a command is called."""
+    """Return how a command is called."""
     return rf"\fBgradtool {escaped(name)}\fR {escaped(' '.join(COMMANDS[name].usage))}"
 
 
 def command(name: str) -> str:
-    """What there is to say of a command."""
+    """Return the section of a command."""
     text, examples = COMMANDS[name].description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     declared = COMMANDS[name].declared
     own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
@@ -105,7 +105,7 @@ def command(name: str) -> str:
 
 
 def entries(declared: Iterable[Declared]) -> str:
-    """Arguments and options, each with what it means and its default."""
+    """Return arguments and options, each with its meaning and its default."""
     rows = []
     for one in declared:
         default = f" Default: {one.default_text}." if one.default_text else ""
@@ -114,7 +114,7 @@ def entries(declared: Iterable[Declared]) -> str:
 
 
 def spelled(one: Declared) -> str:
-    """An option as it is written: its names in bold, its value in italics."""
+    """Return an option as it is typed: its names in bold, its value in italics."""
     if one.group == ARGUMENTS:
         return rf"\fI{escaped(one.metavar)}\fR"
     flags = re.sub(r"[^ ,/]+", lambda found: rf"\fB{escaped(found[0])}\fR", one.usage.removesuffix(one.metavar).strip())
@@ -122,7 +122,7 @@ def spelled(one: Declared) -> str:
 
 
 def shared_of(declared: Sequence[Declared]) -> str:
-    """The groups of options that a command shares with others; with their names, if it does not have all of them."""
+    """Return the groups of options that a command shares; with their names, if it does not have all of a group."""
     said = []
     for title, group in SHARED.items():
         own = [option(one.name).command for one in declared if one.group == title and title != PYTHON]
@@ -132,7 +132,7 @@ def shared_of(declared: Sequence[Declared]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Running text, in lines of fewer than 80 bytes, which troff's checkers ask for."""
+    """Return running text, in lines of fewer than 80 bytes, which troff's checkers ask for."""
     return lines(textwrap.fill(escaped(text), 72, break_on_hyphens=False, break_long_words=False))
 
 
@@ -142,7 +142,7 @@ def lines(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text with what troff would take for something else escaped."""
+    """Return the text with the characters escaped that mean something to troff."""
     return text.replace("\\", r"\e").replace("-", r"\-")
 
 

@@ -22,8 +22,8 @@ import gradtool
 from gradtool import errors, options
 from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
-from gradtool.report.facts import NONFINITE, SUMMARIES, is_rows, kind_of
-from gradtool.report.json_object import SCHEMA
+from gradtool.report.fields import NONFINITE, SUMMARIES, is_rows, kind_of
+from gradtool.report.json_output import SCHEMA
 
 DOCS = Path(__file__).parent
 ABOUT = (
@@ -62,7 +62,7 @@ class Schema:
         self.kinds: dict[str, set[str]] = {}
 
     def whole(self) -> dict:
-        """The schema of what is printed, with that of a line among its definitions."""
+        """Return the schema of what is printed, with that of a line among its definitions."""
         results = {
             name: self.result(getattr(gradtool, command.options.operation)) for name, command in COMMANDS.items()
         }
@@ -90,7 +90,7 @@ class Schema:
         }
 
     def result(self, function: Callable[..., Any]) -> type:
-        """The class of a command's result, defined; whether it has its rows depends on the format."""
+        """Define and return the class of a command's result; whether it has its rows depends on the format."""
         cls = getattr(gradtool, inspect.signature(function).return_annotation)
         self.define(cls)
         definition = self.definitions[cls.__name__]
@@ -112,7 +112,7 @@ class Schema:
                 self.line(one, kind_of(name))
 
     def hints(self, cls: type) -> dict[str, Any]:
-        """The types of the fields of a class, with those of its summaries among them."""
+        """Return the types of the fields of a class, with those of its summaries among them."""
         hints = typing.get_type_hints(cls, localns=self.types)
         own = {one.name: hints[one.name] for one in fields(cls)}
         for name in SUMMARIES:
@@ -120,7 +120,7 @@ class Schema:
         return own
 
     def defined_as(self, cls: type) -> list[type]:
-        """What an object of a class may be: it, or one of a class that extends it."""
+        """Return the class and those that extend it: what an object of it may be."""
         return [one for one in self.types.values() if issubclass(one, cls)]
 
     def line(self, cls: type, kind: str) -> None:
@@ -131,7 +131,7 @@ class Schema:
         self.definitions[cls.__name__]["properties"] |= {"type": {"enum": sorted(kinds)} | text}
 
     def field(self, cls: type, name: str, hint: Any) -> dict:
-        """A field: what it means, and what it may be."""
+        """Return what a field means, and what it may be."""
         keys = [*(f"{base.__name__}.{name}" for base in cls.__mro__), f"any.{name}"]
         key = next((key for key in keys if key in self.texts), None)
         if key is None:
@@ -144,7 +144,7 @@ class Schema:
         return {"description": self.texts[key]} | kind
 
     def type_of(self, hint: Any, name: str) -> dict:
-        """What a type is in JSON."""
+        """Return what a type is in JSON."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in {typing.Union, types.UnionType}:
             found = {"anyOf": [self.type_of(one, name) for one in arguments]}
@@ -161,7 +161,7 @@ class Schema:
         return found
 
     def reference(self, cls: type) -> dict:
-        """A reference to a class and to those that extend it, which are defined."""
+        """Return a reference to a class and to those that extend it, which are defined."""
         kinds = self.defined_as(cls)
         for one in kinds:
             self.define(one)
@@ -182,18 +182,18 @@ def types_of_package() -> dict[str, type]:
 
 
 def said(cls: type) -> str:
-    """What the docstring of a class says, in the words of JSON."""
+    """Return what the docstring of a class says, in the words of JSON."""
     return " ".join((inspect.getdoc(cls) or "").split()).replace("None", "null")
 
 
 def float_schema() -> dict:
-    """A number that reads back to the same bits, or one that JSON does not have."""
+    """Return the schema of a number that reads back to the same bits, or one that JSON does not have."""
     text = "A number that reads back to the same bits; as text where JSON has no number for it."
     return {"description": text, "anyOf": [{"type": "number"}, {"enum": list(NONFINITE)}]}
 
 
 def problem(section: str) -> dict:
-    """An error or a warning, whose codes are in a section of docs/output.md."""
+    """Return the schema of an error or a warning, whose codes are in a section of docs/output.md."""
     page = (DOCS / "output.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     texts = {"message": "What is wrong.", "hint": "What to do.", "file": "Where.", "tensor": "Its name."}
     known = re.findall(r"^\| `([a-z-]+)`", page, re.MULTILINE)
@@ -203,7 +203,7 @@ def problem(section: str) -> dict:
 
 
 def call(results: dict[str, type]) -> dict:
-    """The object around the data of a call."""
+    """Return the schema of the object around the data of a call."""
     codes = [value for name, value in vars(errors).items() if name.startswith("EXIT_")]
     properties = {
         "type": {"description": "Only in JSON lines.", "const": "result"},
@@ -228,13 +228,13 @@ def call(results: dict[str, type]) -> dict:
 
 
 def of_command(command: str, cls: type, rows: dict) -> dict:
-    """What the data of a command are, if there are any."""
+    """Return the rule for the data of a command, if there are any."""
     is_it = {"properties": {"command": {"const": command}, "data": {"minProperties": 1}}}
     return {"if": is_it, "then": {"properties": {"data": {"$ref": f"#/$defs/{cls.__name__}"} | rows}}}
 
 
 def closed(properties: dict, required: list[str]) -> dict:
-    """An object without other properties."""
+    """Return the schema of an object without other properties."""
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 

@@ -32,14 +32,14 @@ LLMS = """\
 
 
 def pages(repository: str) -> dict[str, str]:
-    """The text of every page of the site, by its name there; links are those of the site."""
+    """Return the text of every page of the site, by its name there; links are those of the site."""
     files = {name: ROOT / name for name in OTHERS} | {f"docs/{page.name}": page for page in sorted(DOCS.glob("*.md"))}
     names = {name: OTHERS.get(name, PurePosixPath(name).name) for name in [*files, f"docs/{PICTURE}"]}
     return {names[name]: relinked(file.read_text("utf-8"), name, names, repository) for name, file in files.items()}
 
 
 def relinked(text: str, page: str, names: dict[str, str], repository: str) -> str:
-    """The text of a page, its links to pages being those of the site, and those to other files the repository's."""
+    """Return the text of a page: links to pages lead to those of the site, others to files of the repository."""
 
     def link(found: re.Match[str]) -> str:
         path, anchor = found[1], found[2] or ""
@@ -55,7 +55,7 @@ def relinked(text: str, page: str, names: dict[str, str], repository: str) -> st
 
 
 def llms(home: str, name: str, description: str) -> str:
-    """What llms.txt says: the list of pages of the home page."""
+    """Return the text of llms.txt: the list of pages of the home page."""
     listed = " ".join(home.partition("## Documentation\n")[2].partition("\nLicense")[0].split())
     found = re.findall(r"\[([^]]+)\]\(([^)]+)\): (.*?)(?= -|(?<=\.) (?=\[)|$)", listed)
     return LLMS.format(

@@ -88,7 +88,9 @@ def printed(arguments: list[str], folder: str) -> str:
         while part := read(reader):
             parts.append(part)
     os.close(reader)
-    return b"".join(parts).decode().replace("\r\n", "\n")
+    # A slow machine shows a progress bar, and erases it before the result.
+    shown = b"".join(parts).decode().replace("\r\n", "\n").rpartition("\x1b[2K")[2]
+    return shown.replace("\x1b[?25h", "")
 
 
 def read(reader: int) -> bytes:

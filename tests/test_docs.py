@@ -32,6 +32,13 @@ def test_what_is_made_from_the_code_is_up_to_date(script, made):
     assert (ROOT / made).read_bytes() == done.stdout, f"python {script} > {made} makes it anew"
 
 
+def test_the_page_on_python_leaves_the_meaning_of_options_to_the_page_on_commands():
+    page = " ".join((ROOT / "docs/api.md").read_text().split())
+    meanings = {str(declared.text) for command in COMMANDS.values() for declared in command.declared}
+    assert [text for text in meanings if len(text.split()) > 4 and text in page] == []
+    assert all(f"(cli.md#gradtool-{name})" in page for name in COMMANDS)
+
+
 def test_the_picture_of_the_terminal_loads_nothing_and_is_light_or_dark():
     picture = (ROOT / "docs/terminal.svg").read_text()
     assert ET.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 - our own

@@ -35,7 +35,6 @@ from gradtool.errors import (
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import DISCARD
-from gradtool.store.transaction.files import log_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -181,7 +180,7 @@ class Workers:
         check = Check(source.address, source.inode, None, self._options.backend, self._options.device)
         if transaction is not None:
             # Nobody can guess the name of the log; in a folder that was made for the files, there is a pointer to it.
-            log = [transaction.home, *transaction.targets.made][-1].path / log_of(transaction.id)
+            log = [transaction.log_folder, *transaction.targets.made][-1].path / f"{transaction.id}.run"
             check = check._replace(path=str(log), inode=log.stat().st_ino, user=os.geteuid())
         timeout = self._options.worker_timeout
         self._membership = Membership(Dask(self._address, timeout), timeout, check)

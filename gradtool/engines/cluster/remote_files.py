@@ -58,7 +58,7 @@ class BuildRequest(NamedTuple):
             with Folder.at(self.path.parent) as folder:
                 # Devices have other numbers on other machines.
                 yield (file := File(folder, self.path.name, require_status(source).st_dev, self.inode))
-                with file.opened(os.O_RDONLY) as fd:
+                with fs.closing(file.open(os.O_RDONLY)) as fd:
                     if self.fsync:
                         fs.sync(fd)
 
@@ -77,11 +77,6 @@ class RemoteFiles:
     def shards(self) -> Collection[Shard]:
         """The files that are replaced, or will be."""
         return self._files.keys()
-
-    @property
-    def count(self) -> int:
-        """The number of files."""
-        return len(self._files)
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         """Count the bytes that a pass over the selected tensors reads in all, about."""

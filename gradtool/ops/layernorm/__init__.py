@@ -11,10 +11,10 @@ from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile, option, say
 from gradtool.ops.call import Call, require_this_machine
-from gradtool.ops.layernorm.backward import Backward, LayerPlan, sum_wide_rows
+from gradtool.ops.layernorm.backward import Backward
 from gradtool.ops.layernorm.layers import check_names, files_with_layers, find_layers
 from gradtool.ops.layernorm.patches import Patches
-from gradtool.ops.layernorm.placement import changed_files, check_in_place, new_indexes, separate_files, with_inputs
+from gradtool.ops.layernorm.placement import place_results
 from gradtool.ops.passes import Measure, in_file_order
 from gradtool.ops.results import OutputSummary, Result, nonfinite_problems, overflow_problems
 from gradtool.options import LayerNormOptions
@@ -24,9 +24,8 @@ from gradtool.store.transaction.open import open_unlocked
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.ops.layernorm.gradients import Gradients
+    from gradtool.ops.layernorm.backward import Gradients
     from gradtool.ops.layernorm.layers import Layer
-    from gradtool.ops.layernorm.placement import Files
     from gradtool.store.format.gradset import Selected
 
 
@@ -88,7 +87,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     require_this_machine(options, errors.call("layernorm_backward"))
-    _check_options(options, is_elsewhere=options.is_elsewhere)
+    _check_options(options)
     call = Call(options.named, options, dtypes=None)
     opened = output_files = None
     if len(call.inputs.paths) > 1 or options.output is not None:
@@ -101,53 +100,38 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
             if output_files is not None and layer.y_grad.shard.name not in output_files:
                 # It had none when the files to be locked were chosen.
                 raise changed_meanwhile(layer.y_grad.shard.name)
-        if output.is_elsewhere:
-            files = separate_files(layers)
-        else:
-            files = changed_files(layers, x_grad_in_place=options.x_grad_in_place)
-        if options.in_place:
-            check_in_place(layers, files)
-        else:
-            files = with_inputs(files, layers)
+        results, files = place_results(layers, options)
         inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
-        with call.writing(output, files.new_files, new_indexes(files, output)) as destination:
-            gradients = call.run(_backward(call, options, layers, files), destination)
+        with call.writing(output, list(files.new.values()), files.new_indexes(output)) as destination:
+            patches = [Patches(options, *entry, files.places) for entry in zip(layers, results, strict=True)]
+            for entry in patches:
+                entry.sum_wide_rows(call)
+            reads = [tensor for entry in patches for tensor in entry.reads]
+            gradients = call.run(Backward(reads, NormSpec(), patches), destination)
             if options.nonfinite == "error" and not gradients.is_finite:
-                raise _nonfinite(call, inputs, gradients)
-            rows = _rows(layers, gradients)
+                raise _nonfinite_error(call, inputs, gradients)
     return LayerNormResult(
         call=call.summary(inputs),
         output=call.output_summary(output, destination),
         kind=options.kind,
         invertible=options.invertible,
         layers=len(layers),
-        per_layer=tuple(rows),
+        per_layer=tuple(_rows(layers, gradients)),
     )
 
 
-def _check_options(options: LayerNormOptions, *, is_elsewhere: bool) -> None:
+def _check_options(options: LayerNormOptions) -> None:
     """Raise `UsageError` if the options contradict each other."""
     if not options.affine and options.scale_offset:
         raise UsageError(say("{} requires a scale, and {} has none", option("scale_offset"), option("affine", False)))
-    if options.x_grad_in_place and is_elsewhere:
+    if options.x_grad_in_place and options.is_elsewhere:
         outputs = option("output"), option("output_dir")
         message = "{} changes the input, and cannot be combined with {} or {}"
         raise UsageError(say(message, option("x_grad_in_place", True), *outputs))
-    check_names(options, is_elsewhere=is_elsewhere)
+    check_names(options)
 
 
-def _backward(call: Call, options: LayerNormOptions, layers: Sequence[Layer], files: Files) -> Backward:
-    """Plan the pass over all layers; what wide rows need is summed first."""
-    plans: list[LayerPlan] = []
-    number = 0
-    for layer, outputs, inputs in zip(layers, files.outputs, files.inputs, strict=True):
-        patches = Patches(options, layer)
-        plans.append(LayerPlan(patches, sum_wide_rows(call, patches), outputs, inputs, number))
-        number += len(outputs)
-    return Backward([tensor for plan in plans for tensor in plan.reads], NormSpec(), plans)
-
-
-def _nonfinite(call: Call, inputs: Sequence[Selected], gradients: Gradients) -> NonFiniteError:
+def _nonfinite_error(call: Call, inputs: Sequence[Selected], gradients: Gradients) -> NonFiniteError:
     """Return the error for results that are NaN or Inf, which names the inputs that they come from."""
     problems = nonfinite_problems(inputs, call.run(Measure(inputs, NormSpec(math.inf))))
     if problems:

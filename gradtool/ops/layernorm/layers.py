@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, UsageError, option, say, shortened
-from gradtool.store.format.gradset import Selected
 from gradtool.store.format.layout import new_tensor
 from gradtool.store.format.selection import check_dtypes, check_new_name
 
@@ -19,13 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.options import LayerNormOptions
-    from gradtool.store.format.gradset import GradientSet
+    from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.tensors import Tensor
     from gradtool.store.transaction.inputs import OpenSets
 
 # The same for every batch, so that any path may have them; all else belongs to one Y_grad.
 _WEIGHTS = ("scale", "bias")
-# Sets that a message names one by one.
+_STATISTICS = ("mean", "inv_std_dev")
+# What tensors are for that only some forms need.
+_PURPOSES = {"bias": " to invert the layer", "inv_std_dev": " because it cannot be computed without X"}
+# Sets that a message names.
 _MAX_NAMED = 5
 
 
@@ -57,40 +59,33 @@ class Layer(NamedTuple):
 
 def input_roles(options: LayerNormOptions) -> list[str]:
     """List what is read of a layer, if it is there, by the options that name the tensors."""
-    is_read = {
-        "y_grad": True,
-        "x": not options.invertible,
-        "y": options.invertible,
-        "scale": options.affine,
-        "bias": options.invertible and options.affine and options.kind == "layernorm",
-        "mean": not options.invertible and options.kind == "layernorm",
-        "inv_std_dev": True,
-    }
-    return [role for role, reads in is_read.items() if reads]
+    form = ("y_grad", "y", "scale", "bias") if options.invertible else ("y_grad", "x", "scale", "mean")
+    return [role for role in (*form, "inv_std_dev") if _has_role(options, role)]
 
 
 def output_roles(options: LayerNormOptions) -> list[str]:
     """List what is written of a layer, by the options that name the tensors."""
-    is_written = {
-        "x_grad": True,
-        "scale_grad": options.affine,
-        "bias_grad": options.affine and options.kind == "layernorm",
-    }
-    return [role for role, writes in is_written.items() if writes]
+    return [f"{role}_grad" for role in ("x", "scale", "bias") if _has_role(options, role)]
 
 
-def check_names(options: LayerNormOptions, *, is_elsewhere: bool) -> None:
-    """Raise `UsageError` if two results have one name, or a result beside the inputs has the name of one.
+def _has_role(options: LayerNormOptions, role: str) -> bool:
+    if role in _WEIGHTS and not options.affine:
+        return False
+    return role not in {"mean", "bias"} or options.kind == "layernorm"
+
+
+def check_names(options: LayerNormOptions) -> None:
+    """Raise `UsageError` if two results have one name, or a result beside the inputs has the name of an input.
 
     X_grad may be called as Y_grad, which it replaces then.
     """
-    outputs = output_roles(options)
-    for role, other in [*combinations(outputs, 2), *(() if is_elsewhere else product(outputs, input_roles(options)))]:
-        name = getattr(options, role)
-        if name != getattr(options, other) or (role, other) == ("x_grad", "y_grad"):
+    outputs, inputs = output_roles(options), [] if options.is_elsewhere else input_roles(options)
+    for a, b in [*combinations(outputs, 2), *product(outputs, inputs)]:
+        name = getattr(options, a)
+        if name != getattr(options, b) or (a, b) == ("x_grad", "y_grad"):
             continue
-        both = say("{} and {} are both {!r}", option(role), option(other), name)
-        if other in outputs:
+        both = say("{} and {} are both {!r}", option(a), option(b), name)
+        if b in outputs:
             raise UsageError(both, hint="give each result a name of its own")
         hint = say("choose another name, or use {} or {}", option("output"), option("output_dir"))
         raise UsageError(say("{}, so the result would replace the input", both), hint=hint)
@@ -105,9 +100,9 @@ class Match(NamedTuple):
     y_grad: Selected
 
     @property
-    def names(self) -> tuple[str, str]:
-        """The prefix, and the layer's name: the prefix without the separator that it ends with."""
-        return self.prefix, self.prefix if self.prefix[-1:].isalnum() else self.prefix[:-1]
+    def layer_name(self) -> str:
+        """The prefix without the separator that it ends with."""
+        return self.prefix if self.prefix[-1:].isalnum() else self.prefix[:-1]
 
 
 class Lookup:
@@ -124,13 +119,14 @@ class Lookup:
 
     def matches(self) -> Iterator[Match]:
         """Yield the selected gradients of layers' outputs, of the prefixes asked for or all, in their order."""
-        suffix, wanted = self._options.y_grad, self._options.prefix
-        selected = {(shard, tensor.name) for shard, tensor in self._opened.selected}
+        suffix, prefixes = self._options.y_grad, self._options.prefix
+        selected = set(self._opened.selected)
         for number, owner in enumerate(self._opened.sets):
-            for shard, tensor in owner.tensors:
-                if tensor.name.endswith(suffix) and (shard, tensor.name) in selected:
-                    match = Match(number, owner, tensor.name.removesuffix(suffix), Selected(shard, tensor))
-                    if self._is_prefix(match.prefix) and (not wanted or not set(wanted).isdisjoint(match.names)):
+            for y_grad in owner.tensors:
+                if y_grad.tensor.name.endswith(suffix) and y_grad in selected:
+                    match = Match(number, owner, y_grad.tensor.name.removesuffix(suffix), y_grad)
+                    is_wanted = not prefixes or match.prefix in prefixes or match.layer_name in prefixes
+                    if is_wanted and self._is_prefix(match.prefix):
                         yield match
 
     def find(self, match: Match, role: str) -> Selected | None:
@@ -145,31 +141,25 @@ class Lookup:
             return places[match.number]
         # A set with such a Y_grad has a layer of its own, whose X and statistics are not those of this one.
         foreign = () if role in _WEIGHTS else self._places[match.y_grad.tensor.name]
-        others = [place for number, place in places.items() if number not in foreign]
-        if len(others) > 1:
-            where = _listed([other.shard.name for other in others])
+        candidates = [selected for number, selected in places.items() if number not in foreign]
+        if len(candidates) > 1:
+            where = _listed([shard.name for shard, _ in candidates])
             message = f"is missing here, and in several of the other files: {where}"
             hint = "name only one of them"
             raise BadInputError(message, file=match.owner.name, tensor=name, code="duplicate-name", hint=hint)
-        return others[0] if others else None
+        return candidates[0] if candidates else None
 
-    def require(self, match: Match, role: str, why: str = "") -> Selected:
-        """Find a tensor of a layer that must be there; `why` says what for.
-
-        Raises:
-            BadInputError: it is missing, or several sets have it.
-        """
-        tensor = self.find(match, role)
-        if tensor is not None:
-            return tensor
-        others = [owner.name for number, owner in enumerate(self._opened.sets) if number != match.number]
-        where = f", here and in {_listed(others)}," if others else ","
-        message = f"is missing{where} but needed with {match.y_grad.tensor.name!r}{why}"
-        hint = say("use {} if it has another name", option(role, "NAME"))
+    def missing_error(self, match: Match, role: str) -> BadInputError:
+        """Return the error for a tensor of a layer that must be there."""
+        sets = [owner.name for number, owner in enumerate(self._opened.sets) if number != match.number]
+        where = f", here and in {_listed(sets)}," if sets else ","
+        message = f"is missing{where} but needed with {match.y_grad.tensor.name!r}{_PURPOSES.get(role, '')}"
+        template = "use {} if it has another name"
         if role == "scale":
-            hint = say("{}, or {} for layers without weights", hint, option("affine", False))
-        missing = match.prefix + getattr(self._options, role)
-        raise BadInputError(message, file=match.owner.name, tensor=missing, code="missing-tensor", hint=hint)
+            template += ", or {} for layers without weights"
+        hint = say(template, option(role, "NAME"), option("affine", False))
+        name = match.prefix + getattr(self._options, role)
+        return BadInputError(message, file=match.owner.name, tensor=name, code="missing-tensor", hint=hint)
 
     def _is_prefix(self, prefix: str) -> bool:
         """Check whether a name is cut at a separator, and not in the middle of a word."""
@@ -180,8 +170,8 @@ class Lookup:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    named = ", ".join(map(shortened, paths[:_MAX_NAMED]))
-    return f"{named} and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else named
+    names = ", ".join(map(shortened, paths[:_MAX_NAMED]))
+    return f"{names} and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else names
 
 
 def files_with_layers(opened: OpenSets, options: LayerNormOptions) -> set[str]:
@@ -200,62 +190,53 @@ def find_layers(opened: OpenSets, options: LayerNormOptions) -> list[Layer]:
     matches = list(lookup.matches())
     layers = [_layer(match, lookup, options) for match in matches]
     where = opened.sets[0].name if len(opened.sets) == 1 else None
-    names = {name for match in matches for name in match.names}
+    names = {name for match in matches for name in (match.prefix, match.layer_name)}
     for prefix in options.prefix:
         if prefix not in names:
-            message = say("{} has no tensor {}", option("prefix", prefix), options.y_grad)
-            raise BadInputError(message, file=where, code="no-match")
+            unmatched = say("{} has no tensor {}", option("prefix", prefix), options.y_grad)
+            raise BadInputError(unmatched, file=where, code="no-match")
     if not layers:
         hint = say("use {} to give its name", option("y_grad", "NAME"))
         raise BadInputError(f"no tensor name ends in {options.y_grad}", file=where, code="no-match", hint=hint)
-    _check_result_names(layers)
+    # Prefixes within prefixes may give two results of a set the same name.
+    results: dict[tuple[str, str], Layer] = {}
+    for layer in layers:
+        for output in layer.outputs:
+            first = results.setdefault((layer.owner.name, output.name), layer)
+            if first is not layer:
+                message = f"would be a result of both {first.name!r} and {layer.name!r}"
+                raise BadInputError(message, file=layer.owner.name, tensor=output.name, code="duplicate-name")
     return layers
 
 
 def _layer(match: Match, lookup: Lookup, options: LayerNormOptions) -> Layer:
-    x = lookup.require(match, "y" if options.invertible else "x")
-    shape, axis, inputs = x.tensor.shape, options.axis, input_roles(options)
+    inputs: dict[str, Selected] = {}
+    for role in input_roles(options):
+        tensor = lookup.find(match, role)
+        if tensor is not None:
+            inputs[role] = tensor
+        elif role not in _STATISTICS or options.invertible:
+            raise lookup.missing_error(match, role)
+    x, scale = inputs["y" if options.invertible else "x"], inputs.get("scale")
+    shape, axis = x.tensor.shape, options.axis
     if not -len(shape) <= axis < len(shape):
         message = f"shape {list(shape)} has no axis {axis}"
         raise BadInputError(message, file=x.shard.name, tensor=x.tensor.name, code="axis")
-    _check_shape(match.y_grad, shape, exact=True)
-    scale = lookup.require(match, "scale") if options.affine else None
-    bias = lookup.require(match, "bias", " to invert the layer") if "bias" in inputs else None
-    mean = lookup.find(match, "mean") if "mean" in inputs else None
-    why = " because it cannot be computed without X"
-    inv_std_dev = lookup.require(match, "inv_std_dev", why) if options.invertible else lookup.find(match, "inv_std_dev")
-    for tensor, part in (
-        (scale, shape[axis:]),
-        (bias, shape[axis:]),
-        (mean, shape[:axis]),
-        (inv_std_dev, shape[:axis]),
-    ):
-        if tensor is not None:
-            _check_shape(tensor, part)
-    # The gradient of X is like X, those of scale and bias are like scale.
+    outer, inner = shape[:axis], shape[axis:]
+    shapes = dict.fromkeys(_STATISTICS, outer) | dict.fromkeys(_WEIGHTS, inner)
+    for role, selected in inputs.items():
+        _check_shape(selected, shapes.get(role, shape), exact=role not in shapes)
     outputs = []
     for role in output_roles(options):
-        like = x if role == "x_grad" else scale
-        if like is not None:
-            name = match.prefix + getattr(options, role)
-            check_new_name(like.shard.name, like.tensor.name, name, option(role))
-            outputs.append(new_tensor(name, like.tensor.dtype, like.tensor.shape))
-    rows, columns = math.prod(shape[:axis]), math.prod(shape[axis:])
-    name = match.names[1]
-    layer = Layer(name, match.owner, match.y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
-    check_dtypes(layer.inputs, tuple(STORAGE), can_exclude=False)
-    return layer
-
-
-def _check_result_names(layers: Sequence[Layer]) -> None:
-    """Raise `BadInputError` if two results of a set have one name, as prefixes within prefixes may make them have."""
-    results: dict[tuple[str, str], Layer] = {}
-    for layer in layers:
-        for output in layer.outputs:
-            other = results.setdefault((layer.owner.name, output.name), layer)
-            if other is not layer:
-                message = f"would be a result of both {other.name!r} and {layer.name!r}"
-                raise BadInputError(message, file=layer.owner.name, tensor=output.name, code="duplicate-name")
+        # The gradient of X is like X, those of scale and bias are like scale.
+        like = x if scale is None or role == "x_grad" else scale
+        name = match.prefix + getattr(options, role)
+        check_new_name(like.shard.name, like.tensor.name, name, option(role))
+        outputs.append(new_tensor(name, like.tensor.dtype, like.tensor.shape))
+    check_dtypes(inputs.values(), tuple(STORAGE), can_exclude=False)
+    bias, mean, inv_std_dev = inputs.get("bias"), inputs.get("mean"), inputs.get("inv_std_dev")
+    name, rows, columns = match.layer_name, math.prod(outer), math.prod(inner)
+    return Layer(name, match.owner, match.y_grad, x, scale, bias, mean, inv_std_dev, rows, columns, outputs)
 
 
 def _check_shape(selected: Selected, expected: tuple[int, ...], *, exact: bool = False) -> None:

@@ -1,55 +1,73 @@
-"""A layer cut into patches: groups of rows, or where rows are long stretches of one; and how a patch is read."""
+"""A layer cut into patches: groups of rows, or stretches of a row that is longer than a patch.
+
+The gradients of a wide row need sums over all its stretches, which are read for these sums first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from array import array
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import product
+from time import perf_counter
+from typing import TYPE_CHECKING, ClassVar
 
 from gradtool import tuning
 from gradtool.arrays import float64s, np
-from gradtool.backends.protocol import Patch
+from gradtool.backends.protocol import NormSpec, Patch, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, option, say
+from gradtool.ops.passes import Measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from gradtool.backends.protocol import Backend
     from gradtool.engines.worker import Worker
+    from gradtool.ops.call import Call
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.options import LayerNormOptions
     from gradtool.store.format.gradset import Selected
+    from gradtool.store.io.destination import Destination
 
     Floats = NDArray[np.float64]
 
 
 class Patches:
-    """The patches of a layer, by group of rows and stretch of columns."""
+    """The patches of a layer, by group of rows and stretch of columns; and where its results and inputs are written."""
 
-    def __init__(self, options: LayerNormOptions, layer: Layer) -> None:
-        self._options, self.layer = options, layer
-        self.rms = options.kind == "rmsnorm"
-        columns = layer.columns
-        self.stretches = [
-            (at, min(at + tuning.PATCH_ELEMENTS, columns)) for at in range(0, columns, tuning.PATCH_ELEMENTS)
-        ]
-        self._height = max(1, min(tuning.PATCH_ROWS, tuning.PATCH_ELEMENTS // max(1, columns)))
+    def __init__(
+        self,
+        options: LayerNormOptions,
+        layer: Layer,
+        results: Sequence[Selected],
+        places: Mapping[Selected, Selected],
+    ) -> None:
+        self._options, self.layer, self.outputs = options, layer, [places[result] for result in results]
+        # X and Y_grad, where they stay in a new file.
+        self.inputs = places.get(layer.x), places.get(layer.y_grad)
+        self._rms, columns, size = options.kind == "rmsnorm", layer.columns, tuning.PATCH_ELEMENTS
+        self.stretches = [(begin, min(begin + size, columns)) for begin in range(0, columns, size)]
+        # A group is a single row where a row is more than one patch.
+        self.is_wide = len(self.stretches) > 1
+        self._height = max(1, min(tuning.PATCH_ROWS, size // max(1, columns)))
         self.groups = -(-layer.rows // self._height)
+        # There are gradients that are sums over rows; for them, wide rows are read again.
+        self.has_weights = layer.scale is not None
+        self.reads = layer.inputs * (2 if self.is_wide and self.has_weights else 1)
+        needs_mean = not self._rms and not options.invertible
+        self.lacks_statistics = layer.inv_std_dev is None or (layer.mean is None and needs_mean)
+        # Of wide rows: when summing began, statistics that the files do not have, and two means over the gradient.
+        self.began = math.inf
+        self._mean: Floats | None = None
+        self._inv_std_dev: Floats | None = None
+        self._means: tuple[Floats, Floats] | None = None
         # Of the stretch that was read last.
         self._weights: tuple[tuple[int, int], array[float], array[float] | None] | None = None
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether a row is more than one patch; a group then is a single row."""
-        return len(self.stretches) > 1
-
-    @property
-    def lacks_statistics(self) -> bool:
-        """Whether statistics that the layer needs are not in the files."""
-        needs_mean = not self.rms and not self._options.invertible
-        return self.layer.inv_std_dev is None or (self.layer.mean is None and needs_mean)
 
     def start(self, stretch: tuple[int, int], group: int) -> int:
         """Return the element that a patch begins with."""
@@ -57,29 +75,70 @@ class Patches:
 
     @contextlib.contextmanager
     def read(self, stretch: tuple[int, int], group: int, worker: Worker, groups: int = 1) -> Iterator[Patch]:
-        """Read a patch of some groups, with zeros for the statistics of its rows."""
-        (_, x), (_, y_grad), start = self.layer.x, self.layer.y_grad, self.start(stretch, group)
-        rows, columns = min(groups * self._height, self.layer.rows - group * self._height), stretch[1] - stretch[0]
+        """Read a patch of some groups, with zeros for statistics that are not known yet."""
+        layer, start, first = self.layer, self.start(stretch, group), group * self._height
+        rows, columns = min(groups * self._height, layer.rows - first), stretch[1] - stretch[0]
         scale, bias = self._scale_and_bias(stretch, worker)
+        mean = _statistic(layer.mean, self._mean, first, rows, worker)
+        inv_std_dev = _statistic(layer.inv_std_dev, self._inv_std_dev, first, rows, worker)
         with (
-            stored(self.layer.x, start, rows * columns, worker) as x_data,
-            stored(self.layer.y_grad, start, rows * columns, worker) as y_data,
+            _stored(layer.x, start, rows * columns, worker) as x,
+            _stored(layer.y_grad, start, rows * columns, worker) as y_grad,
         ):
-            zeros = float64s(rows), float64s(rows)
+            x_dtype, y_dtype = layer.x.tensor.dtype, layer.y_grad.tensor.dtype
             yield Patch(
-                rows, columns, self._height, x_data, x.dtype, y_data, y_grad.dtype, *zeros, scale, bias, rms=self.rms
+                rows, columns, self._height, x, x_dtype, y_grad, y_dtype, mean, inv_std_dev, scale, bias, self._rms
             )
 
-    def with_stored_statistics(self, patch: Patch, group: int, worker: Worker) -> Patch:
-        """Return a patch with the mean and the inverse standard deviation of its rows, where the files have them."""
-        mean, inv_std_dev, first = self.layer.mean, self.layer.inv_std_dev, group * self._height
-        if mean is not None:
-            patch = patch._replace(mean=_values(mean, first, patch.rows, worker))
-        if inv_std_dev is not None:
-            patch = patch._replace(inv_std_dev=_values(inv_std_dev, first, patch.rows, worker))
-        return patch
+    def with_statistics(self, patch: Patch, backend: Backend) -> Patch:
+        """Return a patch with the statistics of its rows computed where the files have none; wide rows have theirs."""
+        if self.is_wide or not self.lacks_statistics:
+            return patch
+        mean = np.zeros(patch.rows)
+        if not self._rms:
+            mean = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, None) / patch.columns
+        squares = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean)
+        if math.inf in squares:
+            piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
+            # An Inf in X is found and reported like any other.
+            if not any(backend.tile_sums(patch.x, [piece], NormSpec(math.inf)).inf):
+                raise self._variance_overflow()
+        inv_std_dev = self._inverse_std_dev(squares)
+        return patch._replace(
+            mean=mean if self.layer.mean is None else patch.mean,
+            inv_std_dev=inv_std_dev if self.layer.inv_std_dev is None else patch.inv_std_dev,
+        )
 
-    def inv_std_dev(self, squares: Floats) -> Floats:
+    def sum_wide_rows(self, call: Call) -> None:
+        """Read wide rows, if there are any, for what their gradients need."""
+        layer = self.layer
+        if not self.is_wide or not layer.rows:
+            return
+        self.began, zeros = perf_counter(), np.zeros(layer.rows)
+        if self.lacks_statistics:
+            mean = zeros if self._rms else self._row_sums(call, layer.x)[0] / layer.columns
+            squares = self._row_sums(call, layer.x, center=mean)[0]
+            if np.isinf(squares).any() and not any(call.run(Measure([layer.x], NormSpec(math.inf))).inf):
+                raise self._variance_overflow()
+            self._mean, self._inv_std_dev = mean, self._inverse_std_dev(squares)
+        weighted, projected = self._row_sums(call, layer.x, layer.y_grad) / layer.columns
+        self._means = zeros if self._rms else weighted, projected
+
+    def _row_sums(self, call: Call, *reads: Selected, center: Floats | None = None) -> Floats:
+        """Return one or two sums of each wide row, of which those of stretches are added in order.
+
+        So the chunks of a wide row are not simply added from the first to the last; docs/numerics.md has the whole
+        order.
+        """
+        stretches = call.run(SumWideRows(reads, NormSpec(), self, center))
+        with np.errstate(all="ignore"):
+            return sum(stretches, np.zeros((2, self.layer.rows)))
+
+    def means(self, group: int) -> tuple[Floats, Floats] | None:
+        """Return the means over the gradient of a wide row; those of other rows are computed with their gradients."""
+        return None if self._means is None else (self._means[0][group : group + 1], self._means[1][group : group + 1])
+
+    def _inverse_std_dev(self, squares: Floats) -> Floats:
         """Compute 1 / sqrt(variance + norm_eps) of rows, from the sums of squared distances from their means."""
         with np.errstate(all="ignore"):
             inv_std_dev: Floats = 1.0 / np.sqrt(squares / self.layer.columns + self._options.norm_eps)
@@ -87,8 +146,7 @@ class Patches:
             raise self._bad_x("has a row of variance 0", say("use {} above 0", option("norm_eps")))
         return inv_std_dev
 
-    def variance_overflow(self) -> BadInputError:
-        """Return the error for finite values whose squares are beyond float64."""
+    def _variance_overflow(self) -> BadInputError:
         return self._bad_x("variance overflows float64", "store mean and inv_std_dev too")
 
     def _bad_x(self, message: str, hint: str) -> BadInputError:
@@ -103,24 +161,54 @@ class Patches:
         cached = self._weights
         if cached is not None and cached[0] == stretch:
             return cached[1:]
-        layer, count = self.layer, stretch[1] - stretch[0]
+        layer, first, count = self.layer, stretch[0], stretch[1] - stretch[0]
         scale, bias = array("d", [1.0]) * count, None
         if layer.scale is not None:
-            scale = _values(layer.scale, stretch[0], count, worker, self._options.scale_offset)
+            scale = _values(layer.scale, first, count, worker, self._options.scale_offset)
         if self._options.invertible:
-            bias = float64s(count) if layer.bias is None else _values(layer.bias, stretch[0], count, worker)
+            bias = float64s(count) if layer.bias is None else _values(layer.bias, first, count, worker)
             if layer.scale is not None and 0.0 in scale:
-                what = say("plus {} is", option("scale_offset")) if self._options.scale_offset else "is"
-                column = stretch[0] + scale.index(0.0)
-                message = say("{} 0 in column {}, by which the invertible form divides", what, column)
+                subject = say("plus {} is", option("scale_offset")) if self._options.scale_offset else "is"
+                column = first + scale.index(0.0)
+                message = say("{} 0 in column {}, by which the invertible form divides", subject, column)
                 shard, tensor = layer.scale
                 raise BadInputError(message, file=shard.name, tensor=tensor.name, code="zero-scale")
         self._weights = stretch, scale, bias
         return scale, bias
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class SumWideRows(Pass["Floats"]):
+    """Sums the stretches of wide rows: of X, of its squared distances from a center, or with Y_grad, for its means."""
+
+    title: ClassVar = "summing rows"
+
+    patches: Patches
+    center: Floats | None
+
+    def tally(self) -> Floats:
+        """Begin with zeros: for each stretch, one or two sums of each row."""
+        return np.zeros((len(self.patches.stretches), 2, self.patches.layer.rows))
+
+    def tasks(self, backend: Backend, destination: Destination) -> Iterator[tuple[int, int]]:  # noqa: ARG002
+        """Yield each stretch of each row."""
+        return product(range(len(self.patches.stretches)), range(self.patches.layer.rows))
+
+    def work(self, task: tuple[int, int], worker: Worker, tally: Floats) -> None:
+        """Sum a stretch of a row."""
+        (number, row), backend, patches = task, worker.backend, self.patches
+        rows, stretch, x = slice(row, row + 1), patches.stretches[number], patches.layer.x
+        if len(self.selected) > 1:
+            with patches.read(stretch, row, worker) as patch:
+                tally[number, :, rows] = backend.layer_norm_sums(patch)
+            return
+        columns, center = stretch[1] - stretch[0], None if self.center is None else self.center[rows]
+        with _stored(x, patches.start(stretch, row), columns, worker) as view:
+            tally[number, 0, rows] = backend.row_sums(view, x.tensor.dtype, 1, columns, center)
+
+
 @contextlib.contextmanager
-def stored(selected: Selected, start: int, count: int, worker: Worker) -> Iterator[memoryview]:
+def _stored(selected: Selected, start: int, count: int, worker: Worker) -> Iterator[memoryview]:
     """Read so many values of a tensor, from element `start` on."""
     itemsize = STORAGE[selected.tensor.dtype].itemsize
     with worker.memory(count * itemsize) as view:
@@ -128,6 +216,15 @@ def stored(selected: Selected, start: int, count: int, worker: Worker) -> Iterat
         yield view
 
 
+def _statistic(
+    selected: Selected | None, computed: Floats | None, first: int, rows: int, worker: Worker
+) -> Floats | array[float]:
+    """Return a statistic of rows: as it is stored, as it was computed, or zeros if it is not known yet."""
+    if selected is not None:
+        return _values(selected, first, rows, worker)
+    return float64s(rows) if computed is None else computed[first : first + rows]
+
+
 def _values(selected: Selected, start: int, count: int, worker: Worker, offset: float = -0.0) -> array[float]:
-    with stored(selected, start, count, worker) as view:
+    with _stored(selected, start, count, worker) as view:
         return worker.backend.widen(view, selected.tensor.dtype, offset)

@@ -10,7 +10,7 @@ from support import VALUE_TYPES, encode, gaussian, write
 
 from gradtool import norm
 from gradtool.backends.storage import STORAGE
-from gradtool.ops.layernorm.gradients import TileAssembler
+from gradtool.ops.layernorm.backward import Gradients
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.header import read_shard
 
@@ -27,12 +27,13 @@ class Pieces:
         tensor = shard.tensors[0]
         self._itemsize = STORAGE[tensor.dtype].bits.itemsize
         self._data = path.read_bytes()[tensor.begin : tensor.end]
-        self.measurement = TileAssembler([Selected(shard, tensor)])
+        self._output = Selected(shard, tensor)
+        self.measurement = Gradients([[self._output]], [math.inf])
         self._backend = backend
 
     def add(self, begin, end):
         view = memoryview(bytearray(self._data[begin * self._itemsize : end * self._itemsize]))
-        self.measurement.assemble(0, begin, view, view, self._backend)
+        self.measurement.assemble(self._output, begin, view, view, self._backend)
         # A caller uses its memory again.
         view[:] = b"\xa5" * len(view)
 

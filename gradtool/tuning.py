@@ -22,7 +22,7 @@ WINDOW_ELEMENTS = 1 << 18
 PATCH_ELEMENTS = 1 << 18
 PATCH_ROWS = 1 << 14
 
-# The most bytes of a shard that a task of another process measures: a second of work or so, beside some ms for the task.
+# The most bytes of a shard that a task of another process measures: about a second of work, beside some ms of overhead.
 PART_BYTES = 1 << 30
 # Small shards are measured together: at most this many parts of that size, and files, in a task.
 SMALL_PARTS, PART_FILES = 16, 256

@@ -9,7 +9,6 @@ memory: the first pass writes them to an unnamed temporary file, from which the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from array import array
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
 from gradtool.store.format.selection import check_dtypes, require_unique_names
+from gradtool.store.io.channel import fill
+from gradtool.store.source import Reader, Source
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output_checks import check_not_replaced
 
@@ -72,10 +73,9 @@ def decide_units(
     for number, unit in enumerate(units.beyond):
         if unit >= 0:
             factor = memoryview(bytearray(8)).cast("d")
+            hint = say("use a larger {}, or clip in several steps", option("agc"))
             file.read(number, unit, factor)
-            raise out_of_range(
-                grads[number], factor[0], say("use a larger {}, or clip in several steps", option("agc"))
-            )
+            raise out_of_range(grads[number], factor[0], hint)
     numbers = [number for number, count in enumerate(units.changed) if count or options.dtype is not None]
     scaling = ScaleUnits([grads[number] for number in numbers], spec, numbers, file)
     clipped = [count > 0 for count in units.clipped]
@@ -131,6 +131,7 @@ class FactorFile:
         self._folder = tempfile.gettempdir()
         with self._errors():
             self._file = tempfile.TemporaryFile(dir=self._folder, prefix="gradtool-", buffering=0)  # noqa: SIM115
+        self._reader = Reader(Source(self._folder, self._begins[-1]), self._file.fileno())
         self.close = self._file.close
 
     def write(self, tensor: int, first: int, factors: Factors) -> None:
@@ -140,13 +141,7 @@ class FactorFile:
 
     def read(self, tensor: int, first: int, factors: Factors) -> None:
         """Read the factors of consecutive units of a tensor."""
-        view, begin = factors.cast("B"), self._begins[tensor] + 8 * first
-        with self._errors():
-            while view:
-                count = os.preadv(self._file.fileno(), [view], begin)
-                if not count:
-                    raise OSError(errno.EIO, "the temporary file is shorter than what was written")
-                view, begin = view[count:], begin + count
+        fill(self._reader, self._begins[tensor] + 8 * first, factors.cast("B"))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -109,4 +109,6 @@ class Convert(Scaling):
                 for span, (dtype, offset, elements) in zip(block.spans, new_pieces, strict=True):
                     itemsize = STORAGE[dtype].itemsize
                     begin = self.targets[span.tensor].tensor.begin + span.start * itemsize
-                    worker.destination.put(worker, block.shard, begin, new[offset : offset + elements * itemsize])
+                    worker.destination.write_range(
+                        worker, block.shard, begin, new[offset : offset + elements * itemsize]
+                    )

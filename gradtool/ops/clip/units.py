@@ -30,7 +30,7 @@ from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.io.channel import fill
 from gradtool.store.source import Reader, Source
 from gradtool.store.transaction.inputs import Inputs, open_to_read
-from gradtool.store.transaction.output_checks import check_not_replaced
+from gradtool.store.transaction.output import check_not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def decide_units(
     clipped = [count > 0 for count in units.clipped]
     counts = sum(units_of(grad)[0] for grad in grads), sum(units.clipped)
     norms = before.norms(unscale=options.unscale)
-    return output.made_of(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
+    return output.with_sources(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
 
 
 def _parameters(

@@ -81,7 +81,7 @@ def only(folder, pattern):
 
 # When it is killed, such a run has changed the first of three files: of those, each has a block, which is saved in the
 # redo log, and later in the file.
-HALF_CHANGED, HALF_RENAMED = (Channel, "save", 5), (Folder, "rename", 2)
+HALF_CHANGED, HALF_RENAMED = (Channel, "write", 5), (Folder, "rename", 2)
 
 
 def crash(folder, way="replace", runner=ALICE):

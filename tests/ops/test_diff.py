@@ -376,14 +376,14 @@ def test_each_gate_passes_at_its_limit_and_fails_beyond(tmp_path):
         (problem,) = diff(a, b, **{name: fails}).problems
         assert problem.code == "different"
     (problem,) = diff(a, b, bits=True).problems
-    assert (problem.tensor, problem.message) == ("a", "1 of 3 values have other bits")
+    assert (problem.tensor, problem.message) == ("a", "1 of 3 values have different bits")
 
 
 def test_bits_are_bytes(tmp_path):
     assert len(diff(*two(tmp_path, f32(0.0), f32(-0.0)), bits=True).problems) == 1
     assert diff(*two(tmp_path, f32(0.0), f32(-0.0)), rtol=0, max_ulp=0, max_rel_l2=0, min_cosine=1).problems == ()
     (problem,) = diff(*two(tmp_path, f32(1, 2), encode([1, 2], "BF16")), bits=True).problems
-    assert problem.message == "type F32 is not BF16, so the bytes differ"
+    assert problem.message == "has type F32, but BF16 in B, so the bytes differ"
 
 
 def test_the_worst_tensors_come_first_and_the_exit_code_is_1(tmp_path):

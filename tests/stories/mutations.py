@@ -946,7 +946,7 @@ PAST: tuple[Mutation, ...] = (
         " its copies, and recovery takes its own bytes for another program's.",
         DESTINATION,
         "                if shard in pieces:\n",
-        "                if shard in pieces and shard in whole:\n",
+        "                if shard in pieces and is_whole:\n",
     ),
     _slip(
         "more-files-open-than-there-may-be",

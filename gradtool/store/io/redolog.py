@@ -92,7 +92,7 @@ class RedoLog:
             at, self.size = self.size, self.size + len(head) + len(new)
             before, end = self.added.get(number, (0, 0))
             self.added[number] = before + nbytes, max(end, begin + len(new))
-        channel.save(self.file, at, [head, new])
+        channel.write(self.file, at, [head, new], nbytes)
 
     def entries(self, fd: int) -> Iterator[Entry]:
         """Yield the entries, whose content is not read; `fd` is the open log.
@@ -143,7 +143,7 @@ class RedoLog:
                         with channel.memory(entry.length) as view:
                             fill(reader, entry.at, view)
                             for start, stop in entry.parts:
-                                channel.save(targets[entry.number], entry.begin + start, [view[start:stop]])
+                                channel.write(targets[entry.number], entry.begin + start, [view[start:stop]])
                 except BaseException as error:  # noqa: BLE001 - raised below
                     errors.append(error)
                 finally:

@@ -22,8 +22,8 @@ import gradtool
 from gradtool import errors, options
 from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
-from gradtool.report.facts import NONFINITE, SUMMARIES, is_rows, kind_of
-from gradtool.report.json_object import SCHEMA
+from gradtool.report.fields import NONFINITE, SUMMARIES, is_rows, kind_of
+from gradtool.report.json_output import SCHEMA
 
 DOCS = Path(__file__).parent
 ABOUT = (

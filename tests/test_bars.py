@@ -10,7 +10,7 @@ import pytest
 from support import encode, write
 from terminal import on_terminal
 
-from gradtool.report.bars import bar, norm_bars
+from gradtool.report.tables import bar, norm_bars
 
 
 def plain(text):
@@ -43,9 +43,8 @@ def test_a_bar_is_as_long_as_its_part_and_what_is_there_is_seen(monkeypatch, par
 
 def test_bars_of_norms_are_beside_the_largest_finite_one(monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(encoding="utf-8"))
-    rows = [{"norm": norm} for norm in (4.0, 2.0, 0.0, "NaN", "Infinity")]
-    assert norm_bars(rows, 4) == ["████", "██", "", "", "████"]
-    assert norm_bars([{"norm": 0.0}, {"norm": "NaN"}], 4) == ["", ""]
+    assert norm_bars([4.0, 2.0, 0.0, math.nan, math.inf], 4) == ["████", "██", "", "", "████"]
+    assert norm_bars([0.0, math.nan], 4) == ["", ""]
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from markdown_it import MarkdownIt
 from support import SAMPLES, encode, gradtool, gradtool_json, sample, snapshot, write
 
 from gradtool import norm
-from gradtool.report import Outcome, json_lines
-from gradtool.report.facts import is_rows
+from gradtool.report import Outcome, json_output
+from gradtool.report.fields import is_rows
 
 NAN = float("nan")
 MICRO = SAMPLES / "micro_0.safetensors"
@@ -152,7 +152,7 @@ def test_json_lines_are_written_in_parts(tmp_path, monkeypatch):
     path = write(tmp_path / "x", {f"{i}." + "n" * 1000: np.ones(1, np.float32) for i in range(300)})
     result, written = norm(path, per_tensor=True), []
     monkeypatch.setattr(sys, "stdout", type("", (io.StringIO,), {"write": lambda _, text: written.append(text)})())
-    json_lines.show(Outcome("norm", 0, result, ()))
+    json_output.show_lines(Outcome("norm", 0, result, ()))
     assert len("".join(written).splitlines()) == 301
     assert max(map(len, written)) < 70_000
     assert len(written) < 10
@@ -224,10 +224,10 @@ def test_no_more_annotations_than_github_shows(tmp_path, on_github, count, shown
     found = commands_in(gradtool("norm", path, "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
     if shown < count:
-        assert found[-1][2] == f"and {count - shown} more; --json names them all"
+        assert found[-1][2] == f"and {count - shown} more; --json lists them all"
     found = commands_in(gradtool("clip", path, "--max-norm", "1", "--format", "github", env=on_github[0]).stdout)
     assert len(found) == 10
-    assert found[-2][2] == f"and {count - 8} more; --json names them all"
+    assert found[-2][2] == f"and {count - 8} more; --json lists them all"
     assert found[-1][2].endswith("Use --nonfinite zero or --nonfinite propagate to continue")
 
 
@@ -296,7 +296,7 @@ def test_a_step_gets_a_section_with_tables_after_what_is_there(on_github):
     gradtool(*call, env=environment)
     first = summary.read_text()
     assert first.startswith(
-        "before\n### gradtool `norm`: ok\n\n| fact | value |\n| --- | --- |\n| norm | 3.5584793327392696 |\n"
+        "before\n### gradtool `norm`: ok\n\n| field | value |\n| --- | --- |\n| norm | 3.5584793327392696 |\n"
     )
     facts, rows = tables_in(first)
     assert dict(facts)["tensors"] == "28"
@@ -338,7 +338,7 @@ def test_a_section_that_cannot_be_written_is_a_warning(tmp_path, make):
     done = gradtool("norm", sample(tmp_path), "--format", "github", env=environment, stdin=subprocess.DEVNULL)
     assert done.returncode == 0
     assert re.fullmatch(
-        f"gradtool: warning: {where}: cannot write the summary of the step: [A-Z][a-z ]+\n", done.stderr
+        f"gradtool: warning: {where}: cannot write the step summary: [A-Z][a-z ]+\n", done.stderr
     ), done.stderr
     [(level, properties, _)] = commands_in(done.stdout)
     assert (level, properties["title"]) == ("warning", "gradtool norm (step-summary)")
@@ -359,7 +359,7 @@ def test_sections_stay_within_what_github_takes(tmp_path, on_github):
         done = gradtool(*call, env=environment)
         assert done.returncode == 0
         assert len(summary.read_bytes()) <= 1 << 20
-    assert done.stderr == f"gradtool: warning: {summary}: the summary of the step is full; this call is not in it\n"
+    assert done.stderr == f"gradtool: warning: {summary}: the step summary is full; this call is missing from it\n"
     assert summary.read_bytes() == before
 
 

@@ -257,7 +257,7 @@ def test_a_terminal_that_lacks_a_letter_gets_it_spelled_out(tmp_path):
 def test_many_problems_are_cut_off_on_stderr_and_whole_in_json(tmp_path):
     path = write(tmp_path / "x", {f"t{i}": encode([math.nan], "F32") for i in range(50)})
     lines = gradtool("norm", path).stderr.splitlines()
-    assert (len(lines), lines[-1]) == (21, "gradtool: error: and 30 more; --json names them all")
+    assert (len(lines), lines[-1]) == (21, "gradtool: error: and 30 more; --json lists them all")
     assert len(gradtool_json("norm", path)["errors"]) == 50
 
 

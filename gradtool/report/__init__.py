@@ -1,4 +1,4 @@
-"""How a call is printed: each format is a module, with a function `show` that prints an `Outcome` on stdout."""
+"""How the outcome of a call is printed on stdout, in each output format."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
     from gradtool.errors import Problem
     from gradtool.options import Display
-    from gradtool.report.facts import Result
+    from gradtool.report.fields import Result
 
-# The module of each format, imported only if that is requested.
-_MODULES = {"text": "text", "json": "json_object", "jsonl": "json_lines", "github": "github"}
+# The module and the function of each format; imported only for that format.
+_PRINTERS = {
+    "text": ("text", "show_text"),
+    "json": ("json_output", "show_object"),
+    "jsonl": ("json_output", "show_lines"),
+    "github": ("github", "show_annotations"),
+}
 _VARIABLE = "GRADTOOL_FORMAT"
 
 
 class Outcome(NamedTuple):
-    """How a call ended: its result, or None if it stopped with an error; what is wrong, and what sums that up."""
+    """The end of a call: its result, or None after an error; its problems, and a summary of them."""
 
     command: str
     exit_code: int
@@ -35,15 +40,16 @@ class Outcome(NamedTuple):
 
     @property
     def warnings(self) -> Sequence[Problem]:
-        """The warnings of the result, if they are wanted."""
-        from gradtool.report.facts import flat  # not needed before there is a result
+        """The warnings of the result, unless only errors are wanted."""
+        from gradtool.report.fields import flat  # not needed before there is a result
 
         return () if self.quiet or self.result is None else flat(self.result).get("warnings", ())
 
 
 def show(form: str, outcome: Outcome) -> None:
-    """Print how a call ended, in the format of this name; as text for any other word."""
-    import_module(f"gradtool.report.{_MODULES.get(form, 'text')}").show(outcome)
+    """Print the outcome of a call in a format; as text if there is no such format."""
+    module, function = _PRINTERS.get(form, _PRINTERS["text"])
+    getattr(import_module(f"gradtool.report.{module}"), function)(outcome)
 
 
 def format_from(display: Display) -> str:
@@ -55,12 +61,12 @@ def format_from(display: Display) -> str:
     if display.json and display.format not in {None, "json"}:
         message = say("{} contradicts {}", option("json", True), option("format", display.format))
         raise UsageError(message, hint="remove one of them")
-    name = display.format or choice(_VARIABLE, os.environ.get(_VARIABLE) or "text", _MODULES)
+    name = display.format or choice(_VARIABLE, os.environ.get(_VARIABLE) or "text", _PRINTERS)
     return "json" if display.json else name
 
 
 def requested_format(arguments: Sequence[str]) -> str:
-    """Return the format that a command line asks for, which may be wrong otherwise, or end before it is parsed."""
+    """Return the format that a command line asks for, even if the rest of it is wrong or is not parsed yet."""
     line = "\0".join(["", *arguments, ""]).partition("\0--\0")[0] + "\0"
     formats = ["json"] if "\0--json\0" in line else re.findall("\0--format[=\0]([^\0]+)", line)
     return (formats[-1] if formats else os.environ.get(_VARIABLE) or "text").lower()

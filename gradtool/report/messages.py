@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from gradtool.errors import Problem
 
-# On stderr; JSON lists all.
+# Problems printed on stderr; JSON lists all.
 _MAX_LINES = 20
 # Characters; a path and a tensor's name may have 4,096 each.
 _MAX_LINE = 20_000
@@ -47,14 +47,15 @@ def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[st
             if text is None:
                 continue
             begin = "  " if label == "hint" else "gradtool: "
-            said = printable(shortened(text, _MAX_LINE))
-            said = _wrapped(said, len(f"{begin}{label}: ")) if is_terminal else said
-            yield f"{begin}{_COLOURS[label]}{label}:\x1b[0m {said}\n" if is_coloured else f"{begin}{label}: {said}\n"
+            message = printable(shortened(text, _MAX_LINE))
+            if is_terminal:
+                message = _wrapped(message, len(f"{begin}{label}: "))
+            yield begin + (f"{_COLOURS[label]}{label}:\x1b[0m" if is_coloured else f"{label}:") + f" {message}\n"
 
 
 def and_more(count: int) -> str:
-    """Return what stands for errors, warnings or paths that are not printed."""
-    return f"and {count:,} more; {option('json').command} names them all"
+    """Return the line that stands for errors, warnings or paths that are not printed."""
+    return f"and {count:,} more; {option('json').command} lists them all"
 
 
 def printable(text: str) -> str:
@@ -73,7 +74,7 @@ def without_commands(text: str) -> str:
 
 
 class _Escapes(dict[int, str]):
-    """What is printed for each character, computed on first use."""
+    """The printed form of each character, computed on first use."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -84,22 +85,21 @@ class _Escapes(dict[int, str]):
 _ESCAPES = _Escapes()
 
 
-def _wrapped(text: str, taken: int) -> str:
-    """The text in lines as wide as the terminal, broken only at spaces; the first begins behind `taken` columns."""
+def _wrapped(text: str, indent: int) -> str:
+    """Return text in lines as wide as the terminal, broken only at spaces; the first begins after `indent` columns."""
     import shutil
     import textwrap
 
     # A terminal puts the cursor on the next line when the last column is filled.
     width = shutil.get_terminal_size().columns - 1
-    if width <= taken:
+    if width <= indent:
         return text
     lines = textwrap.wrap(
         text,
         width,
-        initial_indent=" " * taken,
+        initial_indent=" " * indent,
         subsequent_indent="    ",
         break_long_words=False,
         break_on_hyphens=False,
-        drop_whitespace=True,
     )
-    return "\n".join(lines)[taken:]
+    return "\n".join(lines)[indent:]

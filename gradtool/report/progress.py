@@ -1,4 +1,4 @@
-"""The progress bar of a call."""
+"""The progress bar of a call; apart, because every command loads it, and rich is imported only once a bar is shown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDE = 70
 
 @contextlib.contextmanager
 def progress(label: str, *, wanted: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on stderr, with the pass and its GB/s, if that is a terminal; it appears if the work takes long enough."""
+    """Show a bar on stderr, with the pass and its GB/s, if that is a terminal and the work takes long enough."""
     if not wanted or not sys.stderr.isatty():
         yield None
         return
@@ -30,7 +30,7 @@ def progress(label: str, *, wanted: bool) -> Iterator[Callable[[str, int, int], 
     due = time.perf_counter() + PATIENCE_SECONDS
     with contextlib.ExitStack() as stack:
 
-        def advance(title: str, done: int, whole: int) -> None:
+        def advance(title: str, done: int, total: int) -> None:
             nonlocal bar, due, shown
             now = time.perf_counter()
             is_due = now > due
@@ -40,9 +40,9 @@ def progress(label: str, *, wanted: bool) -> Iterator[Callable[[str, int, int], 
                 return
             if title != shown or done < bar.tasks[0].completed:
                 # With the total, because this draws the bar.
-                bar.reset(bar.task_ids[0], description=f"{label}: {title}", total=whole, completed=done, visible=True)
+                bar.reset(bar.task_ids[0], description=f"{label}: {title}", total=total, completed=done, visible=True)
                 shown = title
-            bar.update(bar.task_ids[0], completed=done, total=whole, refresh=is_due)
+            bar.update(bar.task_ids[0], completed=done, total=total, refresh=is_due)
 
         yield advance
 

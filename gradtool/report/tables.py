@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtool.errors import number_of
-from gradtool.report.bars import STORAGE_NOTE, norm_bars, show_histogram, storage_columns
-from gradtool.report.facts import TOLD, data_of, facts_of, field, is_rows, short
+from gradtool.report.fields import as_short_text, as_text, data_of, is_rows, summary_of
 from gradtool.report.messages import without_commands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.report.facts import Result
+    from gradtool.report.fields import Result
 
     Row = dict[str, Any]
     # The texts of a table, by the keys of its columns.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 # Narrower terminals get rows as blocks of lines.
 _TABLE_COLUMNS = 60
-# A path is shortened to that. All else is as wide as its content.
+# A path is shortened to this. All else is as wide as its content.
 _SHORTEST_PATH = 24
-# The key of the column of bars, which needs no heading, and how long these are.
+# The key of the column of bars, which needs no heading, and their length.
 _BARS, _BAR = "", 8
-# What is left out first where there is no room. The names and norms are not here, and always shown.
+# The columns to leave out where there is no room, the first one first. Names and norms always have room.
 _LEFT_OUT = (
     "differing_bits", "nonfinite_both", "not_close", "norm_a", "norm_b", "max_rel_diff_index", "max_ulp_index",
     "max_abs_diff_index", "max_rel_diff", "dtype_b", "dtype_a", "max_ulp", "differing", "max_abs_diff",
@@ -42,115 +42,78 @@ _LEFT_OUT = (
 _TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
 # Between two columns.
 _GAP = 3
-# Facts in words, by their labels: broken between words where others are shortened.
-_IN_WORDS = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
-# The paths written that are named; lines off a terminal and JSON name all.
-_MOST_PATHS = 3
+# Labels of fields in prose, which is broken between words where other values are shortened.
+_PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
+# The paths written that are listed; lines off a terminal and JSON list all.
+_PATHS = 3
+_PHASES = ("total", "read", "compute", "write", "commit")
+# The fields that share a line with others.
+_GROUPED = {
+    "nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds",
+    *(f"{phase}_{unit}" for phase in _PHASES for unit in ("seconds", "gb_per_s")),
+}  # fmt: skip
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LONGEST_BAR = 50
 
 
 def show_tables(result: Result, *, verbose: bool) -> None:
-    """Print the facts of a result, then its rows."""
+    """Print the fields of a result, then its rows."""
     console = Console(highlight=False, markup=False, emoji=False)
+    data = data_of(result)
+    labels = list(_labelled(summary_of(result, data, verbose=verbose), data))
+    indent = max(len(label) for label, _ in labels) + 2
     with console.capture() as capture:
-        _show_result(console, result, verbose=verbose)
+        for label, items in labels:
+            _show_items(console, label, items, indent)
+        for key in filter(is_rows, data):
+            # Errors and warnings say in words what findings are.
+            if data[key] and key != "per_finding":
+                _show_rows(console, key, data)
     sys.stdout.write(without_commands(capture.get()))
 
 
-def _show_result(console: Console, result: Result, *, verbose: bool) -> None:
-    data = data_of(result)
-    labels = list(_labelled(facts_of(result, data, verbose=verbose), data))
+def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
+    """Yield labels with texts; counts, and the times of the phases, share a line."""
     if "wrote" in data:
-        labels.insert(0, ("wrote", _wrote(data)))
-    taken = max(len(label) for label, _ in labels) + 2
-    for label, items in labels:
-        _show_items(console, label, items, taken)
-    for key in filter(is_rows, data):
-        if not data[key] or key in TOLD:
-            continue
-        if data.get("histogram"):
-            console.print()
-        if key == "histogram":
-            show_histogram(console, data[key])
-        elif key == "per_dtype" and "histogram" in data:
-            _show_rows(console, storage_columns(data[key]))
-            _show_note(console, STORAGE_NOTE)
-        else:
-            _show_measured(console, data[key])
-
-
-def _show_measured(console: Console, rows: Sequence[Row]) -> None:
-    """Rows with bars beside their norms, if there are several to compare; then the histogram of each."""
-    histograms = [row.pop("histogram", None) for row in rows]
-    columns = _columns_of(rows)
-    if "norm" in columns and len(rows) > 1:
-        columns = _beside("norm", columns, norm_bars(rows, _BAR))
-    _show_rows(console, columns)
-    for row, histogram in zip(rows, histograms, strict=True):
-        if histogram:
-            console.print(Text(f"\n{field(row.get('name', row['file']))}", style="bold"), soft_wrap=True)
-            show_histogram(console, histogram)
-
-
-def _show_rows(console: Console, columns: Columns) -> None:
-    """A table, or where there is no room for one, a few lines a row."""
-    if not (console.width >= _TABLE_COLUMNS and _show_table(console, columns)):
-        _show_blocks(console, columns)
-
-
-def _show_note(console: Console, items: Sequence[str]) -> None:
-    for line in _packed(items, console.width, separator=", "):
-        console.print(Text(line, style="dim"), soft_wrap=True)
-
-
-def _show_items(console: Console, label: str, items: Sequence[str], taken: int) -> None:
-    """A label and what belongs to it, beside it or, where that has no room there, below."""
-    separator = ", "
-    fits = all(cell_len(item) < console.width - taken for item in items)
-    if not fits and label in _IN_WORDS:
-        items, separator = ", ".join(items).split(" "), " "
-        fits = all(cell_len(item) < console.width - taken for item in items)
-    indent = taken if fits or label == "wrote" else 2
-    lines = _packed(items, console.width - indent, separator=separator)
-    text = Text(f"{label:{taken}}" if indent == taken else f"{label}\n  ", style="bold")
-    console.print(text.append(("\n" + " " * indent).join(lines), style="not bold"), soft_wrap=True)
-
-
-def _wrote(data: Row) -> list[str]:
-    paths = [field(path) for path in data["wrote"]]
-    if not paths:
-        return ["nothing (dry run)" if data["dry_run"] else "nothing"]
-    more = len(paths) - _MOST_PATHS
-    return paths if more <= 0 else [*paths[:_MOST_PATHS], f"and {more:,} more"]
-
-
-def _labelled(facts: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
-    """The facts with labels; counts, and the times of the phases, share a line."""
-    shared = {"nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads"}
-    phases = ("total", "read", "compute", "write", "commit")
-    timed = {f"{phase}_{unit}" for phase in phases for unit in ("seconds", "gb_per_s")} | {"seconds"}
-    for key, value in facts.items():
-        if key not in shared | timed:
-            yield key.replace("_", " "), [f"{value:,}" if type(value) is int else field(value)]
-    if "nan" in facts:
-        yield "found", [f"{facts['nan']:,} NaN", f"{facts['inf']:,} Inf", number_of(facts["zeros"], "zero")]
-    if "files" in facts:
-        yield "read", [number_of(facts[f"{thing}s"], thing) for thing in ("file", "tensor", "element", "byte")]
+        paths = [as_text(path) for path in data["wrote"]]
+        more = [f"and {len(paths) - _PATHS:,} more"] if len(paths) > _PATHS else []
+        yield "wrote", [*paths[:_PATHS], *more] or ["nothing (dry run)" if data["dry_run"] else "nothing"]
+    for key, value in fields.items():
+        if key not in _GROUPED:
+            yield key.replace("_", " "), [f"{value:,}" if type(value) is int else as_text(value)]
+    if "nan" in fields:
+        yield "values", [f"{fields['nan']:,} NaN", f"{fields['inf']:,} Inf", number_of(fields["zeros"], "zero")]
+    if "files" in fields:
+        yield "read", [number_of(fields[f"{noun}s"], noun) for noun in ("file", "tensor", "element", "byte")]
     if "timings" not in data:
         return
     timings = data["timings"]
-    shown = phases if "read_seconds" in facts else ("total",)
-    yield "time", [_time(phase, timings) for phase in shown if timings[f"{phase}_seconds"] > 0]
-    if "backend" in facts:
-        yield "backend", [f"{facts['backend']} ({facts['backend_why']})", number_of(facts["threads"], "thread")]
+    times = []
+    for phase in _PHASES if "read_seconds" in fields else ("total",):
+        seconds, speed = timings[f"{phase}_seconds"], timings.get(f"{phase}_gb_per_s")
+        if seconds > 0:
+            times.append(f"{phase} {seconds:.3f} s" + ("" if speed is None else f" ({speed:.1f} GB/s)"))
+    yield "time", times
+    if "backend" in fields:
+        yield "backend", [f"{fields['backend']} ({fields['backend_why']})", number_of(fields["threads"], "thread")]
 
 
-def _time(phase: str, timings: Row) -> str:
-    speed = timings.get(f"{phase}_gb_per_s")
-    return f"{phase} {timings[f'{phase}_seconds']:.3f} s" + ("" if speed is None else f" ({speed:.1f} GB/s)")
+def _show_items(console: Console, label: str, items: Sequence[str], indent: int) -> None:
+    """Print a label with its texts beside it or, where one has no room there, below."""
+    separator = ", "
+    fits = all(cell_len(item) < console.width - indent for item in items)
+    if not fits and label in _PROSE:
+        items, separator = ", ".join(items).split(" "), " "
+        fits = all(cell_len(item) < console.width - indent for item in items)
+    heading = f"{label:{indent}}"
+    if not fits and label != "wrote":
+        heading, indent = f"{label}\n  ", 2
+    lines = ("\n" + " " * indent).join(_packed(items, console.width - indent, separator=separator))
+    console.print(Text(heading, style="bold").append(lines, style="not bold"), soft_wrap=True)
 
 
 def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:
-    """Lines of as many items as there is room for; one that is too long for a line is shortened."""
+    """Return lines of as many items as there is room for; an item that is too long for a line is shortened."""
     lines = [""]
     for number, item in enumerate(items):
         tail = separator.rstrip() if number < len(items) - 1 else ""
@@ -164,28 +127,93 @@ def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:
 
 
 def _middle(text: str, width: int) -> str:
-    """The text, with its middle left out where it is wider; more is kept of its end, which tells files apart."""
+    """Leave out the middle of text that is wider; more remains of its end, which tells files apart."""
     if cell_len(text) <= width:
         return text
     tail = max(0, width - 1) * 2 // 3
     return chop_cells(text, width - 1 - tail)[0] + "…" + chop_cells(text[::-1], tail)[0][::-1]
 
 
-def _show_table(console: Console, columns: Columns) -> bool:
-    """One line a row, if there is room. Columns that find none are left out, and named below."""
+def _show_note(console: Console, items: Sequence[str]) -> None:
+    for line in _packed(items, console.width, separator=", "):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _show_rows(console: Console, key: str, data: Row) -> None:
+    """Print the rows of a field as a histogram or a table, with the histograms of the rows."""
+    rows: Sequence[Row] = data[key]
+    if data.get("histogram"):
+        console.print()
+    if key == "histogram":
+        _show_histogram(console, rows)
+        return
+    if key == "per_dtype" and "histogram" in data:
+        _show_columns(console, _storage_columns(rows))
+        _show_note(console, ("loss scale: keeps all values normal", '"up to": only avoids overflow'))
+        return
+    histograms = [row.pop("histogram", None) for row in rows]
+    _show_columns(console, _columns_of(rows))
+    for row, histogram in zip(rows, histograms, strict=True):
+        if histogram:
+            console.print(Text(f"\n{as_text(row.get('name', row['file']))}", style="bold"), soft_wrap=True)
+            _show_histogram(console, histogram)
+
+
+def _columns_of(rows: Sequence[Row]) -> Columns:
+    """Return the texts of each column, names first; without the file, if several rows have the same one.
+
+    Several norms to compare have bars beside them.
+    """
+    names = [key for key in ("name", "file") if key in rows[0]]
+    if len(names) > 1 and len(rows) > 1 and len({row["file"] for row in rows}) == 1:
+        names.remove("file")
+    columns = {}
+    for key in (*names, *(key for key in rows[0] if key not in {"name", "file"})):
+        columns[key] = [as_short_text(row[key]) for row in rows]
+        if key == "norm" and len(rows) > 1:
+            columns[_BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
+    return columns
+
+
+def _storage_columns(rows: Sequence[Row]) -> Columns:
+    """Return the columns of a table that says what each storage type would do to the values."""
+    return {
+        "stored as": [row["dtype"] for row in rows],
+        "overflow": [_between(row["overflow_at_least"], row["overflow_at_most"]) for row in rows],
+        "subnormal": [f"{row['to_subnormal']:,}" for row in rows],
+        "zero": [f"{row['to_zero']:,}" for row in rows],
+        "loss scale": [_scales(row["min_scale_log2"], row["max_scale_log2"]) for row in rows],
+    }
+
+
+def _between(least: int, largest: int) -> str:
+    return f"{least:,}" if least == largest else f"{least:,} to {largest:,}"
+
+
+def _scales(least: int | None, largest: int | None) -> str:
+    """Name the scales at which no value overflows or becomes subnormal; or, if there are none, where none overflows."""
+    if least is None or largest is None:
+        return "any"
+    return f"2^{least} to 2^{largest}" if least <= largest else f"up to 2^{largest}"
+
+
+def _show_columns(console: Console, columns: Columns) -> None:
+    """Print a table of the columns that there is room for, and name the others; without room for one, blocks."""
     fitting, left_out = dict(columns), []
     # Where rows have no other name, the file is it.
-    droppable = [key for key in _LEFT_OUT if key != "file" or "name" in columns]
-    for key in sorted(droppable, key=lambda key: not _says_nothing(columns.get(key))):
+    droppable = [key for key in _LEFT_OUT if key in columns and (key != "file" or "name" in columns)]
+    # Columns that say nothing go first.
+    for key in sorted(droppable, key=lambda key: not set(columns[key]) <= {"0", "-"}):
         if _least_width(fitting) <= console.width:
             break
-        if fitting.pop(key, None) is not None and key != _BARS:
-            left_out.append(key.replace("_", " "))
-    if _least_width(fitting) > console.width:
-        return False
+        del fitting[key]
+        left_out += [key.replace("_", " ")] if key != _BARS else []
+    room = console.width - _least_width(fitting)
+    if console.width < _TABLE_COLUMNS or room < 0:
+        _show_blocks(console, columns)
+        return
     if "file" in fitting:
-        room = console.width - _least_width(fitting) + _least(("file", fitting["file"]))
-        fitting["file"] = [_middle(text, room) for text in fitting["file"]]
+        fitting["file"] = [_middle(text, room + _least("file", fitting["file"])) for text in fitting["file"]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for key in fitting:
         table.add_column(key.replace("_", " "), justify="left" if key in _TEXTS else "right", no_wrap=True)
@@ -193,43 +221,21 @@ def _show_table(console: Console, columns: Columns) -> bool:
         table.add_row(*cells)
     console.print(table)
     if left_out:
-        _show_note(console, [f"no room for {left_out[0]}", *left_out[1:], "which --json has"])
-    return True
-
-
-def _beside(key: str, columns: Columns, bars: Sequence[str]) -> Columns:
-    """The columns with bars after one of them."""
-    keys = list(columns)
-    before = keys[: keys.index(key) + 1]
-    return {one: columns[one] for one in before} | {_BARS: list(bars)} | columns
-
-
-def _columns_of(rows: Sequence[Row]) -> Columns:
-    """The texts of each column, names first; without the file, if that is one and the same for several rows."""
-    names = [key for key in ("name", "file") if key in rows[0]]
-    if len(names) > 1 and len(rows) > 1 and len({row["file"] for row in rows}) == 1:
-        names.remove("file")
-    keys = [*names, *(key for key in rows[0] if key not in {"name", "file"})]
-    return {key: [short(row[key]) for row in rows] for key in keys}
-
-
-def _says_nothing(texts: Sequence[str] | None) -> bool:
-    return texts is not None and set(texts) <= {"0", "-"}
+        _show_note(console, [f"not shown (see --json): {left_out[0]}", *left_out[1:]])
 
 
 def _least_width(columns: Columns) -> int:
-    """Columns of the terminal that a table takes, if paths are shortened as far as they may be."""
-    return sum(map(_least, columns.items())) + _GAP * (len(columns) - 1)
+    """Return the columns of the terminal that a table takes, if paths are shortened as far as they may be."""
+    return sum(_least(key, texts) for key, texts in columns.items()) + _GAP * (len(columns) - 1)
 
 
-def _least(column: tuple[str, Sequence[str]]) -> int:
-    key, texts = column
+def _least(key: str, texts: Sequence[str]) -> int:
     width = max(map(cell_len, [key, *texts]))
     return min(width, _SHORTEST_PATH) if key == "file" else width
 
 
 def _show_blocks(console: Console, columns: Columns) -> None:
-    """Rows where there is no room for a table: a line with the name, and below it the other fields."""
+    """Print rows where there is no room for a table: a line with the name, and below it the other fields."""
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
         for key in ("name", "group", "stored as"):
@@ -242,3 +248,43 @@ def _show_blocks(console: Console, columns: Columns) -> None:
         fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items() if key != _BARS]
         for line in _packed(fields, console.width - 2, separator="  "):
             console.print(f"  {line}", soft_wrap=True)
+
+
+def bar(part: float, columns: int) -> str:
+    """Return a bar of that part of the columns; none for NaN, and at least something for all above 0."""
+    if not part > 0:
+        return ""
+    if not _has_blocks():
+        return "#" * max(1, round(min(part, 1) * columns))
+    eighths = max(1, round(min(part, 1) * columns * 8))
+    return _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def norm_bars(norms: Sequence[float], columns: int) -> list[str]:
+    """Return a bar for each norm; the largest finite one has the longest bar, as has Inf."""
+    largest = max(filter(math.isfinite, norms), default=0.0)
+    return [bar(1.0 if math.isinf(norm) else norm / largest if largest else 0.0, columns) for norm in norms]
+
+
+def _show_histogram(console: Console, rows: Sequence[Row]) -> None:
+    """Print a line for each exponent with a bar on a logarithmic scale; exponents that do not occur are skipped."""
+    exponents, counts = [f"{row['exponent']}" for row in rows], [f"{row['count']:,}" for row in rows]
+    widths = max(map(len, [*exponents, "e"])), max(map(len, [*counts, "count"]))
+    room = min(_LONGEST_BAR, console.width - sum(widths) - 5)
+    lines = ["exponent e: 2^(e-1) <= |x| < 2^e", f"{'e':>{widths[0]}}  {'count':>{widths[1]}}  bars on a log scale"]
+    largest = math.log1p(max(row["count"] for row in rows))
+    for number, row in enumerate(rows):
+        if number and row["exponent"] != rows[number - 1]["exponent"] + 1:
+            lines.append(f"{'⋮' if _has_blocks() else ':':>{widths[0]}}")
+        line = f"{exponents[number]:>{widths[0]}}  {counts[number]:>{widths[1]}}"
+        lines.append(f"{line}  {bar(math.log1p(row['count']) / largest, room)}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _has_blocks() -> bool:
+    try:
+        (_EIGHTHS + "⋮").encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

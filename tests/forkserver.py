@@ -67,13 +67,13 @@ def _serve():
 
     import gradtool.backends.choose
     import gradtool.cli
-    import gradtool.store.faults
+    import gradtool.store.fs
     from gradtool import accumulate, clip, layernorm_backward, norm, recover, zero  # noqa: F401
 
     # The compiled kernels, or what takes their place.
     gradtool.backends.choose.choose("cpu")
 
-    steps = gradtool.store.faults.steps = Steps()
+    steps = gradtool.store.fs.steps = Steps()
     # So that collecting garbage does not copy all of this in every child.
     gc.disable()
     gc.freeze()

@@ -9,7 +9,7 @@ from users import ALICE, MALLORY, run_as
 
 from gradtool.store.fs import Folder
 from gradtool.store.io.channel import Channel
-from gradtool.store.transaction.log import FORMAT, HOST, line_of
+from gradtool.store.transaction.log import FORMAT, HOST, encode_step
 
 ID = ".gradtool-0123456789ab"
 # No process has it: it is beyond what the system gives.
@@ -64,7 +64,7 @@ def told_once(answer, *words):
 
 def log_bytes(*steps, names=(), **facts):
     run = {"id": ID, "format": FORMAT, "pid": DEAD, "host": HOST, "boot": "", "files": list(names)} | facts
-    return b"".join([line_of(run=run), *(line_of(**step) for step in steps)])
+    return b"".join([encode_step(run=run), *(encode_step(**step) for step in steps)])
 
 
 def forge(path, content, uid=MALLORY, mode=0o644):
@@ -81,7 +81,7 @@ def only(folder, pattern):
 
 # When it is killed, such a run has changed the first of three files: of those, each has a block, which is saved in the
 # redo log, and later in the file.
-HALF_CHANGED, HALF_RENAMED = (Channel, "save", 5), (Folder, "rename", 2)
+HALF_CHANGED, HALF_RENAMED = (Channel, "write", 5), (Folder, "rename", 2)
 
 
 def crash(folder, way="replace", runner=ALICE):

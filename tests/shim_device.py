@@ -20,7 +20,7 @@ _GUARD = b"\xa5" * 64
 
 
 class ShimDevice:
-    """A `gradtool.backends.cuda.memory.Device` with `limit` bytes of memory.
+    """A `gradtool.backends.cuda.device.Device` with `limit` bytes of memory.
 
     What a thread launches is done only when it waits. Memory that is changed or freed too early therefore shows.
     """

@@ -24,8 +24,7 @@ from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.backends.protocol import Piece
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.commit import Commit
-from gradtool.store.transaction.inplace import Target
+from gradtool.store.transaction.commit import Commit, Target
 from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction

@@ -76,7 +76,7 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "diff x.safetensors missing": (3, "no such file"),
     "diff truncated x.safetensors": (3, "truncated: the header says"),
     "diff x.safetensors fewer": (3, "use --missing skip to compare only those"),
-    "diff x.safetensors larger": (3, "shape [2] is not [2, 2]"),
+    "diff x.safetensors larger": (3, "has shape [2], but [2, 2] in"),
     "diff integers integers": (3, "--exclude"),
     "diff x.safetensors x.safetensors --map x": (2, "must be REGEX=REPLACEMENT"),
     "diff x.safetensors x.safetensors --map zzz=": (3, "matches no tensor name"),

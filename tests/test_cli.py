@@ -97,7 +97,7 @@ def test_files_from_standard_input(tmp_path):
 # A dry run imports everything first, for another user may not be able to read this environment.
 AS_NOBODY = """
 import os, sys
-import gradtool.cli
+import gradtool.cli, gradtool.report.text, gradtool.store.format.hints
 gradtool.clip(sys.argv.pop(), max_norm=1, dry_run=True)
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)

@@ -337,9 +337,9 @@ def test_a_section_that_cannot_be_written_is_a_warning(tmp_path, make):
     environment = {"GITHUB_STEP_SUMMARY": str(where)}
     done = gradtool("norm", sample(tmp_path), "--format", "github", env=environment, stdin=subprocess.DEVNULL)
     assert done.returncode == 0
-    assert re.fullmatch(
-        f"gradtool: warning: {where}: cannot write the step summary: [A-Z][a-z ]+\n", done.stderr
-    ), done.stderr
+    assert re.fullmatch(f"gradtool: warning: {where}: cannot write the step summary: [A-Z][a-z ]+\n", done.stderr), (
+        done.stderr
+    )
     [(level, properties, _)] = commands_in(done.stdout)
     assert (level, properties["title"]) == ("warning", "gradtool norm (step-summary)")
 

@@ -138,7 +138,7 @@ def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
 def test_a_total_that_is_dropped_is_warned_of_on_stderr_and_in_json(tmp_path):
     metadata = {"n": "5", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
     path = write(tmp_path / "sum", {"a": encode([1], "F32"), "b": encode([2], "F32")}, metadata)
-    message = "total weight removed, as it is not that of the new content: 'n' = '5'"
+    message = "total weight removed, because it does not match the new content: 'n' = '5'"
     hint = "use --overwrite to store the next total"
     answer = gradtool_json("zero", path, "--include", "a", "--dry-run")
     assert answer["data"]["warnings"] == [

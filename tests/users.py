@@ -20,7 +20,7 @@ from crashes import KILLED
 
 import gradtool
 from gradtool import __main__
-from gradtool.store import faults
+from gradtool.store import fs
 
 # Once, and not in every child, whose user may not be able to read where all this is installed.
 for package in (typer, safetensors, gradtool):
@@ -101,7 +101,7 @@ def _command(uid, argv, streams, instants, pipes, closed):
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     sys.argv = ["gradtool", *map(str, argv)]
     os.environ["GRADTOOL_BACKEND"] = "cpu"
-    faults.steps = iter(range(1, 1 << 30))
+    fs.steps = iter(range(1, 1 << 30))
     if meanwhile is not None:
         asked, told = pipes
         _patch(*meanwhile[:2], meanwhile.nth, lambda: (os.write(asked, b"."), os.read(told, 1)), after=meanwhile.after)

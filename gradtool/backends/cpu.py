@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from functools import lru_cache
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends.protocol import (
-    Addend,
-    AddMode,
-    BlockDifferences,
-    BlockHistogram,
-    BlockSums,
-    NormSpec,
-    Patch,
-    Piece,
-    Tolerance,
-    Trim,
-    Units,
-    group_addends,
-)
+from gradtool.backends.protocol import Addend, Piece, group_addends
 from gradtool.backends.storage import STORAGE, narrowed, widened
 from gradtool.backends.tiles import count_exponents, count_extremes, count_losses, sum_pieces
 from gradtool.reduction import fold
@@ -32,7 +20,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Data, Extremes, Factors, Floats, TypedView, UnitCounts, UnitLimits
+    from gradtool.backends.protocol import (
+        AddMode,
+        BlockDifferences,
+        BlockHistogram,
+        BlockSums,
+        Data,
+        Extremes,
+        Factors,
+        Floats,
+        NormSpec,
+        Patch,
+        Tolerance,
+        Trim,
+        TypedView,
+        UnitCounts,
+        UnitLimits,
+        Units,
+    )
 
 _ROW_LANES, _CHUNK = 32, 1024
 
@@ -44,132 +49,117 @@ class NumpyBackend:
 
     @property
     def block_bytes(self) -> int:
-        """A block that fits in a core's cache."""
+        # Fits in a core's cache.
         return tuning.BLOCK_BYTES
 
     def memory(self, nbytes: int) -> memoryview:
-        """Pages that the system allocates when they are first touched."""
+        # The system allocates the pages when they are first touched.
         return memoryview(mmap.mmap(-1, nbytes))
 
     def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
-        """The block itself."""
         return block
 
     def to_host(self, data: memoryview, block: memoryview) -> None:
-        """Nothing to do."""
+        """Do nothing: `data` is the block."""
 
     def stays_on_device(self, nbytes: int) -> bool:  # noqa: ARG002
-        """No: memory must not grow with the data, and the page cache has the files."""
+        # Memory must not grow with the data, and the page cache has the files.
         return False
 
     def reads_files(self, spec: NormSpec) -> bool:  # noqa: ARG002
-        """No: numpy makes several passes over a tile anyway."""
+        # numpy makes several passes over a tile anyway.
         return False
 
     def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
-        """Sum the pieces."""
         return sum_pieces(block, pieces, spec)
 
     def histogram(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
-        """Sum the pieces, and count values by exponent."""
         return self.tile_sums(block, pieces, spec), count_exponents(block, pieces)
 
     def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
-        """Count subnormal and saturated values."""
         return count_extremes(block, pieces)
 
     def scale(
         self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
-        """Multiply and clamp in place; the sums of what was written."""
         return sum_pieces(block, pieces, spec, factors, limit)
 
     def scale_units(
-        self,
-        block: memoryview,
-        pieces: Sequence[Piece],
-        units: Sequence[Units],
-        factors: Factors,
-        spec: NormSpec,
+        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
-        """Multiply each unit by its factor in place; the sums of what was written."""
         before = []
         with np.errstate(all="ignore"):
-            for piece, own in zip(pieces, units, strict=True):
-                storage = STORAGE[piece.dtype]
-                raw = np.frombuffer(block, np.uint8, piece.elements * storage.itemsize, piece.offset)
-                values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
-                number = own.first + (own.phase + np.arange(piece.elements)) // own.size
+            for (dtype, offset, elements), (size, phase, first) in zip(pieces, units, strict=True):
+                storage = STORAGE[dtype]
+                values = storage.values_at(block, offset, elements).astype(np.float64)
                 # As the factors of `scale`: float64 only for F64.
-                each = np.asarray(factors).astype(storage.work).astype(np.float64)[number]
-                before.append(np.where(each == 0, 0, values))
-                raw[:] = storage.narrow_wide(values * each).view(np.uint8)
-        found = self.tile_sums(block, pieces, spec)
+                factor = np.asarray(factors).astype(storage.work).astype(np.float64)
+                factor = factor[first + (phase + np.arange(elements)) // size]
+                before.append(np.where(factor == 0, 0, values))
+                storage.store(values * factor, block, offset)
+        sums = self.tile_sums(block, pieces, spec)
         for k, (piece, values) in enumerate(zip(pieces, before, strict=True)):
-            count_losses(found, k, values, _stored(block, piece), piece.dtype)
-        return found
+            count_losses(
+                sums, k, values, STORAGE[piece.dtype].values_at(block, piece.offset, piece.elements), piece.dtype
+            )
+        return sums
 
     def unit_factors(
         self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
-        """Set what units are multiplied by."""
-        from gradtool.backends.units import compare_units
+        from gradtool.backends.units import unit_factors
 
-        return compare_units(self, grads, params, size, limits, factors)
+        return unit_factors(self, grads, params, size, limits, factors)
 
     def accumulate(
         self,
         block: memoryview,
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        rule: AddMode,
+        mode: AddMode,
         spec: NormSpec,
     ) -> BlockSums:
-        """Add in float64, round once; the sums of what was written."""
         starts = [0, *accumulate(piece.elements for piece in pieces)]
-        old = [Addend(p.dtype, p.offset, p.elements, at, 1.0) for p, at in zip(pieces, starts, strict=False)]
+        old = [Addend(*piece, at, 1.0) for piece, at in zip(pieces, starts, strict=False)]
         sums = np.empty(starts[-1])
         with np.errstate(all="ignore"):
-            if rule.include_buffer and rule.divisor is None:
+            if mode.include_buffer and mode.divisor is None:
                 self._add(sums, block, old, fresh=True)
             else:
                 # -0 + x is x for every x; 0 + -0 would be 0.
                 sums.fill(-0.0)
             for source, addends in sources:
                 self._add(sums, source, addends)
-            if rule.divisor is not None:
-                sums /= rule.divisor
-                if rule.include_buffer:
+            if mode.divisor is not None:
+                sums /= mode.divisor
+                if mode.include_buffer:
                     self._add(sums, block, old)
-            if rule.factor != 1:
-                sums *= rule.factor
-        if rule.rounds:
+            if mode.factor != 1:
+                sums *= mode.factor
+        if mode.rounds:
             return self._round(sums, block, pieces, spec)
-        wide = [Piece("F64", 8 * at, p.elements) for p, at in zip(pieces, starts, strict=False)]
+        wide = [Piece("F64", 8 * at, piece.elements) for piece, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, spec)
-
-    def differences(
-        self, a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
-    ) -> BlockDifferences:
-        """Compare pieces in the same places."""
-        from gradtool.backends.differences import compare_pieces
-
-        return compare_pieces(a, pieces, b, others, tolerance)
 
     def trimmed_means(
         self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
     ) -> NDArray[np.float64]:
-        """The means of the middle values."""
         means = np.zeros(elements)
-        for count, alike in groupby(group_addends(addends), key=len):
-            self._trim(means, source, list(alike), trim.of(count), finite=trim.finite)
+        for count, groups in groupby(group_addends(addends), key=len):
+            self._trim(means, source, list(groups), trim.dropped_from(count), finite=trim.finite)
         return means
+
+    def differences(
+        self, a: memoryview, a_pieces: Sequence[Piece], b: memoryview, b_pieces: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        from gradtool.backends.differences import compare_pieces
+
+        return compare_pieces(a, a_pieces, b, b_pieces, tolerance)
 
     def row_sums(
         self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None
     ) -> NDArray[np.float64]:
-        """Per row the sum of x, or of (x - center)²."""
-        values = _wide(x, dtype, rows, columns)
+        values = _rows(x, dtype, rows, columns)
         with np.errstate(all="ignore"):
             if center is not None:
                 values -= np.asarray(center)[:, None]
@@ -177,9 +167,8 @@ class NumpyBackend:
             return _row_sums(values)
 
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Per row the sums of y_grad·scale and of y_grad·scale·xh."""
         with np.errstate(all="ignore"):
-            weighted = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns) * np.asarray(patch.scale)
+            weighted = _rows(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns) * np.asarray(patch.scale)
             return _row_sums(weighted), _row_sums(weighted * _normalized(patch))
 
     def layer_norm_grads(
@@ -189,14 +178,15 @@ class NumpyBackend:
         x_grad: memoryview,
         dtype: str,
     ) -> Data:
-        """Write the gradient of x; the gradients of scale and bias of each group of rows."""
-        first, second = self._means(patch) if means is None else means
-        y_grad, xh = _wide(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
+        y_grad, xh = _rows(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
         grads = np.zeros((2, patch.groups, patch.columns))
         with np.errstate(all="ignore"):
-            grad = y_grad * np.asarray(patch.scale) - first[:, None] - xh * second[:, None]
+            if means is None:
+                weighted, projected = (sums / patch.columns for sums in self.layer_norm_sums(patch))
+                means = (np.zeros(patch.rows) if patch.rms else weighted), projected
+            grad = y_grad * np.asarray(patch.scale) - means[0][:, None] - xh * means[1][:, None]
             grad *= np.asarray(patch.inv_std_dev)[:, None]
-            np.frombuffer(x_grad, np.uint8)[:] = STORAGE[dtype].narrow_wide(grad.ravel()).view(np.uint8)
+            STORAGE[dtype].store(grad.ravel(), x_grad)
             xh *= y_grad
             for row in range(patch.rows):
                 grads[0, row // patch.height] += xh[row]
@@ -204,34 +194,23 @@ class NumpyBackend:
         return grads
 
     def add_groups(self, totals: array[float], grads: Data) -> None:
-        """Add group after group."""
         sums = np.asarray(totals).reshape(2, -1)
         with np.errstate(all="ignore"):
             for group in range(grads.shape[1]):
                 sums += grads[:, group]
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        """TypedView values as float64, plus an offset."""
         return widened(view, dtype, offset)
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:
-        """Float64 values as they are stored, rounded once."""
         return narrowed(values, dtype)
-
-    def _means(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        weighted, projected = self.layer_norm_sums(patch)
-        with np.errstate(all="ignore"):
-            return np.zeros(patch.rows) if patch.rms else weighted / patch.columns, projected / patch.columns
 
     def _add(
         self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
     ) -> None:
-        for one in addends:
-            storage = STORAGE[one.dtype]
-            raw = np.frombuffer(source, np.uint8, one.elements * storage.itemsize, one.offset)
-            values = storage.widen(raw.copy().view(storage.bits)).astype(np.float64)
-            part = sums[one.at : one.at + one.elements]
-            part[:] = values * one.weight if fresh else part + values * one.weight
+        for dtype, offset, elements, at, weight in addends:
+            values = STORAGE[dtype].values_at(source, offset, elements).astype(np.float64) * weight
+            sums[at : at + elements] = values if fresh else sums[at : at + elements] + values
 
     def _trim(
         self,
@@ -246,8 +225,8 @@ class NumpyBackend:
         with np.errstate(all="ignore"):
             for group in groups:
                 values = np.zeros((len(group), group[0].elements))
-                for row, one in zip(values, group, strict=True):
-                    self._add(row, source, [one._replace(at=0)], fresh=True)
+                for row, addend in zip(values, group, strict=True):
+                    self._add(row, source, [addend._replace(at=0)], fresh=True)
                 values += 0.0  # -0 becomes 0, so that equal values have equal bits
                 bad = (~np.isfinite(values) if finite else np.isnan(values)).any(axis=0)
                 values.sort(axis=0)
@@ -256,44 +235,30 @@ class NumpyBackend:
                 for row in values[dropped + 1 : len(values) - dropped]:
                     total += row
                 # What underflows to -0 becomes 0, too.
-                own = total / (len(values) - 2 * dropped) + 0.0
-                means[group[0].at : group[0].at + len(own)] = np.where(bad, np.nan, own)
+                total = total / (len(values) - 2 * dropped) + 0.0
+                means[group[0].at : group[0].at + len(total)] = np.where(bad, np.nan, total)
 
     def _round(
         self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
     ) -> BlockSums:
-        at = 0
+        parts = np.split(sums, list(accumulate(piece.elements for piece in pieces)))
         with np.errstate(all="ignore"):
-            for piece in pieces:
-                codes = STORAGE[piece.dtype].narrow_wide(sums[at : at + piece.elements])
-                raw = np.frombuffer(block, np.uint8, codes.nbytes, piece.offset)
-                raw[:] = codes.view(np.uint8)
-                at += piece.elements
-            found, at = self.tile_sums(block, pieces, spec), 0
-            for k, piece in enumerate(pieces):
-                wide = sums[at : at + piece.elements]
-                count_losses(found, k, wide, _stored(block, piece), piece.dtype, rounds=True)
-                at += piece.elements
-        return found
+            for (dtype, offset, _), part in zip(pieces, parts, strict=False):
+                STORAGE[dtype].store(part, block, offset)
+            result = self.tile_sums(block, pieces, spec)
+            for k, ((dtype, offset, elements), part) in enumerate(zip(pieces, parts, strict=False)):
+                count_losses(result, k, part, STORAGE[dtype].values_at(block, offset, elements), dtype, rounds=True)
+        return result
 
 
-def _stored(block: memoryview, piece: Piece) -> NDArray[Any]:
-    """The values of a piece."""
-    storage = STORAGE[piece.dtype]
-    raw = np.frombuffer(block, np.uint8, piece.elements * storage.itemsize, piece.offset)
-    return storage.widen(raw.copy().view(storage.bits))
-
-
-def _wide(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
-    storage = STORAGE[dtype]
-    codes = np.frombuffer(block, np.uint8, rows * columns * storage.itemsize).copy().view(storage.bits)
+def _rows(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
-        return storage.widen(codes).astype(np.float64).reshape(rows, columns)
+        return STORAGE[dtype].values_at(block, 0, rows * columns).astype(np.float64).reshape(rows, columns)
 
 
 def _normalized(patch: Patch) -> NDArray[np.float64]:
-    """The normalized input, from the layer's input and its statistics, or from its output."""
-    values = _wide(patch.x, patch.x_dtype, patch.rows, patch.columns)
+    """Compute the normalized input, from the layer's input and its statistics, or from its output."""
+    values = _rows(patch.x, patch.x_dtype, patch.rows, patch.columns)
     with np.errstate(all="ignore"):
         if patch.bias is None:
             values -= np.asarray(patch.mean)[:, None]
@@ -305,7 +270,7 @@ def _normalized(patch: Patch) -> NDArray[np.float64]:
 
 
 def _row_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums of the rows of a (rows, columns) array, in the order of `Backend.row_sums`."""
+    """Sum the rows of a (rows, columns) array, in the order of `Backend.row_sums`."""
     rows, columns = values.shape
     sums = np.zeros(rows)
     for begin in range(0, columns, _CHUNK):
@@ -316,3 +281,34 @@ def _row_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
             lanes[:, : part.shape[1]] += part
         sums += fold(lanes)
     return sums
+
+
+@lru_cache(maxsize=64)
+def sorting_network(count: int, dropped: int) -> NDArray[np.int32]:
+    """Return pairs (low, high), shape (n, 2), that sort `count` values where the `dropped` ends need not be in order.
+
+    Each pair puts the smaller of two values at `low` and the larger at `high`, whatever the values are: kernels apply
+    it to many columns at once. Any way to sort gives the same bits, because values that are equal have the same bits
+    here. It is Batcher's merge exchange (Knuth, The Art of Computer Programming 3, algorithm 5.2.2M), without the pairs
+    that none of the middle values depends on.
+    """
+    needed, pairs = set(range(dropped, count - dropped)), []
+    for low, high in reversed(_merge_exchange(count)):
+        if low in needed or high in needed:
+            needed.update((low, high))
+            pairs.append((low, high))
+    return np.array(pairs[::-1], np.int32).reshape(-1, 2)
+
+
+def _merge_exchange(count: int) -> list[tuple[int, int]]:
+    pairs = []
+    top = step = 1 << max(0, (count - 1).bit_length() - 1)
+    while step:
+        stride, remainder, distance = top, 0, step
+        while True:
+            pairs += [(i, i + distance) for i in range(count - distance) if i & step == remainder]
+            if stride == step:
+                break
+            distance, stride, remainder = stride - step, stride // 2, step
+        step //= 2
+    return pairs

@@ -1,28 +1,28 @@
-"""What tells two blocks apart, in numpy: this defines the bits.
+"""How two blocks differ, in numpy: this defines the bits.
 
-The figures of a tile are over the elements that are finite on both sides; all others count as +0. The four sums are
+The results for a tile are over the elements that are finite on both sides; all others count as +0. The four sums are
 canonical tile sums (`gradtool.reduction`) of float64 terms. Where Σa² is out of range, though not all a are 0, a is
 divided by 2^k first, in Σab too, with k the exponent of the largest |a|; the same for b. Where Σ(a-b)² is out of range,
 its terms are ((a-b)/2^k)², with k the exponent of the largest |a - b|. If that is infinite, k is 1023, and where a - b
 overflows, the term is (a/2^k - b/2^k)²: both quotients are exact there.
 
 The relative difference is |a - b| / |b|: 0 for 0/0, and infinite for any other x/0. The distance in ulps is between the
-codes of a and b in the coarser of their two types, the one with the shorter mantissa, each rounded to nearest even.
-Codes are counted up from 0, and down from 0 below zero; -0 is 0. What overflows the coarser type is one code above its
-largest value.
+codes of a and b in the coarser of their two types, that with the shorter mantissa, each rounded to nearest even. Codes
+are counted up from 0, and down from 0 below zero; -0 is 0. A value that overflows the coarser type is one code above
+its largest value.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradtool.arrays import float64s, int32s, int64s, np, uint64s
 from gradtool.backends.protocol import BlockDifferences, Piece, Tolerance
 from gradtool.backends.storage import STORAGE, Storage
-from gradtool.backends.tiles import lane_sum
-from gradtool.reduction import TILE, exponent_of, is_in_range, tile_count
+from gradtool.backends.tiles import lane_sum, tiles_of
+from gradtool.reduction import exponent_of, is_in_range, tile_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _LARGEST_EXPONENT = 1023
 
 
-def empty_differences(tiles: int) -> BlockDifferences:
-    """Of tiles in which nothing differs."""
+def empty_differences(pieces: Sequence[Piece]) -> BlockDifferences:
+    """Return the result for pieces in which nothing differs."""
+    tiles = sum(tile_count(piece.elements) for piece in pieces)
     return BlockDifferences(
         sums=float64s(4 * tiles),
         exponents=int32s(3 * tiles),
@@ -49,67 +50,53 @@ def empty_differences(tiles: int) -> BlockDifferences:
 
 
 def compare_pieces(
-    a: memoryview, pieces: Sequence[Piece], b: memoryview, others: Sequence[Piece], tolerance: Tolerance
+    a: memoryview, a_pieces: Sequence[Piece], b: memoryview, b_pieces: Sequence[Piece], tolerance: Tolerance
 ) -> BlockDifferences:
-    """As `Backend.differences`."""
-    found = empty_differences(sum(tile_count(piece.elements) for piece in pieces))
-    tile = 0
+    """Compare pieces in the same places, as `Backend.differences`."""
+    result, tile = empty_differences(a_pieces), 0
     with np.errstate(all="ignore"):
-        for piece, other in zip(pieces, others, strict=True):
-            for start in range(0, piece.elements, TILE):
-                _compare(found, tile, _Side.of(a, piece, start), _Side.of(b, other, start), tolerance)
+        for a_piece, b_piece in zip(a_pieces, b_pieces, strict=True):
+            types = STORAGE[a_piece.dtype], STORAGE[b_piece.dtype]
+            for (_, a_offset, elements), (_, b_offset, _) in zip(tiles_of(a_piece), tiles_of(b_piece), strict=True):
+                a_codes, b_codes = types[0].codes_at(a, a_offset, elements), types[1].codes_at(b, b_offset, elements)
+                sides = types[0].widen(a_codes).astype(np.float64), types[1].widen(b_codes).astype(np.float64)
+                _compare(result, tile, sides, max(types, key=lambda storage: storage.code), tolerance)
+                different = np.count_nonzero(a_codes != b_codes) if types[0] == types[1] else elements
+                result.counts[6 * tile + 1] = int(different)
                 tile += 1
-    return found
+    return result
 
 
-class _Side(NamedTuple):
-    """A tile as it is stored, and its values in float64."""
-
-    storage: Storage
-    codes: NDArray[Any]
-    values: Floats
-
-    @classmethod
-    def of(cls, block: memoryview, piece: Piece, start: int) -> _Side:
-        storage, elements = STORAGE[piece.dtype], min(TILE, piece.elements - start)
-        raw = np.frombuffer(block, np.uint8, elements * storage.itemsize, piece.offset + start * storage.itemsize)
-        # A tensor can have any address; its copy is aligned.
-        codes = raw.copy().view(storage.bits)
-        return cls(storage, codes, storage.widen(codes).astype(np.float64))
-
-
-def _compare(found: BlockDifferences, tile: int, a: _Side, b: _Side, tolerance: Tolerance) -> None:
-    finite = np.isfinite(a.values) & np.isfinite(b.values)
-    same = ~finite & ((a.values == b.values) | (np.isnan(a.values) & np.isnan(b.values)))
+def _compare(
+    result: BlockDifferences, tile: int, sides: tuple[Floats, Floats], coarser: Storage, tolerance: Tolerance
+) -> None:
+    """Compare the values of a tile; the stored bits are not looked at."""
+    a, b = sides
+    finite = np.isfinite(a) & np.isfinite(b)
+    same = ~finite & ((a == b) | (np.isnan(a) & np.isnan(b)))
     unlike = ~finite & ~same
-    x, y = np.where(finite, a.values, 0.0), np.where(finite, b.values, 0.0)
+    x, y = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
     gap = np.abs(x - y)
     far = gap > tolerance.absolute + tolerance.relative * np.abs(y)
     sums, exponents = _sums(x, y)
-    found.sums[4 * tile : 4 * tile + 4], found.exponents[3 * tile : 3 * tile + 3] = sums, exponents
-    counts = (
-        np.count_nonzero(gap) + np.count_nonzero(unlike),
-        np.count_nonzero(a.codes != b.codes) if a.storage == b.storage else gap.size,
-        np.count_nonzero(far) + np.count_nonzero(unlike),
-        np.count_nonzero(unlike & ~np.isfinite(a.values)),
-        np.count_nonzero(unlike & ~np.isfinite(b.values)),
-        np.count_nonzero(same),
-    )
-    found.counts[6 * tile : 6 * tile + 6] = array("q", map(int, counts))
+    result.sums[4 * tile : 4 * tile + 4], result.exponents[3 * tile : 3 * tile + 3] = sums, exponents
+    masks = (gap != 0) | unlike, far | unlike, unlike & ~np.isfinite(a), unlike & ~np.isfinite(b), same
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
+    result.counts[6 * tile] = counts[0]
+    result.counts[6 * tile + 2 : 6 * tile + 6] = array("q", counts[1:])
     relative = np.where(gap == 0, 0.0, gap / np.abs(y))
-    coarser = max(a.storage, b.storage, key=lambda storage: storage.code)
-    distances = _distances(_magnitudes(x, coarser), np.signbit(x), _magnitudes(y, coarser), np.signbit(y))
-    for which, (largest, each) in enumerate(zip(found.maxima, (gap, relative, distances), strict=True)):
-        at = int(np.argmax(each))
-        largest[tile] = each[at].item()
-        found.places[3 * tile + which] = at
+    distances = gap, relative, _distances(x, y, coarser)
+    for number, (largest, values) in enumerate(zip(result.maxima, distances, strict=True)):
+        place = int(np.argmax(values))
+        largest[tile] = values[place].item()
+        result.places[3 * tile + number] = place
 
 
 def _sums(x: Floats, y: Floats) -> tuple[array[float], array[int]]:
-    """The four sums of a tile, and the exponents of the first three."""
+    """Return the four sums of a tile, and the exponents of the first three."""
     gap = x - y
     # These are the sums, unless an exponent is not 0.
-    exponents = [_exponent(lane_sum(one * one), one) for one in (gap, x, y)]
+    exponents = [_exponent(lane_sum(values * values), values) for values in (gap, x, y)]
     k, m, n = (math.ldexp(1.0, exponent) for exponent in exponents)
     gap = np.where(np.isfinite(gap), gap / k, x / k - y / k)
     x, y = x / m, y / n
@@ -117,22 +104,14 @@ def _sums(x: Floats, y: Floats) -> tuple[array[float], array[int]]:
 
 
 def _exponent(sum_: float, values: Floats) -> int:
-    """The exponent by which values with this sum of squares are divided."""
+    """Return the exponent by which values with this sum of squares are divided."""
     largest = float(np.abs(values).max())
     if is_in_range(sum_) or largest == 0:
         return 0
     return _LARGEST_EXPONENT if math.isinf(largest) else exponent_of(largest)
 
 
-def _magnitudes(values: Floats, storage: Storage) -> NDArray[np.uint64]:
-    """The codes of the magnitudes of values, rounded to a storage type."""
-    codes: NDArray[np.uint64] = storage.narrow_wide(np.abs(values)).astype(np.uint64)
-    return codes
-
-
-def _distances(
-    a: NDArray[np.uint64], a_is_negative: NDArray[np.bool_], b: NDArray[np.uint64], b_is_negative: NDArray[np.bool_]
-) -> NDArray[np.uint64]:
-    """How many codes lie between: between two of one sign, or on both sides of zero."""
-    apart = np.where(a > b, a - b, b - a)
-    return np.where(a_is_negative == b_is_negative, apart, a + b)
+def _distances(x: Floats, y: Floats, storage: Storage) -> NDArray[np.uint64]:
+    """Count the codes between two values, rounded to a type: between two of a sign, or on both sides of zero."""
+    a, b = (storage.narrow_wide(np.abs(values)).astype(np.uint64) for values in (x, y))
+    return np.where(np.signbit(x) == np.signbit(y), np.where(a > b, a - b, b - a), a + b)

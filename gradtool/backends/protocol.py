@@ -1,8 +1,8 @@
 """What every backend can do, and the values that go in and out.
 
 A block is a part of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary. A
-backend knows no path and no policy; where it reads a block itself, it is given a descriptor. The numpy backend (`cpu`)
-is the reference: all others give the same bits.
+backend knows no path and no policy; to read a block itself, it gets a descriptor. The numpy backend (`cpu`) is the
+reference: all others give the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64] | array[float]
     # Of units, float64, `unscale` included.
     Factors = memoryview[float]
-    # A block, or the copy of it that `Backend.to_device` returns. To look at, it may be a `FileBlock`.
+    # A block, or the copy of it that `Backend.to_device` returns; a block that is only read may be a `FileBlock`.
     Data = Any
 
 
@@ -47,8 +47,8 @@ class Addend(NamedTuple):
 
 
 def group_addends(addends: Iterable[Addend]) -> list[list[Addend]]:
-    """Addends of the same elements, which follow one another, in groups."""
-    return [list(group) for _, group in groupby(addends, key=lambda one: (one.at, one.elements))]
+    """Group addends that follow one another and are of the same elements."""
+    return [list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements))]
 
 
 class AddMode(NamedTuple):
@@ -68,14 +68,14 @@ class Trim(NamedTuple):
     """How many of the smallest and of the largest values are `dropped` before the mean; None for all but the middle.
 
     The middle of an even number of values is two of them, so that their mean is the median. If all must be `finite`,
-    one that is not makes the mean NaN.
+    any other value makes the mean NaN.
     """
 
     dropped: int | None = None
     finite: bool = False
 
-    def of(self, count: int) -> int:
-        """How many values are dropped at each end, of so many."""
+    def dropped_from(self, count: int) -> int:
+        """Return how many of `count` values are dropped at each end."""
         return (count - 1) // 2 if self.dropped is None else self.dropped
 
 
@@ -125,8 +125,8 @@ class Patch(NamedTuple):
 
     `x` and `y_grad` are blocks of one storage type each; `mean` and `inv_std_dev` are float64 (rows,), `scale` and
     `bias` float64 (columns,). With a bias, `x` is the layer's output and the normalized input is (x - bias) / scale.
-    Without one, `x` is the input and the normalized input is (x - mean) · inv_std_dev. RMS norm (`rms`) has a mean, or
-    a bias, of 0. Each group of `height` rows has its own sums over rows.
+    Without a bias, `x` is the input and the normalized input is (x - mean) · inv_std_dev. RMS norm (`rms`) has a mean,
+    or a bias, of 0. Each group of `height` rows has its own sums over rows.
     """
 
     rows: int
@@ -159,19 +159,19 @@ class NormSpec(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """The type of a fact, and how those of parts of a tensor become one: as a `gradtool.engines.passes.Column`."""
+    """The type of a statistic, and how those of parts of a tensor are merged: as a `gradtool.engines.passes.Column`."""
 
     typecode: str
     merge: Literal["sum", "max", "first"]
     signed: bool = False
 
 
-def _fact(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
+def _statistic(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
     return Statistic(typecode, merge, signed)
 
 
 class Statistics:
-    """What a pass over a block says of each piece, beside its sums. The kernels have structs of the same order.
+    """What a pass over a block measures in each piece, beside its sums. The kernels have structs of the same order.
 
     `max_abs` ignores NaN, and Inf too if it is dropped. `first_nonfinite` is an index into the piece, or -1.
 
@@ -180,48 +180,47 @@ class Statistics:
     is subnormal without being rounded.
     """
 
-    max_abs: array[float] = _fact("d", "max")
-    nan: array[int] = _fact("q", "sum")
-    inf: array[int] = _fact("q", "sum")
-    zeros: array[int] = _fact("q", "sum")
-    first_nonfinite: array[int] = _fact("q", "first")
-    new_zeros: array[int] = _fact("q", "sum")
-    # A gradient may lose some.
-    new_subnormals: array[int] = _fact("q", "sum", signed=True)
+    max_abs: array[float] = _statistic("d", "max")
+    nan: array[int] = _statistic("q", "sum")
+    inf: array[int] = _statistic("q", "sum")
+    zeros: array[int] = _statistic("q", "sum")
+    first_nonfinite: array[int] = _statistic("q", "first")
+    new_zeros: array[int] = _statistic("q", "sum")
+    # Negative where a write leaves fewer subnormal values.
+    new_subnormals: array[int] = _statistic("q", "sum", signed=True)
 
 
 STATISTICS: dict[str, Statistic] = {
-    name: fact for name, fact in vars(Statistics).items() if isinstance(fact, Statistic)
+    name: statistic for name, statistic in vars(Statistics).items() if isinstance(statistic, Statistic)
 }
 
 
 class BlockSums(Statistics):
-    """The result of one pass over a block: sum and exponent of every tile, and the facts of every piece.
+    """The result of a pass over a block: sum and exponent of every tile, and the statistics of every piece.
 
     `gradtool.reduction` defines sums and exponents.
     """
 
     def __init__(self, sums: array[float], exponents: array[int], words: array[int]) -> None:
-        """Take the facts from `words` of 8 bytes: those of one piece after those of another."""
+        """Take the statistics from `words` of 8 bytes: those of a piece follow those of the piece before it."""
         self.sums, self.exponents = sums, exponents
-        for number, (name, fact) in enumerate(STATISTICS.items()):
-            setattr(self, name, array(fact.typecode, words[number :: len(STATISTICS)].tobytes()))
+        for number, (name, statistic) in enumerate(STATISTICS.items()):
+            setattr(self, name, array(statistic.typecode, words[number :: len(STATISTICS)].tobytes()))
 
     @classmethod
     def empty(cls, pieces: Sequence[Piece]) -> BlockSums:
-        """Of pieces that are not looked at yet."""
+        """Return the sums of pieces before anything is counted."""
         tiles = sum(tile_count(piece.elements) for piece in pieces)
-        words = [-1 if fact.merge == "first" else 0 for fact in STATISTICS.values()]
+        words = [-1 if statistic.merge == "first" else 0 for statistic in STATISTICS.values()]
         return cls(float64s(tiles), int32s(tiles), array("q", words * len(pieces)))
 
 
 class FileBlock(NamedTuple):
     """A block that is still in a file: its descriptor, where the block begins, its bytes, and memory to read them into.
 
-    A part of it is read at a time, as much as the memory holds, and is worked on while it is in the cache. The memory
-    must have room for a tile. `report` has three numbers, which are set: the bytes that were read, the nanoseconds that
-    it took, and what went wrong: the number of an error, or -1 where the file ends within the block. What was found is
-    then of no use.
+    As much as the memory holds is read at a time, and is worked on while it is in the cache. The memory must have room
+    for a tile. The backend sets the three numbers of `report`: the bytes that were read, the nanoseconds that it took,
+    and the number of an error, or -1 where the file ends within the block. After an error, the result is of no use.
     """
 
     fd: int
@@ -240,7 +239,7 @@ class FileBlock(NamedTuple):
 
 
 class BlockHistogram(NamedTuple):
-    """How many values have which binary exponent: the bins of one piece after those of another.
+    """How many values have which binary exponent: the bins of each piece, piece after piece.
 
     The bins of a type are in `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
     """
@@ -257,14 +256,14 @@ class Extremes(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """a is close to b if |a - b| <= absolute + relative·|b|."""
+    """The distance within which a is close to b: |a - b| <= absolute + relative·|b|."""
 
     absolute: float = 0.0
     relative: float = 0.0
 
 
 class BlockDifferences(NamedTuple):
-    """What tells two blocks apart, one or more values a tile, tile by tile; `gradtool.backends.differences` defines it.
+    """How two blocks differ, one or more values a tile, tile by tile; `gradtool.backends.differences` defines them.
 
     `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
     two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
@@ -287,7 +286,7 @@ class BlockDifferences(NamedTuple):
 
 
 class Backend(Protocol):
-    """The arithmetic of all operations.
+    """The arithmetic of all operations: sums, scale, add, differences, sums over rows, and layer norm.
 
     A block is a writable buffer of bytes, or what `to_device` returned for one; it is changed in place.
     """
@@ -299,10 +298,10 @@ class Backend(Protocol):
         """The size of block that this backend is fastest with."""
 
     def memory(self, nbytes: int) -> memoryview:
-        """Host memory for blocks, of the kind that the backend reads fastest."""
+        """Allocate host memory for blocks, of the kind that the backend reads fastest."""
 
     def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:
-        """Copy a block to the device, with byte `align` of it aligned; or the block itself if the device is the CPU.
+        """Copy a block to the device, with byte `align` of it aligned. If the device is the CPU, return the block.
 
         Without `copies`, only allocate.
 
@@ -314,10 +313,10 @@ class Backend(Protocol):
         """Copy what `to_device` returned back to its block."""
 
     def stays_on_device(self, nbytes: int) -> bool:
-        """Whether the device has room to keep that much until the next pass."""
+        """Check whether the device has room to keep a block of this size until the next pass."""
 
     def reads_files(self, spec: NormSpec) -> bool:
-        """Whether `tile_sums` and `histogram`, with this spec, and `differences` read a `FileBlock` themselves."""
+        """Check whether `tile_sums` and `histogram`, with this spec, and `differences` read a `FileBlock`."""
 
     def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
@@ -338,26 +337,21 @@ class Backend(Protocol):
         """
 
     def scale_units(
-        self,
-        block: Data,
-        pieces: Sequence[Piece],
-        units: Sequence[Units],
-        factors: Factors,
-        spec: NormSpec,
+        self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
 
     def unit_factors(
         self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
-        """Set what consecutive units of `size` elements are multiplied by; `gradtool.backends.units` defines it."""
+        """Set the factors of consecutive units of `size` elements; `gradtool.backends.units` defines them."""
 
     def accumulate(
         self,
         block: Data,
         pieces: Sequence[Piece],
         sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        rule: AddMode,
+        mode: AddMode,
         spec: NormSpec,
     ) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
@@ -366,30 +360,30 @@ class Backend(Protocol):
         used when the next one is taken.
         """
 
-    def differences(
-        self, a: Data, pieces: Sequence[Piece], b: Data, others: Sequence[Piece], tolerance: Tolerance
-    ) -> BlockDifferences:
-        """Compare each piece of a with the piece of b in the same place, which has as many elements."""
-
     def trimmed_means(
         self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
     ) -> NDArray[np.float64]:
-        """The trimmed mean of the values w·g of each element, shape (elements,), in float64.
+        """Compute the trimmed mean of the values w·g of each element, shape (elements,), in float64.
 
-        Addends of the same elements follow one another and have the same `at`; what none has is 0. The values are
-        sorted, -0 counting as 0; those that are left are added in ascending order and divided by their number. A NaN
-        among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
+        Addends of the same elements follow one another and have the same `at`; elements without any addend are 0. The
+        values are sorted, -0 counting as 0; those that are left are added in ascending order and divided by their
+        number. A NaN among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
         """
 
+    def differences(
+        self, a: Data, a_pieces: Sequence[Piece], b: Data, b_pieces: Sequence[Piece], tolerance: Tolerance
+    ) -> BlockDifferences:
+        """Compare each piece of a with the piece of b in the same place, which has as many elements."""
+
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> NDArray[np.float64]:
-        """Per row the sum of x, or with a center (rows,) of (x - center)², in float64.
+        """Sum each row of x, or with a center (rows,) of (x - center)², in float64.
 
         A row is cut into chunks of 1,024. Within a chunk, element j belongs to lane j mod 32; a lane adds in order,
         starting at +0; the lanes are folded, neighbours first. The chunks are added in order.
         """
 
     def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Per row the sums of y_grad·scale and y_grad·scale·xh, as `row_sums` adds; xh is the normalized input."""
+        """Sum each row of y_grad·scale and of y_grad·scale·xh, as `row_sums` adds; xh is the normalized input."""
 
     def layer_norm_grads(
         self,
@@ -400,7 +394,7 @@ class Backend(Protocol):
     ) -> Data:
         """Write inv_std_dev · (y_grad·scale - means[0] - xh·means[1]), rounded once, to `x_grad`.
 
-        The means are those of `layer_norm_sums`, unless given; means[0] is 0 for RMS norm. Returns the gradients of
+        The means are those of `layer_norm_sums`, unless given; means[0] is 0 for RMS norm. Return the gradients of
         scale and bias for `add_groups`: the float64 sums of y_grad·xh and of y_grad over the rows of each group, in
         order.
         """
@@ -409,7 +403,7 @@ class Backend(Protocol):
         """Add the gradients that `layer_norm_grads` returned to totals (2, columns), group after group."""
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        """TypedView values as float64, plus an offset: -0 changes none."""
+        """Return stored values as float64, plus an offset: -0 changes none."""
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:
-        """Float64 values as they are stored in a type, rounded once."""
+        """Return float64 values as a type stores them, rounded once."""

@@ -13,7 +13,7 @@ import math
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.arrays import float64s, np
+from gradtool.arrays import np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Storage(NamedTuple):
     """A storage type: its number in the compiled kernels, the width of its two fields, and what follows from them.
 
-    `overflow` is the first code that is infinite or NaN. Of the exponents of `math.frexp`, `top` is that of the largest
-    number, `normal` that of the smallest normal one, `least` that of the smallest one other than 0.
+    `overflow` is the first code that is infinite or NaN. `top`, `normal` and `least` are exponents of `math.frexp`: of
+    the largest number, of the smallest normal number, and of the smallest number other than 0.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Storage(NamedTuple):
 
     @classmethod
     def declare(cls, name: str, code: int, exponent_bits: int, mantissa_bits: int, *, has_infinity: bool) -> Storage:
-        """A type with a sign bit, an exponent field and a mantissa."""
+        """Declare a type with a sign bit, an exponent field and a mantissa."""
         width, step = exponent_bits + mantissa_bits, 1 << mantissa_bits
         overflow = 2**width - (step if has_infinity else 1)
         quiet_nan = overflow + step // 2 if has_infinity else overflow
@@ -77,10 +77,23 @@ class Storage(NamedTuple):
         storage = self if self.name == "F64" else STORAGE["F32"]
         return range(storage.least, storage.top + 1)
 
+    def codes_at(self, block: memoryview, offset: int, elements: int) -> NDArray[Any]:
+        """Copy codes from byte `offset` of a block on. A tensor can have any address; the copy is aligned."""
+        return np.frombuffer(block, np.uint8, elements * self.itemsize, offset).copy().view(self.bits)
+
+    def values_at(self, block: memoryview, offset: int, elements: int) -> NDArray[Any]:
+        """Return the values from byte `offset` of a block on, as a new array of the type `work`."""
+        return self.widen(self.codes_at(block, offset, elements))
+
+    def store(self, values: NDArray[np.float64], block: memoryview, offset: int = 0) -> None:
+        """Round float64 values once, and write them from byte `offset` of a block on."""
+        codes = self.narrow_wide(values)
+        np.frombuffer(block, np.uint8, codes.nbytes, offset)[:] = codes.view(np.uint8)
+
     def widen(self, codes: NDArray[Any]) -> NDArray[Any]:
-        """The values of codes, as a new array of the type `work`."""
+        """Return the values of codes, as a new array of the type `work`."""
         values: NDArray[Any]
-        if self.itemsize >= 4:  # noqa: PLR2004 - float32 and float64 are their own values
+        if self.itemsize >= 4:  # noqa: PLR2004 - float32 and float64 are stored as they are
             values = codes.view(self.work).copy()
         elif self.name == "BF16":
             values = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -89,7 +102,7 @@ class Storage(NamedTuple):
         return values
 
     def narrow(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The codes of values of the type `work`, each rounded once to nearest even."""
+        """Return the codes of values of the type `work`, each rounded once to nearest even."""
         if self.itemsize >= 4:  # noqa: PLR2004
             codes = values.view(self.bits).copy()
         elif self.name == "BF16":
@@ -100,14 +113,14 @@ class Storage(NamedTuple):
         return codes
 
     def narrow_wide(self, values: NDArray[np.float64]) -> NDArray[Any]:
-        """The codes of float64 values, each rounded once to nearest even."""
+        """Return the codes of float64 values, each rounded once to nearest even."""
         if self.work == values.dtype:
             return self.narrow(values)
         singles = values.astype(np.float32)
         return self.narrow(singles if self.name == "F32" else _to_odd(singles, values))
 
     def rounded(self, value: float) -> float:
-        """A number rounded once to this type, to nearest even."""
+        """Round a number once to this type, to nearest even."""
         if self.itemsize >= 4 or math.isnan(value):  # noqa: PLR2004
             return array("d" if self.name == "F64" else "f", [value])[0]
         # The exponent of the last place; Python rounds to even, too.
@@ -137,7 +150,7 @@ _TABLES: dict[str, NDArray[np.float32]] = {}
 
 
 def _values(storage: Storage) -> NDArray[np.float32]:
-    """The value of every code of a type of 16 bits or fewer, by its definition; computed once."""
+    """Compute the value of every code of a type of 16 bits or fewer, by its definition; once."""
     if storage.name not in _TABLES:
         codes = np.arange(2 ** (8 * storage.itemsize))
         width = storage.exponent_bits + storage.mantissa_bits
@@ -153,13 +166,13 @@ def _values(storage: Storage) -> NDArray[np.float32]:
 
 
 def _round_shift(bits: NDArray[np.uint32], shift: int) -> NDArray[np.uint32]:
-    """`bits` without its lowest `shift` bits, rounded to nearest even; a carry into the exponent is correct."""
+    """Remove the lowest `shift` bits, rounding to nearest even; a carry into the exponent is correct."""
     odd = (bits >> np.uint32(shift)) & np.uint32(1)
     return (bits + np.uint32((1 << (shift - 1)) - 1) + odd) >> np.uint32(shift)
 
 
 def _to_odd(singles: NDArray[np.float32], values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """`values` rounded to odd; `singles` are the same values rounded to nearest.
+    """Round `values` to odd; `singles` are the same values rounded to nearest.
 
     An inexact value is truncated, and its last bit set to 1. A float32 has bits to spare, so that a second rounding, to
     fewer bits, gives what a single rounding of the float64 would (S. Boldo and G. Melquiond, "Emulation of FMA and
@@ -187,16 +200,15 @@ def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]
     return codes
 
 
-def widened(view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-    """As `Backend.widen`."""
+def widened(view: memoryview, dtype: str, offset: float) -> array[float]:
+    """Return stored values as float64, as `Backend.widen`."""
     storage = STORAGE[dtype]
-    values = float64s(len(view) // storage.itemsize)
     with np.errstate(all="ignore"):
-        np.asarray(values)[:] = storage.widen(np.frombuffer(view, storage.bits)).astype(np.float64) + offset
-    return values
+        values = storage.values_at(view, 0, len(view) // storage.itemsize).astype(np.float64) + offset
+    return array("d", values.tobytes())
 
 
 def narrowed(values: array[float], dtype: str) -> memoryview:
-    """As `Backend.narrow`."""
+    """Return float64 values as a type stores them, as `Backend.narrow`."""
     with np.errstate(all="ignore"):
         return STORAGE[dtype].narrow_wide(np.asarray(values)).view(np.uint8).data

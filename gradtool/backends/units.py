@@ -1,7 +1,7 @@
-"""What units of gradients are multiplied by, in numpy: this defines the bits.
+"""The factors of units of gradients, in numpy: this defines the bits.
 
 The norm of a unit is the square root of the sum of its squares, which are added as in `Backend.row_sums`. If it has
-more than `tuning.PATCH_ELEMENTS`, the sums of parts of so many are added in order. Where the sum of a unit of F64 is
+more than `tuning.PATCH_ELEMENTS`, the sums of parts of that size are added in order. Where the sum of a unit of F64 is
 out of range (`gradtool.reduction`), though not all of it is 0, it is divided by 2^k first, with k the exponent of its
 largest magnitude.
 """
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend, Factors, UnitLimits
 
     Floats = NDArray[np.float64]
-    # The stored values of so many elements, from one on.
+    # Returns the stored values of elements, given the number of the first and how many.
     Values = Callable[[int, int], memoryview]
 
 
-def compare_units(  # noqa: PLR0917 - those of the method, and the backend
+def unit_factors(  # noqa: PLR0917 - those of the method, and the backend
     backend: Backend, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
 ) -> UnitCounts:
-    """Set the factors of consecutive units of `size` elements."""
+    """Set the factors of consecutive units of `size` elements, as `Backend.unit_factors`."""
     count = len(grads.view) // (STORAGE[grads.dtype].itemsize * size)
-    ours, theirs = (norms_of(partial(_part, one), one.dtype, range(count), size, backend) for one in (grads, params))
-    return set_factors(ours, theirs, limits, grads.dtype, factors)
+    norms = [norms_of(partial(_part, side), side.dtype, range(count), size, backend) for side in (grads, params)]
+    return set_factors(norms[0], norms[1], limits, grads.dtype, factors)
 
 
 def set_factors(grads: Floats, params: Floats, limits: UnitLimits, dtype: str, factors: Factors) -> UnitCounts:
     """Set the factors of units with these norms; a norm that is NaN makes its factor NaN."""
-    work, found = STORAGE[dtype].work, np.asarray(factors)
+    work, result = STORAGE[dtype].work, np.asarray(factors)
     with np.errstate(all="ignore"):
-        above, scaled = limits.ratio * np.maximum(params, limits.eps), grads / limits.unscale
-        found[:] = np.where(scaled <= above, 1.0, above / scaled) / limits.unscale
-        rounded, unclipped = found.astype(work), np.array(1 / limits.unscale).astype(work)
-        is_beyond = (np.abs(rounded) < np.finfo(work).tiny) & (found != 0) | np.isinf(rounded)
+        maximum, unscaled = limits.ratio * np.maximum(params, limits.eps), grads / limits.unscale
+        result[:] = np.where(unscaled <= maximum, 1.0, maximum / unscaled) / limits.unscale
+        rounded, unclipped = result.astype(work), np.array(1 / limits.unscale).astype(work)
+        is_beyond = (np.abs(rounded) < np.finfo(work).tiny) & (result != 0) | np.isinf(rounded)
     return UnitCounts(
         clipped=int(np.count_nonzero(rounded != unclipped)),
         changed=int(np.count_nonzero(rounded != 1)),
@@ -56,13 +56,12 @@ def set_factors(grads: Floats, params: Floats, limits: UnitLimits, dtype: str, f
 
 
 def norms_of(values: Values, dtype: str, units: range, size: int, backend: Backend) -> Floats:
-    """The norms of consecutive units."""
+    """Compute the norms of consecutive units."""
     if size > tuning.PATCH_ELEMENTS:
         sums = np.array([sum(_sums_of_parts(values, dtype, unit * size, size, backend)) for unit in units])
     else:
-        sums = backend.row_sums(
-            values(units.start * size, len(units) * size), dtype, len(units), size, np.zeros(len(units))
-        )
+        count, center = len(units), np.zeros(len(units))
+        sums = backend.row_sums(values(units.start * size, count * size), dtype, count, size, center)
     norms: Floats = np.sqrt(sums)
     if dtype == "F64":
         for row, unit in enumerate(units):
@@ -71,9 +70,9 @@ def norms_of(values: Values, dtype: str, units: range, size: int, backend: Backe
     return norms
 
 
-def _part(one: TypedView, start: int, elements: int) -> memoryview:
-    itemsize = STORAGE[one.dtype].itemsize
-    return one.view[start * itemsize : (start + elements) * itemsize]
+def _part(side: TypedView, start: int, elements: int) -> memoryview:
+    itemsize = STORAGE[side.dtype].itemsize
+    return side.view[start * itemsize : (start + elements) * itemsize]
 
 
 def _sums_of_parts(values: Values, dtype: str, start: int, size: int, backend: Backend) -> Iterator[float]:
@@ -83,7 +82,7 @@ def _sums_of_parts(values: Values, dtype: str, start: int, size: int, backend: B
 
 
 def _scaled_norm(values: Values, start: int, size: int, backend: Backend) -> float:
-    """The norm of a unit of F64 that is divided by a power of two first."""
+    """Compute the norm of a unit of F64 that is divided by a power of two first."""
     patch = tuning.PATCH_ELEMENTS
     parts = [(start + at, min(patch, size - at)) for at in range(0, size, patch)]
     largest = float(np.max([np.max(np.abs(np.frombuffer(values(*part), np.float64))) for part in parts]))

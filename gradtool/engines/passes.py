@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradtool.reduction import TileSums
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Span
-    from gradtool.store.io.destination import Destination, Wanted, WrittenFiles
+    from gradtool.store.io.destination import Destination, TensorsByShard, WrittenFiles
 
     # For parts of tensors: the number of the whole tensor, and the element that the part begins at.
     Places = Sequence[tuple[int, int]]
@@ -266,13 +266,13 @@ class Pass(Generic[Result]):
 
         What reads tensors beside others has a part for each file.
         """
-        tensors, by_file = by_shard(self.selected), destination.count or self.beside or not self.reads_selected
+        tensors, by_file = by_shard(self.selected), destination.shards or self.beside or not self.reads_selected
         for shard in destination.shards or (tensors if by_file else ()):
             places = [(number, 0) for number, _ in tensors.get(shard, ())]
             work = self.restricted_to([self.selected[number] for number, _ in places], places)
             shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in work.beside)]
             nbytes = shard.size + sum(tensor.nbytes for _, tensor in work.beside)
-            yield Part(work, places, _files_of(shards), shard if destination.count else None, nbytes)
+            yield Part(work, places, _files_of(shards), shard if destination.shards else None, nbytes)
         blocks = () if by_file else DISCARD.blocks(tensors, TILE, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]
@@ -299,7 +299,7 @@ class ReadingPass(Pass[Result]):
         return backend.block_bytes
 
 
-def by_shard(selected: Sequence[Selected]) -> Wanted:
+def by_shard(selected: Sequence[Selected]) -> TensorsByShard:
     """Return the tensors of each file, with their numbers."""
     groups = groupby(enumerate(selected), key=lambda entry: entry[1].shard)
     return {shard: [(number, tensor) for number, (_, tensor) in group] for shard, group in groups}

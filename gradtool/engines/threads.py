@@ -17,7 +17,7 @@ from gradtool.engines.worker import Worker, WorkerSummary
 from gradtool.errors import DeviceMemoryError
 from gradtool.store import signals, system
 from gradtool.store.io.channel import Clock
-from gradtool.store.io.destination import DISCARD
+from gradtool.store.io.destination import DISCARD, NewFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +66,7 @@ class Threads:
 
     def destination(self, staging: Staging) -> Destination:
         """Return the destination whose files this process writes."""
-        return staging.write_here()
+        return NewFiles({new.shard: (new, staging.stage(new)) for new in staging.files})
 
     def run(self, work: Pass[Result], destination: Any = DISCARD) -> Result:
         """Run a pass, and write what the destination needs besides. The first exception stops all threads."""

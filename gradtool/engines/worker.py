@@ -63,7 +63,7 @@ class Worker(Channel):
             data = self._resident.pop((block.shard, block.begin, block.end), None)
             if data is not None:
                 self.touch(block.shard)
-                self.count(len(view))
+                self.on_bytes(len(view))
             else:
                 self.read(block.shard, block.begin, view)
                 data = self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view
@@ -110,7 +110,7 @@ class Worker(Channel):
 
     def store(self, loaded: Loaded) -> None:
         """Write a block, unless nothing is to be written."""
-        if not self.destination.count:
+        if not self.destination.shards:
             return
         if loaded.block.spans:
             self.backend.to_host(loaded.data, loaded.view)
@@ -119,4 +119,4 @@ class Worker(Channel):
 
 def reads_files(backend: Backend, destination: Destination, spec: NormSpec, shards: Iterable[Shard]) -> bool:
     """Check whether the backend reads blocks of shards that are looked at: not where they are written afterwards."""
-    return not destination.count and backend.reads_files(spec) and all(shard.has_fd for shard in shards)
+    return not destination.shards and backend.reads_files(spec) and all(shard.has_fd for shard in shards)

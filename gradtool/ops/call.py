@@ -109,7 +109,7 @@ class Call:
             destination = self.engine.destination(staging) if isinstance(staging, Staging) else staging
             yield destination
             began = perf_counter()
-        if destination.count:
+        if destination.shards:
             self._commit_seconds += perf_counter() - began
 
     def summary(
@@ -145,7 +145,7 @@ class Call:
         return OutputSummary(
             wrote=output.wrote(destination.shards),
             dry_run=output.options.dry_run,
-            files_written=destination.count,
+            files_written=len(destination.shards),
             bytes_written=self.engine.clock.written_bytes,
         )
 

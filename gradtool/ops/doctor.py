@@ -20,10 +20,10 @@ from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_abo
 from gradtool.options import DoctorOptions
 from gradtool.store.format.paths import require_local
 
-# Each with the extra that installs it, if it is optional.
+# Each library with the extra that installs it, None if it is always installed.
 _LIBRARIES = dict.fromkeys(("numpy", "safetensors", "typer", "rich"))
 _LIBRARIES |= {"cupy-cuda12x": "cuda12", "cupy-cuda13x": "cuda13", "distributed": "dask"}
-# Of the instruction sets, by numpy's names, those that make a difference here.
+# The instruction sets that make a difference here, by numpy's names.
 _FEATURES = ("SSE42", "AVX", "F16C", "FMA3", "AVX2", "AVX512F", "AVX512_SKX", "NEON", "ASIMD", "ASIMDHP", "SVE")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -40,10 +40,10 @@ class LibraryRow:
 
 @dataclass(frozen=True)
 class DoctorResult:
-    """Diagnostics. What this system does not tell is None.
+    """Diagnostics; None for what this system does not reveal.
 
     `cpu_backend` says whether the compiled kernels are used, and why not; `cpu_features` are the instruction sets that
-    may make a difference. `settings` are the environment variables of gradtool. From `path` on, the facts are about its
+    may make a difference. `settings` are the environment variables of gradtool. The fields from `path` on describe its
     folder.
     """
 
@@ -86,19 +86,18 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     """
     named = os.fspath(options.path)
     require_local([named])
-    place = Path(named).resolve()
-    if not place.exists():
+    path = Path(named).resolve()
+    if not path.exists():
         from gradtool.store.format.hints import no_such_file  # only needed for the error
 
         raise BadInputError.from_problems([no_such_file(named)])
-    folder = place if place.is_dir() else place.parent
+    folder = path if path.is_dir() else path.parent
     with os_errors_about(folder):
         disk, writable = os.statvfs(folder), os.access(folder, os.W_OK | os.X_OK)
     cpu = choose("cpu")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    settings = [
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GRADTOOL_") and value
-    ]
+    variables = sorted(os.environ.items())
+    settings = [f"{name}={value}" for name, value in variables if name.startswith("GRADTOOL_") and value]
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     slow = Problem("slow", f"{cpu.why}, which is several times slower", hint=cpu.remedy)
     return DoctorResult(
@@ -124,22 +123,20 @@ def doctor(options: DoctorOptions) -> DoctorResult:
 
 
 def _cpu_backend(why: str) -> str:
-    """Return what computes, and for which processors it is compiled."""
-    if why.startswith("numpy"):
-        return why
-    return f"{why} ({import_module('gradtool.backends._kernels').levels()[0]})"
+    """Say what computes, and for which processors it is compiled."""
+    return why if why.startswith("numpy") else f"{why} ({import_module('gradtool.backends._kernels').levels()[0]})"
 
 
 def _cpu_features() -> str | None:
     try:
         features = import_module("numpy._core._multiarray_umath").__cpu_features__
     except (ImportError, AttributeError):
-        return None  # numpy has it for its own use, and may move it.
+        return None  # This is private to numpy, which may move it.
     return " ".join(name for name in _FEATURES if features.get(name))
 
 
 def _gpu() -> str:
-    """Return the GPU that the cuda backend takes, or why there is none."""
+    """Return the GPU that the cuda backend uses, or why there is none."""
     try:
         return choose("cuda").why
     except GradtoolError as error:
@@ -147,10 +144,7 @@ def _gpu() -> str:
 
 
 def _gpu_driver() -> str | None:
-    try:
-        version = re.search(r"\d+\.\d+(?:\.\d+)?", _DRIVER.read_text())
-    except OSError:
-        return None
+    version = re.search(r"\d+\.\d+(?:\.\d+)?", _content(_DRIVER))
     return version and version[0]
 
 
@@ -161,18 +155,21 @@ def _version(library: str) -> str | None:
         return None
 
 
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(errors="surrogateescape")
+    except OSError:
+        return ""
+
+
 def _file_system(folder: Path) -> str | None:
     """Return the type of the file system that a folder is on."""
-    try:
-        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return None
     mounts: list[tuple[int, int, str]] = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_content(_MOUNTS).splitlines()):
         before, _, after = line.partition(" - ")
-        # Spaces are written as octal numbers there.
+        # The kernel writes spaces as octal numbers.
         mount = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
         if folder.is_relative_to(mount):
             mounts.append((len(mount), number, after.split()[0]))
-    # Of two on the same folder, the later one is seen.
+    # The later of two mounts on one folder hides the other.
     return max(mounts)[2] if mounts else None

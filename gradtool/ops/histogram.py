@@ -1,6 +1,6 @@
-"""What `norm` reports on request: binary exponents, the storage types that could hold them, and rows.
+"""The rows that `norm` reports on request: of tensors, files, binary exponents, and types that could store the values.
 
-Imported only if a call asks for them.
+Only a call that asks for them imports this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLUMNS = {"counts": Column("q", "bins"), "largest_finite": Column("d", "max")}
 
 @dataclass(frozen=True)
 class ExponentCount:
-    """How many values have an exponent e: 2^(e-1) <= |x| < 2^e."""
+    """The number of values with an exponent e: 2^(e-1) <= |x| < 2^e."""
 
     exponent: int
     count: int
@@ -39,7 +39,7 @@ class ExponentCount:
 
 @dataclass(frozen=True)
 class StorageRange:
-    """What storing all finite values in a type would do to them, as far as their exponents say.
+    """The effect of storing all finite values in a type, as far as their exponents tell.
 
     Between `overflow_at_least` and `overflow_at_most` values overflow. `to_subnormal` lie below the smallest normal
     number, and `to_zero` below half of the smallest number at all. Multiplied by 2^k, no value overflows for any k up
@@ -72,7 +72,7 @@ class TensorNorm:
 
 @dataclass(frozen=True)
 class TensorHistogram(TensorNorm):
-    """The same, and how many values have which exponent."""
+    """The same statistics, and the number of values with each exponent."""
 
     histogram: tuple[ExponentCount, ...]
 
@@ -93,7 +93,7 @@ class FileNorm:
 
 @dataclass(frozen=True)
 class FileHistogram(FileNorm):
-    """The same, and how many values have which exponent."""
+    """The same statistics, and the number of values with each exponent."""
 
     histogram: tuple[ExponentCount, ...]
 
@@ -113,8 +113,8 @@ class Histograms(Measurement):
     def exponents(self, first: int, end: int) -> dict[int, int]:
         """Count the exponents, in order, of the tensors with the numbers from `first` up to `end`."""
         total: dict[int, int] = {}
-        for bins, alike in groupby(range(first, end), key=self._bins.__getitem__):
-            numbers = list(alike)
+        for bins, group in groupby(range(first, end), key=self._bins.__getitem__):
+            numbers = list(group)
             begin, stop = self._bounds[numbers[0]], self._bounds[numbers[-1] + 1]
             for at, exponent in enumerate(bins):
                 total[exponent] = total.get(exponent, 0) + sum(self.counts[begin + at : stop : len(bins)])
@@ -123,7 +123,7 @@ class Histograms(Measurement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CountExponents(ReadingPass[Histograms]):
-    """Measures tensors, and counts their exponents while a block is still in the cache."""
+    """A pass that measures tensors, and counts their exponents while a block is still in the cache."""
 
     title: ClassVar = "measuring"
 

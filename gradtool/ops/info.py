@@ -1,4 +1,4 @@
-"""Tells what is in gradient sets, from their headers alone."""
+"""Lists the contents of gradient sets, from their headers alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class InfoResult:
-    """What is in the files: `bytes` are those of the selected tensors. Rows are in the order of the files."""
+    """The contents of the files; `bytes` are those of the selected tensors. Rows are in the order of the files."""
 
     headline: ClassVar[tuple[str, ...]] = ("files", "tensors", "elements", "bytes")
 
@@ -67,10 +67,10 @@ class InfoResult:
 
 @operation(InfoOptions)
 def info(options: InfoOptions) -> InfoResult:
-    """Tell the types, shapes and sizes of tensors, and the metadata, from the headers of files.
+    """List the types, shapes and sizes of tensors, and the metadata, from the headers of files.
 
-    Types need not be known: a header says how many bytes a tensor takes. Values are not read, nor is an index compared
-    with its shards; `check` does that. Files that a run is changing are shown as they are.
+    Tensors may have any type, because a header says how many bytes a tensor takes. Values are not read, and an index is
+    not compared with its shards; `check` does both. Files that a run is changing are shown as they are.
 
     Raises:
         UsageError: no path is given, or a pattern is invalid.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """The norm of the tensors that a regular expression matches; without one, of those in no group."""
+    """The norm of the tensors that a regular expression matches; without an expression, of those in no group."""
 
     group: str | None
     tensors: int
@@ -33,8 +33,8 @@ class GroupNorm:
 class NormResult(Statistics):
     """Statistics of all selected tensors, taken as one vector.
 
-    With `histogram`, there is a row for each exponent that occurs, one in `per_dtype` for each storage type that the
-    values could be stored in, and the rows of tensors and files are of the types that have a histogram, too.
+    With `histogram`, there is a row for each exponent that occurs, and a row in `per_dtype` for each storage type that
+    the values could be stored in. The rows of tensors and files then have histograms, too.
     """
 
     headline = ("norm", "max_abs")
@@ -55,10 +55,10 @@ def norm(options: NormOptions) -> NormResult:
     (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
 
-    Tensors of one name in several paths are refused, because nothing says whether they are parts of one vector, unless
-    `concat` says so. With `by_file`, each path has a norm of its own too, and `fail_above` is about these. With
-    `group`, so have the tensors that each regular expression matches, and those that none does. With `histogram`, the
-    finite values other than zero are counted by their exponent e as `math.frexp` has it.
+    The same name in several paths is an error, unless `concat` says that such tensors are parts of one vector. With
+    `by_file`, each path also has a norm, and `fail_above` applies to these. With `group`, so do the tensors that each
+    regular expression matches, and all others. With `histogram`, the finite values other than zero are counted by the
+    exponent e that `math.frexp` returns.
 
     Returns:
         The result. NaN, Inf and a norm above `fail_above` are not raised; they are its `problems`.

@@ -13,7 +13,7 @@ from gradtool.store import signals
 from gradtool.store.format.paths import is_there, require_local
 from gradtool.store.transaction.locks import InUse
 from gradtool.store.transaction.recovery import Recovered, recover_at
-from gradtool.store.transaction.runs import Scope
+from gradtool.store.transaction.runs import Scope, scopes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One crashed run: what became of it, how many files it was about to change, its process, and its log.
+    """One crashed run: its outcome, the number of files that it was about to change, its process, and its log.
 
-    `outcome` is "finished" (its files are all new) or "untouched" (all are old: it had not got far enough).
+    `outcome` is "finished" (its files are all new) or "untouched" (all are old, because it had not got far enough).
     """
 
     outcome: str
@@ -34,7 +34,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class RecoverResult:
-    """What was done: the number of runs by what became of them, and of files `removed` that belonged to no run."""
+    """The number of runs by outcome, and the number of files `removed` that belonged to no run."""
 
     headline: ClassVar[tuple[str, ...]] = ("finished", "untouched", "removed")
 
@@ -54,7 +54,8 @@ def recover(options: RecoverOptions) -> RecoverResult:
     Raises:
         UsageError: no path is given.
         BadInputError: there is no such folder.
-        SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All else is done.
+        SystemRefusedError: a run is alive; a file was written to since; or reading or writing failed. All other runs
+            are recovered first.
     """
     if not options.named:
         raise UsageError("no path is given", hint="name a file, a folder or an index")
@@ -68,7 +69,7 @@ def recover(options: RecoverOptions) -> RecoverResult:
                 outcomes, orphans = recover_at(scope, force=options.force)
         except GradtoolError as error:
             if was_there and not os.path.lexists(scope.folder):
-                continue  # A run had made it, and it was just removed.
+                continue  # A crashed run had made this folder, and its recovery has just removed it.
             outcomes, orphans = [error], 0
         except KeyboardInterrupt as error:
             error.add_note(f"runs recovered before: {len(rows)}; run it again to continue")
@@ -91,15 +92,14 @@ def recover(options: RecoverOptions) -> RecoverResult:
 
 
 def _problems_of(outcome: InUse | GradtoolError) -> Sequence[Problem]:
-    """Return why a run could not be recovered."""
     if isinstance(outcome, InUse):
-        return [Problem("in-use", f"in use by {outcome.log.who}", str(outcome.log.path))]
+        return [Problem("in-use", f"in use by {outcome.log.process}", str(outcome.log.path))]
     return outcome.problems
 
 
 def _error(problems: Iterable[Problem], rows: Iterable[RunRow]) -> GradtoolError:
-    """Return the error for runs that could not be recovered; it names those that were, so that a script knows."""
-    # One run may be found from several places.
+    """Return the error for runs that could not be recovered; its summary names those that were, for scripts."""
+    # Several paths may lead to one run.
     distinct = list(dict.fromkeys(problems))
     kind = BadInputError if {problem.code for problem in distinct} <= {"missing-file"} else SystemRefusedError
     error = kind.from_problems(distinct)
@@ -108,11 +108,11 @@ def _error(problems: Iterable[Problem], rows: Iterable[RunRow]) -> GradtoolError
 
 
 def _scopes(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
-    """Return what the paths are about, and whether its folder is there; add what is wrong with the others."""
+    """Return the scopes of the paths, and whether their folders exist; add a problem for each path that is refused."""
     scopes: dict[Scope, bool] = {}
     for path in paths:
         try:
-            scopes |= {scope: os.path.lexists(scope.folder) for scope in Scope.of(path)}
+            scopes |= {scope: os.path.lexists(scope.folder) for scope in scopes_of(path)}
         except SystemRefusedError as error:
             problems += error.problems
     return scopes

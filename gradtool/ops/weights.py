@@ -1,7 +1,7 @@
 """The weight of a gradient set, in its metadata: a number that a trainer wrote, or a total that gradtool stored.
 
-A set with KEY = n stands for the weight n. Its content is a mean, unless it is marked as a weighted sum: with a total,
-gradtool stores the key, and whether the content is a sum or a mean.
+A set whose metadata has KEY = n counts with the weight n. Its content is a mean, unless it is marked as a weighted sum:
+with a total, gradtool stores the key, and whether the content is a sum or a mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.transaction.output import Metadata
 
-# What keys begin with that gradtool alone writes.
+# Only gradtool writes keys with this prefix.
 PREFIX = "gradtool."
 _KEY, _CONTENT = PREFIX + "weight_key", PREFIX + "weighted"
 _SUM, _MEAN = "sum", "mean"
@@ -32,18 +32,18 @@ _HINT = say("use {} to give the weights", option("weight"))
 
 
 class Weight(NamedTuple):
-    """A weight, and whether the content is the sum that has it, or a mean."""
+    """A weight, and whether the content is a weighted sum or a mean."""
 
     value: float
     is_sum: bool = False
 
     @property
     def content(self) -> str:
-        """What the content is, in a word."""
+        """The kind of content, in a word."""
         return _SUM if self.is_sum else _MEAN
 
     def entries(self, key: str) -> dict[str, str]:
-        """Return the metadata that say so, under a key."""
+        """Return the metadata entries that store this weight under a key."""
         whole = self.value.is_integer() and abs(self.value) < _LARGEST_WHOLE
         text = str(int(self.value)) if whole else repr(self.value)
         return {key: text, _KEY: key, _CONTENT: self.content}
@@ -63,13 +63,13 @@ def read_weight(gradients: GradientSet, key: str) -> Weight:
     Raises:
         BadInputError: a file has no such key, no finite number under it, or a sum of other weights; or shards differ.
     """
-    (weight, shard), *others = {_weight_of(shard, key): shard for shard in gradients.shards}.items()
-    if not others:
+    (weight, shard), *conflicts = {_weight_of(shard, key): shard for shard in gradients.shards}.items()
+    if not conflicts:
         return weight
-    (other, other_shard), *_ = others
-    here, there = (f"{key!r} = {each.value:g} of a {each.content}" for each in (other, weight))
-    message = f"has {here} in its metadata, but {shard.file_name} of the same set has {there}"
-    raise BadInputError(message, file=other_shard.name, code="weight", hint=_HINT)
+    conflict, file = conflicts[0][0], conflicts[0][1].name
+    texts = [f"{key!r} = {entry.value:g} of a {entry.content}" for entry in (conflict, weight)]
+    message = f"has {texts[0]} in its metadata, but {shard.file_name} of the same set has {texts[1]}"
+    raise BadInputError(message, file=file, code="weight", hint=_HINT)
 
 
 def _weight_of(shard: Shard, key: str) -> Weight:
@@ -84,7 +84,7 @@ def _weight_of(shard: Shard, key: str) -> Weight:
     elif content not in {_SUM, _MEAN}:
         message = f"{_CONTENT!r} = {shortened(content)!r} in its metadata is neither {_SUM!r} nor {_MEAN!r}"
     elif content == _SUM and sum_key != key:
-        message = f"is a sum weighted by {shortened(sum_key)!r}, so that {key!r} is not its weight"
+        message = f"is a sum weighted by {shortened(sum_key)!r}, so {key!r} is not its weight"
     else:
         return Weight(value, content == _SUM)
     raise BadInputError(message, file=shard.name, code="weight", hint=_HINT)
@@ -105,16 +105,16 @@ def stored_sum(gradients: GradientSet) -> float | None:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Check whether a weight is about a tensor: neither empty, nor of a type that carries no values."""
+    """Check whether a tensor has values that a weight applies to; integers and empty tensors have none."""
     return tensor.dtype in STORAGE and tensor.nbytes > 0
 
 
 def replace_total(
     gradients: GradientSet | None, key: str | None, new: Weight | None, hint: str | None
 ) -> tuple[Metadata, list[Problem]]:
-    """Store a total under a key in all shards of a set; remove an old one, and what is under the key, with a warning.
+    """Return the metadata that store a total under a key in all shards of a set, with a warning if an old one is lost.
 
-    Without a key, and without a total that gradtool stored, nothing changes. A new set is None: it has none to remove.
+    Without a key, and without a total that gradtool stored, nothing changes. A new set is None, with nothing to remove.
     """
     shards = () if gradients is None else gradients.shards
     stored = stored_key(shards)
@@ -128,7 +128,7 @@ def replace_total(
     message = f"no total weight stored under {key!r}"
     if lost:
         removed = ", ".join(f"{name!r} = {shortened(text)!r}" for name, text in lost.items())
-        message = f"total weight removed, as it is not that of the new content: {removed}"
+        message = f"total weight removed, because it does not match the new content: {removed}"
     elif entries or key is None:
         return dict.fromkeys(changed, changes), []
     file = None if gradients is None else gradients.name

@@ -1,4 +1,4 @@
-"""Zeroes gradients, without writing the zeros where the file system can leave them out."""
+"""Sets gradients to zero, without writing the zeros where the file system can leave them out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from gradtool.engines.passes import Tally
     from gradtool.errors import Problem
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class ZeroResult(Result):
-    """How much was zeroed: `tensors`, `elements` and `bytes`.
+    """The `tensors`, `elements` and `bytes` that were set to zero.
 
-    `bytes_written` are those that were copied into new files, or in place, the zeros.
+    `bytes_written` counts what was copied into new files or, in place, the zeros.
     """
 
     headline = ("elements", "bytes")
@@ -44,8 +44,8 @@ def zero(options: ZeroOptions) -> ZeroResult:
     """Set every element of all selected tensors to +0, whatever its type and value, in place.
 
     Only what is not zeroed is copied into the new files; the zeros are holes if the file system has them, so that
-    gigabytes take no longer than kilobytes. As ONNX Runtime's ZeroGradient, over files. There is nothing to compute,
-    but a backend that is asked for must be available.
+    gigabytes take no longer than kilobytes. This is ONNX Runtime's ZeroGradient over files. Nothing is computed, but a
+    backend that is asked for must be available.
 
     Raises:
         UsageError: an option is invalid, or contradicts another one.
@@ -82,20 +82,17 @@ def _without_totals(call: Call) -> tuple[Metadata, list[Problem]]:
 
 
 def _files(call: Call, output: Output, metadata: Metadata) -> list[NewFile]:
-    """Return the files to be written: copies of what is not zeroed, and zeros."""
-    selected = [each for each in call.selected if each.tensor.nbytes]
+    """Return the files to be written, with the ranges that are zeroed and those that are copied."""
+    selected = [entry for entry in call.selected if entry.tensor.nbytes]
     ranges: dict[Shard, list[tuple[int, int]]] = defaultdict(list)
-    for part, tensor in selected:
-        for shard, begin, end in part.ranges(tensor):
-            ranges[shard].append((begin, end))
+    for shard, tensor in selected:
+        # A tensor that is cut over files has a range in each.
+        for file_shard, begin, end in shard.ranges(tensor):
+            ranges[file_shard].append((begin, end))
     files = []
     for file in output.files(selected, metadata):
         zeros = sorted(ranges[file.shard])
-        files.append(file._replace(zeros=zeros, copies=_copies(file.shard, zeros)))
+        edges = [(0, 0), *zeros, (file.shard.size, file.shard.size)]
+        copies = [(end, begin, end) for (_, end), (begin, _) in pairwise(edges) if begin > end]
+        files.append(file._replace(zeros=zeros, copies=copies))
     return files
-
-
-def _copies(shard: Shard, zeros: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return what lies before, between and behind the ranges that are zeroed."""
-    edges = [(0, 0), *zeros, (shard.size, shard.size)]
-    return [(end, begin, end) for (_, end), (begin, _) in pairwise(edges) if begin > end]

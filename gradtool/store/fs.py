@@ -2,26 +2,35 @@
 
 A path may lead elsewhere from one instant to the next. So a folder is opened once, and all names are looked up in it. A
 file that was made or checked is recognized by its inode when it is opened again.
+
+For tests, `GRADTOOL_FAULT=KIND@N` strikes at the Nth call that changes the disk. `kill` ends the process before the
+call, `tear` after half of what it writes, `short` makes it write half. The name of a signal, such as `SIGTERM`, sends
+that before the call; the name of an error, such as `ENOSPC`, makes the call fail with it. With `@N+`, all later calls
+are struck too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import signal
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gradtool.errors import SystemRefusedError, changed_meanwhile
 from gradtool.store import system
-from gradtool.store.faults import step, write_half
+from gradtool.store.system import SECTOR, UNSUPPORTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
-UNSUPPORTED = system.UNSUPPORTED
+# What the names of all files begin with that runs leave beside the data.
+PREFIX = ".gradtool-"
+# Counted up by each call that changes the disk.
+steps = itertools.count(1)
 # The name now leads to a link, a folder, a socket or nothing.
 _REPLACED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOENT)
 # The folder is gone, not empty, or no folder; or another user's, as the one above it may be.
@@ -29,7 +38,27 @@ _NOT_REMOVABLE = (
     errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM,
 )  # fmt: skip
 _TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_TO_SEARCH = _TO_LIST | system.TO_SEARCH
+# The last part of the path must not be a link.
+TO_SEARCH = _TO_LIST | system.TO_SEARCH
+
+
+def step() -> str | None:
+    """Count a call that changes the disk, and strike if it is due; what is left to the caller: `short` or `tear`."""
+    fault = os.environ.get("GRADTOOL_FAULT")
+    if not fault:
+        return None
+    kind, _, number = fault.partition("@")
+    now, first = next(steps), int(number.removesuffix("+"))
+    if now != first and not (now > first and number.endswith("+")):
+        return None
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[kind])
+        return None
+    if kind in ("short", "tear"):
+        return kind
+    raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
 
 
 @contextlib.contextmanager
@@ -64,8 +93,18 @@ class File(NamedTuple):
         """Its path, for messages."""
         return self.folder.path / self.name
 
+    @property
+    def is_there(self) -> bool:
+        """Whether its name still leads to it."""
+        status = self.folder.status(self.name)
+        return status is not None and self.matches(status)
+
+    def matches(self, status: os.stat_result) -> bool:
+        """Check whether a status is that of the file."""
+        return (status.st_dev, status.st_ino) == (self.device, self.inode) and stat.S_ISREG(status.st_mode)
+
     def open(self, flags: int) -> int:
-        """Open the file; raises `SystemRefusedError` if its name leads to another one."""
+        """Open the file; raise `SystemRefusedError` if its name leads to another file."""
         try:
             fd = self.folder.open(self.name, flags)
         except OSError as error:
@@ -76,20 +115,6 @@ class File(NamedTuple):
             os.close(fd)
             raise changed_meanwhile(self.path)
         return fd
-
-    def opened(self, flags: int) -> AbstractContextManager[int]:
-        """As `open`, for a `with` block that closes it."""
-        return closing(self.open(flags))
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the name still leads to the file."""
-        status = self.folder.status(self.name)
-        return status is not None and self.matches(status)
-
-    def matches(self, status: os.stat_result) -> bool:
-        """Whether a status is that of the file."""
-        return (status.st_dev, status.st_ino) == (self.device, self.inode) and stat.S_ISREG(status.st_mode)
 
 
 class Folder:
@@ -121,33 +146,23 @@ class Folder:
         self.close()
 
     def names(self) -> list[str]:
-        """All names in it."""
-        with self._listing():
-            return os.listdir(self.fd)  # noqa: PTH208 - a descriptor has no Path
-
-    def require_listing(self) -> None:
-        """Raise `OSError` if it cannot be listed."""
-        with self._listing(), os.scandir(self.fd) as entries:
-            next(entries, None)
-
-    @contextlib.contextmanager
-    def _listing(self) -> Iterator[None]:
+        """List all names in it; raise `PermissionError` if it could only be opened to look up names."""
         try:
-            yield
+            return os.listdir(self.fd)  # noqa: PTH208 - a descriptor has no Path
         except OSError as error:
-            if error.errno == errno.EBADF:  # It was opened only to be searched.
+            if error.errno == errno.EBADF:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
             raise
 
     def status(self, name: str) -> os.stat_result | None:
-        """The status of a name, links not followed; None if it does not exist."""
+        """Return the status of a name, links not followed; None if it does not exist."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def file(self, name: str) -> File | None:
-        """The file of that name; None if it does not exist."""
+        """Return the file of that name; None if it does not exist."""
         status = self.status(name)
         return None if status is None else File(self, name, status.st_dev, status.st_ino)
 
@@ -155,12 +170,8 @@ class Folder:
         """Open a file; links are not followed, and a FIFO does not block."""
         return os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self.fd)
 
-    def create(self, name: str) -> int:
-        """Make a file that did not exist; its descriptor."""
-        return self.create_file(name)[0]
-
-    def create_file(self, name: str) -> tuple[int, File]:
-        """Make a file that did not exist and that only its user may open; its descriptor, and the file.
+    def create(self, name: str) -> tuple[int, File]:
+        """Make a file that did not exist and that only its user may open; return its descriptor, and the file.
 
         It does not keep an access control list from its folder, which a change of its mode would put into force.
         """
@@ -169,8 +180,8 @@ class Folder:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         except FileNotFoundError as error:
             # As in /proc.
-            what = "no file can be made in this folder, or it was just removed"
-            refused = SystemRefusedError(what, file=self.path, hint="write somewhere else")
+            message = "no file can be made in this folder, or it was just removed"
+            refused = SystemRefusedError(message, file=self.path, hint="write somewhere else")
             refused.errno = error.errno
             raise refused from error
         try:
@@ -183,13 +194,13 @@ class Folder:
         return fd, File(self, name, status.st_dev, status.st_ino)
 
     def make(self, name: str) -> Folder:
-        """Make a folder in it; removed again if it cannot be opened."""
+        """Make a folder in it and open that, or else remove it again."""
         step()
         os.mkdir(name, dir_fd=self.fd)
         try:
-            return Folder(self.path / name, open_folder(name, within=self.fd))
+            return Folder(self.path / name, open_folder(name, self.fd))
         except BaseException:
-            self.unmake(name)
+            self.remove_folder(name)
             raise
 
     def link(self, name: str, new: str) -> None:
@@ -198,7 +209,7 @@ class Folder:
         os.link(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file, over another one if there is one."""
+        """Rename a file, over another file if there is one."""
         step()
         os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
@@ -208,7 +219,7 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
-    def unmake(self, name: str) -> None:
+    def remove_folder(self, name: str) -> None:
         """Remove a folder, if it exists, is empty and may be removed."""
         step()
         try:
@@ -228,26 +239,33 @@ def open_folder(path: Path | str, within: int | None = None) -> int:
     try:
         return os.open(path, _TO_LIST, dir_fd=within)
     except PermissionError:
-        return open_to_search(path, within)
-
-
-def open_to_search(path: Path | str, within: int | None = None) -> int:
-    """Open a folder only to look up names in it; the last part of the path must not be a link."""
-    return os.open(path, _TO_SEARCH, dir_fd=within)
+        return os.open(path, TO_SEARCH, dir_fd=within)
 
 
 def write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview], begin: int) -> int:
-    """Write the parts one after another from byte `begin` on, in as many calls as that takes; the bytes written."""
+    """Write the parts one after another from byte `begin` on, in as many calls as that takes; return their bytes."""
     views, done = [memoryview(part) for part in parts], 0
     while views:
         fault = step()
-        count = os.pwritev(fd, views, begin + done) if fault is None else write_half(fault, fd, views, begin + done)
+        count = os.pwritev(fd, views, begin + done) if fault is None else _write_half(fault, fd, views, begin + done)
         done += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
         if views:
             views[0] = views[0][count:]
     return done
+
+
+def _write_half(kind: str, fd: int, views: Sequence[memoryview], begin: int) -> int:
+    """Write half of the views and return the bytes; after `tear`, kill this process."""
+    content = b"".join(views)
+    if kind == "short":
+        return os.pwrite(fd, content[: -(-len(content) // 2)], begin)
+    # Half of the sectors; none of them partly.
+    middle = begin + len(content) // 2
+    os.pwrite(fd, content[: max(0, middle - middle % SECTOR - begin)], begin)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
 
 
 def resize(fd: int, size: int) -> None:

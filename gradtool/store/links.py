@@ -1,20 +1,21 @@
-"""Links that other users made: a link of another user is followed only to a file of that user.
+"""Links of other users, which are followed only to files of the user who made the link.
 
-Anybody who may write to a folder can leave a link there that leads to a private file of whoever works in it. So the
+Any user who may write to a folder can leave a link there that leads to a private file of whoever works in it. So the
 rule holds for all that is written and, when files are read, for all that a folder or an index names. What users name
 themselves is read wherever it leads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError
 from gradtool.store import system
-from gradtool.store.fs import open_to_search
+from gradtool.store.fs import TO_SEARCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +39,8 @@ def check_links(path: Path, links: Iterable[Link], file: str | Path, owner: int,
     for link in links:
         if link.owner != owner:
             whose = "yours" if owner == os.geteuid() else f"user {owner}"
-            what = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}, {file}"
-            raise SystemRefusedError(what, file=path, code="link", hint=f"name that {kind} itself to use it")
+            message = f"the link {link.path}, which user {link.owner} made, leads to a {kind} of {whose}, {file}"
+            raise SystemRefusedError(message, file=path, code="link", hint=f"name that {kind} itself to use it")
 
 
 def loop() -> OSError:
@@ -48,7 +49,7 @@ def loop() -> OSError:
 
 
 class Walk:
-    """A walk from folder to folder, each opened within the one before, so that every link on the way is seen.
+    """A walk from folder to folder, each opened within the last, so that every link on the way is seen.
 
     `links` are those that other users made. How a walk gets to its start does not count.
     """
@@ -60,10 +61,8 @@ class Walk:
         self.links: list[Link] = []
         self._links_left = MAX_LINKS
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the folder."""
         os.close(self.fd)
 
     def enter(self, path: str) -> None:
@@ -75,7 +74,7 @@ class Walk:
             if stat.S_ISLNK(status.st_mode):
                 left += _parts(self.target_of(part))
                 continue
-            inner = open_to_search(part, self.fd)
+            inner = os.open(part, TO_SEARCH, dir_fd=self.fd)
             os.close(self.fd)
             self.fd, self.path = inner, self.path_of(part)
 
@@ -109,7 +108,7 @@ def open_to_read(path: Path, *, is_named: bool) -> int:
     except OSError as error:
         if is_named or error.errno != errno.ELOOP:
             raise
-    with Walk(os.fspath(path.parent)) as walk:
+    with contextlib.closing(Walk(os.fspath(path.parent))) as walk:
         name = path.name
         while True:
             folder, name = os.path.split(walk.target_of(name))

@@ -6,7 +6,7 @@ import support
 from support import block_of, canonical_tile_sums, gaussian
 
 from gradtool.backends.cuda import jobs as cuda_jobs
-from gradtool.backends.cuda.memory import DeviceBlock
+from gradtool.backends.cuda.device import DeviceBlock
 from gradtool.backends.protocol import Addend, AddMode, NormSpec, Patch, Piece
 
 
@@ -35,7 +35,7 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
     held = shim.to_device(block_of(array)[0])
     # The last two of many tiles, as if all before them were there too.
     before = (1 << 33) // 65_536
-    tiles = cuda_jobs.Tiles.of([Piece("F32", 0, array.size)], None)
+    tiles = cuda_jobs.Tiles.from_pieces([Piece("F32", 0, array.size)], None)
     tiles.table["elements"] = (1 << 33) + array.size
     ((_, rows, _),) = tiles.by_type()
     rows["first_block"], rows["first_sum"] = -before, -before
@@ -52,7 +52,7 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
     )
     shim.device.launch("F32", "measure_absolute", 2, cuda_jobs.THREADS, job)
     shim.device.wait()
-    found = tiles.found(results)
+    found = tiles.unpack(results)
     assert found.sums[0] == canonical_tile_sums(np.abs(array[:65_536].astype(float)).tolist())[0]
     assert (found.nan[0], found.first_nonfinite[0]) == (1, (1 << 33) + 65_540)
 
@@ -60,7 +60,7 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
 def test_addends_are_cut_at_the_pieces_they_are_for():
     pieces = [Piece("F32", 0, 3), Piece("BF16", 12, 0), Piece("F32", 16, 5)]
     addends = [Addend("F64", 100, 4, 1, 0.5), Addend("BF16", 0, 3, 5, 2.0)]
-    found = cuda_jobs.Additions.of(pieces, [0, 3, 3, 8], addends)
+    found = cuda_jobs.Additions.from_addends(pieces, [0, 3, 3, 8], addends)
     assert found.addends.tolist() == [(0, 100, 1, 2, 0.5), (0, 116, 0, 2, 0.5), (3, 0, 2, 3, 2.0)]
     ((dtype, (targets, blocks)),) = found.targets.items()
     assert (dtype, blocks) == ("F32", 2)

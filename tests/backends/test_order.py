@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, block_of, gaussian
 
-from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.network import network
+from gradtool.backends.cpu import NumpyBackend, sorting_network
 from gradtool.backends.protocol import Addend, Trim
 
 MEDIAN = Trim()
@@ -30,7 +29,7 @@ def means(backend, arrays, trim=MEDIAN, weights=None):
 def test_a_network_puts_the_middle_in_order(count):
     """Of every row of zeros and ones, which proves it for all values."""
     for dropped in range((count + 1) // 2):
-        pairs = network(count, dropped).tolist()
+        pairs = sorting_network(count, dropped).tolist()
         for row in itertools.product((0, 1), repeat=count):
             values = list(row)
             for low, high in pairs:
@@ -39,9 +38,9 @@ def test_a_network_puts_the_middle_in_order(count):
 
 
 def test_a_network_leaves_out_what_the_middle_does_not_depend_on():
-    assert len(network(9, 0)) == 26
-    assert len(network(9, 4)) == 22
-    assert network(1, 0).tolist() == []
+    assert len(sorting_network(9, 0)) == 26
+    assert len(sorting_network(9, 4)) == 22
+    assert sorting_network(1, 0).tolist() == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 16, 33, 100, 257])

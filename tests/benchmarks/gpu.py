@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import COMMAND, with_header
 
 from gradtool.backends.cuda.backend import CudaBackend
-from gradtool.backends.cuda.memory import DeviceBlock
+from gradtool.backends.cuda.device import DeviceBlock
 from gradtool.backends.protocol import NormSpec, Patch, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.reduction import total

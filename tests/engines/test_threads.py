@@ -51,7 +51,7 @@ def rewriting(blocks, work, destinations):
             worker.read(block.shard, block.begin, view)
             work(block, view)
             if block.shard in destinations:
-                worker.write(destinations[block.shard], block.begin, view)
+                worker.write(destinations[block.shard], block.begin, [view], len(view))
 
     return Tasks(blocks, do, 1 << 30)
 

@@ -21,7 +21,7 @@ from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, check, norm
 from gradtool.errors import as_command, changed_meanwhile
-from gradtool.ops.check import values
+from gradtool.ops.passes import Measurement
 
 ONES = {"a": np.ones(4, np.float32)}
 
@@ -418,7 +418,7 @@ def test_files_of_a_run_without_a_log_are_a_note_with_their_bytes(tmp_path):
     for named in (tmp_path, path):
         result = check(named)
         assert found(result) == [("note", "leftover", None)]
-        assert result.per_finding[0].message == "a run that has no log has left 2 files of 1,500 bytes"
+        assert result.per_finding[0].message == "a run without a log has left 2 files of 1,500 bytes"
     # One that may be about to write its log.
     for name in tmp_path.glob(f"{ID}*"):
         name.unlink()
@@ -459,7 +459,7 @@ def test_a_file_that_changes_whenever_it_is_read_is_refused_in_the_end(tmp_path,
         calls.append(1)
         raise changed_meanwhile(path)
 
-    monkeypatch.setattr(values.ValueCounts, "add", add)
+    monkeypatch.setattr(Measurement, "add", add)
     with pytest.raises(SystemRefusedError, match="was changed by another program") as caught:
         check(path)
     assert (len(calls), caught.value.problems[0].code) == (3, "changed")

@@ -30,7 +30,7 @@ from terminal import on_terminal
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends.choose import choose as choose_backend
 from gradtool.backends.differences import empty_differences
-from gradtool.backends.protocol import NormSpec, Tolerance
+from gradtool.backends.protocol import NormSpec, Piece, Tolerance
 from gradtool.engines import choose
 from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.diff import comparison
@@ -234,7 +234,7 @@ def test_tiny_differences_of_large_vectors_have_figures(tmp_path):
 
 def comparison_of(sums, exponents):
     """That of one tensor, whose tiles have these sums and exponents."""
-    found, tiles = empty_differences(len(sums)), len(sums)
+    found, tiles = empty_differences([Piece("F32", 0, TILE)] * len(sums)), len(sums)
     found = found._replace(sums=array("d", sums.ravel()), exponents=array("i", exponents.ravel()))
     whole = Comparison([None])
     whole.add(Block(None, 0, 0, [Span(0, "F64", 0, tiles * TILE, 0)]), found)
@@ -376,14 +376,14 @@ def test_each_gate_passes_at_its_limit_and_fails_beyond(tmp_path):
         (problem,) = diff(a, b, **{name: fails}).problems
         assert problem.code == "different"
     (problem,) = diff(a, b, bits=True).problems
-    assert (problem.tensor, problem.message) == ("a", "1 of 3 values have other bits")
+    assert (problem.tensor, problem.message) == ("a", "1 of 3 values have different bits")
 
 
 def test_bits_are_bytes(tmp_path):
     assert len(diff(*two(tmp_path, f32(0.0), f32(-0.0)), bits=True).problems) == 1
     assert diff(*two(tmp_path, f32(0.0), f32(-0.0)), rtol=0, max_ulp=0, max_rel_l2=0, min_cosine=1).problems == ()
     (problem,) = diff(*two(tmp_path, f32(1, 2), encode([1, 2], "BF16")), bits=True).problems
-    assert problem.message == "type F32 is not BF16, so the bytes differ"
+    assert problem.message == "has type F32, but BF16 in B, so the bytes differ"
 
 
 def test_the_worst_tensors_come_first_and_the_exit_code_is_1(tmp_path):

@@ -22,7 +22,7 @@ from gradtool.engines.cluster import wire, work
 from gradtool.engines.cluster.remote_files import RemoteFiles
 from gradtool.ops.passes import Measure
 from gradtool.reduction import TILE
-from gradtool.store import faults
+from gradtool.store import fs
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import Inputs
 
@@ -186,7 +186,7 @@ def test_a_kill_leaves_all_old_or_all_new(tmp_path, monkeypatch, name, way):
     states = set()
     for step in itertools.count(1):
         there = write_split(tmp_path / str(step), content, cuts)
-        monkeypatch.setattr(faults, "steps", itertools.count(1))
+        monkeypatch.setattr(fs, "steps", itertools.count(1))
         monkeypatch.setenv("GRADTOOL_FAULT", f"kill@{step}")
         if (child := os.fork()) == 0:
             gradtool.clip(there, max_norm=1e-3, write=way, threads=1)

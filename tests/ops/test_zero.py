@@ -146,7 +146,7 @@ def test_what_is_zeroed_has_no_total(tmp_path, mode, old, new, count):
     assert path.read_bytes()[shard.data_start :] == zeroed[shard.data_start :]
     assert old != new or path.read_bytes() == zeroed
     assert [(one.code, one.message) for one in result.call.warnings] == [
-        ("weight-dropped", "total weight removed, as it is not that of the new content: 'n' = '5'")
+        ("weight-dropped", "total weight removed, because it does not match the new content: 'n' = '5'")
     ] * count
 
 

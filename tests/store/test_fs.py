@@ -10,7 +10,7 @@ import pytest
 
 import gradtool
 from gradtool import SystemRefusedError
-from gradtool.store import faults, fs, system
+from gradtool.store import fs, system
 from gradtool.store.fs import Folder
 
 PACKAGE = Path(gradtool.__file__).parent
@@ -24,8 +24,8 @@ CHANGING = {
 # Those that a Path has as well.
 OF_PATHS = {"chmod", "hardlink_to", "lchmod", "mkdir", "rename", "rmdir", "symlink_to", "touch", "unlink"}
 OF_PATHS |= {"write_bytes", "write_text"}
-# The module itself; what differs by system, and faults, which it alone calls; and those that write no data of a user.
-EXPECTED = {"store/fs.py", "store/system.py", "store/faults.py", "__main__.py", "backends/cuda/compiler.py"}
+# The module itself; what differs by system, which it alone calls; and those that write no data of a user.
+EXPECTED = {"store/fs.py", "store/system.py", "__main__.py", "backends/cuda/compiler.py"}
 
 
 def changes_in(path):
@@ -57,12 +57,12 @@ def test_what_differs_by_system_and_changes_the_disk_is_only_called_from_there()
 
 
 CALLS = {
-    "create_file": lambda folder, _: folder.create_file("new"),
+    "create": lambda folder, _: folder.create("new"),
     "make": lambda folder, _: folder.make("new"),
     "link": lambda folder, _: folder.link("x", "new"),
     "rename": lambda folder, _: folder.rename("x", "new"),
     "unlink": lambda folder, _: folder.unlink("x"),
-    "unmake": lambda folder, _: folder.unmake("empty"),
+    "remove_folder": lambda folder, _: folder.remove_folder("empty"),
     "sync": lambda folder, _: folder.sync(),
     "write_all": lambda _, fd: fs.write_all(fd, [b"new"], 0),
     "resize": lambda _, fd: fs.resize(fd, 1),
@@ -81,7 +81,7 @@ def test_a_fault_strikes_before_each_of_them(tmp_path, monkeypatch, name):
     (tmp_path / "x").write_bytes(b"content")
     before = sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "x").stat().st_ctime_ns
     with Folder.at(tmp_path) as folder, (tmp_path / "x").open("r+b") as file:
-        monkeypatch.setenv("GRADTOOL_FAULT", f"EIO@{next(faults.steps) + 1}")
+        monkeypatch.setenv("GRADTOOL_FAULT", f"EIO@{next(fs.steps) + 1}")
         with pytest.raises(OSError, match="Input/output error"):
             CALLS[name](folder, file.fileno())
     assert (sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "x").stat().st_ctime_ns) == before
@@ -146,23 +146,23 @@ def test_a_folder_that_has_files_stays_and_one_that_cannot_be_removed_is_an_erro
 
     with Folder.at(tmp_path) as folder:
         for name in ("full", "missing", "full/x", "n" * 300):
-            folder.unmake(name)
+            folder.remove_folder(name)
         monkeypatch.setattr(os, "rmdir", refuse)
         with pytest.raises(OSError, match="Input/output error"):
-            folder.unmake("full")
+            folder.remove_folder("full")
     assert (tmp_path / "full" / "x").exists()
 
 
 def test_what_is_written_in_part_is_written_on_from_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADTOOL_FAULT", f"short@{next(faults.steps) + 1}")
+    monkeypatch.setenv("GRADTOOL_FAULT", f"short@{next(fs.steps) + 1}")
     with (tmp_path / "x").open("w+b") as file:
         assert fs.write_all(file.fileno(), [b"abc", b"", b"defgh", b"ij"], 2) == 10
     assert (tmp_path / "x").read_bytes() == b"\0\0abcdefghij"
 
 
 def test_no_range_is_reserved_in_no_step(tmp_path):
-    before = next(faults.steps)
+    before = next(fs.steps)
     with (tmp_path / "x").open("w+b") as file:
         fs.reserve(file.fileno(), 5, 5)
         assert os.fstat(file.fileno()).st_blocks == 0
-    assert next(faults.steps) == before + 1
+    assert next(fs.steps) == before + 1

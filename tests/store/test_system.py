@@ -59,7 +59,7 @@ def failing(number):
 
 def test_only_one_module_has_calls_that_not_every_system_has():
     # What Linux says of itself to doctor is read where it is there.
-    known = {"store/system.py", "store/faults.py", "ops/doctor.py", "process.py"}
+    known = {"store/system.py", "store/fs.py", "ops/doctor.py", "process.py"}
     found = {
         str(path.relative_to(SOURCES)): [name for name in LACKED if name in path.read_text()]
         for path in SOURCES.rglob("*.py")

@@ -7,7 +7,7 @@ from disk import ROOT
 from kernel import Process
 from places import MALLORY, Foreign, SeenError, first_files, other_files
 
-from gradtool.store.transaction.log import FORMAT, line_of
+from gradtool.store.transaction.log import FORMAT, encode_step
 
 
 def write(world, event):
@@ -113,8 +113,8 @@ def forge(world, event):
         os.pwrite(fd, first_files()["/w/a/m-0.safetensors"], 0)
         inode = os.fstat(fd).st_ino
         moves = [[1, number, name, inode, None, None, None, None] for number in range(2)]
-        content = line_of(run=facts | {"folders": [os.path.relpath(other, home)]})
-        content += line_of(ready=[moves, [], None] if event.what % 4 else "no list")
+        content = encode_step(run=facts | {"folders": [os.path.relpath(other, home)]})
+        content += encode_step(ready=[moves, [], None] if event.what % 4 else "no list")
         fd = os.open(f"{home}/{run}.run", os.O_RDWR | os.O_CREAT, 0o644)
         os.pwrite(fd, content, 0)
     # In a sticky folder, it stops nobody.

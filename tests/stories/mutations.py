@@ -21,14 +21,11 @@ PACKAGE = Path(__file__).parents[2] / "gradtool"
 CHANNEL = "store/io/channel.py"
 COMMIT = "store/transaction/commit.py"
 DESTINATION = "store/io/destination.py"
-FILES = "store/transaction/files.py"
 FS = "store/fs.py"
-IN_PLACE = "store/transaction/inplace.py"
 INPUTS = "store/transaction/inputs.py"
 LINKS = "store/links.py"
 LOCKS = "store/transaction/locks.py"
 LOG = "store/transaction/log.py"
-LOG_FILES = "store/transaction/logfiles.py"
 OPEN = "store/transaction/open.py"
 RECOVERY = "store/transaction/recovery.py"
 REDO_LOG = "store/io/redolog.py"
@@ -99,9 +96,9 @@ _SYNCS = (
         "redo-log-not-synced",
         "A run in place is ready before its redo log is on the disk: a power cut between the copies and the last line"
         " leaves targets that are half changed and a redo log that is damaged.",
-        IN_PLACE,
+        COMMIT,
         """\
-        with os_errors_about(self.log.file.path), self.log.file.opened(os.O_RDONLY) as fd:
+        with os_errors_about(self.log.file.path), fs.closing(self.log.file.open(os.O_RDONLY)) as fd:
             if self._transaction.fsync:
                 fs.sync(fd)
 """,
@@ -151,12 +148,12 @@ _SYNCS = (
         " recovery finds no way into that folder.",
         TRANSACTION,
         """\
-            fs.write_all(fd, [line_of(run=self._facts(folder))], 0)
+            fs.write_all(fd, [encode_step(run=self._run_entry(folder))], 0)
             if self.fsync:
                 fs.sync(fd)
 """,
         """\
-            fs.write_all(fd, [line_of(run=self._facts(folder))], 0)
+            fs.write_all(fd, [encode_step(run=self._run_entry(folder))], 0)
 """,
     ),
     _slip(
@@ -167,7 +164,7 @@ _SYNCS = (
         """\
         if self.fsync and (len(self.targets.folders) > 1 or self.targets.missing):
             fs.sync(fd)
-            self.home.sync()
+            self.log_folder.sync()
 """,
     ),
     _slip(
@@ -217,7 +214,7 @@ _SYNCS = (
         "copies-not-synced",
         "In place, the redo log is removed before its copies are on the disk: a power cut after the run was done leaves"
         " a mixture that nothing can complete.",
-        IN_PLACE,
+        COMMIT,
         """\
                 if self._transaction.fsync:
                     fs.sync(fd)
@@ -231,7 +228,7 @@ _SYNCS = (
         "input-not-synced-first",
         "Bytes that do not change are in no redo log: if the target was written and not synced before the run in place,"
         " a power cut between ready and the end loses them, and recovery takes the zeros for another program's.",
-        IN_PLACE,
+        COMMIT,
         "_require_writable(target, fsync=transaction.fsync)",
         "_require_writable(target, fsync=False)",
     ),
@@ -244,7 +241,7 @@ _SYNCS = (
                         fs.write_all(fd, [content[start:stop]], entry.begin + start)
         # All are synced: an earlier recovery may have written what is right already, and not synced it.
         for file, _ in targets.values():
-            with os_errors_about(file.path), file.opened(os.O_RDONLY) as fd:
+            with os_errors_about(file.path), fs.closing(file.open(os.O_RDONLY)) as fd:
                 fs.sync(fd)
 """,
         """\
@@ -294,11 +291,11 @@ _SYNCS = (
         " the log, and a power cut then brings back the pointer, which blocks its folder.",
         RECOVERY,
         """\
-                folder.unlink(log)
+                folder.unlink(name)
             folder.sync()
         targets = {""",
         """\
-                folder.unlink(log)
+                folder.unlink(name)
         targets = {""",
     ),
     _slip(
@@ -332,7 +329,7 @@ _STEPS = (
         "A recovery of a run in place, or with two folders, that is killed during its clean-up cannot be repeated.",
         RECOVERY,
         """\
-            if len(home.folders) > 1 or home.redo is not None:
+            if len(log.folders) > 1 or log.redo is not None:
                 self._append(ended=FINISHED)
 """,
     ),
@@ -345,15 +342,15 @@ _STEPS = (
         try:
             self._transaction.append(ended=UNTOUCHED)
         except OSError as error:
-            self._transaction.leave_to_recovery()
-            raise from_os_error(error, self._transaction.home.path) from error
+            self._transaction.needs_recovery = True
+            raise from_os_error(error, self._transaction.log_folder.path) from error
 """,
     ),
     _slip(
         "a-line-whose-sync-failed-stays",
         "The sync of the line that says ready fails: the run removes its temporaries and says that nothing was changed,"
         " and a kill meanwhile leaves a log that says ready.",
-        LOG_FILES,
+        LOG,
         """\
         try:
             fs.resize(fd, begin)
@@ -374,7 +371,7 @@ _STEPS = (
         RECOVERY,
         """\
         # A torn line would hide what is appended, and earlier recoveries no longer matter.
-        fs.resize(self._fd, self._home.size)
+        fs.resize(self._fd, log.size)
 """,
     ),
     _slip(
@@ -391,7 +388,7 @@ _STEPS = (
         COMMIT,
         """\
                 staged.take_place(sources, fsync=transaction.fsync)
-                begun = True
+                has_begun = True
 """,
         """\
                 staged.take_place(sources, fsync=transaction.fsync)
@@ -401,8 +398,8 @@ _STEPS = (
         "copies-do-not-count-as-begun",
         "In place, a copy is refused after another one was done: the run calls itself off and removes the redo log.",
         COMMIT,
-        "        begun = self._in_place is not None\n",
-        "        begun = False\n",
+        "        has_begun = self._in_place is not None\n",
+        "        has_begun = False\n",
     ),
     _slip(
         "in-place-with-a-state-counts-as-a-single-rename",
@@ -418,56 +415,56 @@ _STEPS = (
         " read it after ready, and before leaves the folder and a pointer without a log.",
         TRANSACTION,
         """\
-            others += [] if self.targets.made else [self.home.path.joinpath(*missing)]
+            paths += [] if self.targets.made else [self.log_folder.path.joinpath(*missing)]
 """,
     ),
     _slip(
         "log-removed-before-pointers",
         "In a call with two folders, a kill during the clean-up leaves a pointer to a log that is gone, which blocks"
         " its folder.",
-        FILES,
+        TRANSACTION,
         """\
-    for folder in others:
+    for folder in other_folders:
         folder.unlink(log)
         # In a power cut, no pointer may outlive the log.
         if fsync:
             folder.sync()
-    for number in range(len(missing), 0, -1):
-        _unmake(home, missing[:number])
-    home.unlink(log)
-    home.unlink(lock_of(run))
+    for count in range(len(missing), 0, -1):
+        _remove_folder(log_folder, missing[:count])
+    log_folder.unlink(log)
+    log_folder.unlink(f"{run}.lock")
 """,
         """\
-    home.unlink(log)
-    for folder in others:
+    log_folder.unlink(log)
+    for folder in other_folders:
         folder.unlink(log)
         if fsync:
             folder.sync()
-    for number in range(len(missing), 0, -1):
-        _unmake(home, missing[:number])
-    home.unlink(lock_of(run))
+    for count in range(len(missing), 0, -1):
+        _remove_folder(log_folder, missing[:count])
+    log_folder.unlink(f"{run}.lock")
 """,
     ),
     _slip(
         "lock-removed-before-log",
         "A run is killed between the two removals and its PID is used again: with no lock to tell, it counts as alive."
         " Without a kill, a recovery at that instant leaves a new lock.",
-        FILES,
+        TRANSACTION,
         """\
-    home.unlink(log)
-    home.unlink(lock_of(run))
+    log_folder.unlink(log)
+    log_folder.unlink(f"{run}.lock")
 """,
         """\
-    home.unlink(lock_of(run))
-    home.unlink(log)
+    log_folder.unlink(f"{run}.lock")
+    log_folder.unlink(log)
 """,
     ),
     _slip(
         "outer-folder-removed-first",
         "A run that makes two folders, one in the other, fails or is killed before ready: the outer one stays.",
-        FILES,
-        "for number in range(len(missing), 0, -1):",
-        "for number in range(1, len(missing) + 1):",
+        TRANSACTION,
+        "for count in range(len(missing), 0, -1):",
+        "for count in range(1, len(missing) + 1):",
     ),
     _slip(
         "short-write-counts-as-whole",
@@ -483,11 +480,11 @@ _STEPS = (
         COMMIT,
         """\
                 staged.take_place(sources, fsync=transaction.fsync)
-                begun = True
+                has_begun = True
 """,
         """\
                 staged.take_place(sources, fsync=transaction.fsync)
-                begun = True
+                has_begun = True
                 signals.deliver()
 """,
     ),
@@ -501,15 +498,15 @@ _MEETINGS = (
         " killed: it is taken for untouched, and its temporaries are removed.",
         RECOVERY,
         """\
-        home = read_log(folder, known.path.name)
-        if home is None:
+        newest = read_log(folder, log.path.name)
+        if newest is None:
             return None
-        log = File(""",
+        file = File(""",
         """\
-        home = known
-        if folder.status(known.path.name) is None:
+        newest = log
+        if folder.status(log.path.name) is None:
             return None
-        log = File(""",
+        file = File(""",
     ),
     _slip(
         "lock-dropped-early",
@@ -517,13 +514,13 @@ _MEETINGS = (
         " and removes what it is building.",
         TRANSACTION,
         """\
-                self._lock = fd
-                return
+                self._lock = lock
+                break
 """,
         """\
-                os.close(fd)
-                self._lock = self.home.open(lock_of(self.id), os.O_RDWR)
-                return
+                os.close(lock)
+                self._lock = self.log_folder.open(f"{self.id}.lock", os.O_RDWR)
+                break
 """,
     ),
     _slip(
@@ -531,8 +528,8 @@ _MEETINGS = (
         "A run is killed and its PID is used again, or it was left to recovery by a process that lives on: it counts as"
         " in use though nothing holds its lock.",
         LOCKS,
-        "if not got and (got is False or is_alive):",
-        "if got is False or is_alive:",
+        "if not is_locked and (is_locked is False or is_alive):",
+        "if is_locked is False or is_alive:",
     ),
     _slip(
         "boot-not-compared",
@@ -588,7 +585,7 @@ _MEETINGS = (
         " log is removed as an orphan.",
         RECOVERY,
         """\
-        if read_log(folder, log_of(run)) is not None:
+        if read_log(folder, f"{run}.run") is not None:
             return 0
         return sum(""",
         """\
@@ -597,15 +594,15 @@ _MEETINGS = (
     _slip(
         "files-of-another-run-removed",
         "Of two runs that write different files in one folder, the first to end removes the temporaries of the other.",
-        FILES,
-        """folder.status(name) if run_of(name) == run and not name.endswith((".run", ".lock")) else None""",
-        """None if name.endswith((".run", ".lock")) else folder.status(name)""",
+        TRANSACTION,
+        "for name in files_by_run(folder).get(run, ()):",
+        "for name in sum(files_by_run(folder).values(), []):",
     ),
     _slip(
         "markers-of-another-run-removed",
         "In a folder that not every user may list, a second writer withdraws and removes the markers of the first,"
         " which is between two renames: a reader of another user gets a mixture.",
-        FILES,
+        TRANSACTION,
         "if status is not None and marked is not None and os.path.samestat(status, marked):",
         "if marked is not None:",
     ),
@@ -666,7 +663,7 @@ _STRANGERS = (
     _slip(
         "foreign-write-before-ready-overwritten-in-place",
         "Another program writes to a target after it was read and before ready, and the copies go over that.",
-        IN_PLACE,
+        COMMIT,
         """\
     if not is_same(now, before):
         raise changed_meanwhile(file.path)
@@ -736,7 +733,7 @@ _STRANGERS = (
         "A neighbour puts another file under the name of a temporary between the last look and the rename: the run says"
         " done, and the target is that file.",
         COMMIT,
-        "swapped = [staged for staged in self._staged if staged.was_swapped()]",
+        "swapped = [staged for staged in self.staged if staged.was_swapped()]",
         "swapped: list[Staged] = []",
     ),
 )
@@ -849,7 +846,7 @@ PAST: tuple[Mutation, ...] = (
         "log-in-doubt",
         "The sync of the line that says ready fails, and so does its removal: the run goes on as if it were not in the"
         " log, and removes temporaries that recovery will need.",
-        LOG_FILES,
+        LOG,
         "            raise InDoubtError(error.errno, error.strerror) from error\n",
         "            pass\n",
     ),
@@ -860,14 +857,14 @@ PAST: tuple[Mutation, ...] = (
         """\
             # The log must stay while a rename may not be on the disk.
             if not is_atomic:
-                self._transaction.leave_to_recovery()
+                self._transaction.needs_recovery = True
 """,
     ),
     _slip(
         "removal-of-pointer-not-synced",
         "In a call with two folders, a power cut after the clean-up brings back the pointer and not the log, and the"
         " second folder is blocked.",
-        FILES,
+        TRANSACTION,
         """\
         # In a power cut, no pointer may outlive the log.
         if fsync:
@@ -905,8 +902,8 @@ PAST: tuple[Mutation, ...] = (
         "A run in place is killed after ready, a copy of the old file is renamed over the target, and recovery changes"
         " that.",
         RECOVERY,
-        "if not force and (file is None or file.inode != change.inode):",
-        "if not force and file is None:",
+        "if not force and (status is None or status.st_ino != change.inode):",
+        "if not force and status is None:",
     ),
     _slip(
         "redo-log-of-another-run",
@@ -920,7 +917,7 @@ PAST: tuple[Mutation, ...] = (
         "redo-log-of-another-user",
         "A neighbour puts a redo log of their own in the place of that of a killed run, and recover --force copies it.",
         RECOVERY,
-        "if status is None or not stat.S_ISREG(status.st_mode) or status.st_uid != home.owner:",
+        "if status is None or not stat.S_ISREG(status.st_mode) or status.st_uid != log.owner:",
         "if status is None or not stat.S_ISREG(status.st_mode):",
     ),
     _slip(
@@ -952,7 +949,7 @@ PAST: tuple[Mutation, ...] = (
         " its copies, and recovery takes its own bytes for another program's.",
         DESTINATION,
         "                if shard in pieces:\n",
-        "                if shard in pieces and shard in whole:\n",
+        "                if shard in pieces and is_whole:\n",
     ),
     _slip(
         "more-files-open-than-there-may-be",
@@ -970,7 +967,7 @@ PAST: tuple[Mutation, ...] = (
         "larger-than-a-file-may-be",
         "A target in place is larger than ulimit -f lets the process write: the copies are refused after ready, and so"
         " are those of recovery.",
-        IN_PLACE,
+        COMMIT,
         "if limit not in (resource.RLIM_INFINITY, -1) and now.st_size > limit:",
         "if limit == 0 and now.st_size > limit:",
     ),
@@ -1005,7 +1002,7 @@ PAST: tuple[Mutation, ...] = (
         for folder in self.targets.folders:
             # Otherwise, this run could not see others, nor remove what it has made.
             with os_errors_about(folder.path):
-                folder.require_listing()
+                folder.names()
 """,
     ),
     _slip(
@@ -1020,9 +1017,9 @@ PAST: tuple[Mutation, ...] = (
         "log-that-is-not-public-yet",
         "Two users write different files in one folder: the second looks between the creation of the first one's log"
         " and its change of mode, and is refused.",
-        LOG_FILES,
-        "if error.errno in _NOT_A_FILE or _is_closed_to_us(folder, name, error):",
-        "if error.errno in _NOT_A_FILE:",
+        LOG,
+        "if status is not None and status.st_uid != os.geteuid():",
+        "if False:",
     ),
     _slip(
         "foreign-link-read",
@@ -1049,7 +1046,7 @@ PAST: tuple[Mutation, ...] = (
         "A neighbour leaves a link to a private file of the user under the name of an output: the private file is"
         " replaced.",
         TARGETS,
-        "            links += foreign_links(str(path), status)\n",
+        "            links += foreign_links(str(place), status)\n",
     ),
     _slip(
         "new-folder-behind-a-link-and-two-dots",
@@ -1067,8 +1064,8 @@ PAST: tuple[Mutation, ...] = (
         "A neighbour leaves a pointer to a killed run in a private folder of the user: who recovers the shared folder"
         " changes the private one.",
         RUNS,
-        "if home is not None and home.path == home.home and home.owner == log.owner:",
-        "if home is not None and home.path == home.home:",
+        "if pointed is not None and pointed.path == pointed.log_path and pointed.owner == log.owner:",
+        "if pointed is not None and pointed.path == pointed.log_path:",
     ),
     _slip(
         "forged-log-in-a-sticky-folder",
@@ -1087,7 +1084,7 @@ PAST: tuple[Mutation, ...] = (
         "malformed-log-in-a-sticky-folder",
         "In a sticky folder, a neighbour leaves a log with right checksums that cannot be understood: no run writes"
         " there any more.",
-        LOG_FILES,
+        LOG,
         """\
         if not is_trusted(status.st_uid, folder):
             return None
@@ -1112,7 +1109,7 @@ PAST: tuple[Mutation, ...] = (
         "files-of-another-user-beside-a-crashed-run",
         "In a sticky folder, a neighbour makes files named as those of a killed run: recovery fails, because it may not"
         " remove them.",
-        FILES,
+        TRANSACTION,
         """\
         except PermissionError:
             if status.st_uid == os.geteuid():
@@ -1126,7 +1123,7 @@ PAST: tuple[Mutation, ...] = (
     _slip(
         "folder-beside-a-crashed-run",
         "A neighbour makes a folder named as a temporary of a killed run: recovery fails, because it cannot unlink it.",
-        FILES,
+        TRANSACTION,
         "if status is None or stat.S_ISDIR(status.st_mode):",
         "if status is None:",
     ),
@@ -1134,8 +1131,8 @@ PAST: tuple[Mutation, ...] = (
         "output-named-as-a-file-of-a-run",
         "An output is named .gradtool-0123456789ab-1.tmp: the next recovery removes it.",
         TARGETS,
-        "    if name.startswith(PREFIX):\n        what = say(",
-        "    if name == PREFIX:\n        what = say(",
+        "        if name.startswith(PREFIX):\n",
+        "        if name == PREFIX:\n",
     ),
     _slip(
         "status-read-after-the-last-look",
@@ -1185,11 +1182,11 @@ PAST: tuple[Mutation, ...] = (
         """\
             if self._is_target():
                 return True
-            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
+            if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
 """,
         """\
-            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
+            if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
             if self._is_target():
                 return True
@@ -1209,11 +1206,11 @@ PAST: tuple[Mutation, ...] = (
         " power is cut: the log is back, its pointers are not, and not even --force can recover it.",
         COMMIT,
         """\
-        written, self._staged = self._staged, []
+        swapped = [staged for staged in self.staged if staged.was_swapped()]
         try:
 """,
         """\
-        written, self._staged = self._staged, []
+        swapped = [staged for staged in self.staged if staged.was_swapped()]
         if swapped:
             raise changed_meanwhile(swapped[0].target)
         try:

@@ -14,8 +14,7 @@ from users import ALICE, MALLORY, At, as_user, run_as
 
 from gradtool.store.fs import Folder
 from gradtool.store.io.redolog import RedoLog
-from gradtool.store.transaction.files import marker_of
-from gradtool.store.transaction.log import FORMAT
+from gradtool.store.transaction.log import FORMAT, marker_name
 from gradtool.store.transaction.staging import Staged
 
 
@@ -140,7 +139,7 @@ def test_a_log_of_another_user_in_a_sticky_folder_hinders_no_run(root, nuisance)
     forge(folder / f"{ID}.run", NUISANCES[nuisance](target))
     for kind in ("-0.tmp", "-0.redo", ".lock"):
         forge(folder / f"{ID}{kind}", b"forged", mode=0o600)
-    forge(folder / marker_of(target.name), NUISANCES[nuisance](target))
+    forge(folder / marker_name(target.name), NUISANCES[nuisance](target))
     before = {path: one for path, one in state(folder).items() if ".gradtool-" in path.name}
     assert run_as(ALICE, "norm", target)[::2] == (0, "")
     assert run_as(ALICE, "clip", target, "--max-norm", "1")[::2] == (0, "")
@@ -168,7 +167,7 @@ def test_what_others_put_in_a_sticky_folder_instead_of_logs_hinders_no_run(root)
         (folder / f".gradtool-{14:012}-0.tmp").mkdir()
         (folder / f".gradtool-{14:012}-0.redo").symlink_to(target)
         (folder / f".gradtool-{14:012}.lock").mkdir()
-        (folder / marker_of(target.name)).symlink_to(target)
+        (folder / marker_name(target.name)).symlink_to(target)
         leased = os.open(folder / f".gradtool-{15:012}.run", os.O_CREAT | os.O_RDWR, 0o644)
         with contextlib.suppress(OSError):
             fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)

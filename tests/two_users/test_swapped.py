@@ -25,8 +25,7 @@ from gradtool.store import fs
 from gradtool.store.fs import Folder
 from gradtool.store.io.redolog import RedoLog
 from gradtool.store.transaction import recovery
-from gradtool.store.transaction.commit import Commit
-from gradtool.store.transaction.inplace import InPlace
+from gradtool.store.transaction.commit import Commit, InPlace
 from gradtool.store.transaction.staging import Staged
 from gradtool.store.transaction.targets import Targets
 from gradtool.store.transaction.transaction import Transaction
@@ -178,7 +177,7 @@ def test_a_half_changed_file_that_is_swapped_while_it_is_recovered_leads_to_no_o
 
 CHECKS = {
     "before its names are read": (Folder, "names", False),
-    "after its logs are read": (recovery, "home_of", False),
+    "after its logs are read": (recovery, "follow_pointer", False),
     "before it is opened again": (Folder, "at", False, 2),
     "before its owner is asked": (recovery, "claim", False),
 }

@@ -1,10 +1,14 @@
-"""The GPU, through CuPy, which no other module uses."""
+"""The GPU, through CuPy, which no other module uses, and arrays in its memory.
+
+The tests have a device of their own, which runs the kernels on the CPU.
+"""
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,11 +16,10 @@ from gradtool.backends.cuda.compiler import cached_module
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError, option, say
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
-
-    from gradtool.backends.cuda.memory import Buffer
 
 _USE_CPU = option("backend", "cpu")
 _INSTALL = say(
@@ -24,10 +27,11 @@ _INSTALL = say(
 )
 # The number of this error in the runtime and in the driver.
 _OUT_OF_MEMORY = 2
+_ALIGNMENT = 256
 
 
-def open_device(number: int) -> CupyDevice:
-    """GPU `number`, from 0.
+def open_device(number: int) -> Device:
+    """Open GPU `number`, from 0.
 
     Raises:
         BackendUnavailableError: CuPy, NVRTC, the driver or the device is not there.
@@ -40,17 +44,17 @@ def open_device(number: int) -> CupyDevice:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        what = f"CuPy finds no NVIDIA driver, or no GPU, that it can use: {error}"
-        raise BackendUnavailableError(what, hint=_INSTALL) from error
+        message = f"CuPy finds no NVIDIA driver, or no GPU, that it can use: {error}"
+        raise BackendUnavailableError(message, hint=_INSTALL) from error
     if number >= count:
         raise BackendUnavailableError(f"there is no GPU number {number}: there are {count}, counted from 0")
     try:
         nvrtc.getVersion()
     except Exception as error:
-        what = f"NVRTC, which compiles the kernels, cannot be loaded: {error}"
-        raise BackendUnavailableError(what, hint=_INSTALL) from error
+        message = f"NVRTC, which compiles the kernels, cannot be loaded: {error}"
+        raise BackendUnavailableError(message, hint=_INSTALL) from error
     try:
-        return CupyDevice(cupy, number)
+        return Device(cupy, number)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         # Its memory is full, or another process uses it exclusively.
         hint = say("use another with {}, or use {}", option("device"), _USE_CPU)
@@ -58,7 +62,7 @@ def open_device(number: int) -> CupyDevice:
 
 
 class _Stream:
-    """A thread's stream, for another thread when this one ends."""
+    """A thread's stream, which another thread may use when this thread ends."""
 
     def __init__(self, stream: Any, idle: list[Any]) -> None:
         self.stream, self._idle = stream, idle
@@ -67,8 +71,11 @@ class _Stream:
         self._idle.append(self.stream)
 
 
-class CupyDevice:
-    """A `gradtool.backends.cuda.memory.Device`; each thread has its own stream."""
+class Device:
+    """A GPU. What a thread launches is done in order; copies and kernels are asynchronous until `wait`.
+
+    Each thread has a stream of its own.
+    """
 
     def __init__(self, cupy: Any, number: int) -> None:
         self.number = number
@@ -89,7 +96,7 @@ class CupyDevice:
         self._kernels: dict[tuple[str, str], Any] = {}
 
     def memory(self, nbytes: int) -> memoryview:
-        """Page-locked memory."""
+        """Allocate page-locked memory of the host, which is copied from and to the device at full speed."""
         try:
             with self._current():
                 return np.frombuffer(self._pinned.malloc(nbytes), np.uint8, nbytes).data
@@ -98,27 +105,27 @@ class CupyDevice:
             raise MemoryError(f"{nbytes >> 20} MiB of page-locked memory") from error
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Memory of the device."""
+        """Allocate memory of the device, aligned for every type; or raise `DeviceMemoryError`."""
         try:
             with self._current():
-                return _Allocation(self._pool.malloc(nbytes))
+                return Buffer(self._pool.malloc(nbytes))
         except self._cupy.cuda.memory.OutOfMemoryError as error:
             raise self._full() from error
 
     def free_bytes(self) -> int:
-        """How many bytes can still be allocated."""
+        """Return about how many bytes can still be allocated."""
         with self._current():
             return int(self._device.mem_info[0]) + int(self._pool.free_bytes())
 
     def upload(self, address: int, content: Any) -> None:
-        """Copy to the device."""
+        """Copy a host buffer to the device. It must not change before `wait` returns."""
         host, nbytes = _host(content)
         if nbytes:
             with self._current() as stream:
                 self._runtime.memcpyAsync(address, host, nbytes, self._runtime.memcpyHostToDevice, stream.ptr)
 
     def download(self, address: int, content: Any) -> None:
-        """Copy from the device."""
+        """Copy to a host buffer."""
         host, nbytes = _host(content)
         if nbytes:
             with self._current() as stream:
@@ -131,30 +138,31 @@ class CupyDevice:
                 self._runtime.memsetAsync(address, 0, nbytes, stream.ptr)
 
     def launch(self, module: str, kernel: str, blocks: int, threads: int, job: NDArray[Any]) -> None:
-        """Run a kernel; CuPy passes an array of one element by value."""
+        """Run a kernel of a module on blocks of threads; `job` is its argument."""
+        # CuPy passes an array of one element by value.
         with self._current():
             self._kernel(module, kernel)((blocks,), (threads,), (job,))
 
     def wait(self) -> None:
-        """Return when everything that this thread launched is done."""
+        """Wait until everything that this thread launched is done."""
         with self._current() as stream:
             stream.synchronize()
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """Make this device and this thread's stream CuPy's current ones for a while, whatever the program uses.
+        """Make CuPy use this device and this thread's stream in a `with` block, whatever the program uses elsewhere.
 
         CUDA's errors become gradtool's.
         """
         try:
             with self._device:
-                own = getattr(self._thread, "own", None)
-                if own is None:
+                holder = getattr(self._thread, "stream", None)
+                if holder is None:
                     with self._lock:
                         stream = self._idle.pop() if self._idle else self._cupy.cuda.Stream(non_blocking=True)
-                        own = self._thread.own = _Stream(stream, self._idle)
-                with own.stream:
-                    yield own.stream
+                        holder = self._thread.stream = _Stream(stream, self._idle)
+                with holder.stream:
+                    yield holder.stream
         except (self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as error:
             if error.status == _OUT_OF_MEMORY:
                 raise self._full() from error
@@ -164,25 +172,21 @@ class CupyDevice:
     def _full(self) -> DeviceMemoryError:
         with self._device:
             free, total = (nbytes >> 20 for nbytes in self._device.mem_info)
-        what = f"the memory of {self.name} is full: {free} of {total} MiB are free"
-        return DeviceMemoryError(what, hint=say("free some, lower {}, or use {}", option("threads"), _USE_CPU))
+        message = f"the memory of {self.name} is full: {free} of {total} MiB are free"
+        return DeviceMemoryError(message, hint=say("free some, lower {}, or use {}", option("threads"), _USE_CPU))
 
     def _kernel(self, module: str, name: str) -> Any:
         with self._lock:
             if (module, name) not in self._kernels:
                 if module not in self._modules:
-                    self._modules[module] = self._load(module)
+                    self._modules[module] = self._cupy.cuda.Module()
+                    self._modules[module].load(cached_module(module, self._capability))
                 self._kernels[module, name] = self._modules[module].get_function(name)
             return self._kernels[module, name]
 
-    def _load(self, name: str) -> Any:
-        module = self._cupy.cuda.Module()
-        module.load(cached_module(name, self._capability))
-        return module
 
-
-class _Allocation:
-    """Memory of a pool, given back when it is dropped."""
+class Buffer:
+    """Memory of a device, given back to its pool when it is dropped."""
 
     def __init__(self, pointer: Any) -> None:
         self._pointer = pointer
@@ -190,8 +194,46 @@ class _Allocation:
 
 
 def _host(content: Any) -> tuple[int, int]:
-    """The address and the size of a host buffer."""
+    """Return the address and the size of a host buffer."""
     if not memoryview(content).nbytes:
         return 0, 0
-    array = np.frombuffer(content, np.uint8)
-    return int(array.__array_interface__["data"][0]), array.nbytes
+    raw = np.frombuffer(content, np.uint8)
+    return int(raw.__array_interface__["data"][0]), raw.nbytes
+
+
+class DeviceBlock(NamedTuple):
+    """A block in the device's memory."""
+
+    buffer: Buffer
+    address: int
+    nbytes: int
+
+
+class Table(NamedTuple):
+    """Arrays on the device and the address of each. The content must live until it is copied."""
+
+    buffer: Buffer
+    addresses: list[int]
+    content: bytes
+
+
+def allocate_block(device: Device, nbytes: int, align: int = 0) -> DeviceBlock:
+    """Allocate a block whose byte `align` is aligned."""
+    buffer = device.allocate(nbytes + _ALIGNMENT)
+    return DeviceBlock(buffer, buffer.address + -align % _ALIGNMENT, nbytes)
+
+
+def upload_arrays(device: Device, *arrays: NDArray[Any]) -> Table:
+    """Copy arrays to the device, in order."""
+    content = b"".join(array.tobytes() for array in arrays)
+    buffer = device.allocate(len(content) + 1)
+    device.upload(buffer.address, content)
+    starts = accumulate((array.nbytes for array in arrays), initial=buffer.address)
+    return Table(buffer, [start for start, _ in zip(starts, arrays, strict=False)], content)
+
+
+def upload_vectors(device: Device, *vectors: NDArray[np.float64] | array[float] | None) -> Table:
+    """Copy float64 arrays to the device. None has address 0."""
+    table = upload_arrays(device, *(np.empty(0) if vector is None else np.asarray(vector) for vector in vectors))
+    pairs = zip(vectors, table.addresses, strict=True)
+    return table._replace(addresses=[0 if vector is None else address for vector, address in pairs])

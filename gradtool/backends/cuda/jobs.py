@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def record(*fields: str) -> np.dtype[Any]:
-    """A struct of 8-byte fields: float64 those with a star, int64 the others."""
+    """Declare a struct of 8-byte fields: float64 for those with a star, else int64."""
     return np.dtype([(name.lstrip("*"), "<f8" if name.startswith("*") else "<i8") for name in fields])
 
 
@@ -63,11 +63,11 @@ _SCRATCH_BYTES = 64 << 20
 
 
 def job(kind: np.dtype[Any], **fields: float) -> NDArray[Any]:
-    """One struct; fields that are not given are 0."""
-    made = np.zeros(1, kind)
+    """Return the argument of a kernel; fields that are not given are 0."""
+    argument = np.zeros(1, kind)
     for name, value in fields.items():
-        made[name] = value
-    return made
+        argument[name] = value
+    return argument
 
 
 class Tiles(NamedTuple):
@@ -78,8 +78,8 @@ class Tiles(NamedTuple):
     codes: NDArray[np.int64]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], factors: Sequence[float] | None) -> Tiles:
-        """The table of some pieces, and of their factors if they are scaled."""
+    def from_pieces(cls, pieces: Sequence[Piece], factors: Sequence[float] | None = None) -> Tiles:
+        """Make the table of pieces, with their factors if they are scaled."""
         table = np.zeros(len(pieces), _PIECE)
         table["offset"] = [piece.offset for piece in pieces]
         table["elements"] = [piece.elements for piece in pieces]
@@ -100,26 +100,26 @@ class Tiles(NamedTuple):
         return 2 * self.total + len(STATISTICS) * len(self.table)
 
     def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
-        """For each storage type its part of the table, and the number of thread blocks: one a tile."""
+        """Yield for each storage type its part of the table, and the number of thread blocks: one a tile."""
         for dtype, storage in STORAGE.items():
-            chosen = np.flatnonzero((self.codes == storage.code) & (self.counts > 0))
-            if chosen.size:
-                rows, counts = self.table[chosen], self.counts[chosen]
+            numbers = np.flatnonzero((self.codes == storage.code) & (self.counts > 0))
+            if numbers.size:
+                rows, counts = self.table[numbers], self.counts[numbers]
                 rows["first_block"] = np.cumsum(counts) - counts
                 yield dtype, rows, int(counts.sum())
 
-    def found(self, results: NDArray[np.int64]) -> BlockSums:
-        """The results, as a backend returns them."""
-        sums, exponents, facts = np.split(results, [self.total, 2 * self.total])
-        facts = facts.reshape(-1, len(STATISTICS))
-        left = facts[:, list(STATISTICS).index("first_nonfinite")]
-        left[:] = np.where(left > 0, _NEVER - left, -1)
-        floats = array("d", sums.tobytes()), array("i", exponents.tolist())
-        return BlockSums(*floats, array("q", facts.tobytes()))
+    def unpack(self, results: NDArray[np.int64]) -> BlockSums:
+        """Return the results of a kernel as a backend does."""
+        sums, exponents, statistics = np.split(results, [self.total, 2 * self.total])
+        statistics = statistics.reshape(-1, len(STATISTICS))
+        distances = statistics[:, list(STATISTICS).index("first_nonfinite")]
+        distances[:] = np.where(distances > 0, _NEVER - distances, -1)
+        words = array("q", statistics.tobytes())
+        return BlockSums(array("d", sums.tobytes()), array("i", exponents.tolist()), words)
 
 
 def tile_kernels(dtype: str, order: float, *, writes: bool) -> list[str]:
-    """The kernel that sums tiles, and the one after it that sums again those that are out of range."""
+    """Return the kernel that sums tiles, and the kernel that then repeats the sums that are out of range."""
     term = _TERMS.get(order, "power")
     kernels = [f"{'scale' if writes else 'measure'}_{term}"]
     # The magnitudes of all types but F64, and their squares, are in range.
@@ -135,55 +135,53 @@ class Additions(NamedTuple):
     targets: dict[str, tuple[NDArray[Any], int]]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], starts: Sequence[int], addends: Iterable[Addend]) -> Additions:
+    def from_addends(cls, pieces: Sequence[Piece], starts: Sequence[int], addends: Iterable[Addend]) -> Additions:
         """Cut addends at the ends of pieces. The sums of a piece begin at its entry of `starts`."""
-        own: list[list[tuple[int, int, int, int, float]]] = [[] for _ in pieces]
-        for one in addends:
-            storage = STORAGE[one.dtype]
+        rows: list[list[tuple[int, int, int, int, float]]] = [[] for _ in pieces]
+        for dtype, offset, elements, at, weight in addends:
             # An addend can span several pieces.
-            number, done = bisect_right(starts, one.at, hi=len(pieces)) - 1, 0
-            while done < one.elements:
-                start = one.at + done - starts[number]
-                count = min(one.elements - done, pieces[number].elements - start)
+            number, done = bisect_right(starts, at, hi=len(pieces)) - 1, 0
+            while done < elements:
+                start = at + done - starts[number]
+                count = min(elements - done, pieces[number].elements - start)
                 if count > 0:
-                    offset = one.offset + done * storage.itemsize
-                    own[number].append((storage.code, offset, start, count, one.weight))
+                    code, part = STORAGE[dtype].code, offset + done * STORAGE[dtype].itemsize
+                    rows[number].append((code, part, start, count, weight))
                     done += count
                 number += 1
-        rows: dict[str, list[tuple[int, ...]]] = {}
+        targets: dict[str, list[tuple[int, ...]]] = {}
         blocks: dict[str, int] = {}
         first_addend = 0
-        for number, (piece, at, some) in enumerate(zip(pieces, starts, own, strict=False)):
+        for number, (piece, at, piece_rows) in enumerate(zip(pieces, starts, rows, strict=False)):
             if piece.elements:
                 first_block = blocks.get(piece.dtype, 0)
-                row = (piece.offset, piece.elements, first_block, at, first_addend, len(some), number)
-                rows.setdefault(piece.dtype, []).append(row)
+                target = piece.offset, piece.elements, first_block, at, first_addend, len(piece_rows), number
+                targets.setdefault(piece.dtype, []).append(target)
                 blocks[piece.dtype] = first_block + tile_count(piece.elements)
-            first_addend += len(some)
-        targets = {dtype: (np.array(some, _TARGET), blocks[dtype]) for dtype, some in rows.items()}
-        return cls(np.array([row for some in own for row in some], _ADDEND), targets)
+            first_addend += len(piece_rows)
+        tables = {dtype: (np.array(table, _TARGET), blocks[dtype]) for dtype, table in targets.items()}
+        return cls(np.array(list(chain.from_iterable(rows)), _ADDEND), tables)
 
 
 class PiecePairs(NamedTuple):
-    """Pieces and those that they are compared with as a table, without empty ones, and the number of tiles."""
+    """Pieces and those that they are compared with as a table, without empty pieces, and the number of tiles."""
 
     table: NDArray[Any]
     tiles: int
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], others: Sequence[Piece]) -> PiecePairs:
-        """The table of some pieces."""
+    def from_pieces(cls, a_pieces: Sequence[Piece], b_pieces: Sequence[Piece]) -> PiecePairs:
+        """Make the table of pieces."""
         rows, tiles = [], 0
-        for one, other in zip(pieces, others, strict=True):
-            if one.elements:
-                codes = STORAGE[one.dtype].code, STORAGE[other.dtype].code
-                rows.append((codes[0], one.offset, codes[1], other.offset, one.elements, tiles))
-                tiles += tile_count(one.elements)
+        for (a_dtype, a_offset, elements), (b_dtype, b_offset, _) in zip(a_pieces, b_pieces, strict=True):
+            if elements:
+                rows.append((STORAGE[a_dtype].code, a_offset, STORAGE[b_dtype].code, b_offset, elements, tiles))
+                tiles += tile_count(elements)
         return cls(np.array(rows, _PAIR), tiles)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the results: a struct for each tile."""
+        """The bytes of the results: a struct for each tile."""
         return self.tiles * _DIFFERENCE.itemsize
 
     @property
@@ -192,8 +190,8 @@ class PiecePairs(NamedTuple):
         code = STORAGE["F64"].code
         return bool((self.table["dtype_a"] == code).any() or (self.table["dtype_b"] == code).any())
 
-    def found(self, results: NDArray[np.int64]) -> BlockDifferences:
-        """The results, as a backend returns them."""
+    def unpack(self, results: NDArray[np.int64]) -> BlockDifferences:
+        """Return the results of a kernel as a backend does."""
         words = results.reshape(-1, _DIFFERENCE.itemsize // 8)
         columns = (words[:, start:end].tobytes() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19)))
         fields: list[array[Any]] = [array(code, column) for code, column in zip("dqddQqq", columns, strict=True)]
@@ -202,64 +200,50 @@ class PiecePairs(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Groups of addends of the same elements, all of `each` addends, as tables."""
+    """Groups of addends of the same elements, all of `height` addends, as tables."""
 
     groups: NDArray[Any]
     addends: NDArray[Any]
-    each: int
+    height: int
     elements: int
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[Addend]]) -> Columns:
-        """The tables of some groups."""
-        sizes = [group[0].elements for group in groups]
-        count, first = len(groups[0]), np.cumsum([0, *sizes])
-        rows = [(int(first[i]), group[0].at, i * count) for i, group in enumerate(groups)]
-        addends = [(STORAGE[one.dtype].code, one.offset, 0, one.elements, one.weight) for g in groups for one in g]
-        return cls(np.array(rows, _GROUP), np.array(addends, _ADDEND), count, int(first[-1]))
+    def from_groups(cls, groups: Sequence[Sequence[Addend]]) -> Columns:
+        """Make the tables of groups."""
+        height, firsts = len(groups[0]), list(accumulate((group[0].elements for group in groups), initial=0))
+        rows = [(firsts[i], group[0].at, i * height) for i, group in enumerate(groups)]
+        addends = [
+            (STORAGE[dtype].code, offset, 0, elements, weight)
+            for dtype, offset, elements, _, weight in chain.from_iterable(groups)
+        ]
+        return cls(np.array(rows, _GROUP), np.array(addends, _ADDEND), height, firsts[-1])
 
     @property
     def blocks(self) -> int:
         """The number of thread blocks: as many as keep a GPU busy, and whose columns take little memory."""
-        most = max(1, _SCRATCH_BYTES // (8 * THREADS * self.each))
-        return max(1, min(most, -(-self.elements // THREADS)))
+        limit = max(1, _SCRATCH_BYTES // (8 * THREADS * self.height))
+        return max(1, min(limit, -(-self.elements // THREADS)))
 
 
-def add_flags(rule: AddMode, *, is_first: bool, is_last: bool) -> int:
-    """The steps of a batch beside adding."""
+def add_flags(mode: AddMode, *, is_first: bool, is_last: bool) -> int:
+    """Return the steps of a batch beside adding."""
     flags = _FIRST * is_first
     if is_last:
-        flags |= _LAST | _MULTIPLIES * (rule.factor != 1) | _ROUNDS * rule.rounds
-        flags |= _DIVIDES * (rule.divisor is not None)
+        flags |= _LAST | _MULTIPLIES * (mode.factor != 1) | _ROUNDS * mode.rounds
+        flags |= _DIVIDES * (mode.divisor is not None)
     # The old values are not divided.
-    if rule.include_buffer and (is_first if rule.divisor is None else is_last):
+    if mode.include_buffer and (is_first if mode.divisor is None else is_last):
         flags |= _KEEPS
     return flags
 
 
-def patch_job(patch: Patch, x: int, y_grad: int, vectors: Sequence[int]) -> NDArray[Any]:
-    """The job of a layer norm's kernel. `vectors` are the addresses of mean, inv_std_dev, scale and bias."""
-    return job(
-        PATCH_JOB,
-        **dict(zip(("mean", "inv_std_dev", "scale", "bias"), vectors, strict=True)),
-        x=x,
-        x_dtype=STORAGE[patch.x_dtype].code,
-        y_grad=y_grad,
-        y_grad_dtype=STORAGE[patch.y_grad_dtype].code,
-        rows=patch.rows,
-        columns=patch.columns,
-        height=patch.height,
-        rms=patch.rms,
-    )
-
-
 def layer_module(*dtypes: str) -> str:
-    """The module for a layer norm whose tensors have these storage types."""
+    """Return the module for a layer norm whose tensors have these storage types."""
     return dtypes[0] if len(set(dtypes)) == 1 else "mixed"
 
 
 def row_blocks(rows: int, columns: int) -> int:
-    """The number of thread blocks that sum rows; a block takes as many rows as it has warps for their chunks.
+    """Count the thread blocks that sum rows; a block takes as many rows as it has warps for their chunks.
 
     Raises:
         ValueError: the rows are too long.
@@ -269,7 +253,7 @@ def row_blocks(rows: int, columns: int) -> int:
 
 
 def gradient_blocks(patch: Patch) -> int:
-    """The number of thread blocks that compute gradients: one for each group of rows and slice of the columns.
+    """Count the thread blocks that compute gradients: one for each group of rows and slice of the columns.
 
     Raises:
         ValueError: the rows are too long.

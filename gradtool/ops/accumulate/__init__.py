@@ -10,7 +10,7 @@ from gradtool.declare import operation
 from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
 from gradtool.ops.accumulate.buffer import Add, Buffer, existing_buffer, new_set
-from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen, weights_of
+from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen
 from gradtool.ops.aligned_read import Operand
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
@@ -60,7 +60,7 @@ class AccumulateResult(Statistics):
 
 
 class _Outcome(NamedTuple):
-    """The targets, measured as they are now, and as they were if that was read; and how it came about."""
+    """The result of adding: measurements of the targets as they are now and, if the old content was read, before."""
 
     targets: Sequence[Selected]
     after: Measurement
@@ -99,16 +99,14 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     with call.open_to_write(options, WritePlan(len(into), created)) as output:
         gradients = call.opened.sets[len(into) :]
         _check_count(options, len(gradients))
-        selected = [call.opened.selected_in(gradient) for gradient in gradients]
         if created is None:
             buffer = Buffer(call.opened.selected_in(output.sets[0]), output.sets[0])
         else:
             buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
-        weights = weights_of(options, gradients)
-        contributions, gaps = match(options, buffer.targets, list(zip(gradients, selected, strict=True)), weights)
+        contributions, gaps = match(options, buffer.targets, call.opened, gradients)
         outcome = (_add if options.update else _skip_update)(call, options, buffer, contributions, output)
     before, after = outcome.before, outcome.after
-    # The type of a buffer cannot be changed by an option.
+    # No option changes the type of a buffer.
     remedies = () if options.is_new else ("use a buffer of {} to keep them",)
     warnings = [*gaps, *outcome.warnings, *loss_warnings(outcome.targets, after, *remedies)]
     rows = [contribution.row for contribution in outcome.contributions]
@@ -169,7 +167,7 @@ def _check_count(options: AccumulateOptions, count: int) -> None:
 
 
 def _trim(options: AccumulateOptions) -> Trim | None:
-    """Return what is dropped before the mean of values; None for sums, and for means of all."""
+    """Return how values are trimmed before their mean is taken; None for sums and for plain means."""
     if options.reduce in (None, "sum", "mean"):
         return None
     dropped = None if options.reduce == "median" else int(options.reduce.removeprefix("trimmed="))
@@ -203,17 +201,13 @@ def _add(
     """Add the gradients, and clip the sum where there is a limit."""
     contributions, warnings = screen(call, options, buffer.targets, contributions)
     accepted = [contribution for contribution in contributions if contribution.row.taken]
-    _check_left(options, buffer.targets, accepted)
+    _check_counts(options, buffer.targets, accepted)
     weight_sum = _sum_of_weights(options, accepted)
     total, hint = _total(options, buffer, accepted)
-    metadata, dropped = replace_total(buffer.existing, options.weight_key, total, hint)
+    metadata, notes = replace_total(buffer.existing, options.weight_key, total, hint)
     if total is not None and options.weight_key is not None and options.is_new:
         buffer = buffer.with_metadata(total.entries(options.weight_key))
-    numbers = sorted({number for contribution in accepted for number in contribution.tensors})
-    if options.missing == "zero" and not options.adds_to_old:
-        # Where zeros alone are added, a buffer that is kept stays as it is.
-        numbers = list(range(len(buffer.targets)))
-    adding = _adding(options, [buffer.targets[number] for number in numbers], numbers, accepted, weight_sum)
+    numbers, adding = _adding(options, buffer.targets, accepted, weight_sum)
     sum_norm = coef = None
     before: list[Measurement] = []
     if options.max_norm is not None:
@@ -227,45 +221,46 @@ def _add(
     with call.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = call.run(adding, destination).each
         _check_finite(call, options, adding, after, measured)
-        rest = buffer.measure_without(call, numbers, adding.spec)
+        unchanged = buffer.measure_without(call, numbers, adding.spec)
     before = before or measured
     if options.is_new and len(numbers) < len(buffer.targets):
-        left = number_of(len(buffer.targets) - len(numbers), "tensor")
-        dropped = [*dropped, Problem("skipped", f"{left} only in gradients that were skipped; zeros in the new set")]
+        tensors = number_of(len(buffer.targets) - len(numbers), "tensor")
+        notes = [*notes, Problem("skipped", f"{tensors} only in skipped gradients; zeros in the new set")]
     return _Outcome(
         targets=buffer.targets,
-        after=rest.updated(numbers, after),
-        before=rest.updated(numbers, before[0]) if before else None,
+        after=unchanged.updated(numbers, after),
+        before=unchanged.updated(numbers, before[0]) if before else None,
         destination=destination,
         contributions=contributions,
         weight_sum=weight_sum,
         sum_norm=sum_norm,
         coef=coef,
-        warnings=[*warnings, *dropped],
+        warnings=[*warnings, *notes],
     )
 
 
 def _adding(
-    options: AccumulateOptions,
-    targets: Sequence[Selected],
-    numbers: Sequence[int],
-    accepted: Sequence[Contribution],
-    weight_sum: float,
-) -> Add:
-    """Return the pass over the targets that something is added to, which have these numbers; check their divisors."""
+    options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution], weight_sum: float
+) -> tuple[list[int], Add]:
+    """Return the numbers of the targets that something is added to, and the pass over these; check their divisors."""
+    numbers = sorted({number for contribution in accepted for number in contribution.tensors})
+    if options.missing == "zero" and not options.adds_to_old:
+        # Zeros change what replaces old content; added to old content, they change nothing.
+        numbers = list(range(len(targets)))
+    targets = [targets[number] for number in numbers]
     divisors: list[float] = []
-    if options.is_mean and options.missing == "skip" and any(len(each.tensors) < len(targets) for each in accepted):
-        divisors = [sum_of([each.row.weight for each in accepted if number in each.tensors]) for number in numbers]
+    if options.is_mean and options.missing == "skip" and any(len(grad.tensors) < len(targets) for grad in accepted):
+        divisors = [sum_of([grad.row.weight for grad in accepted if number in grad.tensors]) for number in numbers]
     if 0 in divisors:
         target = targets[divisors.index(0)]
-        message = "the weights of the gradients that have it add up to 0, so that there is no mean"
+        message = "the weights of the gradients that have it add up to 0, so the mean is undefined"
         raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
     places = {number: place for place, number in enumerate(numbers)}
-    return Add(
+    return numbers, Add(
         targets,
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
-        [Operand({places[number]: each.tensors[number] for number in each.tensors}, each.scale) for each in accepted],
+        [Operand({places[number]: tensor for number, tensor in grad.tensors.items()}, grad.scale) for grad in accepted],
         AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
         _trim(options),
         divisors,
@@ -276,25 +271,25 @@ def _adding(
 
 
 def _sum_of_weights(options: AccumulateOptions, contributions: Sequence[Contribution]) -> float:
-    """Add up weights; raise `BadInputError` where nothing can be divided by their sum that must be."""
+    """Add up weights; raise `BadInputError` if a mean cannot be divided by their sum."""
     weight_sum = sum_of([contribution.row.weight for contribution in contributions])
     if options.is_mean and weight_sum == 0:
-        raise BadInputError("the weights add up to 0, so that there is no mean", code="weight")
+        raise BadInputError("the weights add up to 0, so the mean is undefined", code="weight")
     return weight_sum
 
 
 def _total(
     options: AccumulateOptions, buffer: Buffer, accepted: Sequence[Contribution]
 ) -> tuple[Weight | None, str | None]:
-    """Return the total weight of what is written; or None where it has none, and what helps."""
-    key, existing, weights = options.weight_key, buffer.existing, [each.row.weight for each in accepted]
+    """Return the total weight of the new content; None where it has none, with a hint."""
+    key, existing, weights = options.weight_key, buffer.existing, [grad.row.weight for grad in accepted]
     stored = None if existing is None else stored_key(existing.shards)
     old = None if existing is None or options.is_mean or _trim(options) is not None else stored_sum(existing)
     if key is None:
         helps = old is not None or (options.overwrite and _trim(options) is None)
         return None, say("use {}", option("weight_key", stored)) if stored is not None and helps else None
     numbers = {number for number, target in enumerate(buffer.targets) if has_values(target.tensor)}
-    if options.missing == "skip" and not all(numbers <= each.tensors.keys() for each in accepted):
+    if options.missing == "skip" and not all(numbers <= grad.tensors.keys() for grad in accepted):
         return None, say("use {} for a total of all gradients", option("missing", "zero"))
     tensors = [tensor for _, tensor in existing.tensors] if existing is not None else []
     if existing is not None and sum(map(has_values, tensors)) != len(numbers):
@@ -306,8 +301,8 @@ def _total(
     return None, say("use {} to start a new total", option("overwrite", True))
 
 
-def _check_left(options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution]) -> None:
-    """Raise `BadInputError` for a tensor that too few of the gradients have for a trimmed mean."""
+def _check_counts(options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution]) -> None:
+    """Raise `BadInputError` if too few gradients have some tensor for a trimmed mean."""
     needed = _min_count(options)
     for number, target in enumerate(targets if needed else ()):
         count = sum(options.missing == "zero" or number in contribution.tensors for contribution in accepted)
@@ -322,17 +317,17 @@ def _check_left(options: AccumulateOptions, targets: Sequence[Selected], accepte
 def _check_finite(
     call: Call, options: AccumulateOptions, adding: Add, sums: Measurement, before: Sequence[Measurement]
 ) -> None:
-    """Raise `NonFiniteError` for a NaN or Inf in a sum, naming the inputs that it comes from."""
-    bad = [number for number in range(len(adding.selected)) if sums.nan[number] or sums.inf[number]]
-    if options.nonfinite == "propagate" or not bad:
+    """Raise `NonFiniteError` for NaN or Inf in a sum; name the inputs that it comes from."""
+    nonfinite = [number for number in range(len(adding.selected)) if sums.nan[number] or sums.inf[number]]
+    if options.nonfinite == "propagate" or not nonfinite:
         return
-    problems, numbers = [], set(bad)
+    problems, numbers = [], set(nonfinite)
     for gradient in adding.gradients:
         suspects = [selected for number, selected in gradient.tensors.items() if number in numbers]
         problems += nonfinite_problems(suspects, call.run(Measure(suspects, adding.spec)))
-    targets = [adding.selected[number] for number in bad]
+    targets = [adding.selected[number] for number in nonfinite]
     for measurement in before:
-        problems += nonfinite_problems(targets, measurement.part(bad))
+        problems += nonfinite_problems(targets, measurement.part(nonfinite))
     if problems:
         raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
     hint = say(
@@ -341,4 +336,6 @@ def _check_finite(
         option("max_norm"),
         option("nonfinite", "propagate"),
     )
-    raise NonFiniteError("sums overflow their type; nothing written", overflow_problems(targets, sums.part(bad)), hint)
+    raise NonFiniteError(
+        "sums overflow their type; nothing written", overflow_problems(targets, sums.part(nonfinite)), hint
+    )

@@ -1,4 +1,4 @@
-"""What gradients are added to: an existing buffer or a new set, and the passes over its blocks."""
+"""The buffer that gradients are added to, which may be a new set, and the passes over its blocks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Buffer(NamedTuple):
         return cls(targets, None, layouts, indexes)
 
     def with_metadata(self, entries: Mapping[str, str]) -> Self:
-        """Return the same new set with more metadata, and spare bytes for numbers that grow."""
+        """Return the same set with more metadata, and spare bytes for numbers that grow."""
         shards = [layout.shard for layout in self.layouts]
         layouts = [lay_out(shard.name, shard.tensors, {**shard.metadata, **entries}, spare=SPARE) for shard in shards]
         return self._of(layouts, self.indexes)
@@ -119,7 +119,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Pass[Tallies[Any]]):
-    """Adds gradients to the selected tensors of the buffer, the targets, whose numbers those of gradients have.
+    """A pass that adds gradients to targets: the selected tensors of the buffer, which gradients have by number.
 
     With `trim`, their trimmed mean is added, not their sum. With `divisors`, each target has its own, in place of that
     of the mode. With `fills`, gradients are 0 where they lack a target. The buffer `is_new` if it is only being
@@ -168,7 +168,7 @@ class Add(Pass[Tallies[Any]]):
         return chain.from_iterable(cut_where(block, self.divisors) for block in blocks) if self.divisors else blocks
 
     def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """Restrict the gradients to what is added to these targets."""
+        """Return the same pass for parts of targets, with the gradients that are added to these."""
         numbers = [number for number, _ in places]
         gradients = [gradient.restricted_to(numbers) for gradient in self.gradients]
         return replace(super().restricted_to(selected, places), gradients=gradients)
@@ -192,7 +192,7 @@ class Add(Pass[Tallies[Any]]):
         return self.mode._replace(divisor=self.divisors[block.spans[0].tensor]) if self.divisors else self.mode
 
     def addends(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:
-        """Read what is added to a block, a batch at a time."""
+        """Read the addends of a block, a batch at a time."""
         if self.trim is not None:
             return self._trimmed_means(self.trim, block, worker)
         batch = tuning.BATCH_BYTES * _times_larger(worker.backend)
@@ -215,7 +215,7 @@ class Add(Pass[Tallies[Any]]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompareGradients(Add):
-    """Compares the gradients of a pass with their reduction: without their factors, each divided by its `unscales`."""
+    """A pass that compares gradients with their reduction. They have no factors then, but are divided by `unscales`."""
 
     title: ClassVar = "comparing"
 
@@ -230,7 +230,7 @@ class CompareGradients(Add):
         return 2 * sum(selected.tensor.nbytes for selected in self.beside)
 
     def work(self, block: Block, worker: Worker, tally: Tallies[Any]) -> None:
-        """Compare what is added to a block."""
+        """Compare the gradients for a block."""
         backend, wide, elements = worker.backend, [], 0
         for span in block.spans:
             wide.append(Piece("F64", 8 * elements, span.elements))
@@ -252,20 +252,20 @@ class CompareGradients(Add):
 
 
 def _times_larger(backend: Backend) -> int:
-    """Return how many times larger than on the CPU blocks should be."""
+    """Return how many times larger blocks should be than on the CPU."""
     return backend.block_bytes // tuning.BLOCK_BYTES
 
 
 def _windows(block: Block, size: int) -> Iterator[tuple[Block, int]]:
-    """Yield the spans of a block in parts of at most so many elements, with their number."""
+    """Yield the spans of a block in parts of at most `size` elements, with the number of elements."""
     spans, elements = [], 0
     for span in block.spans:
-        done = 0
-        while done < span.elements:
-            count = min(span.elements - done, size - elements)
+        offset = 0
+        while offset < span.elements:
+            count = min(span.elements - offset, size - elements)
             # The offset in the block is wrong then, but nothing uses it.
-            spans.append(span._replace(start=span.start + done, elements=count))
-            done, elements = done + count, elements + count
+            spans.append(span._replace(start=span.start + offset, elements=count))
+            offset, elements = offset + count, elements + count
             if elements == size:
                 yield block._replace(spans=spans), elements
                 spans, elements = [], 0

@@ -1,4 +1,4 @@
-"""What each gradient contributes: its tensors by name, its weight, and what is measured of it by itself."""
+"""The contributions of gradients: their tensors by name, their weights, and measurements of each by itself."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtool.ops.passes import Measurement
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import GradientSet, Selected
+    from gradtool.store.transaction.inputs import OpenSets
 
 SKIP_HINT = say(
     "use {} to leave out such gradients, or {} to drop such a buffer",
@@ -53,7 +54,7 @@ class GradientRow:
 
 
 class Contribution(NamedTuple):
-    """What a gradient adds: its tensors, by the number of the target of each, and its row in the result.
+    """The tensors of a gradient, by the number of the target of each, and its row in the result.
 
     The tensors of a sum are multiplied by its weight already.
     """
@@ -78,15 +79,15 @@ class Contribution(NamedTuple):
         return self.factor if self.row.coef is None else self.factor * self.row.coef
 
     def with_row(self, **fields: Any) -> Contribution:
-        """Return the same with other fields in its row."""
+        """Return the same contribution with other fields in its row."""
         return self._replace(row=replace(self.row, **fields))
 
 
-def weights_of(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> list[Weight]:
+def _weights(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> list[Weight]:
     """Return the weight of each gradient: as given, or as its files have it under a key, or else 1.
 
     Raises:
-        UsageError: the weights are not one for each gradient.
+        UsageError: the number of weights is not that of gradients.
         BadInputError: a file has no such key, or no finite number under it, or shards of one set differ.
     """
     if options.weight_key is not None:
@@ -101,25 +102,27 @@ def weights_of(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> 
 def match(
     options: AccumulateOptions,
     targets: Sequence[Selected],
-    gradients: Sequence[tuple[GradientSet, Sequence[Selected]]],
-    weights: Sequence[Weight],
+    opened: OpenSets,
+    gradients: Sequence[GradientSet],
 ) -> tuple[list[Contribution], list[Problem]]:
-    """Return what each gradient contributes to the targets, and a warning for each that has not the same tensors.
+    """Return the contribution of each gradient to the targets, and a warning for each that has other tensors.
 
     The targets are the tensors of the buffer; or of a new set, which has those of all gradients.
 
     Raises:
+        UsageError: the number of weights is not that of gradients.
         BadInputError: a gradient lacks a tensor of the buffer or has one that the buffer lacks, unless the options
             allow that; or its shape does not broadcast to the buffer's. Every such tensor is named. The first gradient
-            stands for the buffer where there is none.
+            stands for the buffer where there is none. Or a weight is missing or invalid.
     """
     numbers = {target.tensor.name: number for number, target in enumerate(targets)}
-    expected = {entry.tensor.name: None for entry in (gradients[0][1] if options.is_new else targets)}
+    expected = {entry.tensor.name: None for entry in (opened.selected_in(gradients[0]) if options.is_new else targets)}
     whole = "the first gradient" if options.is_new else "the buffer"
     problems: list[Problem] = []
     warnings: list[Problem] = []
     contributions: list[Contribution] = []
-    for (gradient, selected), weight in zip(gradients, weights, strict=True):
+    for gradient, weight in zip(gradients, _weights(options, gradients), strict=True):
+        selected = opened.selected_in(gradient)
         by_name = {entry.tensor.name: entry for entry in selected}
         missing = [name for name in expected if name not in by_name]
         extra = [entry for entry in selected if entry.tensor.name not in expected]
@@ -152,7 +155,7 @@ def match(
 def _unmatched_problems(
     options: AccumulateOptions, gradient: GradientSet, missing: Sequence[str], extra: Sequence[Selected], whole: str
 ) -> list[Problem]:
-    """Return a problem for each tensor on one side only; or, if some are allowed, for a gradient that shares none."""
+    """Return a problem for each tensor on one side only; if options allow these, for a gradient that shares none."""
     from gradtool.store.format.hints import prefix_problem  # only needed for the error
 
     prefix = prefix_problem([tensor.name for _, tensor in extra], missing, gradient.name, whole)
@@ -172,11 +175,11 @@ def _unmatched_warning(
 ) -> Problem:
     parts = []
     if missing:
-        consequence = "counted as zeros" if options.missing == "zero" else "not counted there"
-        parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}), {consequence}")
+        consequence = ", which count as zeros" if options.missing == "zero" else " and is left out there"
+        parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}){consequence}")
     if extra:
         names = quoted([tensor.name for _, tensor in extra])
-        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), not added")
+        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), which are ignored")
     return Problem("unmatched", "; ".join(parts), gradient.name)
 
 
@@ -187,7 +190,7 @@ def screen(
 
     Raises:
         NonFiniteError: a gradient holds NaN or Inf and may not be skipped, or every one does.
-        BadInputError: a norm is beyond float64, or a coefficient underflows.
+        BadInputError: a norm overflows float64, or a coefficient underflows.
     """
     if options.clip_each is None and options.nonfinite != "skip" and not options.per_gradient:
         return contributions, []
@@ -195,16 +198,16 @@ def screen(
     for contribution in contributions:
         selected = list(contribution.tensors.values())
         sums = call.run(Measure(selected, NormSpec(options.norm_type)))
-        bad = nonfinite_problems(selected, sums)
+        nonfinite = nonfinite_problems(selected, sums)
         norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
         coef = None if options.clip_each is None else coef_for(options, "clip_each", sums, norm, contribution)
-        taken = not bad or options.nonfinite != "skip"
+        taken = not nonfinite or options.nonfinite != "skip"
         row = {"taken": taken, "norm": norm, "coef": coef, "nan": sum(sums.nan), "inf": sum(sums.inf)}
         screened.append(contribution.with_row(**row))
-        problems += bad
+        problems += nonfinite
         if not taken:
-            message = f"whole gradient skipped: {bad[0].message}"
-            warnings.append(Problem("skipped", message, contribution.row.file, bad[0].tensor))
+            message = f"whole gradient skipped: {nonfinite[0].message}"
+            warnings.append(Problem("skipped", message, contribution.row.file, nonfinite[0].tensor))
     if problems and options.nonfinite == "error":
         raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
     if len(warnings) == len(contributions):
@@ -216,7 +219,7 @@ def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contributi
     """Measure what a gradient adds, without its weight: if nothing is broadcast, these are the sums of its files."""
     numbers = sorted(contribution.tensors)
     gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
-    if all(gradient.tensors[at].tensor.elements == target.tensor.elements for at, target in enumerate(targets)):
+    if all(gradient.tensors[n].tensor.elements == target.tensor.elements for n, target in enumerate(targets)):
         return sums
     added = Add(targets, sums.spec, [gradient], AddMode(include_buffer=False, rounds=False), is_new=True)
     measurement: Measurement = call.run(added).each[0]
@@ -235,12 +238,11 @@ def coef_for(
     coef = clip_coef(limit, norm, options.eps)
     if coef >= 1:
         return 1.0
-    smaller = coef if coef < SMALLEST_NORMAL else abs(factor * coef)
-    # A weight alone is taken as it is given.
-    if coef > 0 and (coef < SMALLEST_NORMAL or (factor and smaller < SMALLEST_NORMAL)):
-        message = (
-            f"the coefficient {smaller!r} is out of range for float64 (from {SMALLEST_NORMAL:.3g}); nothing written"
-        )
+    # A weight of 0 is no reason to refuse a coefficient.
+    product = coef if coef < SMALLEST_NORMAL or not factor else abs(factor * coef)
+    if coef > 0 and product < SMALLEST_NORMAL:
+        bounds = f"float64 (from {SMALLEST_NORMAL:.3g})"
+        message = f"the coefficient {product!r} is out of range for {bounds}; nothing written"
         raise BadInputError(message, file=file, hint=say("use a larger {}", option(name)))
     return coef
 

@@ -1,6 +1,6 @@
 """Checks gradient sets for damage, and suggests fixes.
 
-A fault is wrong whatever the data is for: other commands refuse the file, or read something else than was meant. A note
+A fault is wrong whatever the data is for: other commands refuse the file, or read something that was not meant. A note
 may be right or wrong, which depends on the data; healthy files have some.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from gradtool.engines.threads import Threads
-    from gradtool.ops.check.values import ValueCounts
+    from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
 
 # How often a set is read if its files are replaced meanwhile.
@@ -51,8 +51,8 @@ class Finding:
 class CheckResult:
     """All findings, as `per_finding`: `faults`, and `notes`, which healthy files have too.
 
-    The set is `sound` if it has no fault, with `strict` no note either. `problems` and `warnings` tell the findings
-    once more. With `fast`, nothing is counted.
+    The set is `sound` if it has no fault, with `strict` no note either. `problems` and `warnings` repeat the findings.
+    With `fast`, nothing is counted.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("sound", "faults", "notes")
@@ -94,7 +94,7 @@ def check(options: CheckOptions) -> CheckResult:
 
     Raises:
         UsageError: an option is invalid.
-        BadInputError: a path is missing, or a file is no safetensors file at all. The error lists the faults, too.
+        BadInputError: a path is missing, or a file is not a safetensors file at all. The error lists the faults, too.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, or keeps changing.
     """
@@ -188,7 +188,7 @@ def _select(sets: Sequence[GradientSet], checks: Sequence[SetCheck], options: Ch
 
 def _count_values(
     valued: Sequence[Selected], options: CheckOptions
-) -> tuple[Threads | None, ValueCounts | None, Sequence[Problem]]:
+) -> tuple[Threads | None, Measurement | None, Sequence[Problem]]:
     """Count values unless the options skip that; return the engine, the counts, and what could not be read."""
     if options.fast:
         return None, None, ()

@@ -33,7 +33,7 @@ _ALIGNMENT = 8
 
 
 class SetCheck:
-    """Reads one set as far as possible, and sorts what is wrong with it.
+    """A set, read as far as possible, and what is wrong with it.
 
     `findings` are about safetensors files and indexes. `not_safetensors` are other files, and paths that are missing.
     `unreadable` are files that the system refused to read.
@@ -61,12 +61,12 @@ class SetCheck:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether some file or index could not be read as it is."""
+        """Whether a file or an index is damaged or could not be read."""
         has_fault = any(severity == "fault" for severity, _ in self.findings)
         return has_fault or bool(self.not_safetensors or self.unreadable)
 
     def blame_runs(self, leftovers: Sequence[Leftover]) -> None:
-        """Count files as damaged that are no safetensors files, but may have been before a run changed them by half."""
+        """Count files as damaged that a run may have half changed, so that they are no safetensors files any more."""
         folders = {leftover.folder for leftover in leftovers if leftover.kind in ("writing", "unfinished")}
         for problem in self.not_safetensors[:]:
             if problem.code != "missing-file" and Path(os.path.realpath(problem.file or ".")).parent in folders:
@@ -74,7 +74,7 @@ class SetCheck:
                 self._add_fault(problem)
 
     def _add_fault(self, problem: Problem) -> None:
-        hint = problem.hint or "copy the file again, or write it anew"
+        hint = problem.hint or "copy or write the file again"
         self.findings.append(("fault", replace(problem, hint=hint)))
 
     def _sort(self, error: GradtoolError) -> None:
@@ -124,7 +124,7 @@ def _repeated_names(shard: Shard) -> Sequence[Problem]:
         return error.problems
     if not repeated:
         return ()
-    message = f"the header has {quoted(repeated)} more than once"
+    message = f"the header contains {quoted(repeated)} more than once"
     hint = "write the file again with one tensor of each name"
     return (Problem("duplicate-name", message, shard.name, only(repeated), hint),)
 
@@ -146,15 +146,15 @@ def unaligned_note(shard: Shard) -> Problem | None:
 
 
 def leftover_finding(leftover: Leftover, named: Sequence[str]) -> tuple[Severity, Problem]:
-    """Return the finding on what a run has left; its hint names the folder as it is `named`, if it is."""
+    """Return the finding on what a run has left; the hint spells the folder as the caller did, if it is `named`."""
     folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
     folder = next((path for path in folders if os.path.realpath(path) == str(leftover.folder)), str(leftover.folder))
     files = f"{number_of(leftover.files, 'file')} of {leftover.nbytes:,} bytes"
     code, message = {
-        "writing": ("in-use", f"a run ({leftover.who}) is changing files right now, or has crashed"),
-        "unfinished": ("unfinished", f"a run ({leftover.who}) has crashed and left files half changed"),
-        "crashed": ("leftover", f"a run ({leftover.who}) has crashed and left {files}; all others are whole"),
-        "orphan": ("leftover", f"a run that has no log has left {files}"),
+        "writing": ("in-use", f"a run ({leftover.process}) is changing files right now, or has crashed"),
+        "unfinished": ("unfinished", f"a run ({leftover.process}) has crashed and left files half changed"),
+        "crashed": ("leftover", f"a run ({leftover.process}) has crashed and left {files}; no other file is damaged"),
+        "orphan": ("leftover", f"a run without a log has left {files}"),
     }[leftover.kind]
     hint = say("wait for it, or run {}" if code == "in-use" else "run {}", call("recover", folder))
     return "note" if code == "leftover" else "fault", Problem(code, message, str(leftover.path), hint=hint)

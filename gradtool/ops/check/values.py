@@ -32,29 +32,19 @@ MANY_SUBNORMAL = 0.1
 COUNTS = ("nan", "inf", "zeros", "subnormal", "saturated")
 
 
-class ValueCounts(Measurement):
-    """A measurement that also counts values at the ends of the range of their type."""
-
-    subnormal: array[int]
-    saturated: array[int]
-
-    def __init__(self, selected: Sequence[Selected]) -> None:
-        super().__init__(selected, _SPEC, _COLUMNS)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class CountValues(Pass[ValueCounts]):
-    """Counts the values of tensors."""
+class CountValues(Pass[Measurement]):
+    """A pass that counts the values of tensors."""
 
     title: ClassVar = "checking"
 
     spec: NormSpec = _SPEC
 
-    def tally(self) -> ValueCounts:
+    def tally(self) -> Measurement:
         """Begin with nothing."""
-        return ValueCounts(self.selected)
+        return Measurement(self.selected, self.spec, _COLUMNS)
 
-    def work(self, block: Block, worker: Worker, tally: ValueCounts) -> None:
+    def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
         """Count the values of a block."""
         pieces = pieces_of(block)
         with worker.load(block) as loaded:
@@ -69,7 +59,7 @@ class CountValues(Pass[ValueCounts]):
 
 @dataclass(frozen=True)
 class DtypeCounts:
-    """The counts of all tensors of one type; None where values were not read, or the type carries none."""
+    """The counts of all tensors of one type; None if values were not read, or the type has no such values."""
 
     dtype: str
     tensors: int
@@ -83,7 +73,7 @@ class DtypeCounts:
 
 
 def counts_by_dtype(
-    selected: Sequence[Selected], valued: Sequence[Selected], counts: ValueCounts | None
+    selected: Sequence[Selected], valued: Sequence[Selected], counts: Measurement | None
 ) -> list[DtypeCounts]:
     """Return a row for each type, the one with most bytes first; the counts are those of the `valued` tensors."""
     rows = []
@@ -96,8 +86,8 @@ def counts_by_dtype(
     return sorted(rows, key=lambda row: (-row.bytes, row.dtype))
 
 
-def value_findings(selected: Sequence[Selected], counts: ValueCounts) -> Iterator[tuple[Severity, Problem]]:
-    """Yield what the values show, tensor by tensor; then a note on each file with tensors of zeros."""
+def value_findings(selected: Sequence[Selected], counts: Measurement) -> Iterator[tuple[Severity, Problem]]:
+    """Yield the findings on values, tensor by tensor; then a note on each file with tensors of zeros."""
     zero: dict[Shard, list[str]] = {}
     for number, entry in enumerate(selected):
         yield from _tensor_findings(entry, counts, number)
@@ -106,11 +96,11 @@ def value_findings(selected: Sequence[Selected], counts: ValueCounts) -> Iterato
     for shard, names in zero.items():
         verb = "holds" if len(names) == 1 else "hold"
         message = f"{number_of(len(names), 'tensor')} of {len(shard.tensors):,} {verb} only zeros: {quoted(names)}"
-        hint = "make sure that these parameters get a gradient, if they should"
+        hint = "check whether these parameters should get a gradient"
         yield "note", Problem("all-zero", message, shard.name, only(names), hint)
 
 
-def _tensor_findings(selected: Selected, counts: ValueCounts, number: int) -> Iterator[tuple[Severity, Problem]]:
+def _tensor_findings(selected: Selected, counts: Measurement, number: int) -> Iterator[tuple[Severity, Problem]]:
     file, tensor = selected.shard.name, selected.tensor
     nan, inf, zeros, subnormal, saturated = (getattr(counts, name)[number] for name in COUNTS)
     if nan or inf:

@@ -116,4 +116,6 @@ class Convert(Pass[Measurement]):
                 for span, (dtype, offset, elements) in zip(block.spans, targets, strict=True):
                     itemsize = STORAGE[dtype].itemsize
                     begin = self.targets[span.tensor].tensor.begin + span.start * itemsize
-                    worker.destination.put(worker, block.shard, begin, new[offset : offset + elements * itemsize])
+                    worker.destination.write_range(
+                        worker, block.shard, begin, new[offset : offset + elements * itemsize]
+                    )

@@ -29,7 +29,7 @@ from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
 from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.transaction.inputs import Inputs, open_to_read
-from gradtool.store.transaction.output_checks import check_not_replaced
+from gradtool.store.transaction.output import check_not_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def clip_units(options: ClipOptions, call: Call, output: Output) -> Iterator[tup
         clipped = [count > 0 for count in units.clipped]
         counts = sum(units_of(grad)[0] for grad in grads), sum(units.clipped)
         norms = before.norms(unscale=options.unscale)
-        yield output.made_of(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
+        yield output.with_sources(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
 
 
 def _parameters(

@@ -29,7 +29,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """How far one tensor of A is from that of B; the fields are those of `DiffResult`."""
+    """The differences of one tensor of A and B; the fields are those of `DiffResult`."""
 
     name: str
     file: str
@@ -67,7 +67,7 @@ class UnmatchedRow:
 
 @dataclass(frozen=True, repr=False)
 class DiffResult(Result):
-    """How far A is from B, as one vector. `tensors` and `elements` count those that are compared, `bytes` both sides.
+    """The differences of A and B, as one vector. `tensors` and `elements` count those compared, `bytes` both sides.
 
     All figures are over the elements that are finite on both sides. `nonfinite_a` counts NaN and Inf in A that B does
     not have in the same place, `nonfinite_b` the reverse, and `nonfinite_both` those that are the same; the first two
@@ -148,7 +148,7 @@ def diff(options: DiffOptions) -> DiffResult:
 
 
 def pair(opened: OpenSets, *, skip: bool) -> tuple[list[Selected], list[Selected], list[UnmatchedRow]]:
-    """Return the tensors of A and of B that are compared, those of the same name and shape, and all others.
+    """Return the tensors of A and of B with the same name and shape, which are compared, and a row for all others.
 
     Raises:
         BadInputError: a tensor is only in one of them, or has another shape in the other, unless `skip`; or nothing is
@@ -181,7 +181,7 @@ def _unmatched_problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> It
         yield prefix
     for row in unmatched:
         if row.why == "shape":
-            message = f"shape {list(row.shape_a or ())} is not {list(row.shape_b or ())}, the shape in {b}"
+            message = f"has shape {list(row.shape_a or ())}, but {list(row.shape_b or ())} in {b}"
             yield Problem("shape", message, row.file, row.name)
         elif prefix is None and row.why == "only a":
             yield Problem("extra-tensor", f"is not in {b}", row.file, row.name)
@@ -190,7 +190,7 @@ def _unmatched_problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> It
 
 
 def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
-    """Return the counts, of which `not_close` means nothing if no values must be close."""
+    """Return the counts; `not_close` is None if values need not be close."""
     return counts if options.must_be_close else counts | {"not_close": None}
 
 
@@ -227,7 +227,7 @@ def _rows(
 def _beyond_limits(
     options: DiffOptions, a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, metrics: Metrics
 ) -> Iterator[Problem]:
-    """Yield what is beyond the limits: first of all tensors as one vector, then tensor by tensor, the worst first."""
+    """Yield the differences beyond limits: of all tensors as one vector, then tensor by tensor, the worst first."""
     for name, limit, sign in (("rel_l2", options.max_rel_l2, -1), ("cosine", options.min_cosine, 1)):
         value = getattr(metrics, name)
         if limit is not None and not sign * value >= sign * limit:
@@ -251,18 +251,18 @@ def _beyond_limits(
         yield from _by_tensor(a, ulps, message, ulps, comparison.max_ulp_index)
     if options.bits:
         messages = [
-            f"{count:,} of {x.elements:,} values have other bits"
+            f"{count:,} of {x.elements:,} values have different bits"
             if x.dtype == y.dtype
-            else f"type {x.dtype} is not {y.dtype}, so the bytes differ"
+            else f"has type {x.dtype}, but {y.dtype} in B, so the bytes differ"
             for count, (_, x), (_, y) in zip(comparison.differing_bits, a, b, strict=True)
         ]
         yield from _by_tensor(a, comparison.differing_bits, "{}", messages)
 
 
 def _nonfinite_problems(a: Sequence[Selected], comparison: Comparison) -> list[Problem]:
-    """Return a problem for each tensor with NaN or Inf that the other side does not have."""
+    """Return a problem for each tensor with NaN or Inf on one side only."""
     counts = comparison.nonfinite_a, comparison.nonfinite_b
-    message = "{:,} NaN or Inf in A and {:,} in B that the other does not have"
+    message = "{:,} NaN or Inf only in A, and {:,} only in B"
     return list(_by_tensor(a, list(map(add, *counts)), message, *counts, code="nonfinite"))
 
 

@@ -50,7 +50,7 @@ class Metrics(NamedTuple):
 
 
 class Comparison(Tally):
-    """The differences of some tensors; the tile sums are those of (a-b)², a², b² and ab.
+    """The differences of tensors; the tile sums are those of (a-b)², a², b² and ab.
 
     Their exponents are those of the sums themselves, which for squares are twice those of tiles.
     """
@@ -127,7 +127,7 @@ def _cosine(a: Scaled, b: Scaled, products: Scaled) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compare(ReadingPass[Comparison]):
-    """Compares each of the selected tensors, which are those of A, with the tensor of B in its place."""
+    """A pass that compares each selected tensor, of A, with its counterpart in `b_tensors`."""
 
     title: ClassVar = "comparing"
     by_tensor = ("b_tensors",)
@@ -137,7 +137,7 @@ class Compare(ReadingPass[Comparison]):
 
     @property
     def beside(self) -> Sequence[Selected]:
-        """The tensors that the selected ones are compared with."""
+        """The tensors of B."""
         return self.b_tensors
 
     def tally(self) -> Comparison:
@@ -170,7 +170,7 @@ class Compare(ReadingPass[Comparison]):
 
 
 def _side_by_side(block: Block, b_tensors: Sequence[Selected]) -> Iterator[tuple[Block, Block]]:
-    """Cut a block of A into parts, so that what each is compared with is a single stretch of a file of B."""
+    """Cut a block of A into parts whose counterparts each lie in a single stretch of a file of B."""
     a_spans: list[Span] = []
     b_spans: list[Span] = []
     shard, end = block.shard, 0

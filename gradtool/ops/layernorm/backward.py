@@ -138,7 +138,7 @@ class Backward(Pass["Gradients"]):
 def _write(place: Selected, start: int, view: memoryview, worker: Worker) -> None:
     """Write the stored values of a tensor from element `start` on."""
     shard, tensor = place
-    worker.destination.put(worker, shard, tensor.begin + start * STORAGE[tensor.dtype].itemsize, view)
+    worker.destination.write_range(worker, shard, tensor.begin + start * STORAGE[tensor.dtype].itemsize, view)
 
 
 class Gradients(Measurement):

@@ -47,10 +47,10 @@ class Files(NamedTuple):
                 tensors = {
                     shard.file_name: self.tensors.get(shard, shard.tensors)
                     for shard in owner.shards
-                    if shard in self.tensors or not output.is_elsewhere
+                    if shard in self.tensors or not output.options.is_elsewhere
                 }
                 new = reindexed(index, tensors)
-                if output.is_elsewhere or new != index:
+                if output.options.is_elsewhere or new != index:
                     indexes.append(new)
         return indexes
 

@@ -1,4 +1,4 @@
-"""Blocks: the wanted tensors of a file, cut into contiguous ranges of about the same size."""
+"""Blocks: the tensors of a file that a pass works on, cut into contiguous ranges of about the same size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.tensors import Shard, Tensor
 
-# A gap between two wanted tensors that is cheaper to read than to skip.
+# A gap between two tensors that is cheaper to read than to skip.
 BRIDGE_BYTES = 128 << 10
 
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Bytes `begin` to `end` of a file, and the wanted tensors in them; other bytes are only copied."""
+    """Bytes `begin` to `end` of a file, and the spans of tensors in them; other bytes are only copied."""
 
     shard: Shard
     begin: int
@@ -38,23 +38,23 @@ class Block(NamedTuple):
 
 def plan(
     shard: Shard,
-    wanted: Iterable[tuple[int, Tensor]],
+    tensors: Iterable[tuple[int, Tensor]],
     unit: int,
     *,
     whole: bool = False,
     start: int = 0,
     nbytes: int | None = None,
 ) -> Iterator[Block]:
-    """Cut the wanted tensors of a file into blocks, each tensor only at multiples of `unit` elements.
+    """Cut tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
-    `wanted` are the tensors in file order, each with its number for the spans. With `whole`, blocks without spans cover
-    the rest of the file from byte `start` on, for a copy of it; but no block covers a tensor of number -1, the piece of
-    one that is worked on elsewhere. A block has at most `nbytes`, which must have room for a unit.
+    The tensors are in file order, each with its number for the spans. With `whole`, blocks without spans cover all
+    other bytes from byte `start` on, for a copy of the file. No block covers a tensor of number -1, which is a piece of
+    a split tensor and belongs to another block. A block has at most `nbytes`, which must have room for a unit.
     """
     nbytes = tuning.BLOCK_BYTES if nbytes is None else nbytes
     begin = position = start
     spans: list[Span] = []
-    for number, tensor in wanted:
+    for number, tensor in tensors:
         elements = tensor.elements
         if not elements:
             continue
@@ -86,7 +86,7 @@ def plan(
 
 
 def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int) -> Iterator[Block]:
-    """Blocks for a range of a file; the spans are all in the first."""
+    """Yield blocks for a range of a file; the spans are all in the first."""
     while begin < end:
         cut = min(end, begin + nbytes)
         yield Block(shard, begin, cut, spans)
@@ -94,14 +94,14 @@ def _cut(shard: Shard, begin: int, end: int, spans: Sequence[Span], nbytes: int)
 
 
 def block_around(shard: Shard, spans: Sequence[Span]) -> Block:
-    """The block of spans that follow one another in a file; their offsets are those of the file."""
+    """Return the block of spans that follow one another in a file; their offsets are those of the file."""
     begin, last = spans[0].offset, spans[-1]
     end = last.offset + last.elements * BITS[last.dtype] // 8
     return Block(shard, begin, end, [span._replace(offset=span.offset - begin) for span in spans])
 
 
 def covered(block: Block) -> list[tuple[int, int]]:
-    """The ranges of a block that its wanted tensors take, adjacent ones merged."""
+    """Return the ranges of a block that its spans take; adjacent ranges are merged."""
     ranges: list[tuple[int, int]] = []
     for span in block.spans:
         end = span.offset + span.elements * BITS[span.dtype] // 8
@@ -113,7 +113,7 @@ def covered(block: Block) -> list[tuple[int, int]]:
 
 
 def cut_where(block: Block, values: Sequence[object]) -> Iterator[Block]:
-    """Cut a block wherever a tensor has another value than the tensor before it."""
+    """Cut a block wherever the value of a tensor differs from that of the tensor before it."""
     groups = [list(group) for _, group in groupby(block.spans, key=lambda span: values[span.tensor])] or [[]]
     edges = [0, *(group[0].offset for group in groups[1:]), block.end - block.begin]
     for group, (begin, end) in zip(groups, pairwise(edges), strict=True):
@@ -122,7 +122,7 @@ def cut_where(block: Block, values: Sequence[object]) -> Iterator[Block]:
 
 
 def halved(block: Block, unit: int) -> list[Block]:
-    """A block as two, cut between tensors or at a multiple of `unit` elements; [] if it is too small."""
+    """Cut a block in two, between tensors or at a multiple of `unit` elements; return [] if it is too small."""
     count = len(block.spans)
     if count > 1:
         at, left, right = block.spans[count // 2].offset, block.spans[: count // 2], block.spans[count // 2 :]

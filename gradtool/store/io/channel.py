@@ -1,4 +1,4 @@
-"""How one worker thread reads and writes files: reused memory, few open files, every byte and second counted."""
+"""How a worker thread reads and writes files: with memory that is reused, few open files, and a clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import File
 
-    # What a destination writes whatever a pass does.
+    # What a destination writes, whatever a pass does.
     Task = Callable[["Channel"], None]
 
 
@@ -47,25 +47,21 @@ class Clock:
         return self.read_bytes + self.written_bytes
 
     def each(self) -> Clock:
-        """The seconds of one thread, on average; the threads themselves do not count."""
+        """Return the seconds of a thread, on average; the threads themselves do not count."""
         count = max(1, self.workers)
         seconds = self.read / count, self.compute / count, self.write / count
         return Clock(*seconds, self.read_bytes, self.written_bytes)
 
     def add(self, other: Clock) -> None:
-        """Add the figures of another thread, or of another pass."""
-        self.read += other.read
-        self.compute += other.compute
-        self.write += other.write
-        self.read_bytes += other.read_bytes
-        self.written_bytes += other.written_bytes
-        self.workers += other.workers
+        """Add the counts of another thread, or of another pass."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 class Channel:
-    """Reads shards and writes files, for one thread, with at most `max_files` open at a time.
+    """Reads shards and writes files, for a thread, with at most `max_files` open at a time.
 
-    Memory comes from `allocate`, and is used again.
+    Memory comes from `allocate`, and is used again. `on_bytes` is told of all bytes that were processed.
     """
 
     def __init__(
@@ -75,9 +71,9 @@ class Channel:
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self.clock = Clock()
+        self.on_bytes = on_bytes or (lambda _nbytes: None)
         self._max_files = max_files
         self._allocate = allocate
-        self._on_bytes = on_bytes
         # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
         self._memory: list[memoryview | None] = []
         # The least recently used first.
@@ -94,31 +90,35 @@ class Channel:
         try:
             if len(memory) < nbytes:
                 memory = _NOTHING
-                memory = self._allocated(nbytes)
+                try:
+                    # A power of two, for sizes that differ a little.
+                    memory = self._allocate(1 << max(12, (nbytes - 1).bit_length()))
+                except OSError as error:
+                    raise MemoryError from error
             yield memory[:nbytes]
         finally:
             self._memory[at] = memory
 
-    def _allocated(self, nbytes: int) -> memoryview:
-        try:
-            # A power of two, for sizes that differ a little.
-            return self._allocate(1 << max(12, (nbytes - 1).bit_length()))
-        except OSError as error:
-            raise MemoryError from error
-
-    def read(self, shard: Shard, begin: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of a shard from `begin` on.
+    def read(self, shard: Shard, begin: int, view: memoryview, *, counts: bool = True) -> None:
+        """Fill `view` with the bytes of a shard from `begin` on; they count unless they are read again.
 
         Raises:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        self._fill(shard, begin, view)
-        self.record_read(len(view), perf_counter() - began)
-
-    def _fill(self, shard: Shard, begin: int, view: memoryview) -> None:
         for file, at, part in shard.runs(begin, len(view)):
             fill(self._reader(file), at, view[part])
+        seconds = perf_counter() - began
+        if counts:
+            self.record_read(len(view), seconds)
+        else:
+            self.clock.read += seconds
+
+    def record_read(self, nbytes: int, seconds: float) -> None:
+        """Count bytes that were read, and the seconds that it took to read them."""
+        self.clock.read += seconds
+        self.clock.read_bytes += nbytes
+        self.on_bytes(nbytes)
 
     @contextlib.contextmanager
     def borrow_fd(self, shard: Shard) -> Iterator[int]:
@@ -128,7 +128,7 @@ class Channel:
             SystemRefusedError: reading failed, or the file changed since its header was read.
         """
         began = perf_counter()
-        fd = self._descriptor(shard)
+        fd = self._reader(shard).fileno
         self.clock.read += perf_counter() - began
         self._borrowed.append(shard)
         try:
@@ -140,14 +140,8 @@ class Channel:
         finally:
             self._borrowed.remove(shard)
 
-    def record_read(self, nbytes: int, seconds: float) -> None:
-        """Count bytes that were read, and the seconds that it took to read them."""
-        self.clock.read += seconds
-        self.clock.read_bytes += nbytes
-        self.count(nbytes)
-
     def touch(self, shard: Shard) -> None:
-        """Have `check` look at a shard, though nothing of it is read.
+        """Open a shard for `check` to examine, though nothing of it is read.
 
         Raises:
             SystemRefusedError: the file changed since its header was read.
@@ -155,32 +149,17 @@ class Channel:
         for file in shard.files:
             self._reader(file)
 
-    def count(self, nbytes: int) -> None:
-        """Count bytes as processed."""
-        if self._on_bytes is not None:
-            self._on_bytes(nbytes)
-
-    def read_again(self, shard: Shard, begin: int, view: memoryview) -> None:
-        """Read as `read` does what is about to be overwritten; its bytes do not count."""
-        began = perf_counter()
-        self._fill(shard, begin, view)
-        self.clock.read += perf_counter() - began
-
-    def write(self, file: File, begin: int, view: memoryview) -> None:
-        """Write `view` into a file, from byte `begin` on.
+    def write(self, file: File, begin: int, parts: Sequence[bytes | memoryview], nbytes: int = 0) -> None:
+        """Write parts one after another into a file, from byte `begin` on; `nbytes` of them count as results.
 
         Raises:
             SystemRefusedError: writing failed.
         """
-        self.save(file, begin, [view])
-        self.clock.written_bytes += len(view)
-
-    def save(self, file: File, begin: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Write parts one after another as `write` does; their bytes do not count."""
         began = perf_counter()
         with os_errors_about(file.path):
-            fs.write_all(self._descriptor(file), parts, begin)
+            fs.write_all(self._reader(file).fileno, parts, begin)
         self.clock.write += perf_counter() - began
+        self.clock.written_bytes += nbytes
 
     def check(self) -> None:
         """Raise `SystemRefusedError` if a file that is open changed while it was read."""
@@ -192,31 +171,35 @@ class Channel:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _descriptor(self, file: Shard | File) -> int:
-        return self._reader(file).fileno
-
     def _reader(self, file: Shard | File) -> Reader:
-        reader = self._open.get(file)
-        if reader is not None:
+        """Return an open file; opening another closes the least recently used, if there are too many."""
+        if file in self._open:
             self._open.move_to_end(file)
-            return reader
+            return self._open[file]
         if len(self._open) >= self._max_files:
             self._close_oldest()
-        while True:
+        while file not in self._open:
             try:
-                reader = self._open_source(file) if isinstance(file, Shard) else _open_destination(file)
+                if isinstance(file, Shard):
+                    reader = file.source.open()
+                else:
+                    # Without a status, because its status changes.
+                    reader = Reader(Source(str(file.path), 0), file.open(os.O_WRONLY))
+                self._open[file] = reader
             except SystemRefusedError:
                 raise
             except OSError as error:
-                # The limit of the system may be lower than ours.
+                # The limit of the system may be lower than `max_files`.
                 if error.errno != errno.EMFILE or not self._close_oldest():
                     raise from_os_error(error, file.name if isinstance(file, Shard) else file.path) from error
-            else:
-                self._open[file] = reader
-                return reader
+        self._check(reader)
+        # A small file is read at once.
+        if isinstance(file, Shard) and reader.fileno >= 0 and file.size > tuning.BLOCK_BYTES:
+            system.read_in_order(reader.fileno)
+        return reader
 
     def _close_oldest(self) -> bool:
-        """Close the file that was not used for longest, unless all are borrowed; whether one was closed."""
+        """Close the least recently used file, unless all are borrowed; return whether a file was closed."""
         file = next((file for file in self._open if file not in self._borrowed), None)
         if file is None:
             return False
@@ -228,23 +211,6 @@ class Channel:
     def _check(reader: Reader) -> None:
         if not reader.is_unchanged:
             raise changed_meanwhile(reader.source.name)
-
-    def _open_source(self, shard: Shard) -> Reader:
-        reader = shard.source.open()
-        try:
-            self._check(reader)
-            # A small file is read at once.
-            if reader.fileno >= 0 and shard.size > tuning.BLOCK_BYTES:
-                system.read_in_order(reader.fileno)
-        except BaseException:
-            reader.close()
-            raise
-        return reader
-
-
-def _open_destination(file: File) -> Reader:
-    # Without a status that it would have to keep.
-    return Reader(Source(str(file.path), 0), file.open(os.O_WRONLY))
 
 
 def fill(reader: Reader, begin: int, view: memoryview) -> None:

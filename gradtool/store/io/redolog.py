@@ -92,7 +92,7 @@ class RedoLog:
             at, self.size = self.size, self.size + len(head) + len(new)
             before, end = self.added.get(number, (0, 0))
             self.added[number] = before + nbytes, max(end, begin + len(new))
-        channel.save(self.file, at, [head, new])
+        channel.write(self.file, at, [head, new], nbytes)
 
     def entries(self, fd: int) -> Iterator[Entry]:
         """Yield the entries, whose content is not read; `fd` is the open log.
@@ -125,7 +125,7 @@ class RedoLog:
         """
         errors: list[BaseException] = []
         lock = threading.Lock()
-        with os_errors_about(self.file.path), self.file.opened(os.O_RDONLY) as fd:
+        with os_errors_about(self.file.path), fs.closing(self.file.open(os.O_RDONLY)) as fd:
             entries, reader = self.entries(fd), Reader(Source(str(self.file.path), self.size), fd)
             budget = system.descriptors_left()
             # Beside this one.
@@ -143,7 +143,7 @@ class RedoLog:
                         with channel.memory(entry.length) as view:
                             fill(reader, entry.at, view)
                             for start, stop in entry.parts:
-                                channel.save(targets[entry.number], entry.begin + start, [view[start:stop]])
+                                channel.write(targets[entry.number], entry.begin + start, [view[start:stop]])
                 except BaseException as error:  # noqa: BLE001 - raised below
                     errors.append(error)
                 finally:
@@ -179,24 +179,24 @@ class RedoLog:
             if not force and _is_foreign(now, entry, content):
                 raise changed_since(file.path)
             if now != content:
-                with os_errors_about(file.path), file.opened(os.O_WRONLY) as fd:
+                with os_errors_about(file.path), fs.closing(file.open(os.O_WRONLY)) as fd:
                     for start, stop in entry.parts:
                         fs.write_all(fd, [content[start:stop]], entry.begin + start)
         # All are synced: an earlier recovery may have written what is right already, and not synced it.
         for file, _ in targets.values():
-            with os_errors_about(file.path), file.opened(os.O_RDONLY) as fd:
+            with os_errors_about(file.path), fs.closing(file.open(os.O_RDONLY)) as fd:
                 fs.sync(fd)
 
     def _compared(self, targets: Mapping[int, tuple[File, int]]) -> Iterator[tuple[Entry, File, bytes, bytes]]:
         """Yield each entry with its target, its new content, and what the target has now."""
-        with os_errors_about(self.file.path), self.file.opened(os.O_RDONLY) as fd:
+        with os_errors_about(self.file.path), fs.closing(self.file.open(os.O_RDONLY)) as fd:
             for entry in self.entries(fd):
                 content = os.pread(fd, entry.length, entry.at)
                 if _checksum(self._run, entry.head[_CHECKSUM.size :], content) != entry.head[: _CHECKSUM.size]:
                     raise self._damaged()
                 file, size = targets.get(entry.number, (None, 0))
                 if file is not None and entry.begin + entry.length <= size:
-                    with os_errors_about(file.path), file.opened(os.O_RDONLY) as target:
+                    with os_errors_about(file.path), fs.closing(file.open(os.O_RDONLY)) as target:
                         now = os.pread(target, entry.length, entry.begin)
                     yield entry, file, content, now
 

@@ -1,20 +1,21 @@
-"""What a call names and selects, opened: its gradient sets and their tensors."""
+"""What a call names and selects, and opening it: its gradient sets and their tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import BadInputError, SystemRefusedError, os_errors_about
+from gradtool.errors import BadInputError, os_errors_about
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.selection import check_dtypes, require_unique_names, select
-from gradtool.store.fs import Folder
-from gradtool.store.transaction.files import files_of_runs
+from gradtool.store.fs import PREFIX, Folder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -28,16 +29,17 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.runs import Scope
 
 
+@dataclass(frozen=True, eq=False)
 class OpenSets:
     """The gradient sets of a call, headers read and checked, and the tensors that are selected in them."""
 
-    def __init__(self, sets: list[GradientSet], selected: list[Selected]) -> None:
-        self.sets, self.selected = sets, selected
+    sets: list[GradientSet]
+    selected: list[Selected]
 
     @property
     def shards(self) -> list[Shard]:
         """Every file of the call."""
-        return [shard for one in self.sets for shard in one.shards]
+        return [shard for gradset in self.sets for shard in gradset.shards]
 
     @property
     def local_paths(self) -> list[Path]:
@@ -45,19 +47,20 @@ class OpenSets:
         return [Path(shard.name) for shard in self.shards if shard.source.status]
 
     def selected_in(self, gradients: GradientSet) -> list[Selected]:
-        """The selected tensors of a set."""
-        return [one for shard in (*gradients.shards, *gradients.split) for one in self._by_shard.get(shard, ())]
+        """List the selected tensors of a set."""
+        shards = (*gradients.shards, *gradients.split)
+        return [selected for shard in shards for selected in self._by_shard.get(shard, ())]
 
     @cached_property
     def _by_shard(self) -> dict[Shard, list[Selected]]:
-        return {shard: list(group) for shard, group in groupby(self.selected, key=lambda one: one.shard)}
+        return {shard: list(group) for shard, group in groupby(self.selected, key=attrgetter("shard"))}
 
 
 class WritePlan(NamedTuple):
     """What a call writes, besides what its options say: the first `writes` of its sets, or all.
 
-    Or else those with one of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that is
-    written together with the sets, and says what a later call must know of this one.
+    Or else those with a file of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that
+    is written together with the sets, and says what a later call must know of this call.
     """
 
     writes: int | None = None
@@ -97,17 +100,17 @@ class Inputs(NamedTuple):
             check_dtypes(selected, self.dtypes)
         return OpenSets(sets, selected)
 
-    def places(self, error: GradtoolError | None = None) -> list[Scope]:
-        """Where the paths lead, whether they can be opened or not; or the files that an error is about."""
-        from gradtool.store.transaction.runs import Scope  # only needed for errors, and to write
+    def scopes(self, error: GradtoolError | None = None) -> list[Scope]:
+        """Return where the paths lead, whether they can be opened or not; or the files that an error is about."""
+        from gradtool.store.transaction.runs import scopes_of  # only needed for errors, and to write
 
         files = [problem.file for problem in error.problems if problem.file] if error else []
-        places: dict[Scope, None] = {}
+        scopes: dict[Scope, None] = {}
         for path in files or self.paths:
             # Where the current folder is gone, a relative path leads nowhere.
             with contextlib.suppress(OSError):
-                places |= dict.fromkeys(Scope.of(path))
-        return list(places)
+                scopes |= dict.fromkeys(scopes_of(path))
+        return list(scopes)
 
 
 def open_to_read(inputs: Inputs) -> OpenSets:
@@ -123,44 +126,40 @@ def open_to_read(inputs: Inputs) -> OpenSets:
         from gradtool.store.transaction.runs import require_finished_at  # only needed for the error
 
         # A half-changed file may be what is wrong.
-        for place in inputs.places(error):
-            require_finished_at(place)
+        for scope in inputs.scopes(error):
+            require_finished_at(scope)
         raise
     require_finished(opened.local_paths)
     return opened
 
 
 def require_finished(paths: Iterable[Path], run: str | None = None) -> None:
-    """Raise `SystemRefusedError` if one of the files may be half changed, by a run other than `run`."""
+    """Raise `SystemRefusedError` if a file may be half changed, by a run other than `run`."""
     names: dict[Path, dict[str, Path]] = {}
-    parents: dict[Path, Path] = {}
+    real_folders: dict[Path, Path] = {}
     for path in paths:
-        parent, name = _real(path, parents)
-        names.setdefault(parent, {})[name] = path
-    for parent, files in names.items():
-        with os_errors_about(parent), Folder.at(parent) as folder:
-            if _may_have_logs(folder):
+        if os.path.islink(path):  # noqa: PTH114 - Path's own may raise
+            real = Path(os.path.realpath(path))
+            folder, name = real.parent, real.name
+        else:
+            parent, name = path.parent, path.name
+            if parent not in real_folders:
+                real_folders[parent] = Path(os.path.realpath(parent))
+            folder = real_folders[parent]
+        names.setdefault(folder, {})[name] = path
+    for real_folder, files in names.items():
+        with os_errors_about(real_folder), Folder.at(real_folder) as opened:
+            if _may_have_logs(opened):
                 from gradtool.store.transaction.runs import require_finished_in
 
-                require_finished_in(folder, files, run)
-
-
-def _real(path: Path, parents: dict[Path, Path]) -> tuple[Path, str]:
-    """The folder and the name of a file, links followed; `parents` are the folders that were looked up already."""
-    if os.path.islink(path):  # noqa: PTH114 - Path's own may raise
-        real = Path(os.path.realpath(path))
-        return real.parent, real.name
-    parent = path.parent
-    if parent not in parents:
-        parents[parent] = Path(os.path.realpath(parent))
-    return parents[parent], path.name
+                require_finished_in(opened, files, run)
 
 
 def _may_have_logs(folder: Folder) -> bool:
-    """Whether a folder has files of runs, or cannot be listed."""
+    """Check whether a folder has hidden files of gradtool, or cannot be listed."""
     try:
-        return bool(files_of_runs(folder))
-    except SystemRefusedError as error:
+        return any(name.startswith(PREFIX) for name in folder.names())
+    except PermissionError as error:
         if error.errno != errno.EACCES:
             raise
         return True

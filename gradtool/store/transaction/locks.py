@@ -10,9 +10,7 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, call, option, os_errors_about, say, unfinished
-from gradtool.store.fs import UNSUPPORTED
-from gradtool.store.system import boot_id
-from gradtool.store.transaction.files import lock_of
+from gradtool.store.system import UNSUPPORTED, boot_id
 from gradtool.store.transaction.log import HOST
 
 if TYPE_CHECKING:
@@ -30,18 +28,18 @@ class InUse(NamedTuple):
     is_orphaned: bool = False
 
     def error(self, target: Path) -> SystemRefusedError:
-        """The error for a call that would write one of its targets."""
+        """Return the error for a call that would write a target of the run."""
         if self.is_orphaned:
-            lock = self.log.home.with_suffix(".lock")
-            what = f"in use: {self.log.who} has ended, but another process holds its lock"
-            return SystemRefusedError(what, file=target, code="in-use", hint=f"find it with fuser {lock}")
+            lock = self.log.log_path.with_suffix(".lock")
+            message = f"in use: {self.log.process} has ended, but another process holds its lock"
+            return SystemRefusedError(message, file=target, code="in-use", hint=f"find it with fuser {lock}")
         hint = say("wait for it with {}", option("lock_timeout"))
-        return SystemRefusedError(f"in use by {self.log.who}", file=target, code="in-use", hint=hint)
+        return SystemRefusedError(f"in use by {self.log.process}", file=target, code="in-use", hint=hint)
 
 
 def create_locked(folder: Folder, name: str) -> int | None:
-    """Make a file and lock it; None if another process took it for an orphan first."""
-    fd = folder.create(name)
+    """Make a file and lock it; return None if another process took it for an orphan first."""
+    fd, _ = folder.create(name)
     try:
         if lock(fd) is not False and is_file_at(fd, folder, name):
             return fd
@@ -54,7 +52,7 @@ def create_locked(folder: Folder, name: str) -> int | None:
 
 
 def lock(fd: int) -> bool | None:
-    """Lock a file until its descriptor is closed: whether that succeeded; None on file systems without locks."""
+    """Lock a file until its descriptor is closed, and tell whether that succeeded; None where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -66,43 +64,46 @@ def lock(fd: int) -> bool | None:
     return True
 
 
-def claim(home: Folder, log: Log) -> int | InUse | None:
-    """Lock a crashed run: the descriptor with the lock, or the run if it is alive; None if it has ended."""
+def claim(folder: Folder, log: Log) -> int | InUse | None:
+    """Lock a crashed run, whose log is in a folder; return the descriptor with the lock, or the run if it is alive.
+
+    None if it has ended.
+    """
     if log.owner != os.geteuid():
         # We can neither see its lock nor recover it.
-        if home.status(log.path.name) is None:
+        if folder.status(log.path.name) is None:
             return None
         if has_process(log):
             return InUse(log)
         hint = say("run {} as that user", call("recover", str(log.path.parent)))
         raise unfinished(f"is the log of a crashed run of user {log.owner}", log.path, hint)
-    name = lock_of(log.run)
-    with os_errors_about(home.path / name):
+    name = f"{log.run}.lock"
+    with os_errors_about(folder.path / name):
         try:
-            fd = home.open(name, os.O_RDWR)
+            fd = folder.open(name, os.O_RDWR)
         except FileNotFoundError:
-            return _claim_without_lock(home, log)
+            return _claim_without_lock(folder, log)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
-        got = lock(fd)
-        if not is_file_at(fd, home, name):
+        is_locked = lock(fd)
+        if not is_file_at(fd, folder, name):
             return None
         is_alive = has_process(log)
-        if not got and (got is False or is_alive):
+        if not is_locked and (is_locked is False or is_alive):
             return InUse(log, is_orphaned=not is_alive)
         stack.pop_all()
         return fd
 
 
-def _claim_without_lock(home: Folder, log: Log) -> int | InUse | None:
-    """A run removes its lock last, so a log without one has lost it; it gets a new one."""
-    if home.status(log.path.name) is None:
+def _claim_without_lock(folder: Folder, log: Log) -> int | InUse | None:
+    """Make a new lock for a log that has lost it: a run removes its lock last."""
+    if folder.status(log.path.name) is None:
         return None
     if log.host == HOST and has_process(log):
         return InUse(log)
-    with os_errors_about(home.path):
+    with os_errors_about(folder.path):
         try:
-            return create_locked(home, lock_of(log.run))
+            return create_locked(folder, f"{log.run}.lock")
         except FileExistsError:
             return None
 
@@ -114,7 +115,7 @@ def is_file_at(fd: int, folder: Folder, name: str) -> bool:
 
 
 def has_process(log: Log) -> bool:
-    """Whether its process exists; one on another machine may."""
+    """Check whether the process of a run exists; a process on another machine may."""
     if log.host != HOST:
         return True
     if log.boot != boot_id():

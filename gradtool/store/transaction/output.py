@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure, option, say
 from gradtool.store.format.gradset import parts_in
-from gradtool.store.format.layout import INDEX_NAME, rewritten
+from gradtool.store.format.index import INDEX_SUFFIX
+from gradtool.store.format.layout import rewritten
+from gradtool.store.format.paths import check_output_path
 from gradtool.store.fs import File
-from gradtool.store.io.destination import DISCARD, NewFile, NewFiles, Overwritten
+from gradtool.store.io.destination import DISCARD, NewFile, Overwritten
 from gradtool.store.source import SmallFile, require_status
-from gradtool.store.transaction.commit import Commit
-from gradtool.store.transaction.inplace import Target
-from gradtool.store.transaction.inputs import require_finished
-from gradtool.store.transaction.output_checks import check_collisions, check_not_replaced, check_options, check_state
-from gradtool.store.transaction.targets import Targets
-from gradtool.store.transaction.transaction import Transaction
+from gradtool.store.transaction.commit import Commit, Target
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets, WritePlan
     from gradtool.store.transaction.staging import Source
+    from gradtool.store.transaction.transaction import Transaction
 
     # For each file whose metadata change, the entries that get a new text, or none.
     Metadata = Mapping[Shard, Mapping[str, str | None]]
@@ -39,7 +38,7 @@ class Output(NamedTuple):
     """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
-    exist. `transaction` holds the locks, unless there was a `refusal`. `state` is that of the plan.
+    exist. `transaction` holds the locks, unless there was a `refusal`. A state of the plan is written with the sets.
     """
 
     options: Writing
@@ -49,10 +48,10 @@ class Output(NamedTuple):
     folder: Path | None = None
     transaction: Transaction | None = None
     refusal: SystemRefusedError | None = None
-    state: Path | None = None
+    states: Sequence[Path] = ()
 
     @classmethod
-    def of(cls, options: Writing, opened: OpenSets, plan: WritePlan) -> Self:
+    def from_options(cls, options: Writing, opened: OpenSets, plan: WritePlan) -> Self:
         """Return the output of a call to open sets, or to a new one.
 
         Raises:
@@ -61,29 +60,30 @@ class Output(NamedTuple):
                 or a path that the shell should have expanded.
         """
         check_options(options, plan.state)
-        sets, shards, created, output_files = opened.sets, opened.shards, plan.created, plan.output_files
-        folder = None if options.output_dir is None else Path(options.output_dir)
-        written = sets[: plan.writes] if output_files is None else _sets_with(output_files, sets, options)
-        indexes = [one.index for one in sets if one.index]
-        output = cls(options, written, (), folder=folder, state=plan.state).made_of(sets)
-        if created is not None:
-            output = output._replace(created=created.targets(opened.selected))
-        if created is not None and created.like is not None:
-            check_not_replaced([created.like], "shard_like", output.created)
-            output = output.made_of([created.like])
-        if options.output is not None and (len(output.shards) > 1 or any(one.index for one in output.sets)):
-            what = "{} takes a single input file"
+        output_files, folder = plan.output_files, None if options.output_dir is None else Path(options.output_dir)
+        sets = opened.sets[: plan.writes] if output_files is None else _sets_with(output_files, opened.sets, options)
+        output = cls(options, sets, (), folder=folder, states=[plan.state] if plan.state else ())
+        output = output.with_sources(opened.sets)
+        if plan.created is not None:
+            output = output._replace(created=plan.created.targets(opened.selected))
+            if plan.created.like is not None:
+                check_not_replaced([plan.created.like], "shard_like", output.created)
+                output = output.with_sources([plan.created.like])
+        if options.output is not None and (len(output.shards) > 1 or any(gradset.index for gradset in sets)):
+            message = "{} takes a single input file"
             if output_files is not None:
-                what = "{} is one file, but {} files get results"
+                message = "{} is one file, but {} files get results"
             hint = say("use {} for several files", option("output_dir"))
-            raise UsageError(say(what, option("output"), len(output_files or ())), hint=hint)
+            raise UsageError(say(message, option("output"), len(output_files or ())), hint=hint)
         if options.is_elsewhere:
-            check_collisions(output.targets, shards, indexes, output.shards)
+            indexes = [gradset.index for gradset in opened.sets if gradset.index]
+            check_collisions(output.targets, opened.shards, indexes, output.shards)
         else:
             for shard in output.shards:
                 require_status(shard.source)
-        if plan.state is not None:
-            check_state(output.targets, plan.state)
+        if plan.state is not None and os.path.realpath(plan.state) in map(os.path.realpath, output.targets):
+            message = say("{} is a file that the gradients are written to", option("state", plan.state))
+            raise UsageError(message, hint="use another file for the state")
         output.check_existing()
         return output
 
@@ -92,77 +92,63 @@ class Output(NamedTuple):
         """Every file that may be written, with the indexes."""
         if self.created:
             return list(self.created)
-        indexes = [one.index for one in self.sets if one.index]
-        return [self._target(path) for path in (*(shard.name for shard in self.shards), *map(str, indexes))]
-
-    @property
-    def states(self) -> list[Path]:
-        """The state that is written with the targets, if there is one."""
-        return [] if self.state is None else [self.state]
+        indexes = [str(gradset.index) for gradset in self.sets if gradset.index]
+        return [self.target_of(path) for path in (*(shard.name for shard in self.shards), *indexes)]
 
     @property
     def shards(self) -> list[Shard]:
         """Every file of the sets that are written."""
-        return [shard for one in self.sets for shard in one.shards]
+        return [shard for gradset in self.sets for shard in gradset.shards]
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the inputs are left alone."""
-        return self.options.is_elsewhere
+    def target_of(self, path: str) -> Path:
+        """Return the file that the result for an input is written to."""
+        if self.options.output is not None:
+            return Path(self.options.output)
+        return Path(path) if self.folder is None else self.folder / Path(path).name
 
-    def made_of(self, sets: Sequence[GradientSet]) -> Self:
+    def with_sources(self, sets: Sequence[GradientSet]) -> Self:
         """Return the same output with the files of more sets as sources."""
-        indexes = [(one.index, None) for one in sets if one.index]
-        shards = [(Path(shard.name), shard.source.status) for one in sets for shard in one.shards]
+        indexes = [(gradset.index, None) for gradset in sets if gradset.index]
+        shards = [(Path(shard.name), shard.source.status) for gradset in sets for shard in gradset.shards]
         return self._replace(sources=[*self.sources, *indexes, *shards])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
-        """The files to be written when those tensors and entries of metadata change; elsewhere, all of them."""
+        """List the files to be written when those tensors and entries of metadata change; elsewhere, all of them."""
         changes: dict[Shard, int] = {}
         metadata = metadata or {}
-        for one in changed:
-            for shard, begin, end in one.shard.ranges(one.tensor):
+        for source, tensor in changed:
+            for shard, begin, end in source.ranges(tensor):
                 changes[shard] = changes.get(shard, 0) + end - begin
         return [
             NewFile(shard, shard.size, changes=changes.get(shard, 0), metadata=metadata.get(shard))
             for shard in self.shards
-            if self.is_elsewhere or shard in changes or shard in metadata
+            if self.options.is_elsewhere or shard in changes or shard in metadata
         ]
 
     def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
-        """The paths that were written, as the caller named them, after those files were."""
-        if self.is_elsewhere:
+        """List the paths that were written, as the caller named them, after those files were."""
+        if self.options.is_elsewhere:
             return (str(self.options.output or self.folder),) if shards else ()
-        return tuple(one.name for one in self.sets if any(shard in shards for shard in one.shards))
+        return tuple(gradset.name for gradset in self.sets if any(shard in shards for shard in gradset.shards))
 
     def check_existing(self) -> None:
         """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
         if self.options.no_clobber:
-            there = [Problem("exists", "already exists", str(one)) for one in self.targets if os.path.lexists(one)]
-            if there:
+            problems = [
+                Problem("exists", "already exists", str(target)) for target in self.targets if os.path.lexists(target)
+            ]
+            if problems:
                 hint = say("leave out {} to replace files that exist", option("no_clobber", True))
-                raise BadInputError.from_problems(there, hint)
+                raise BadInputError.from_problems(problems, hint)
         if self.created and self.folder is not None and (files := parts_in(self.folder)):
             # With a shard or an index of another set beside it, the new set could not be told from that.
             expected = {path.name for path in self.created}
-            others = [one.name for one in files if one.name not in expected]
-            if others:
-                more = f" and {len(others) - 1:,} more" if others[1:] else ""
-                what = f"has {others[0]}{more}, which the new set does not have"
+            names = [path.name for path in files if path.name not in expected]
+            if names:
+                more = f" and {len(names) - 1:,} more" if names[1:] else ""
+                message = f"has {names[0]}{more}, which the new set does not have"
                 hint = say("move such files away, or use another {}", option("output_dir"))
-                raise BadInputError(what, file=self.folder, code="exists", hint=hint)
-
-    def new_transaction(self) -> Transaction:
-        """The transaction that will lock the targets; it does nothing yet."""
-        # Of two new sets in one folder, of which neither may see the files of the other, all files differ otherwise.
-        common = [self.folder / INDEX_NAME] if self.created and self.folder else []
-        targets = dict.fromkeys([*self.targets, *common])
-        return Transaction(Targets(targets, self.folder, self.states), fsync=self.options.fsync)
-
-    def check_state_files(self) -> None:
-        """Check the state for a call that writes nothing: that its path leads somewhere, and no run changes it."""
-        Targets((), self.folder, self.states).close()
-        require_finished(state for state in self.states if state.parent.is_dir())
+                raise BadInputError(message, file=self.folder, code="exists", hint=hint)
 
     @contextlib.contextmanager
     def writing(
@@ -179,46 +165,33 @@ class Output(NamedTuple):
         Raises:
             BadInputError: in place, the header of a file has no room for new metadata.
         """
-        files = [_with_metadata(file, in_place=self.options.in_place) for file in files]
-        if self.options.dry_run or not (files or (self.is_elsewhere and not self.created) or state):
+        is_elsewhere = self.options.is_elsewhere
+        files = [_with_new_header(file, self.options) if file.metadata else file for file in files]
+        if self.options.dry_run or not (files or (is_elsewhere and not self.created) or state):
             yield DISCARD
             return
         transaction = self.transaction
         if transaction is None:
             raise self.refusal or BugError("nothing is locked")
-        indexes = self._copied_indexes() if indexes is None else indexes
-        small = [*indexes, *([] if state is None else [state])]
-        sources = [*self.sources, *((path, stat) for path, stat, _ in small if stat is not None)]
-        # Another run may have written them while this one waited for its locks.
+        if indexes is None:
+            sets = self.sets if is_elsewhere and self.options.output is None else ()
+            indexes = [index for gradset in sets if (index := gradset.read_index()) is not None]
+        small_files = [*indexes, *([] if state is None else [state])]
+        sources = [*self.sources, *((path, status) for path, status, _ in small_files if status is not None)]
+        # Another run may have written them while this run waited for its locks.
         self.check_existing()
         with Commit(transaction, sources) as commit:
             if self.options.in_place and files:
-                yield Overwritten(files, commit.overwrite([_changed(transaction, file) for file in files]))
+                yield Overwritten(files, commit.overwrite([_target(transaction, file) for file in files]))
             else:
                 yield Staging(self, commit, files)
-                ensure(commit.count == len(files), "a new file was not written")
-                for path, stat, content in indexes:
-                    index = SmallFile(self._target(str(path)), None if self.is_elsewhere else stat, content)
+                ensure(len(commit.staged) == len(files), "a new file was not written")
+                for path, status, content in indexes:
+                    index = SmallFile(self.target_of(str(path)), None if is_elsewhere else status, content)
                     commit.stage_content(index, is_new=self.options.no_clobber)
             if state is not None:
                 commit.stage_content(state, is_new=state.stat is None)
             commit.put_in_place()
-
-    def _target(self, name: str) -> Path:
-        if self.options.output is not None:
-            return Path(self.options.output)
-        return Path(name) if self.folder is None else self.folder / Path(name).name
-
-    def stage(self, commit: Commit, new: NewFile) -> File:
-        """Make a temporary for a new file."""
-        original = None if self.is_elsewhere else require_status(new.shard.source)
-        target, is_new = self._target(new.shard.name), self.options.no_clobber
-        return commit.stage(target, new.size, original, new.ranges, is_new=is_new)
-
-    def _copied_indexes(self) -> list[SmallFile]:
-        if not self.is_elsewhere or self.options.output is not None:
-            return []
-        return [index for one in self.sets if (index := one.read_index()) is not None]
 
 
 class Staging(NamedTuple):
@@ -228,39 +201,115 @@ class Staging(NamedTuple):
     commit: Commit
     files: Sequence[NewFile]
 
-    def write_here(self) -> NewFiles:
-        """Stage all files, and return the destination that writes to them."""
-        return NewFiles({new.shard: (new, self.stage(new)) for new in self.files})
-
     def stage(self, new: NewFile) -> File:
         """Make a temporary for a file."""
-        return self.output.stage(self.commit, new)
+        options, shard = self.output.options, new.shard
+        original = None if options.is_elsewhere else require_status(shard.source)
+        target = self.output.target_of(shard.name)
+        return self.commit.stage(target, new.size, original, new.ranges, is_new=options.no_clobber)
 
 
-def _with_metadata(file: NewFile, *, in_place: bool) -> NewFile:
-    """The file with the header that its new metadata ask for, if there are any."""
-    if not file.metadata:
-        return file
-    new = file.with_header(rewritten(file.shard, file.metadata))
-    if in_place and new.shift:
+def _with_new_header(file: NewFile, options: Writing) -> NewFile:
+    """Return the file with the header that its new metadata ask for."""
+    new = file.with_header(rewritten(file.shard, file.metadata or {}))
+    if options.in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
-        what = "the header has no room for new metadata in place"
-        raise BadInputError(what, file=file.shard.name, code="header", hint=hint)
+        message = "the header has no room for new metadata in place"
+        raise BadInputError(message, file=file.shard.name, code="header", hint=hint)
     return new
 
 
 def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
-    """The sets that have one of the files; where the output is elsewhere, only those files of them."""
-    found = [one for one in sets if any(shard.name in files for shard in one.shards)]
+    """Return the sets that have one of the files; where the output is elsewhere, only those files of them."""
+    sets = [gradset for gradset in sets if any(shard.name in files for shard in gradset.shards)]
     if not options.is_elsewhere:
-        return found
-    own = [tuple(shard for shard in one.shards if shard.name in files) for one in found]
-    # A single file needs no index.
-    indexes = [one.index if options.output is None else None for one in found]
-    return [replace(one, shards=shards, index=index) for one, shards, index in zip(found, own, indexes, strict=True)]
+        return sets
+    return [
+        replace(
+            gradset,
+            shards=tuple(shard for shard in gradset.shards if shard.name in files),
+            # A single file needs no index.
+            index=gradset.index if options.output is None else None,
+        )
+        for gradset in sets
+    ]
 
 
-def _changed(transaction: Transaction, file: NewFile) -> Target:
-    """Return what is changed in place for a file, which must still be the one that was read."""
+def _target(transaction: Transaction, file: NewFile) -> Target:
+    """Return what is changed in place for a file, which must still be the file that was read."""
     (folder, name), status = transaction.targets.locate(Path(file.shard.name)), require_status(file.shard.source)
     return Target(File(folder, name, status.st_dev, status.st_ino), status, file.changes)
+
+
+def check_options(options: Writing, state: Path | None) -> None:
+    """Check what does not depend on the inputs.
+
+    Raises:
+        UsageError: the options contradict each other, or cannot be meant.
+        BadInputError: an output is a URL, or a path that the shell should have expanded.
+    """
+    output, output_dir = options.output, options.output_dir
+    names = option("output"), option("output_dir")
+    for name in ("output", "output_dir"):
+        if getattr(options, name) == "-":
+            message = say("{} is not supported: results are files, not streams", option(name, "-"))
+            raise UsageError(message, hint="use ./- for a file or folder named -")
+    for path in (output, output_dir, state):
+        if path is not None:
+            check_output_path(os.fspath(path))
+    if options.in_place and options.is_elsewhere:
+        raise UsageError(say("{} cannot be combined with {} or {}", option("write", "inplace"), *names))
+    if output is not None and output_dir is not None:
+        raise UsageError(say("{} and {} cannot be combined", *names))
+    if options.no_clobber and not options.is_elsewhere:
+        raise UsageError(say("{} requires {} or {}", option("no_clobber", True), *names))
+    if output is not None and os.fspath(output).endswith((os.sep, INDEX_SUFFIX)):
+        message = say("{} is a folder or an index, not a file", option("output", output))
+        raise UsageError(message, hint=say("use {}", names[1]))
+    # Not Path's questions, which raise where there is no permission.
+    if output_dir is not None and os.path.lexists(output_dir) and not os.path.isdir(output_dir):  # noqa: PTH112
+        raise UsageError(say("{} is not a folder", option("output_dir", output_dir)))
+
+
+def check_collisions(
+    targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = (), originals: Iterable[Shard] = ()
+) -> None:
+    """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file.
+
+    `originals` are the inputs that would be replaced without an output.
+    """
+    inputs, replaceable = ({shard.source.identity for shard in each} for each in (shards, originals))
+    for index in indexes:
+        with contextlib.suppress(OSError):
+            inputs.add((index.stat().st_dev, index.stat().st_ino))
+    seen: set[str] = set()
+    for target in targets:
+        real = os.path.realpath(target)
+        if real in seen:
+            message, hint = "two inputs would be written to this file", say("use one {} for each", option("output_dir"))
+            raise UsageError(message, file=target, hint=hint)
+        seen.add(real)
+        try:
+            status = target.stat()
+        except OSError:
+            continue  # It does not exist, or writing will say what is wrong.
+        identity = status.st_dev, status.st_ino
+        if identity in inputs:
+            advice = "leave out the output option to replace it" if identity in replaceable else "use another output"
+            raise UsageError("is an input", file=target, hint=advice)
+        if stat.S_ISDIR(status.st_mode):
+            raise UsageError("is a folder", file=target, hint=say("use {} to write into it", option("output_dir")))
+        if not stat.S_ISREG(status.st_mode):
+            hint = say("use {} to write nothing", option("dry_run", True))
+            raise UsageError("is not a regular file", file=target, hint=hint)
+
+
+def check_not_replaced(sets: Sequence[GradientSet], name: str, targets: Sequence[Path]) -> None:
+    """Raise `UsageError` for a target that is a file of sets that are only read, and that an option names."""
+    names = [shard.name for gradset in sets for shard in gradset.shards]
+    indexes = [str(gradset.index) for gradset in sets if gradset.index]
+    paths = {os.path.realpath(path) for path in (*names, *indexes)}
+    for target in targets:
+        if os.path.realpath(target) in paths:
+            message = say("is a file of {}, which would be replaced", option(name))
+            raise UsageError(message, file=target, hint="write to another file")

@@ -1,4 +1,4 @@
-"""Crashed runs, rolled forward from the line that says they were ready; before it, they changed nothing.
+"""Recovery of crashed runs, which roll forward from the line that says they were ready; before it, nothing changed.
 
 Every step may be interrupted and repeated.
 """
@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, from_os_error, os_errors_about, unfinished
 from gradtool.store import fs
-from gradtool.store.fs import File, Folder
+from gradtool.store.fs import PREFIX, File, Folder
 from gradtool.store.io.redolog import RedoLog, changed_since
-from gradtool.store.transaction.files import MARKER, PREFIX, clear, lock_of, log_of, name_of
 from gradtool.store.transaction.locks import InUse, claim, lock
-from gradtool.store.transaction.log import FINISHED, HOST, UNTOUCHED
-from gradtool.store.transaction.logfiles import append_step, is_trusted, read_log
-from gradtool.store.transaction.runs import home_of, runs_in
+from gradtool.store.transaction.log import FINISHED, HOST, MARKER, UNTOUCHED, append_step, is_trusted, read_log
+from gradtool.store.transaction.runs import follow_pointer, runs_in
 from gradtool.store.transaction.staging import is_new, is_replaceable
+from gradtool.store.transaction.transaction import clear
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from gradtool.store.transaction.log import Change, Log, Move
+    from gradtool.store.transaction.log import Log, Move
     from gradtool.store.transaction.runs import Scope
 
 
@@ -45,18 +44,18 @@ def recover_if_crashed(log: Log, *, force: bool = False) -> Recovered | InUse | 
     Raises:
         SystemRefusedError: another program changed a file, the run is another user's, or reading or writing failed.
     """
-    known = home_of(log)
-    if known is None:
+    followed = follow_pointer(log)
+    if followed is None:
         return None
     try:
-        with Folder.at(known.path.parent) as folder:
-            return _recover(folder, known, force=force)
+        with Folder.at(followed.path.parent) as folder:
+            return _recover(folder, followed, force=force)
     except GradtoolError:
         raise
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise changed_meanwhile(known.path) from error
-        raise from_os_error(error, known.path) from error
+            raise changed_meanwhile(followed.path) from error
+        raise from_os_error(error, followed.path) from error
 
 
 def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
@@ -87,18 +86,18 @@ def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | I
             return outcomes, removed + _remove_old_markers(folder)
 
 
-def _recover(folder: Folder, known: Log, *, force: bool) -> Recovered | InUse | None:
-    lock_fd = claim(folder, known)
+def _recover(folder: Folder, log: Log, *, force: bool) -> Recovered | InUse | None:
+    lock_fd = claim(folder, log)
     if lock_fd is None or isinstance(lock_fd, InUse):
         return lock_fd
     with fs.closing(lock_fd), contextlib.ExitStack() as stack:
-        # Read again: the run may have got further before it ended.
-        home = read_log(folder, known.path.name)
-        if home is None:
+        # The run may have got further before it ended.
+        newest = read_log(folder, log.path.name)
+        if newest is None:
             return None
-        log = File(folder, home.path.name, folder.identity[0], home.inode)
-        crashed = _Crashed(folder, home, stack.enter_context(log.opened(os.O_RDWR)), stack)
-        return Recovered(crashed.recover(force=force), len(home.steps), home.pid, home.path)
+        file = File(folder, newest.path.name, folder.identity[0], newest.inode)
+        crashed = _Crashed(folder, newest, stack.enter_context(fs.closing(file.open(os.O_RDWR))), stack)
+        return Recovered(crashed.recover(force=force), len(newest.steps), newest.pid, newest.path)
 
 
 class _Crashed:
@@ -107,47 +106,49 @@ class _Crashed:
     Of its folders, those count that have a pointer to it. So a forged log reaches no folder where its run did not work.
     """
 
-    def __init__(self, folder: Folder, home: Log, fd: int, stack: contextlib.ExitStack) -> None:
-        self._home, self._fd = home, fd
+    def __init__(self, folder: Folder, log: Log, fd: int, stack: contextlib.ExitStack) -> None:
+        self._log, self._fd = log, fd
         # By number, and the names that the log there lists.
-        self._folders, self._names = {0: folder}, {0: home.names}
+        self._folders, self._names = {0: folder}, {0: log.names}
         # Folders whose pointer is missing or another run's, by number.
         self._unpointed: dict[int, Folder] = {}
-        for number, path in enumerate(home.folders[1:], 1):
+        for number, path in enumerate(log.folders[1:], 1):
             # No other error says that the folder is gone.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._add(number, stack.enter_context(Folder.at(path)))
-            if number not in self._folders and home.is_unfinished:
-                what = f"belongs to an unfinished run with files in {path} too, where its log is missing"
-                hint = f"restore that folder, or delete {home.run}* here to keep the data as it is"
-                raise unfinished(what, home.path, hint)
+            if number not in self._folders and log.is_unfinished:
+                message = f"belongs to an unfinished run with files in {path} too, where its log is missing"
+                hint = f"restore that folder, or delete {log.run}* here to keep the data as it is"
+                raise unfinished(message, log.path, hint)
 
     def _add(self, number: int, folder: Folder) -> None:
-        pointer = read_log(folder, self._home.path.name)
-        if pointer is not None and pointer.home == self._home.path and pointer.owner == self._home.owner:
+        pointer = read_log(folder, self._log.path.name)
+        if pointer is not None and pointer.log_path == self._log.path and pointer.owner == self._log.owner:
             self._folders[number], self._names[number] = folder, pointer.names
         else:
             self._unpointed[number] = folder
 
     def recover(self, *, force: bool) -> str:
         """Roll the run forward if it was ready, and remove its files; return the outcome."""
-        home = self._home
+        log = self._log
         outcome = self._outcome()
         # The log must be on the disk before anything that follows from it.
         fs.sync(self._fd)
-        if home.is_unfinished:
+        if log.is_unfinished:
             self._roll_forward(force=force)
-            if len(home.folders) > 1 or home.redo is not None:
+            if len(log.folders) > 1 or log.redo is not None:
                 self._append(ended=FINISHED)
         self._clear()
         return outcome
 
     def _outcome(self) -> str:
         """Return what becomes of the targets. Of a single rename, that depends on whether it was done."""
-        home = self._home
-        if not home.is_atomic or home.ended:
-            return home.outcome
-        (move,) = home.moves
+        log = self._log
+        if log.ended:
+            return log.ended
+        if not log.is_atomic:
+            return FINISHED if log.steps else UNTOUCHED
+        (move,) = log.moves
         # The pointer may have been removed before the log.
         folder = self._folders.get(move.folder) or self._unpointed.get(move.folder)
         if folder is None or not is_new(folder, move):
@@ -159,63 +160,61 @@ class _Crashed:
 
     def _roll_forward(self, *, force: bool) -> None:
         """Copy and rename what the run did not, once it is certain that no other program has changed a target."""
-        home = self._home
-        if any(step.name not in self._names[step.folder] for step in home.steps):
-            hint = f"delete {home.run}* to keep the data as it is"
-            raise unfinished("changes files that it does not list", home.path, hint)
+        log = self._log
+        if any(step.name not in self._names[step.folder] for step in log.steps):
+            hint = f"delete {log.run}* to keep the data as it is"
+            raise unfinished("changes files that it does not list", log.path, hint)
         targets, redo = self._targets(force=force), self._redo_log(force=force)
         if redo is not None:
             # Whether it is damaged must be known before the first byte is written; `force` ignores only foreign bytes.
             redo.check({} if force else targets)
-        moves = [move for move in home.moves if self._is_left(move, force=force)]
-        self._take()
+        moves = [move for move in log.moves if self._is_left(move, force=force)]
+        # A torn line would hide what is appended, and earlier recoveries no longer matter.
+        fs.resize(self._fd, log.size)
+        with contextlib.suppress(OSError):  # The disk may be full.
+            self._append(taken={"pid": os.getpid(), "host": HOST})
         if redo is not None:
             redo.finish(targets, force=force)
         for move in moves:
-            self._folders[move.folder].rename(name_of(home.run, move.number, "tmp"), move.name)
+            self._folders[move.folder].rename(f"{log.run}-{move.number}.tmp", move.name)
         # The run's own renames may not be on the disk either.
         for folder in self._folders.values():
             folder.sync()
 
-    def _append(self, **entry: Any) -> None:
-        append_step(self._fd, os.fstat(self._fd).st_size, fsync=True, **entry)
-
-    def _take(self) -> None:
-        """Log that this process recovers the run, once that is certain."""
-        # A torn line would hide what is appended, and earlier recoveries no longer matter.
-        fs.resize(self._fd, self._home.size)
-        with contextlib.suppress(OSError):  # The disk may be full.
-            self._append(taken={"pid": os.getpid(), "host": HOST})
+    def _append(self, **step: Any) -> None:
+        append_step(self._fd, os.fstat(self._fd).st_size, fsync=True, **step)
 
     def _targets(self, *, force: bool) -> dict[int, tuple[File, int]]:
         """Return the files that are changed in place, by number, with their sizes."""
         targets = {}
-        for number, change in enumerate(self._home.changes):
+        for number, change in enumerate(self._log.changes):
             folder = self._folders[change.folder]
-            file = _target_of(folder, change)
-            if not force and (file is None or file.inode != change.inode):
+            status = folder.status(change.name)
+            if status is not None and (not stat.S_ISREG(status.st_mode) or status.st_size != change.size):
+                status = None
+            if not force and (status is None or status.st_ino != change.inode):
                 raise changed_since(folder.path / change.name)
-            if file is not None:
-                targets[number] = (file, change.size)
+            if status is not None:
+                targets[number] = (File(folder, change.name, status.st_dev, status.st_ino), change.size)
         return targets
 
     def _redo_log(self, *, force: bool) -> RedoLog | None:
         """Return the redo log, known by its inode or, with `force`, in a copy of the folder, by its owner."""
-        home, folder = self._home, self._folders[0]
-        if home.redo is None:
+        log, folder = self._log, self._folders[0]
+        if log.redo is None:
             return None
-        name = name_of(home.run, home.redo.number, "redo")
+        name = f"{log.run}-{log.redo.number}.redo"
         status = folder.status(name)
-        if status is None or not stat.S_ISREG(status.st_mode) or status.st_uid != home.owner:
-            hint = f"restore it, or delete {home.run}* to keep the data as it is"
-            raise unfinished(f"belongs to an unfinished run whose redo log {name} is missing", home.path, hint)
-        if status.st_ino != home.redo.inode and not force:
+        if status is None or not stat.S_ISREG(status.st_mode) or status.st_uid != log.owner:
+            hint = f"restore it, or delete {log.run}* to keep the data as it is"
+            raise unfinished(f"belongs to an unfinished run whose redo log {name} is missing", log.path, hint)
+        if status.st_ino != log.redo.inode and not force:
             raise changed_since(folder.path / name)
-        return RedoLog(File(folder, name, status.st_dev, status.st_ino), home.redo.size)
+        return RedoLog(File(folder, name, status.st_dev, status.st_ino), log.redo.size)
 
     def _is_left(self, move: Move, *, force: bool) -> bool:
         """Check whether a rename is still to be done; raise `SystemRefusedError` if it cannot be."""
-        folder, temporary = self._folders[move.folder], name_of(self._home.run, move.number, "tmp")
+        folder, temporary = self._folders[move.folder], f"{self._log.run}-{move.number}.tmp"
         built = folder.status(temporary)
         if built is not None and built.st_ino != move.inode and not is_trusted(built.st_uid, folder):
             built = None
@@ -231,43 +230,35 @@ class _Crashed:
 
     def _clear(self) -> None:
         """Remove whatever the run has made."""
-        log = self._home.path.name
+        name = self._log.path.name
         for folder in self._unpointed.values():
             # A pointer that was made but not written; on the disk too, it must be gone before the log is.
-            if _is_own(folder, log) and read_log(folder, log) is None:
-                folder.unlink(log)
+            if _is_users(folder, name) and read_log(folder, name) is None:
+                folder.unlink(name)
             folder.sync()
         targets = {folder: self._names[number] for number, folder in self._folders.items()}
-        clear(self._home.run, targets, self._home.missing, fsync=True)
+        clear(self._log.run, targets, self._log.missing, fsync=True)
 
 
-def _is_own(folder: Folder, name: str) -> bool:
+def _is_users(folder: Folder, name: str) -> bool:
     """Check whether a name is a file of this user."""
     status = folder.status(name)
     return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
 
 
-def _remove_own(folder: Folder, name: str) -> bool:
-    """Remove a file of this user; whether that succeeded."""
+def _remove_users(folder: Folder, name: str) -> bool:
+    """Remove a file of this user, and tell whether that succeeded."""
     with contextlib.suppress(OSError):
-        if _is_own(folder, name):
+        if _is_users(folder, name):
             folder.unlink(name)
             return True
     return False
 
 
-def _target_of(folder: Folder, change: Change) -> File | None:
-    """Return the file that is changed in place, if there is one of that size."""
-    status = folder.status(change.name)
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != change.size:
-        return None
-    return File(folder, change.name, status.st_dev, status.st_ino)
-
-
 def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
     """Remove the user's files of a run that has no log and no process that is about to write one; count them."""
     with contextlib.ExitStack() as stack:
-        for name in (lock_of(run), log_of(run)):
+        for name in (f"{run}.lock", f"{run}.run"):
             try:
                 # For writing: some file systems refuse to lock a file that is open for reading only.
                 fd = stack.enter_context(fs.closing(folder.open(name, os.O_RDWR)))
@@ -278,9 +269,9 @@ def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
             # Without locks, a process may be about to write the log.
             if not stat.S_ISREG(os.fstat(fd).st_mode) or lock(fd) is not True:
                 return 0
-        if read_log(folder, log_of(run)) is not None:
+        if read_log(folder, f"{run}.run") is not None:
             return 0
-        return sum(_remove_own(folder, name) for name in names)
+        return sum(_remove_users(folder, name) for name in names)
 
 
 def _remove_old_markers(folder: Folder) -> int:
@@ -290,5 +281,5 @@ def _remove_old_markers(folder: Folder) -> int:
         if name.startswith(PREFIX) and name.endswith(MARKER):
             log = read_log(folder, name)
             if log is None or folder.status(log.path.name) is None:
-                removed += _remove_own(folder, name)
+                removed += _remove_users(folder, name)
     return removed

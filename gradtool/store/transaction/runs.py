@@ -1,4 +1,4 @@
-"""What runs have left in a folder, looked at and left alone: who may be changing files there, and what crashed.
+"""What runs have left in a folder, only read: who may be changing files there, and what crashed.
 
 Writers and `recover` ask `runs_in`, readers and `check` ask `runs_seen_in`.
 """
@@ -9,17 +9,14 @@ import contextlib
 import errno
 import os
 import stat
-from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gradtool.errors import GradtoolError, SystemRefusedError, call, from_os_error, os_errors_about, say, unfinished
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.fs import Folder
-from gradtool.store.transaction.files import PREFIX, files_of_runs, lock_of, log_of, marker_of, run_of
+from gradtool.store.fs import PREFIX, Folder
 from gradtool.store.transaction.locks import has_process
-from gradtool.store.transaction.log import MAX_BYTES
-from gradtool.store.transaction.logfiles import is_trusted, read_log
+from gradtool.store.transaction.log import MAX_BYTES, files_by_run, is_trusted, marker_name, read_log
 from gradtool.store.transaction.targets import check_links_of
 
 if TYPE_CHECKING:
@@ -43,41 +40,36 @@ class Run(NamedTuple):
     targets: frozenset[str]
     files: Collection[str]
 
-    def home_log(self) -> Log | None:
-        """Return the log in the run's home, which says how far the run got; None if the run has ended."""
-        return None if self.log is None else home_of(self.log)
 
-
-def runs_in(folder: Folder, names: Collection[str] | None = None) -> list[Run]:
-    """Return the runs that write to files of those names in a folder, or to any; and the orphans there.
+def runs_in(folder: Folder, names: Collection[str] | None = None, except_run: str | None = None) -> list[Run]:
+    """Return the runs that write to files of those names in a folder, or to any files, and the orphans there.
 
     Raises:
-        SystemRefusedError: the folder cannot be listed or read; its logs are too large; or one is malformed.
+        SystemRefusedError: the folder cannot be listed or read; its logs are too large; or a log is malformed.
     """
-    files: dict[str, list[str]] = defaultdict(list)
-    for name in files_of_runs(folder):
-        files[run_of(name) or ""].append(name)
+    files = files_by_run(folder)
+    files.pop(except_run or "", None)
     with os_errors_about(folder.path):
         logs = _logs_in(folder, files)
-        orphans = [run for run in files if run not in logs and read_log(folder, log_of(run)) is None]
+        orphans = [run for run in files if run not in logs and read_log(folder, f"{run}.run") is None]
         runs = _runs_of(folder, logs, files, names)
     return runs + [Run(folder, run, None, frozenset(), files[run]) for run in orphans]
 
 
-def runs_seen_in(folder: Folder, names: Collection[str] | None = None) -> list[Run]:
+def runs_seen_in(folder: Folder, names: Collection[str] | None = None, except_run: str | None = None) -> list[Run]:
     """Do the same for a reader; in a folder that cannot be listed, the runs are those that have a marker for a name.
 
     A run makes its markers when it is ready. So for a writer, that is not enough.
     """
     try:
-        return runs_in(folder, names)
+        return runs_in(folder, names, except_run)
     except SystemRefusedError as error:
         if error.errno != errno.EACCES:
             raise
     with os_errors_about(folder.path):
-        marked = [log for name in names or () if (log := read_log(folder, marker_of(name))) is not None]
+        marked = [log for name in names or () if (log := read_log(folder, marker_name(name))) is not None]
         # A user may have deleted the log itself.
-        logs = {log.run: log for log in marked if folder.status(log.path.name) is not None}
+        logs = {log.run: log for log in marked if log.run != except_run and folder.status(log.path.name) is not None}
         return _runs_of(folder, logs, {}, names)
 
 
@@ -88,7 +80,7 @@ def _runs_of(
     runs = []
     for run, log in logs.items():
         listed = log.names if names is None else log.names.intersection(names)
-        targets = frozenset(name for name in listed if _could_change(log, folder, name))
+        targets = frozenset(name for name in listed if _owner_can_write(log, folder, name))
         if targets or (names is None and is_trusted(log.owner, folder)):
             runs.append(Run(folder, run, log, targets, files.get(run, ())))
     return runs
@@ -100,24 +92,25 @@ def _logs_in(folder: Folder, runs: Iterable[str]) -> dict[str, Log]:
     # By owner, so that the files of one user cannot hide those of another.
     left: dict[int, int] = {}
     for run in runs:
-        status = folder.status(log_of(run))
+        name = f"{run}.run"
+        status = folder.status(name)
         if status is None or status.st_size > MAX_BYTES:
             continue
         trusted = is_trusted(status.st_uid, folder)
         owner = -1 if trusted else status.st_uid
         left[owner] = left.get(owner, MAX_BYTES_IN_FOLDER) - status.st_size
         if left[owner] >= 0:
-            log = read_log(folder, log_of(run))
+            log = read_log(folder, name)
             logs |= {} if log is None else {run: log}
         elif trusted:
-            what = f"its transaction logs ({PREFIX}*.run) exceed the limit of {MAX_BYTES_IN_FOLDER:,} bytes"
+            message = f"its transaction logs ({PREFIX}*.run) exceed the limit of {MAX_BYTES_IN_FOLDER:,} bytes"
             hint = "recover the crashed runs, or delete their logs"
-            raise SystemRefusedError(what, file=folder.path, code="limit", hint=hint)
+            raise SystemRefusedError(message, file=folder.path, code="limit", hint=hint)
     return logs
 
 
-def _could_change(log: Log, folder: Folder, name: str) -> bool:
-    """Check whether the user of a log may change a file that it names; if not, the log is forged and ignored.
+def _owner_can_write(log: Log, folder: Folder, name: str) -> bool:
+    """Check whether the owner of a log may change a file that it names; if not, the log is forged and ignored.
 
     In a sticky folder, only a file's owner, root and the folder's owner may replace it.
     """
@@ -127,51 +120,27 @@ def _could_change(log: Log, folder: Folder, name: str) -> bool:
     return status is None or status.st_uid == log.owner or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
-def home_of(log: Log) -> Log | None:
-    """Return the log in the run's home that a log or a pointer leads to; None if the run has ended."""
-    if log.path == log.home:
+def follow_pointer(log: Log) -> Log | None:
+    """Return the log that a pointer leads to, which says how far the run got, or a log itself; None if it has ended."""
+    if log.path == log.log_path:
         return log
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), Folder.at(log.home.parent) as folder:
-        home = read_log(folder, log.home.name)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), Folder.at(log.log_path.parent) as folder:
+        pointed = read_log(folder, log.log_path.name)
         # A pointer to a pointer is forged, and another user's log is another run's.
-        if home is not None and home.path == home.home and home.owner == log.owner:
-            return home
+        if pointed is not None and pointed.path == pointed.log_path and pointed.owner == log.owner:
+            return pointed
     if not log.path.exists():
         return None
-    what = f"belongs to an unfinished run whose log {log.home} is missing"
+    message = f"belongs to an unfinished run whose log {log.log_path} is missing"
     hint = f"restore that log, or delete this file and {log.run}-* beside it to keep the data as it is"
-    raise unfinished(what, log.path, hint)
+    raise unfinished(message, log.path, hint)
 
 
 class Scope(NamedTuple):
-    """What a path is about: one file of a folder or, without a name, all of them."""
+    """What a path is about: a file of a folder or, without a name, all of them."""
 
     folder: Path
     name: str | None
-
-    @classmethod
-    def of(cls, path: str) -> list[Self]:
-        """Return the scopes of a path, which need not exist: its own, and those that links in a folder lead to.
-
-        An index is about all shards beside it. Links of other users count only if they lead to files of theirs; if such
-        a link leads the path itself elsewhere, that is a `SystemRefusedError`.
-        """
-        check_links_of(path)
-        real = Path(os.path.realpath(path))
-        # Path's own methods raise for impossible names and without permission.
-        if not (os.path.isdir(real) or path.endswith((os.sep, INDEX_SUFFIX))):  # noqa: PTH112
-            return [cls(real.parent, real.name)]
-        folder = Path(path).parent if path.endswith(INDEX_SUFFIX) else real
-        scopes = [cls(Path(os.path.realpath(folder)), None)]
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            links = sorted(entry.path for entry in entries if entry.is_symlink())
-            for link in links:
-                target = Path(os.path.realpath(link))
-                if link.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(target):
-                    with contextlib.suppress(SystemRefusedError):
-                        check_links_of(link)
-                        scopes.append(cls(target.parent, target.name))
-        return scopes
 
     @property
     def names(self) -> list[str] | None:
@@ -179,11 +148,35 @@ class Scope(NamedTuple):
         return None if self.name is None else [self.name]
 
 
-def require_finished_in(folder: Folder, files: Mapping[str, Path], run: str | None = None) -> None:
-    """Raise `SystemRefusedError` if a run other than `run` may have changed half of the files, which are by name."""
-    for other in runs_seen_in(folder, files.keys()):
-        if other.targets and other.id != run:
-            _require_finished(other, files[min(other.targets)])
+def scopes_of(path: str) -> list[Scope]:
+    """Return the scopes of a path, which need not exist: its own, and those that links in a folder lead to.
+
+    An index is about all shards beside it. Links of other users count only if they lead to files of theirs; if such a
+    link leads the path itself elsewhere, that is a `SystemRefusedError`.
+    """
+    check_links_of(path)
+    real = Path(os.path.realpath(path))
+    # Path's own methods raise for impossible names and without permission.
+    if not (os.path.isdir(real) or path.endswith((os.sep, INDEX_SUFFIX))):  # noqa: PTH112
+        return [Scope(real.parent, real.name)]
+    folder = Path(path).parent if path.endswith(INDEX_SUFFIX) else real
+    scopes = [Scope(Path(os.path.realpath(folder)), None)]
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        links = sorted(entry.path for entry in entries if entry.is_symlink())
+        for link in links:
+            target = Path(os.path.realpath(link))
+            if link.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(target):
+                with contextlib.suppress(SystemRefusedError):
+                    check_links_of(link)
+                    scopes.append(Scope(target.parent, target.name))
+    return scopes
+
+
+def require_finished_in(folder: Folder, files: Mapping[str, Path], except_run: str | None = None) -> None:
+    """Raise `SystemRefusedError` if a run may have changed half of the files, which are given by name."""
+    for run in runs_seen_in(folder, files.keys(), except_run):
+        if run.targets:
+            _require_finished(run, files[min(run.targets)])
 
 
 def require_finished_at(scope: Scope) -> None:
@@ -195,19 +188,19 @@ def require_finished_at(scope: Scope) -> None:
 
 
 def _require_finished(run: Run, file: Path) -> None:
-    home = run.home_log()
-    if home is not None and home.is_unfinished:
-        what = f"may be half changed by a run ({home.who}) that is still writing, or crashed"
+    log = None if run.log is None else follow_pointer(run.log)
+    if log is not None and log.is_unfinished:
+        message = f"may be half changed by a run ({log.process}) that is still writing, or crashed"
         hint = say(
             "wait for it, run {}, or use {} to read the file as it is",
             call("recover", str(file)),
             call("norm", ignore_journal=True),
         )
-        raise unfinished(what, file, hint)
+        raise unfinished(message, file, hint)
 
 
 class Leftover(NamedTuple):
-    """What one run has left: its log, or of an orphan the first of its files; in `folder`, which `recover` is given.
+    """What a run has left: its log, or of an orphan the first of its files; in `folder`, which `recover` is given.
 
     "unfinished": files may be half changed, by a process that exists ("writing") or a crashed run. "crashed": the files
     are whole. "orphan": there is no log. `files` and `nbytes` are those beside the log.
@@ -216,7 +209,7 @@ class Leftover(NamedTuple):
     kind: Literal["writing", "unfinished", "crashed", "orphan"]
     path: Path
     folder: Path
-    who: str
+    process: str
     files: int
     nbytes: int
 
@@ -230,7 +223,7 @@ def leftovers_at(paths: Iterable[str]) -> tuple[list[Leftover], list[GradtoolErr
     for path in paths:
         # A link of another user is no way to a folder; and without the current folder, a relative path leads nowhere.
         with contextlib.suppress(OSError):
-            scopes |= dict.fromkeys(Scope.of(path))
+            scopes |= dict.fromkeys(scopes_of(path))
     leftovers: dict[Path, Leftover] = {}
     errors: dict[str, GradtoolError] = {}
     for scope in scopes:
@@ -251,18 +244,18 @@ def leftovers_at(paths: Iterable[str]) -> tuple[list[Leftover], list[GradtoolErr
 def _leftover(run: Run) -> Leftover | None:
     """Return what a run has left; None if it has ended, or works on files that are whole."""
     folder = run.folder
-    sizes = {name: status for name in run.files if (status := folder.status(name)) is not None}
+    statuses = {name: status for name in run.files if (status := folder.status(name)) is not None}
     if run.log is None:
-        # A run makes its lock first, so one with nothing else may be about to write its log.
-        trusted = [status.st_size for status in sizes.values() if is_trusted(status.st_uid, folder)]
-        if not trusted or list(run.files) == [lock_of(run.id)]:
+        # A run makes its lock first, so a run with nothing else may be about to write its log.
+        sizes = [status.st_size for status in statuses.values() if is_trusted(status.st_uid, folder)]
+        if not sizes or list(run.files) == [f"{run.id}.lock"]:
             return None
-        return Leftover("orphan", folder.path / min(run.files), folder.path, "", len(trusted), sum(trusted))
-    home = run.home_log()
-    if home is None or (has_process(home) and not home.is_unfinished):
+        return Leftover("orphan", folder.path / min(run.files), folder.path, "", len(sizes), sum(sizes))
+    log = follow_pointer(run.log)
+    if log is None or (has_process(log) and not log.is_unfinished):
         return None
     kind: Literal["writing", "unfinished", "crashed"] = "crashed"
-    if home.is_unfinished:
-        kind = "writing" if has_process(home) else "unfinished"
-    beside = [status.st_size for name, status in sizes.items() if name not in (log_of(run.id), lock_of(run.id))]
-    return Leftover(kind, home.path, folder.path, home.who, len(beside), sum(beside))
+    if log.is_unfinished:
+        kind = "writing" if has_process(log) else "unfinished"
+    sizes = [status.st_size for name, status in statuses.items() if not name.endswith((".run", ".lock"))]
+    return Leftover(kind, log.path, folder.path, log.process, len(sizes), sum(sizes))

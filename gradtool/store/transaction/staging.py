@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import Folder
 
-    # A file whose content goes into new ones, and its status when it was read, if that is known.
+    # A file whose content goes into new files, and its status when it was read, if that is known.
     Source = tuple[Path, os.stat_result | None]
 
 # A file whose attributes change that often while they are taken is being changed all the time.
@@ -30,7 +30,7 @@ _OWNER_MAY = stat.S_IRUSR | stat.S_IWUSR
 
 
 class Rights(NamedTuple):
-    """The group of a file and its mode; without a group, the mode has what everybody may do, or nothing is known."""
+    """The group of a file and its mode; without a group, the mode says what everybody may do, or nothing is known."""
 
     group: int | None = None
     mode: int = 0
@@ -52,7 +52,7 @@ class Staged:
     is_new: bool
     # When the replaced file was last changed before its attributes were taken; 0 if there was none.
     _taken: int = -1
-    # The status of the target at the last look.
+    # The status of the target when it was last looked at.
     _seen: os.stat_result | None = None
 
     def move(self, folder: int) -> Move:
@@ -91,14 +91,17 @@ class Staged:
         raise changed_meanwhile(self.target)
 
     def _take_attributes(self, now: os.stat_result | None, sources: Sequence[Rights], *, fsync: bool) -> None:
-        with self.temporary.opened(os.O_RDONLY) as fd:
+        with fs.closing(self.temporary.open(os.O_RDONLY)) as fd:
             if self.original is not None and now is not None:
                 self.original = now
-                with File(self.folder, self.name, now.st_dev, now.st_ino).opened(os.O_RDONLY) as original_fd:
-                    keep_attributes(fd, original_fd, now)
-                mode = _kept_mode(now)
+                original = File(self.folder, self.name, now.st_dev, now.st_ino)
+                with fs.closing(original.open(os.O_RDONLY)) as original_fd:
+                    copy_owner_and_attributes(fd, original_fd, now)
+                mode = stat.S_IMODE(now.st_mode)
+                if now.st_uid != os.geteuid():
+                    mode &= ~(stat.S_ISUID | stat.S_ISGID)
             else:
-                # It may have got a list since it was made.
+                # It may have got an access control list since it was made.
                 fs.remove_acl(fd)
                 if now is not None:
                     sources = [*sources, rights_of(self.name, within=self.folder.fd)]
@@ -128,7 +131,7 @@ class Staged:
                     raise
 
     def take_place(self, sources: Sequence[Rights], *, fsync: bool) -> None:
-        """Rename the temporary to the target; `SystemRefusedError` if either is not the expected file.
+        """Rename the temporary to the target; raise `SystemRefusedError` if either is not the expected file.
 
         It stays as a second name of a target that must not exist: recovery needs each file under one of its names.
         """
@@ -145,7 +148,7 @@ class Staged:
                     raise
 
     def was_swapped(self) -> bool:
-        """Whether another file took the temporary's name at the very instant of the rename."""
+        """Check whether another file took the temporary's name at the very instant of the rename."""
         try:
             status = self.folder.status(self.name)
         except OSError:
@@ -153,18 +156,18 @@ class Staged:
         return status is None or not self.temporary.matches(status)
 
     def _is_target(self) -> bool:
-        """Whether a call that failed was done: a server may lose its answer, and fail when it is asked again."""
+        """Check whether a call that failed was done: a server may lose its answer, and fail when it is asked again."""
         status = self.folder.status(self.name)
         return status is not None and self.temporary.matches(status)
 
     def _link(self) -> bool:
-        """Link the target, which replaces nothing, unlike a rename; False on file systems without links."""
+        """Link the target, which replaces nothing, unlike a rename; return False on file systems without links."""
         try:
             self.folder.link(self.temporary.name, self.name)
         except OSError as error:
             if self._is_target():
                 return True
-            if error.errno not in (errno.EEXIST, errno.EPERM, *fs.UNSUPPORTED):
+            if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
             if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
                 raise self._created() from error
@@ -172,12 +175,12 @@ class Staged:
         return True
 
     def _created(self) -> SystemRefusedError:
-        what = "another program created it in the meantime"
-        return SystemRefusedError(what, file=self.target, hint="run the command again")
+        message = "another program created it in the meantime"
+        return SystemRefusedError(message, file=self.target, hint="run the command again")
 
 
 def is_new(folder: Folder, move: Move) -> bool:
-    """Check whether the target of a move is the file that was its temporary."""
+    """Check whether the target of a rename is the file that was its temporary."""
     status = folder.status(move.name)
     return status is not None and status.st_ino == move.inode
 
@@ -194,26 +197,26 @@ def _attributes(status: os.stat_result) -> int:
     return zlib.crc32(repr(links_and_rights(status)).encode())
 
 
-def keep_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:
+def copy_owner_and_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:
     """Give a new file the owner and the extended attributes of the file that it replaces."""
     # Until it has all of them, nobody else may open it.
     fs.change_mode(fd, _OWNER_MAY)
-    ours = os.fstat(fd)
-    if (ours.st_uid, ours.st_gid) != (original.st_uid, original.st_gid):
+    new = os.fstat(fd)
+    if (new.st_uid, new.st_gid) != (original.st_uid, original.st_gid):
         fs.change_owner(fd, original.st_uid, original.st_gid)
     fs.copy_attributes(original_fd, fd)
 
 
 def rights_of(path: Path | str, before: os.stat_result | None = None, within: int | None = None) -> Rights:
-    """Read who may do what with a file; nobody anything if it cannot be opened, or is not the one that was read."""
+    """Read who may do what with a file: nobody anything if it cannot be opened, or is not the file that was read."""
     try:
         with fs.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=within)) as fd:
-            status, listed = os.fstat(fd), system.acl_rights(fd)
+            status, acl = os.fstat(fd), system.acl_rights(fd)
     except OSError:
         return Rights()
     if before is not None and not os.path.samestat(before, status):
         return Rights()
-    return Rights(status.st_gid, status.st_mode) if listed is None else Rights(mode=listed * 0o11)
+    return Rights(status.st_gid, status.st_mode) if acl is None else Rights(mode=acl * 0o11)
 
 
 def new_mode(group: int, sources: Sequence[Rights]) -> int:
@@ -229,9 +232,3 @@ def new_mode(group: int, sources: Sequence[Rights]) -> int:
         classes = source.mode if source.group == group else (source.mode & source.mode >> 3 & 0o7) * 0o11
         mode &= classes | _OWNER_MAY
     return mode
-
-
-def _kept_mode(original: os.stat_result) -> int:
-    """The permissions of a replaced file; without setuid and setgid bits, unless it belongs to this user."""
-    kept = stat.S_IMODE(original.st_mode)
-    return kept if original.st_uid == os.geteuid() else kept & ~(stat.S_ISUID | stat.S_ISGID)

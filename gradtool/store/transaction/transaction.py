@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, call, changed_meanwhile, ensure, os_errors_about, say
 from gradtool.store import fs
+from gradtool.store.fs import PREFIX, Folder, open_folder
 from gradtool.store.system import boot_id
-from gradtool.store.transaction.files import PREFIX, clear, lock_of, log_of, marker_of, name_of
 from gradtool.store.transaction.locks import create_locked, is_file_at
-from gradtool.store.transaction.log import FINISHED, FORMAT, HOST, UNTOUCHED, line_of
-from gradtool.store.transaction.logfiles import InDoubtError, append_step
+from gradtool.store.transaction.log import (
+    FINISHED,
+    FORMAT,
+    HOST,
+    UNTOUCHED,
+    InDoubtError,
+    append_step,
+    encode_step,
+    files_by_run,
+    marker_name,
+)
 
 if TYPE_CHECKING:
-    from gradtool.store.fs import Folder
+    from collections.abc import Collection, Mapping, Sequence
+
     from gradtool.store.transaction.log import Change, Move
     from gradtool.store.transaction.targets import Targets
 
@@ -31,19 +41,19 @@ _LONGEST = [10**5, 10**9, *[-(1 << 63)] * 4, 1 << 32]
 
 
 class Transaction:
-    """What a run registers before it writes its targets, which need not exist."""
+    """What a run registers before it writes its targets, which need not exist; its log is in `log_folder`."""
 
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
-        self.fsync = fsync
+        self.targets, self.fsync = targets, fsync
+        self.log_folder = targets.folders[0]
         self.id = ""
         # The files may have changed while we waited for other runs.
         self.may_be_stale = False
-        self.targets = targets
         self._pid = os.getpid()
         self._lock = self._log = -1
         self._size, self.step = 0, "run"
         self._numbers = itertools.count()
-        # Only recovery may go on.
+        # Only recovery may go on: a later run will recover this one.
         self.needs_recovery = False
         # Whether something could not be removed at the end.
         self.leaves_files = False
@@ -59,36 +69,32 @@ class Transaction:
         if isinstance(error, GradtoolError) and self.needs_recovery:
             problem, hint = error.problems[0], self.hint_to_recover
             if problem.hint != hint:
-                what, file, tensor = problem.message, problem.file, problem.tensor
-                raise SystemRefusedError(what, file=file, tensor=tensor, code="unfinished", hint=hint) from error
-
-    @property
-    def home(self) -> Folder:
-        """The folder with the log."""
-        return next(iter(self.targets.names))
+                file, tensor = problem.file, problem.tensor
+                raise SystemRefusedError(
+                    problem.message, file=file, tensor=tensor, code="unfinished", hint=hint
+                ) from error
 
     @property
     def hint_to_recover(self) -> str:
-        """Say how to complete this run, once it has ended."""
-        return say("run {}", call("recover", str(self.home.path)))
+        """How to complete this run, once it has ended."""
+        return say("run {}", call("recover", str(self.log_folder.path)))
 
     def register(self) -> None:
-        """Write the log to the home, and a pointer to it to every other folder."""
+        """Write the log, and a pointer to it in every other folder."""
         self._check_log_size()
         for folder in self.targets.folders:
             # Otherwise, this run could not see others, nor remove what it has made.
             with os_errors_about(folder.path):
-                folder.require_listing()
-        with os_errors_about(self.home.path):
-            self._lock_home()
-            self._write_log()
+                folder.names()
+        with os_errors_about(self.log_folder.path):
+            self._create_log()
             self.targets.make_missing()
         for folder in self.targets.made if self.fsync else ():
             with os_errors_about(folder.path):
                 folder.sync()
         for folder in self.targets.folders[1:]:
             with os_errors_about(folder.path):
-                self._point_home(folder)
+                self._create_pointer(folder)
 
     def withdraw(self) -> None:
         """Undo `register`, so that others can go first."""
@@ -99,9 +105,9 @@ class Transaction:
         self._end()
 
     def new_name(self, kind: str) -> tuple[int, str]:
-        """A number and a name for a file that the run is about to make."""
+        """Return a number and a name for a file that the run is about to make."""
         number = next(self._numbers)
-        return number, name_of(self.id, number, kind)
+        return number, f"{self.id}-{number}.{kind}"
 
     def append(self, *, fsync: bool | None = None, **entry: Any) -> None:
         """Append a step to the log and sync it; if that fails, it is not in the log."""
@@ -112,7 +118,7 @@ class Transaction:
             self._size += append_step(self._log, self._size, fsync=fsync, **entry)
         except InDoubtError:
             # Recovery is right whether the step is in the log or not, but nothing else may be done.
-            self.leave_to_recovery()
+            self.needs_recovery = True
             raise
         self.step = step
 
@@ -121,8 +127,9 @@ class Transaction:
         named, listed = [(step.folder, step.name) for step in steps], enumerate(self.targets.names.values())
         ensure(len(set(named)) == len(named), "a file would be written twice")
         ensure({*named} <= {(folder, name) for folder, names in listed for name in names}, "the log lacks a file")
-        if not is_file_at(self._lock, self.home, lock_of(self.id)):
-            raise changed_meanwhile(self.home.path / lock_of(self.id))
+        lock = f"{self.id}.lock"
+        if not is_file_at(self._lock, self.log_folder, lock):
+            raise changed_meanwhile(self.log_folder.path / lock)
 
     def add_markers(self) -> None:
         """Make a marker for each target in folders that not every user may list."""
@@ -130,9 +137,9 @@ class Transaction:
             classes = [(folder.mode >> shift) & (stat.S_IROTH | stat.S_IXOTH) for shift in (0, 3, 6)]
             if stat.S_IXOTH not in classes:
                 continue
-            for marker in map(marker_of, sorted(names)):
+            for marker in map(marker_name, sorted(names)):
                 with contextlib.suppress(OSError):  # A file system without links has no such permissions either.
-                    folder.link(log_of(self.id), marker)
+                    folder.link(f"{self.id}.run", marker)
                     self._has_markers = True
 
     def sync(self) -> None:
@@ -151,10 +158,6 @@ class Transaction:
         if always or len(self.targets.folders) > 1 or self._has_markers:
             self.append(ended=FINISHED)
 
-    def leave_to_recovery(self) -> None:
-        """Do nothing more; a later run will recover this one."""
-        self.needs_recovery = True
-
     def close(self) -> None:
         """Remove the log, its pointers first, and close the lock and all folders."""
         with contextlib.closing(self.targets):
@@ -164,35 +167,36 @@ class Transaction:
 
     def _check_log_size(self) -> None:
         """Raise `BadInputError` now for a log that would become too large later."""
-        file = self.home.path
+        file = self.log_folder.path
         moves = []
         for folder, names in self.targets.planned.items():
             file = folder.path / min(names, default="")
-            line_of(file, run=self._facts(folder))
+            encode_step(file, run=self._run_entry(folder))
             moves += [[name, *_LONGEST] for name in names]
-        line_of(file, ready=[moves, [], None])
+        encode_step(file, ready=[moves, [], None])
 
-    def _lock_home(self) -> None:
+    def _create_log(self) -> None:
+        """Make and lock the lock, then write the log."""
         for _ in range(_TRIES):
             self.id = PREFIX + os.urandom(6).hex()
-            fd = create_locked(self.home, lock_of(self.id))
-            if fd is not None:
-                self._lock = fd
-                return
-        raise SystemRefusedError(_LOCKED, file=self.home.path)
-
-    def _write_log(self) -> None:
-        fd = self._log = self.home.create(log_of(self.id))
-        self._size, self.step = fs.write_all(fd, [line_of(run=self._facts(self.home))], 0), "run"
+            lock = create_locked(self.log_folder, f"{self.id}.lock")
+            if lock is not None:
+                self._lock = lock
+                break
+        else:
+            raise SystemRefusedError(_LOCKED, file=self.log_folder.path)
+        fd, _ = self.log_folder.create(f"{self.id}.run")
+        self._log = fd
+        self._size, self.step = fs.write_all(fd, [encode_step(run=self._run_entry(self.log_folder))], 0), "run"
         # Other users must be able to read it; but not while it is empty, or they could lock it.
         fs.change_mode(fd, 0o644)
         # In a power cut, no pointer may outlive what it points to.
         if self.fsync and (len(self.targets.folders) > 1 or self.targets.missing):
             fs.sync(fd)
-            self.home.sync()
+            self.log_folder.sync()
 
-    def _point_home(self, folder: Folder) -> None:
-        name = log_of(self.id)
+    def _create_pointer(self, folder: Folder) -> None:
+        name = f"{self.id}.run"
         for _ in range(_TRIES):
             fd = create_locked(folder, name)
             if fd is not None:
@@ -201,30 +205,35 @@ class Transaction:
         else:
             raise SystemRefusedError(_LOCKED, file=folder.path)
         with fs.closing(fd):
-            fs.write_all(fd, [line_of(run=self._facts(folder))], 0)
+            fs.write_all(fd, [encode_step(run=self._run_entry(folder))], 0)
             if self.fsync:
                 fs.sync(fd)
             fs.change_mode(fd, 0o644)
 
-    def _facts(self, folder: Folder) -> dict[str, Any]:
-        missing = self.targets.missing
-        names = sorted(self.targets.names[folder])
-        facts: dict[str, Any] = {"id": self.id or PREFIX + "0" * 12, "format": FORMAT, "pid": os.getpid(), "host": HOST}
-        facts |= {"boot": boot_id(), "files": names}
-        if folder is not self.home:
-            return facts | {"home": os.path.relpath(self.home.path / log_of(self.id), folder.path)}
-        others = [one.path for one in self.targets.folders[1:]]
-        if missing:
-            facts["missing"] = list(missing)
-            others += [] if self.targets.made else [self.home.path.joinpath(*missing)]
-        return facts | {"folders": [os.path.relpath(other, folder.path) for other in others]}
+    def _run_entry(self, folder: Folder) -> dict[str, Any]:
+        """Return the first step of the log, or of the pointer in a folder."""
+        run_id = self.id or PREFIX + "0" * 12
+        entry: dict[str, Any] = {"id": run_id, "format": FORMAT, "pid": os.getpid(), "host": HOST}
+        entry |= {"boot": boot_id(), "files": sorted(self.targets.names[folder])}
+        if folder is not self.log_folder:
+            return entry | {"home": os.path.relpath(self.log_folder.path / f"{run_id}.run", folder.path)}
+        paths = [folder.path for folder in self.targets.folders[1:]]
+        if missing := self.targets.missing:
+            entry["missing"] = list(missing)
+            paths += [] if self.targets.made else [self.log_folder.path.joinpath(*missing)]
+        return entry | {"folders": [os.path.relpath(path, self.log_folder.path) for path in paths]}
 
     def _end(self) -> None:
         """Remove whatever the run has made, unless recovery needs it, and unlock."""
         if self._lock < 0:
             return
         try:
-            self.leaves_files = self.needs_recovery or not any(self._clears() for _ in range(2))
+            self.leaves_files = True
+            for _ in range(0 if self.needs_recovery else 2):
+                with contextlib.suppress(OSError):
+                    clear(self.id, self.targets.names, self.targets.missing, fsync=self.fsync)
+                    self.leaves_files = False
+                    break
         finally:
             opened = [fd for fd in (self._log, self._lock) if fd >= 0]
             self._lock = self._log = -1
@@ -232,9 +241,52 @@ class Transaction:
             for fd in opened:
                 os.close(fd)
 
-    def _clears(self) -> bool:
-        """Remove whatever the run has made; whether that succeeded."""
-        with contextlib.suppress(OSError):
-            clear(self.id, self.targets.names, self.targets.missing, fsync=self.fsync)
-            return True
-        return False
+
+def clear(run: str, targets: Mapping[Folder, Collection[str]], missing: Sequence[str], *, fsync: bool) -> None:
+    """Remove whatever a run has made in its folders, of which the first is its log folder: its log and its lock last.
+
+    Each folder comes with the names of the targets there. `missing` are the folders that the run made in its log
+    folder; they are removed if they are empty. May be interrupted and repeated.
+    """
+    log, (log_folder, *other_folders) = f"{run}.run", targets
+    for folder, names in targets.items():
+        _remove_files(folder, run)
+        status = folder.status(log)
+        for marker in map(marker_name, sorted(names)):
+            marked = folder.status(marker)
+            if status is not None and marked is not None and os.path.samestat(status, marked):
+                folder.unlink(marker)
+    for folder in other_folders:
+        folder.unlink(log)
+        # In a power cut, no pointer may outlive the log.
+        if fsync:
+            folder.sync()
+    for count in range(len(missing), 0, -1):
+        _remove_folder(log_folder, missing[:count])
+    log_folder.unlink(log)
+    log_folder.unlink(f"{run}.lock")
+
+
+def _remove_files(folder: Folder, run: str) -> None:
+    """Remove the temporaries and the redo log of a run; folders and files that only others may remove stay."""
+    for name in files_by_run(folder).get(run, ()):
+        status = None if name.endswith((".run", ".lock")) else folder.status(name)
+        if status is None or stat.S_ISDIR(status.st_mode):
+            continue
+        try:
+            folder.unlink(name)
+        except PermissionError:
+            if status.st_uid == os.geteuid():
+                raise
+
+
+def _remove_folder(log_folder: Folder, names: Sequence[str]) -> None:
+    """Remove a folder that the run made, if it is empty."""
+    with contextlib.ExitStack() as stack:
+        above = log_folder
+        for name in names[:-1]:
+            try:
+                above = stack.enter_context(Folder(above.path / name, open_folder(name, above.fd)))
+            except OSError:
+                return
+        above.remove_folder(names[-1])

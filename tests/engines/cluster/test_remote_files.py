@@ -20,7 +20,7 @@ from gradtool.store.io.destination import NewFile
 from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.output import Staging
 from gradtool.store.transaction.recovery import recover_at
-from gradtool.store.transaction.runs import Scope
+from gradtool.store.transaction.runs import scopes_of
 
 
 @pytest.fixture
@@ -38,11 +38,8 @@ def run(path):
 def remote(commit, path, new=None):
     """The destination of a file of the same size that takes the place of a file, or is new."""
     shard = read_shard(path)
-
-    def stage(commit, file):
-        return commit.stage(new or path, file.size, None if new else shard.source.status)
-
-    output = SimpleNamespace(stage=stage, sets=(), options=SimpleNamespace(fsync=True))
+    options = SimpleNamespace(fsync=True, is_elsewhere=new is not None, no_clobber=False)
+    output = SimpleNamespace(target_of=lambda _: new or path, sets=(), options=options)
     return RemoteFiles(Staging(output, commit, [NewFile(shard, shard.size)]))
 
 
@@ -53,7 +50,7 @@ def request(files):
 
 
 def build(request, content):
-    with request.opened() as file, file.opened(os.O_WRONLY) as fd:
+    with request.opened() as file, fs.closing(file.open(os.O_WRONLY)) as fd:
         fs.write_all(fd, [content * request.new.size], 0)
 
 
@@ -170,7 +167,7 @@ def test_recovering_removes_attempts(path):
 
     crash(build_and_crash)
     assert len(temporaries(path)) == 1
-    (recovered,), _ = recover_at(Scope.of(str(path.parent))[0])
+    (recovered,), _ = recover_at(scopes_of(str(path.parent))[0])
     assert (recovered.outcome, path.read_bytes()) == ("untouched", before)
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
@@ -197,7 +194,7 @@ def test_recovering_puts_what_workers_built_in_its_place_and_removes_all_else(tm
 
     crash(build_and_crash)
     assert [path.read_bytes()[:1] == b"2" for path in paths] == [True, False]
-    (recovered,), _ = recover_at(Scope.of(str(tmp_path))[0])
+    (recovered,), _ = recover_at(scopes_of(str(tmp_path))[0])
     assert (recovered.outcome, recovered.files) == ("finished", 2)
     assert [path.read_bytes() for path in paths] == [b"2" * size for size in sizes]
     assert sorted(tmp_path.iterdir()) == paths

@@ -170,7 +170,7 @@ def test_a_mean_and_a_median_are_those_of_the_gradients_that_have_a_tensor(tmp_p
     lacks = order.index(ONE)
     assert [(row.missing, row.extra) for row in result.per_gradient] == [(int(i == lacks), 0) for i in range(2)]
     assert [(one.code, one.message, one.file) for one in result.call.warnings] == [
-        ("unmatched", "lacks 1 tensor ('v'), not counted there", str(grads[lacks]))
+        ("unmatched", "lacks 1 tensor ('v') and is left out there", str(grads[lacks]))
     ]
     assert (result.missing, result.extra, result.taken) == (1, 0, 2)
     accumulate(grads, output=tmp_path / "zeros", missing="zero", **options)
@@ -239,7 +239,8 @@ def test_what_a_buffer_lacks_is_counted_and_named(tmp_path):
     result = accumulate(grads, into=path, missing="skip", per_gradient=True)
     (warning,) = result.call.warnings
     assert warning.message == (
-        "lacks 1 tensor ('b'), not counted there; has 4 tensors that the buffer lacks ('e0', 'e1', 'e2', …), not added"
+        "lacks 1 tensor ('b') and is left out there; "
+        "has 4 tensors that the buffer lacks ('e0', 'e1', 'e2' and 1 more), which are ignored"
     )
     assert [(row.missing, row.extra) for row in result.per_gradient] == [(1, 4), (0, 0)]
     assert (result.missing, result.extra) == (1, 4)

@@ -142,7 +142,7 @@ def test_what_nothing_is_added_to_is_zero_in_a_new_buffer(tmp_path):
     _, grads = lay_out(tmp_path, f32(), bad, {"c": f32(6)})
     result = accumulate(grads, output=tmp_path / "new", missing="skip", nonfinite="skip")
     assert [(one.code, one.message) for one in result.call.warnings if one.file is None] == [
-        ("skipped", "2 tensors only in gradients that were skipped; zeros in the new set")
+        ("skipped", "2 tensors only in skipped gradients; zeros in the new set")
     ]
     found = read(tmp_path / "new")
     assert {name: bits_of(array).tolist() for name, array in found.items()} == {

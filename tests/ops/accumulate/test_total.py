@@ -117,7 +117,7 @@ def test_a_total_that_is_no_longer_true_is_dropped_with_a_warning(tmp_path, grad
     grad = write(tmp_path / "grad", {"a": f32(1)}, {"n": "4", "m": "5"})
     (warning,) = accumulate(grad, into=path, write=write_mode, **add).call.warnings
     assert (warning.code, warning.file, warning.hint) == ("weight-dropped", str(path), hint)
-    assert warning.message == "total weight removed, as it is not that of the new content: 'n' = '4'"
+    assert warning.message == "total weight removed, because it does not match the new content: 'n' = '4'"
     assert metadata_of(path) == {}
 
 
@@ -126,7 +126,7 @@ def test_another_key_takes_the_place_of_the_total_when_a_buffer_is_overwritten(t
     grad = write(tmp_path / "grad", {"a": f32(7)}, {"m": "5"})
     (warning,), metadata, values = added(path, grad, overwrite=True, weight_key="m")
     assert metadata == {"m": "5", "gradtool.weight_key": "m", "gradtool.weighted": "sum"}
-    assert "removed, as it is not that of the new content: 'n' = '4'" in warning
+    assert "removed, because it does not match the new content: 'n' = '4'" in warning
     assert values == [35]
 
 
@@ -134,7 +134,7 @@ def test_an_unmarked_buffer_loses_the_weight_that_is_no_longer_true_and_nothing_
     path = write(tmp_path / "micro", {"a": f32(1)}, {"format": "pt", "n": "3", "m": "1"})
     (warning,), metadata, values = added(path, grads[0], weight_key="n")
     assert (metadata, values) == ({"format": "pt", "m": "1"}, [10])
-    assert "removed, as it is not that of the new content: 'n' = '3'" in warning
+    assert "removed, because it does not match the new content: 'n' = '3'" in warning
 
 
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"weight": [2]}, {"weight_key": "n"}])
@@ -176,7 +176,7 @@ def test_a_part_of_a_buffer_cannot_have_another_total_than_the_rest(tmp_path, wr
         made(tmp_path / "sum", grad, exclude=["ids"])
         (gap, warning), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", **options)
         assert "lacks 1 tensor ('b')" in gap
-        assert "removed, as it is not that of the new content: 'n' = '3'" in warning
+        assert "removed, because it does not match the new content: 'n' = '3'" in warning
         assert metadata == {}
     (gap, warning), metadata, _ = added(tmp_path / "sum", only_a, weight_key="n", missing="skip", overwrite=True)
     assert warning == "no total weight stored under 'n'"

@@ -78,7 +78,7 @@ def test_files_that_are_written_count_too_and_are_written_on_when_opened_again(t
     for i, shard in enumerate(shards):
         with channel.memory(10) as view:
             channel.read(shard, shard.data_start, view)
-            channel.write(file, 10 * i, view)
+            channel.write(file, 10 * i, [view], len(view))
         assert len(opened) <= 2
     channel.close()
     assert target.read_bytes() == bytes(10) + b"\1" * 10 + b"\2" * 10
@@ -202,7 +202,7 @@ def test_bytes_that_are_read_are_told_and_those_written_are_not(tmp_path):
     channel = Channel(2, bytes_of_memory, on_bytes=told.append)
     with channel.memory(7) as view:
         channel.read(shard, shard.data_start, view)
-        channel.write(file_at(target), 0, view)
+        channel.write(file_at(target), 0, [view], 7)
     channel.close()
     assert told == [7]
 
@@ -255,38 +255,38 @@ def test_a_descriptor_is_lent_and_what_goes_wrong_with_it_is_said_of_the_file(tm
     channel.close()
 
 
-def test_what_is_saved_and_what_is_read_again_takes_time_and_does_not_count(tmp_path):
+def test_bytes_that_are_no_result_or_are_read_again_take_time_and_do_not_count(tmp_path):
     (shard,) = shards_in(tmp_path, 1)
     target = tmp_path / "target"
     target.write_bytes(bytes(9))
     told = []
     channel = Channel(2, bytes_of_memory, on_bytes=told.append)
     with channel.memory(10) as view:
-        channel.read_again(shard, shard.data_start, view)
-        channel.save(file_at(target), 2, [b"ab", memoryview(b"cd"), b""])
+        channel.read(shard, shard.data_start, view, counts=False)
+        channel.write(file_at(target), 2, [b"ab", memoryview(b"cd"), b""])
     channel.close()
     assert target.read_bytes() == b"\0\0abcd\0\0\0"
     assert (channel.clock.read_bytes, channel.clock.written_bytes, told) == (0, 0, [])
     assert min(channel.clock.read, channel.clock.write) > 0
 
 
-def test_what_is_read_again_must_be_what_was_read(tmp_path):
+def test_a_file_that_is_read_again_must_be_the_same(tmp_path):
     (shard,) = shards_in(tmp_path, 1)
     channel = Channel(1, bytes_of_memory)
     read(channel, shard)
     channel.close()
     os.utime(shard.name, ns=(0, 0))
     with pytest.raises(SystemRefusedError, match="changed by another program"), channel.memory(10) as view:
-        channel.read_again(shard, shard.data_start, view)
+        channel.read(shard, shard.data_start, view, counts=False)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_what_cannot_be_saved_is_an_error_that_names_the_file(tmp_path, monkeypatch, number):
+def test_bytes_that_cannot_be_written_are_an_error_that_names_the_file(tmp_path, monkeypatch, number):
     target = tmp_path / "target"
     target.touch()
     monkeypatch.setattr(os, "pwritev", mock.Mock(side_effect=OSError(number, os.strerror(number))))
     channel = Channel(1, bytes_of_memory)
     with pytest.raises(SystemRefusedError, match=os.strerror(number)) as caught:
-        channel.save(file_at(target), 0, [b"x"])
+        channel.write(file_at(target), 0, [b"x"])
     assert caught.value.problems[0].file == str(target)
     channel.close()

@@ -21,11 +21,10 @@ from gradtool.store.format.header import read_shard
 from gradtool.store.fs import Folder
 from gradtool.store.io.redolog import RedoLog
 from gradtool.store.source import SmallFile
-from gradtool.store.transaction import logfiles, staging, transaction
-from gradtool.store.transaction.commit import Commit
-from gradtool.store.transaction.files import marker_of
-from gradtool.store.transaction.inplace import InPlace, Target
-from gradtool.store.transaction.output_checks import check_collisions
+from gradtool.store.transaction import log, staging, transaction
+from gradtool.store.transaction.commit import Commit, InPlace, Target
+from gradtool.store.transaction.log import marker_name
+from gradtool.store.transaction.output import check_collisions
 from gradtool.store.transaction.staging import Rights, Staged, new_mode
 from gradtool.store.transaction.transaction import Transaction
 
@@ -420,7 +419,7 @@ def test_who_is_killed_when_a_first_rename_was_refused_has_left_everything_as_it
 def test_a_run_that_cannot_say_that_it_is_called_off_is_completed_by_recovery(tmp_path, monkeypatch):
     shards = shards_of(tmp_path, 3)
     old = [shard.path.read_bytes() for shard in shards]
-    append = logfiles.append_step
+    append = log.append_step
 
     def refuse(*arguments, **options):
         if "ended" in options:
@@ -604,7 +603,7 @@ def test_an_error_of_a_run_that_only_recovery_may_complete_says_so(tmp_path):
     paths = files_in(tmp_path)
     for hint in (None, "free some space"):
         with pytest.raises(SystemRefusedError) as caught, registered(paths) as run:
-            run.leave_to_recovery()
+            run.needs_recovery = True
             raise SystemRefusedError("the disk fails", file=paths[0], tensor="t", hint=hint)
         (problem,) = caught.value.problems
         assert (problem.line, problem.code) == (f"{paths[0]}: tensor 't': the disk fails", "unfinished")
@@ -658,17 +657,17 @@ def test_a_run_in_a_folder_that_not_everybody_may_list_has_a_marker_for_each_fil
 
     def look_and_rename(folder, *names):
         with Folder.at(tmp_path) as opened:
-            logs = [logfiles.read_log(opened, marker_of(shard.path.name)) for shard in shards]
+            logs = [log.read_log(opened, marker_name(shard.path.name)) for shard in shards]
         seen.append([log.is_unfinished for log in logs])
         rename(folder, *names)
 
     monkeypatch.setattr(Folder, "rename", look_and_rename)
     with replacing(tmp_path) as commit:
-        (tmp_path / marker_of("2.safetensors")).write_bytes(b"foreign")
+        (tmp_path / marker_name("2.safetensors")).write_bytes(b"foreign")
         replace_all(commit, shards)
     assert seen == [[True, True]] * 2
     assert sorted(tmp_path.iterdir()) == sorted(
-        [*(shard.path for shard in shards), tmp_path / marker_of("2.safetensors")]
+        [*(shard.path for shard in shards), tmp_path / marker_name("2.safetensors")]
     )
 
 

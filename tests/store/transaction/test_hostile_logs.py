@@ -11,7 +11,7 @@ from support import snapshot
 
 from gradtool import GradtoolError, SystemRefusedError, clip, norm, recover, zero
 from gradtool.store.fs import Folder
-from gradtool.store.transaction.log import FORMAT, line_of
+from gradtool.store.transaction.log import FORMAT, encode_step
 from gradtool.store.transaction.runs import runs_in
 
 
@@ -132,14 +132,14 @@ HOSTILE = {
     "empty": b"",
     "garbage": os.urandom(100),
     "no line": b"0" * 1000,
-    "deep": line_of(run=1)[:9] + b"[" * 100_000 + b"\n",
+    "deep": encode_step(run=1)[:9] + b"[" * 100_000 + b"\n",
     "false checksum": b"00000000 {}\n",
-    "no run": line_of(nothing=1),
-    "a list": line_of(run=[1, 2]),
-    "a number": line_of(run={"pid": "x", "host": 1, "files": 3}),
-    "huge numbers": line_of(run={"pid": 10**400, "host": "h", "files": []}).replace(b"0" * 400, b"0" * 400),
-    "foreign home": line_of(run={"pid": 1, "host": "h", "files": ["0.safetensors"], "home": "/etc/passwd"}),
-    "own home": line_of(run={"pid": 1, "host": "h", "files": ["0.safetensors"], "home": 5}),
+    "no run": encode_step(nothing=1),
+    "a list": encode_step(run=[1, 2]),
+    "a number": encode_step(run={"pid": "x", "host": 1, "files": 3}),
+    "huge numbers": encode_step(run={"pid": 10**400, "host": "h", "files": []}).replace(b"0" * 400, b"0" * 400),
+    "foreign home": encode_step(run={"pid": 1, "host": "h", "files": ["0.safetensors"], "home": "/etc/passwd"}),
+    "own home": encode_step(run={"pid": 1, "host": "h", "files": ["0.safetensors"], "home": 5}),
     "infinite": b"%08x %s\n" % (0, json.dumps({"run": float("inf")}).encode()),
 }
 
@@ -338,7 +338,7 @@ def test_a_pointer_to_a_pointer_touches_nothing(tmp_path):
     for name, home in (("p", f"../q/{victim.name}"), ("q", f"../victim/{victim.name}")):
         files_in(tmp_path / name, 1)
         facts = {"id": victim.stem, "format": FORMAT, "pid": 1, "host": "h", "boot": "", "home": home}
-        (tmp_path / name / victim.name).write_bytes(line_of(run=facts | {"files": ["0.safetensors"]}))
+        (tmp_path / name / victim.name).write_bytes(encode_step(run=facts | {"files": ["0.safetensors"]}))
     before = snapshot(tmp_path / "victim")
     with pytest.raises(SystemRefusedError, match="is missing"):
         recover(tmp_path / "p")

@@ -8,7 +8,9 @@ from leftovers import content_of, files_in, half_changed, redo_log_of
 from support import in_place, registered, snapshot
 
 from gradtool import SystemRefusedError, clip, recover, zero
+from gradtool.engines.threads import Threads
 from gradtool.errors import BugError
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.io.redolog import RedoLog
 from gradtool.store.transaction.commit import Commit
 from gradtool.store.transaction.open import acquire
@@ -54,7 +56,7 @@ def test_what_is_given_up_may_be_staged_again(paths):
     with registered(paths) as run, Commit(run) as commit:
         given_up = commit.stage(paths[0], 5, paths[0].stat())
         commit.give_up(given_up)
-        assert (commit.count, given_up.is_there) == (0, False)
+        assert (len(commit.staged), given_up.is_there) == (0, False)
         stage(commit, paths[0])
         commit.put_in_place()
     assert paths[0].read_bytes() == b"newer"
@@ -68,7 +70,7 @@ def test_only_files_that_the_log_lists_are_written(paths, way):
             stage(commit, paths[0])
         else:
             commit._in_place = in_place(run, paths[:1])[0]._in_place
-        run.targets.names[run.home].remove(paths[0].name)
+        run.targets.names[run.log_folder].remove(paths[0].name)
 
     refused(paths, forget, "the log lacks a file")
 
@@ -90,7 +92,7 @@ def test_the_steps_of_a_log_come_once_and_in_their_order(paths):
                         run.append(**other)
             if step is not None:
                 run.append(**step)
-        assert (run.home.path / f"{run.id}.run").read_bytes().count(b"\n") == 4
+        assert (run.log_folder.path / f"{run.id}.run").read_bytes().count(b"\n") == 4
 
 
 def test_a_run_that_withdraws_begins_again(paths):
@@ -108,7 +110,7 @@ def test_a_run_whose_lock_is_gone_may_pass_for_dead_and_ends(paths, by):
     # Another program did it, which is no bug.
     def lose(run, commit):
         stage(commit, paths[0])
-        lock = run.home.path / f"{run.id}.lock"
+        lock = run.log_folder.path / f"{run.id}.lock"
         lock.unlink()
         if by == "replace":
             lock.touch()
@@ -162,7 +164,7 @@ def test_a_redo_log_is_not_copied_before_every_sector_is_known(paths, monkeypatc
 
 def test_every_new_file_is_written(paths, monkeypatch):
     before = snapshot(paths[0].parent)
-    monkeypatch.setattr(Commit, "count", 0)
+    monkeypatch.setattr(Threads, "destination", lambda *_: DISCARD)
     with pytest.raises(BugError, match="a new file was not written"):
         clip(paths, max_norm=1)
     assert snapshot(paths[0].parent) == before

@@ -14,7 +14,7 @@ from gradtool import SystemRefusedError, recover, zero
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import locks, recovery
 from gradtool.store.transaction.locks import InUse, claim
-from gradtool.store.transaction.logfiles import read_log
+from gradtool.store.transaction.log import read_log
 from gradtool.store.transaction.recovery import recover_at, recover_if_crashed
 from gradtool.store.transaction.runs import Scope
 

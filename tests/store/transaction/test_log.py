@@ -10,9 +10,7 @@ from gradtool import BadInputError, SystemRefusedError, clip, norm, recover
 from gradtool.store.fs import Folder
 from gradtool.store.transaction import log as log_module
 from gradtool.store.transaction import runs
-from gradtool.store.transaction.files import marker_of, name_of, run_of
-from gradtool.store.transaction.log import FORMAT, Change, Move, Redo, line_of
-from gradtool.store.transaction.logfiles import read_log
+from gradtool.store.transaction.log import FORMAT, Change, Move, Redo, encode_step, files_by_run, marker_name, read_log
 
 ID = ".gradtool-0123456789ab"
 RUN = {"id": ID, "format": FORMAT, "pid": 1, "host": "h", "boot": "b", "files": ["x"], "folders": []}
@@ -36,7 +34,7 @@ CHANGES, REDO = [Change(0, "x", 20, 7)], Redo(5, 9, 4_000)
 
 def test_a_log_that_is_torn_at_any_byte_is_what_was_whole_of_it(tmp_path):
     ready = {"ready": [MOVES, CHANGES, REDO]}
-    lines = [line_of(run=RUN), line_of(holds_locks=True), line_of(**ready), line_of(ended="finished")]
+    lines = [encode_step(run=RUN), encode_step(holds_locks=True), encode_step(**ready), encode_step(ended="finished")]
     content = b"".join(lines)
     ends = [sum(map(len, lines[:count])) for count in range(len(lines) + 1)]
     for size in range(len(content) + 1):
@@ -49,7 +47,7 @@ def test_a_log_that_is_torn_at_any_byte_is_what_was_whole_of_it(tmp_path):
         assert (log.holds_locks, log.ended) == (whole > 1, "finished" if whole > 3 else None)
         assert (log.moves, log.changes, log.redo) == facts
         # Before the line that says it is ready, recovery leaves everything as it is.
-        assert (log.outcome, log.is_unfinished) == ("finished" if whole > 2 else "untouched", whole == 3)
+        assert log.is_unfinished == (whole == 3)
         assert log.size == ends[whole]
 
 
@@ -64,47 +62,50 @@ def test_a_log_that_is_torn_at_any_byte_is_what_was_whole_of_it(tmp_path):
     ],
 )
 def test_only_a_single_rename_is_done_or_not(tmp_path, ready, is_atomic):
-    log = read_back(tmp_path, line_of(run=RUN) + line_of(ready=ready))
+    log = read_back(tmp_path, encode_step(run=RUN) + encode_step(ready=ready))
     # What is not, may be half done.
     assert (log.is_atomic, log.is_unfinished) == (is_atomic, not is_atomic)
     for outcome in ("finished", "untouched"):
-        ended = read_back(tmp_path, line_of(run=RUN) + line_of(ready=ready) + line_of(ended=outcome))
-        assert (ended.is_unfinished, ended.outcome) == (False, outcome)
+        ended = read_back(tmp_path, encode_step(run=RUN) + encode_step(ready=ready) + encode_step(ended=outcome))
+        assert (ended.is_unfinished, ended.ended) == (False, outcome)
 
 
 def test_what_recoveries_add_is_known_and_does_not_count(tmp_path):
-    lines = [line_of(run=RUN), line_of(ready=[MOVES, [], None])]
-    taken = [line_of(taken={"pid": pid, "host": f"host {pid}"}) for pid in (5, 6)]
+    lines = [encode_step(run=RUN), encode_step(ready=[MOVES, [], None])]
+    taken = [encode_step(taken={"pid": pid, "host": f"host {pid}"}) for pid in (5, 6)]
     log = read_back(tmp_path, b"".join(lines + taken) + taken[0][:-3])
     assert (log.pid, log.host, log.size, log.is_unfinished) == (6, "host 6", len(b"".join(lines)), True)
-    whole = read_back(tmp_path, b"".join(lines + taken) + (end := line_of(ended="finished")))
+    whole = read_back(tmp_path, b"".join(lines + taken) + (end := encode_step(ended="finished")))
     assert (whole.pid, whole.ended, whole.size) == (6, "finished", len(b"".join(lines + taken) + end))
 
 
 def test_names_of_files_come_back_whatever_bytes_they_are_of(tmp_path):
     names = ["é", "\udcff", "a b", '"[,{', "😀" * 60]
-    assert read_back(tmp_path, line_of(run=RUN | {"files": names})).names == set(names)
+    assert read_back(tmp_path, encode_step(run=RUN | {"files": names})).names == set(names)
 
 
 @pytest.mark.parametrize("kind", ["tmp", "redo"])
-def test_the_files_of_a_run_are_told_by_their_names(kind):
-    assert run_of(name_of(ID, 7, kind)) == run_of(f"{ID}.run") == run_of(f"{ID}.lock") == ID
-    assert run_of(f"{ID}-7.{kind}.bak") is run_of(f"x{ID}.run") is run_of(marker_of("x")) is None
+def test_the_files_of_a_run_are_told_by_their_names(tmp_path, kind):
+    files = [f"{ID}-7.{kind}", f"{ID}.lock", f"{ID}.run"]
+    for name in (*files, f"{ID}-7.{kind}.bak", f"x{ID}.run", marker_name("x")):
+        (tmp_path / name).touch()
+    with Folder.at(tmp_path) as folder:
+        assert files_by_run(folder) == {ID: files}
 
 
 DEEP = b"[" * 90_000 + b"]" * 90_000
 READY = {"ready": [MOVES, CHANGES, REDO]}
 NOT_UNDERSTOOD = {
-    "an older format": line_of(run=RUN | {"format": FORMAT - 1, "key": "00"}),
-    "a newer format": line_of(run=RUN | {"format": FORMAT + 1}),
-    "a format that is missing": line_of(run={"id": ID}),
-    "a process that cannot be": line_of(run=RUN | {"pid": 0}),
-    "a process that is no number": line_of(run=RUN | {"pid": True}),
-    "a boot that is no text": line_of(run=RUN | {"boot": 7}),
-    "an unknown step": line_of(run=RUN) + line_of(later="version"),
-    "a step of an older format": line_of(run=RUN) + line_of(moves=[]),
-    "an unknown end": line_of(run=RUN) + line_of(**READY) + line_of(ended="undone"),
-    "too many steps": line_of(run=RUN) + line_of(taken={"pid": 1, "host": "h"}) * 1000,
+    "an older format": encode_step(run=RUN | {"format": FORMAT - 1, "key": "00"}),
+    "a newer format": encode_step(run=RUN | {"format": FORMAT + 1}),
+    "a format that is missing": encode_step(run={"id": ID}),
+    "a process that cannot be": encode_step(run=RUN | {"pid": 0}),
+    "a process that is no number": encode_step(run=RUN | {"pid": True}),
+    "a boot that is no text": encode_step(run=RUN | {"boot": 7}),
+    "an unknown step": encode_step(run=RUN) + encode_step(later="version"),
+    "a step of an older format": encode_step(run=RUN) + encode_step(moves=[]),
+    "an unknown end": encode_step(run=RUN) + encode_step(**READY) + encode_step(ended="undone"),
+    "too many steps": encode_step(run=RUN) + encode_step(taken={"pid": 1, "host": "h"}) * 1000,
     "deep": line(b'{"run":{"id":"%b","x":%b}}' % (ID.encode(), DEEP)),
     "wide": line(b'{"run":{"id":"%b","x":[' % ID.encode() + b"[]," * 200_000 + b"[]]}}"),
 }
@@ -127,7 +128,7 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
     for number in range(3):
         name = f".gradtool-{number:012x}"
-        (tmp_path / f"{name}.run").write_bytes(line_of(run=RUN | {"id": name}))
+        (tmp_path / f"{name}.run").write_bytes(encode_step(run=RUN | {"id": name}))
     assert norm(tmp_path).norm > 0
     monkeypatch.setattr(runs, "MAX_BYTES_IN_FOLDER", 300)
     with pytest.raises(SystemRefusedError, match="exceed the limit of 300 bytes") as caught:
@@ -137,7 +138,7 @@ def test_logs_that_are_too_many_to_be_read_are_refused(tmp_path, monkeypatch):
 
 def test_a_log_that_cannot_be_read_stops_everybody(tmp_path, monkeypatch):
     path = write(tmp_path / "x.safetensors", {"t": np.ones(3, np.float32)})
-    (tmp_path / f"{ID}.run").write_bytes(line_of(run=RUN))
+    (tmp_path / f"{ID}.run").write_bytes(encode_step(run=RUN))
     before, real = snapshot(tmp_path), Folder.open
 
     def refuse(folder, name, flags):
@@ -184,7 +185,7 @@ def test_what_cannot_be_looked_at_is_told_once_and_what_is_not_there_not_at_all(
 
 
 def test_a_second_name_of_a_log_is_no_other_run(tmp_path):
-    content = line_of(run=RUN)
+    content = encode_step(run=RUN)
     read_back(tmp_path, content)
     with Folder.at(tmp_path) as folder:
         (tmp_path / ".gradtool-ffffffffffff.run").hardlink_to(tmp_path / f"{ID}.run")

@@ -20,7 +20,7 @@ from gradtool.errors import changed_meanwhile
 from gradtool.store.fs import Folder
 from gradtool.store.io.redolog import RedoLog
 from gradtool.store.transaction.inputs import Inputs, require_finished
-from gradtool.store.transaction.log import line_of
+from gradtool.store.transaction.log import encode_step
 
 
 def one_file(folder, name="x.safetensors", value=3.0):
@@ -145,9 +145,9 @@ def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_
     child.wait()
     log = tmp_path / f"{run.id}.run"
     facts = json.loads(log.read_text().splitlines()[0].partition(" ")[2])["run"] | {"pid": child.pid}
-    log.write_bytes(line_of(run=facts))
+    log.write_bytes(encode_step(run=facts))
     assert zero(path).output.files_written == 1
-    log.write_bytes(line_of(run=facts | {"host": "elsewhere"}))
+    log.write_bytes(encode_step(run=facts | {"host": "elsewhere"}))
     (tmp_path / f"{run.id}.lock").touch()
     with pytest.raises(SystemRefusedError, match=f"in use by PID {child.pid} on elsewhere"):
         zero(path)
@@ -370,7 +370,7 @@ def test_links_that_form_a_loop_or_lead_nowhere_are_no_place_of_runs(tmp_path):
 
 def test_a_path_that_was_not_locked_is_not_written_to(held):
     path, run = held
-    assert run.targets.locate(path) == (run.home, path.name)
+    assert run.targets.locate(path) == (run.log_folder, path.name)
     with pytest.raises(SystemRefusedError, match="other.safetensors: was changed by another program"):
         run.targets.locate(one_file(path.parent, "other.safetensors"))
 
@@ -414,7 +414,7 @@ def test_a_dry_run_takes_no_lock(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr(Folder, "create_file", refuse)
+    monkeypatch.setattr(Folder, "create", refuse)
     for options in ({}, {"write": "inplace"}, {"output": tmp_path / "new"}, {"output_dir": tmp_path / "new"}):
         assert clip(path, max_norm=1, dry_run=True, **options).clipped
     assert list(tmp_path.iterdir()) == [path]

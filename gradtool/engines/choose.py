@@ -42,8 +42,8 @@ def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice 
 
     threads = None if options.threads is None else min(options.threads, MAX_THREADS)
     # What the environment says here counts for the workers too.
-    backend = requested_backend(options.backend)
-    return Workers(name, address, backend, options.device, threads, options.worker_timeout, progress), None
+    options = options.replace(backend=requested_backend(options.backend), threads=threads)
+    return Workers(name, address, options, progress), None
 
 
 def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:

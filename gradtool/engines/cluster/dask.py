@@ -1,4 +1,4 @@
-"""A cluster of Dask workers; alone in importing Dask, and only when it is asked for.
+"""A cluster of Dask workers. This module alone imports Dask, when an engine needs it.
 
 Dask unpickles what the scheduler and the workers send: types, exceptions, and whatever a message says is a pickle. In
 this process, for this cluster, such pickles are read into objects that do nothing.
@@ -36,10 +36,10 @@ _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
 _FILE_BYTES = 1 << 20
-# A worker's task is not given away before, however short the timeout. Heartbeats are 0.5 to 2 s apart, and up to 5 ms
-# more for each worker.
-_LEAST_PATIENCE, _PATIENCE_FOR_EACH = 5.0, 0.05
-_MOST_SLOTS = 1024
+# How long a worker must be silent before its task is given away, however short the timeout. Heartbeats are 0.5 to 2 s
+# apart, and up to 5 ms more for each worker.
+_MIN_PATIENCE, _PATIENCE_FOR_EACH = 5.0, 0.05
+_MAX_SLOTS = 1024
 _ADDRESS = re.compile(r".*://.*|[^/]+:\d+", re.DOTALL)
 # An option of Dask's command.
 _START_WITH_FILE = "`dask scheduler --scheduler-file`"
@@ -54,13 +54,12 @@ class Dask:
         # The last sign of life of each worker, as the scheduler dates it, and when it was new here.
         self._signs: dict[str, tuple[Any, float]] = {}
         try:
-            client = _imported()
+            client = _client_class()
         except ImportError as error:
-            what = f"Dask cannot be loaded: {error}"
-            raise BackendUnavailableError(what, code="engine", hint=_INSTALL) from error
+            raise BackendUnavailableError(f"Dask cannot be loaded: {error}", code="engine", hint=_INSTALL) from error
         where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
         with contextlib.ExitStack() as stack:
-            # What it would log, we report.
+            # What Dask would log, we report.
             stack.enter_context(_muted())
             try:
                 with warnings.catch_warnings(action="ignore"):
@@ -68,28 +67,28 @@ class Dask:
                         lambda: client(where, timeout=timeout, set_as_default=False, name="gradtool"), timeout + 1
                     )
             except Exception as error:
-                # Anything: Dask takes what another kind of server says for sizes of its own messages, or for much else.
+                # Any error: Dask takes the bytes of another kind of server for sizes of its own messages, for example.
                 said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
-                what = f"{self.name} does not answer: {said or type(error).__name__}"
+                message = f"{self.name} does not answer: {said or type(error).__name__}"
                 hint = say("start one with `dask scheduler`, or correct {}", option("engine"))
-                raise SystemRefusedError(what, code="engine", hint=hint) from error
+                raise SystemRefusedError(message, code="engine", hint=hint) from error
             self._muted = stack.pop_all()
 
     def members(self) -> Mapping[str, int]:
         """Return the workers that the scheduler knows and that have lately given a sign of life, with their threads."""
         client = self._client
-        # What listens to the scheduler ends at a message that it cannot read.
+        # The task that listens to the scheduler ends at a message that it cannot read.
         listens = getattr(client, "_handle_report_task", None)
         if client.status != "running" or (listens is not None and listens.done()):
             raise self._lost()
         try:
             workers = _answer(lambda: client.sync(client.scheduler.identity), _ANSWER_SECONDS)["workers"]
-            now, patience = monotonic(), max(self._timeout, _LEAST_PATIENCE + _PATIENCE_FOR_EACH * len(workers))
+            now, patience = monotonic(), max(self._timeout, _MIN_PATIENCE + _PATIENCE_FOR_EACH * len(workers))
             signs = {}
             for address, worker in workers.items():
                 sign, since = self._signs.get(address, (None, now))
                 signs[address] = (sign, since) if sign == worker["last_seen"] else (worker["last_seen"], now)
-            slots = {address: min(max(int(worker["nthreads"]), 1), _MOST_SLOTS) for address, worker in workers.items()}
+            slots = {address: min(max(int(worker["nthreads"]), 1), _MAX_SLOTS) for address, worker in workers.items()}
         except Exception as error:
             raise self._lost() from error
         self._signs = signs
@@ -103,7 +102,7 @@ class Dask:
             raise self._lost() from error
 
     def _submit(self, call: bytes, address: str) -> Future[Any]:
-        with warnings.catch_warnings(action="ignore"):  # Of a call that is large, as one about many tensors is.
+        with warnings.catch_warnings(action="ignore"):  # Of a large call, such as a call about many tensors.
             # Not pure: the same call is work to be done again.
             future = self._client.submit(pickle.loads, call, pure=False, workers=[address])
 
@@ -131,10 +130,10 @@ class Dask:
 
 
 def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """What Dask answers. It may wait for ever, so it is asked in a thread of its own, while this one handles signals.
+    """Ask Dask, which may wait for ever, in another thread, while this thread handles signals.
 
     Raises:
-        TimeoutError: it has not answered for so many seconds.
+        TimeoutError: there is no answer for so many seconds.
     """
     answer: Future[Answer] = Future()
 
@@ -168,12 +167,12 @@ def _muted() -> Iterator[None]:
 
 
 def _address_in(path: str, timeout: float) -> str:
-    """Read the address from a scheduler's file, as soon as that has been written."""
+    """Read the address from a scheduler's file, as soon as the scheduler has written it."""
     deadline = monotonic() + timeout
     while not _size_of(path):
         if monotonic() > deadline:
-            what = f"no scheduler has written it for {timeout:g} s"
-            raise SystemRefusedError(what, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
+            message = f"no scheduler has written it for {timeout:g} s"
+            raise SystemRefusedError(message, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
         sleep(_POLL_SECONDS)
         signals.deliver()
     text = read_small(Path(path), _FILE_BYTES).content
@@ -185,7 +184,7 @@ def _address_in(path: str, timeout: float) -> str:
 
 
 def _size_of(path: str) -> int:
-    """Measure a file; one that is not there is empty, and so is a device."""
+    """Measure a file; a missing file is empty, and so is a device."""
     with os_errors_about(path), contextlib.suppress(FileNotFoundError):
         return Path(path).stat().st_size
     return 0
@@ -196,7 +195,7 @@ _reads_inert: ContextVar[bool] = ContextVar("reads_inert", default=False)
 
 
 class _Inert(Exception):  # noqa: N818 - it stands for anything
-    """Whatever a pickle names: it takes any arguments and any state, and keeps nothing but texts."""
+    """Whatever a pickle names: it takes any arguments and any state, and remembers nothing but texts."""
 
     def __init__(self, *args: object, **_: object) -> None:
         super().__init__(*(text for text in args if type(text) is str))
@@ -209,21 +208,21 @@ class _Reader(pickle.Unpickler):
     """Reads a pickle without importing or calling what it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Stand in for a name. Dask has to know bytes, which are all that is ever asked for."""
+        """Stand in for a name. Dask has to know bytes, because all answers are bytes."""
         if (module, name) == ("builtins", "bytes"):
             return bytes
         return _exception if name.startswith("unpickle_exception") else type(shortened(name), (_Inert,), {})
 
 
 def _exception(kind: Callable[..., _Inert], args: Any, *_: object) -> _Inert:
-    """Make an exception, as Dask has it pickled: with its arguments, or with attributes that they are one of."""
+    """Make an exception as Dask pickles it: with its arguments, or with attributes that include them."""
     return kind(*(args["args"] if isinstance(args, dict) else args))
 
 
 def _loads(data: Any, **options: Any) -> Any:
-    """Read a pickle of Dask's; where it comes from a cluster of ours, without believing it."""
+    """Read a pickle for Dask; where it comes from the cluster of an engine, without believing it."""
     if not _reads_inert.get():
-        return pickle.loads(data, **options)  # noqa: S301 - as without us
+        return pickle.loads(data, **options)  # noqa: S301 - as Dask does
     return _Reader(io.BytesIO(data), **options).load()
 
 
@@ -234,7 +233,7 @@ def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
     return context.run(function, *arguments)
 
 
-def _imported() -> Any:
+def _client_class() -> Any:
     """Import Dask's client, so that it reads pickles as `_loads` does.
 
     Raises:
@@ -248,7 +247,7 @@ def _imported() -> Any:
         protocol.pickle = SimpleNamespace(**vars(pickle) | {"loads": _loads})
     if type(_run_inert(protocol.loads, pickle.dumps(ValueError()))) is ValueError:
         raise ImportError("gradtool cannot keep this version from running what it is sent")
-    # Events are what anyone sends to have it printed here.
+    # Anyone may send events, to have them printed here.
     return type("Client", (distributed.Client,), {"_handle_event": lambda *_, **__: None, "_handle_task_erred": _end})
 
 
@@ -256,7 +255,7 @@ def _end(client: Any, key: str | None = None, exception: object = None, **_: obj
     """End a call with an error. Dask would wait for ever where the error is none, or its traceback."""
     try:
         error: Any = _Reader(io.BytesIO(exception)).load()  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - whatever is not a pickle causes
+    except Exception:  # noqa: BLE001 - bytes that are no pickle may raise anything
         error = None
     if (state := client.futures.get(key)) is not None:
         state.set_error(error if isinstance(error, _Inert) else _Inert("it cannot be read"), None)

@@ -1,7 +1,7 @@
 """The engine of worker processes: it gives them the parts of passes, some at a time, and takes the results.
 
 This process alone holds the locks, decides, and puts files in place. What a worker answers is checked against what it
-was asked. Results are taken and dropped one by one, so memory does not grow with the number of parts.
+was asked. Each result is taken and dropped, so memory does not grow with the number of parts.
 """
 
 from __future__ import annotations
@@ -9,35 +9,128 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from gradtool import tuning
+from gradtool._version import __version__
 from gradtool.engines.cluster import wire
 from gradtool.engines.cluster.dask import Dask
-from gradtool.engines.cluster.membership import HEARTBEAT_SECONDS, Membership
 from gradtool.engines.cluster.remote_files import RemoteFiles
-from gradtool.engines.cluster.work import Check, Job, call_for, empty_outcome, fingerprint
+from gradtool.engines.cluster.work import Check, Job, Report, call_for, empty_outcome, fingerprint
 from gradtool.engines.worker import WorkerSummary
-from gradtool.errors import GradtoolError, SystemRefusedError, changed_meanwhile, number_of, option, say
+from gradtool.errors import (
+    BackendUnavailableError,
+    GradtoolError,
+    SystemRefusedError,
+    changed_meanwhile,
+    number_of,
+    option,
+    say,
+    shortened,
+)
 from gradtool.store import signals
 from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import DISCARD
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
+    from collections.abc import Mapping, Sequence
 
     from gradtool.engines.cluster.work import Outcome
     from gradtool.engines.passes import Part, Pass, Result
     from gradtool.engines.threads import Progress
+    from gradtool.options import Compute
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
 
-# So many workers may be lost that had the same task, before it is taken for what they die of.
-_MOST_LOSSES = 3
+_HEARTBEAT_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+# Until a worker that has not answered is known to be busy, and not silent.
+_GRACE_SECONDS = 2.0
+# So many workers may be lost that had the same task, before the task is taken for what they die of.
+_MAX_LOSSES = 3
+
+
+class Membership:
+    """The workers of a cluster. Each is asked whether it is fit, even if it joins late, and gets work once it is."""
+
+    def __init__(self, cluster: Dask, timeout: float, check: Check) -> None:
+        self.cluster, self._timeout = cluster, timeout
+        # How many tasks each worker that is fit does at a time, and what it computes with, by its address.
+        self.fit: dict[str, int] = {}
+        self.reports: dict[str, Report] = {}
+        # What workers are asked, who has not answered yet, and since when.
+        self._question = call_for(check)
+        self._asked: dict[str, tuple[Future[Any], float]] = {}
+        self._members: Mapping[str, int] = {}
+        self._last_look, self._last_member = -_LOOK_SECONDS, monotonic()
+
+    def wait_until_fit(self) -> None:
+        """Wait until all workers have answered, and there is a worker.
+
+        Raises:
+            SystemRefusedError: as `watch`; or a worker is busy with something else.
+            BackendUnavailableError: as `watch`.
+        """
+        self.watch()
+        while self._asked or not self.fit:
+            wait([future for future, _ in self._asked.values()] or [Future()], _HEARTBEAT_SECONDS)
+            signals.deliver()
+            self.watch()
+            late = [address for address, (_, since) in self._asked.items() if monotonic() > since + self._timeout]
+            if late:
+                hint = say("stop it, or wait longer with {}", option("worker_timeout"))
+                raise _error(f"the worker {late[0]} has not answered for {self._timeout:g} s", hint)
+
+    def watch(self) -> bool:
+        """Take answers and, once a second at most, look for workers that came or went; return whether it looked.
+
+        Raises:
+            SystemRefusedError: the cluster is lost, or has had no worker for too long.
+            BackendUnavailableError: a worker cannot do the work.
+        """
+        for address, (future, _) in list(self._asked.items()):
+            if future.done():
+                del self._asked[address]
+                self.reports[address] = self._report(address, future)
+                self.fit[address] = self._members[address]
+        now = monotonic()
+        if now < self._last_look + _LOOK_SECONDS:
+            return False
+        members = self._members = self.cluster.members()
+        self._last_look = now
+        if members:
+            self._last_member = now
+        elif now > self._last_member + self._timeout:
+            hint = say("start some, or wait longer with {}", option("worker_timeout"))
+            raise _error(f"{self.cluster.name} has had no worker for {self._timeout:g} s", hint)
+        # A worker that has died will not answer, and a new worker may come to its address.
+        self.fit = {address: members[address] for address in self.fit if address in members}
+        self._asked = {address: asked for address, asked in self._asked.items() if address in members}
+        for address in members.keys() - self.fit.keys() - self._asked.keys():
+            self._asked[address] = self.cluster.submit(self._question, address), now + _GRACE_SECONDS
+        return True
+
+    def _report(self, address: str, future: Future[Any]) -> Report:
+        """Return what a worker that is fit answers, or raise what is wrong with it."""
+        try:
+            return wire.unpacked(future.result(), Report())
+        except GradtoolError:
+            raise
+        except ValueError as error:
+            message, hint = f"the worker {address} has another version of gradtool", f"install {__version__} there"
+            raise BackendUnavailableError(message, code="engine", hint=hint) from error
+        except Exception as error:
+            if type(error).__name__ in {"ImportError", "ModuleNotFoundError"}:
+                message = f"the worker {address} cannot load gradtool: {shortened(str(error))}"
+                hint = f"install gradtool {__version__} there"
+                raise BackendUnavailableError(message, code="engine", hint=hint) from error
+            reason, remedy = self.cluster.why(error)
+            raise _error(f"{address}: {reason}", remedy) from error
 
 
 @dataclass(eq=False)
@@ -49,34 +142,26 @@ class _Task:
     losses: int = 0
 
 
-@dataclass
 class Workers:
-    """Runs passes on the workers of a cluster, which is joined when there is work."""
+    """Runs passes on the workers of a cluster, which it joins when there is work."""
 
-    name: str
-    address: str
-    backend: str | None = None
-    device: int | None = None
-    threads: int | None = None
-    # Seconds to wait for a worker.
-    timeout: float = 60.0
-    progress: Progress | None = None
-    _membership: Membership = field(init=False)
-    # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
-    _total: Clock = field(default_factory=Clock)
-    _processes: set[tuple[str, str]] = field(default_factory=set)
-    _retries: int = 0
-    # The worker that may still have the data of a shard in memory.
-    _preferred: dict[Shard, str] = field(default_factory=dict)
-    # The tasks that workers have, and how many each has; those that are done; and workers that the last look missed.
-    _flight: dict[Future[Any], _Task] = field(default_factory=dict)
-    _load: Counter[str] = field(default_factory=Counter)
-    _done: SimpleQueue[Future[Any]] = field(default_factory=SimpleQueue)
-    _missed: set[str] = field(default_factory=set)
+    _membership: Membership
+
+    def __init__(self, name: str, address: str, options: Compute, progress: Progress | None = None) -> None:
+        self.name, self._address, self._options, self._progress = name, address, options, progress
+        # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
+        self._total, self._processes, self._retries = Clock(), set[tuple[str, str]](), 0
+        # The worker that may still have the data of a shard in memory.
+        self._preferred: dict[Shard, str] = {}
+        # The tasks that workers have, how many each has, those that are done, and workers that the last look missed.
+        self._flight: dict[Future[Any], _Task] = {}
+        self._load: Counter[str] = Counter()
+        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
+        self._missed: set[str] = set()
 
     @property
     def clock(self) -> Clock:
-        """Bytes of all processes; seconds of one of them, on average."""
+        """Bytes of all processes; the mean of their seconds."""
         total, count = self._total, max(1, len(self._processes))
         return replace(total, read=total.read / count, compute=total.compute / count, write=total.write / count)
 
@@ -92,12 +177,13 @@ class Workers:
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
         """Ask every worker whether it can read these files, and write where the output is locked."""
         source, transaction = shards[0].source, None if output is None else output.transaction
-        check = Check(source.address, source.inode, None, self.backend, self.device)
+        check = Check(source.address, source.inode, None, self._options.backend, self._options.device)
         if transaction is not None:
             # Nobody can guess the name of the log; in a folder that was made for the files, there is a pointer to it.
             log = [transaction.log_folder, *transaction.targets.made][-1].path / f"{transaction.id}.run"
             check = check._replace(path=str(log), inode=log.stat().st_ino, user=os.geteuid())
-        self._membership = Membership(Dask(self.address, self.timeout), self.timeout, check)
+        timeout = self._options.worker_timeout
+        self._membership = Membership(Dask(self._address, timeout), timeout, check)
         self._membership.wait_until_fit()
 
     def destination(self, staging: Staging) -> RemoteFiles:
@@ -106,27 +192,29 @@ class Workers:
 
     def run(self, work: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
         """Run a pass, part by part."""
-        tally, whole, done = work.tally(), work.nbytes(destination), 0
-        rest, tasks, waiting = whole, map(_Task, work.parts(destination)), list[_Task]()
+        tally, total, done = work.tally(), work.nbytes(destination), 0
+        left, tasks, waiting = total, map(_Task, work.parts(destination)), list[_Task]()
         while True:
             if self._membership.watch():
                 waiting += self._lost_tasks()
             while (task := waiting.pop() if waiting else next(tasks, None)) is not None:
-                if (address := self._free_worker(task.part, rest)) is None:
+                if (address := self._free_worker(task.part, left)) is None:
                     waiting.append(task)
                     break
                 self._submit(task, address, destination)
-                rest -= task.part.nbytes
+                left -= task.part.nbytes
             if not self._flight and not waiting:
                 return tally
             with contextlib.suppress(Empty):
                 # Not `wait`, which looks at every future each time.
-                future = self._done.get(timeout=HEARTBEAT_SECONDS)
+                future = self._done.get(timeout=_HEARTBEAT_SECONDS)
                 if future in self._flight:
-                    task = self._taken(future)
+                    task = self._landed(future)
                     self._add(task, self._outcome(future, task.part), tally)
                     done += task.part.nbytes
-                    self._show(work.title, done, whole)
+                    if self._progress is not None:
+                        counts = number_of(self.workers.workers, "worker"), number_of(self.workers.hosts, "host")
+                        self._progress(", ".join([work.title, *counts]), done, max(done, total))
             signals.deliver()
 
     def close(self) -> None:
@@ -134,29 +222,29 @@ class Workers:
         if hasattr(self, "_membership"):
             self._membership.cluster.close()
 
-    def _free_worker(self, part: Part, rest: int) -> str | None:
+    def _free_worker(self, part: Part, left: int) -> str | None:
         """Return the worker to give a part to, if possible one that may have its data in memory; None if all are busy.
 
         Each has several tasks for each of its threads, so as not to wait for the next; fewer near the end of the pass,
-        when `rest` bytes are left for all.
+        when `left` bytes are left for all.
         """
         fit, load = self._membership.fit, self._load
-        most = min(tuning.TASKS_IN_FLIGHT, max(1, rest // max(1, sum(fit.values()) * part.nbytes)))
-        free = {address: load[address] / slots for address, slots in fit.items() if load[address] < most * slots}
+        limit = min(tuning.TASKS_IN_FLIGHT, max(1, left // max(1, sum(fit.values()) * part.nbytes)))
+        free = {address: load[address] / slots for address, slots in fit.items() if load[address] < limit * slots}
         preferred = (address for shard in part.reads if (address := self._preferred.get(shard)) in free)
         return next(preferred, None) or min(free, key=free.__getitem__, default=None)
 
     def _submit(self, task: _Task, address: str, destination: WrittenFiles) -> None:
-        part, request = task.part, None
+        part, options, request = task.part, self._options, None
         if part.writes is not None and isinstance(destination, RemoteFiles):
             request = destination.request(part.writes)
-        job = Job(part._replace(places=()), self.backend, self.device, self.threads, request)
+        job = Job(part._replace(places=()), options.backend, options.device, options.threads, request)
         future = self._membership.cluster.submit(call_for(job), address)
         task.address, self._flight[future] = address, task
         self._load[address] += 1
         future.add_done_callback(self._done.put)
 
-    def _taken(self, future: Future[Any]) -> _Task:
+    def _landed(self, future: Future[Any]) -> _Task:
         task = self._flight.pop(future)
         self._load[task.address] -= 1
         return task
@@ -167,13 +255,13 @@ class Workers:
         If such a worker goes on, nobody takes its answer.
         """
         before, self._missed = self._missed, self._load.keys() - self._membership.fit.keys()
-        gone = before & self._missed
-        lost = [future for future, task in self._flight.items() if task.address in gone and not future.done()]
-        tasks = [self._taken(future) for future in lost]
+        lost = before & self._missed
+        futures = [future for future, task in self._flight.items() if task.address in lost and not future.done()]
+        tasks = [self._landed(future) for future in futures]
         for task in tasks:
             task.losses += 1
             self._retries += 1
-            if task.losses > _MOST_LOSSES:
+            if task.losses > _MAX_LOSSES:
                 raise _died()
         return tasks
 
@@ -184,9 +272,8 @@ class Workers:
         except (Exception, SystemExit) as error:
             if type(error).__name__ == "KilledWorker":
                 raise _died() from error
-            what, hint = self._membership.cluster.why(error)
-            file = part.reads[0].name if part.reads else None
-            raise SystemRefusedError(what, file=file, code="engine", hint=hint) from error
+            reason, hint = self._membership.cluster.why(error)
+            raise _error(reason, hint, part.reads[0].name if part.reads else None) from error
         try:
             return wire.unpacked(answer, empty_outcome(part))
         except GradtoolError as error:
@@ -212,18 +299,15 @@ class Workers:
         self._total.workers = max(self._total.workers, outcome.clock.workers)
         self._preferred |= dict.fromkeys(part.reads, task.address)
 
-    def _show(self, title: str, done: int, whole: int) -> None:
-        if self.progress is not None:
-            summary = self.workers
-            counts = number_of(summary.workers, "worker"), number_of(summary.hosts, "host")
-            self.progress(", ".join([title, *counts]), done, max(done, whole))
+
+def _error(message: str, hint: str | None, file: str | None = None) -> SystemRefusedError:
+    return SystemRefusedError(message, file=file, code="engine", hint=hint)
 
 
 def _died() -> SystemRefusedError:
     hint = say("see their logs; fewer {} and smaller shards need less memory", option("threads"))
-    return SystemRefusedError("every worker that was given the task died", code="engine", hint=hint)
+    return _error("every worker that was given the task died", hint)
 
 
 def _foreign() -> SystemRefusedError:
-    what = "a worker returned something else than was asked for"
-    return SystemRefusedError(what, code="engine", hint="run the command again")
+    return _error("a worker returned something else than was asked for", "run the command again")

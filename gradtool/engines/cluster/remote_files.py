@@ -1,7 +1,7 @@
 """New files that workers write.
 
-The command makes a temporary for each attempt, so that none can touch what another one has written: a task may run
-twice, and a worker that was taken for dead may go on. What is given up is removed, and a worker makes no files.
+The command makes a temporary for each attempt, because a task may run twice, and a worker that was taken for dead may
+go on: so no attempt touches what another has written. What is given up is removed, and a worker makes no files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.output import Staging
 
-# A shared file system may show a moment late what another machine has made or replaced. After the last, it is missing.
+# Seconds. A shared file system may show late what another machine has made or replaced.
 PAUSES = (0.05, 0.2, 0.5, 1.0)
 _LATE = (errno.ENOENT, errno.ESTALE)
 # Files that this process had to wait for, until it tells the command.
@@ -50,21 +50,21 @@ class BuildRequest(NamedTuple):
         """
         with os_errors_about(self.path):
             try:
-                seen = retry_until_visible(self.path, lambda source: source.inode == self.inode)
+                source = retry_until_visible(self.path, lambda source: source.inode == self.inode)
             except (FileNotFoundError, NotADirectoryError):
-                seen = None
-            if seen is None:
+                source = None
+            if source is None:
                 raise changed_meanwhile(self.path)
             with Folder.at(self.path.parent) as folder:
                 # Devices have other numbers on other machines.
-                yield (file := File(folder, self.path.name, require_status(seen).st_dev, self.inode))
+                yield (file := File(folder, self.path.name, require_status(source).st_dev, self.inode))
                 with fs.closing(file.open(os.O_RDONLY)) as fd:
                     if self.fsync:
                         fs.sync(fd)
 
 
 class RemoteFiles:
-    """New files that workers write; the last attempt at each is put in place with all other files of the run."""
+    """New files that workers write; the last attempt at each becomes the file when the run is committed."""
 
     def __init__(self, staging: Staging) -> None:
         if any(gradset.split for gradset in staging.output.sets):
@@ -75,7 +75,7 @@ class RemoteFiles:
 
     @property
     def shards(self) -> Collection[Shard]:
-        """The files that they take the place of."""
+        """The files that are replaced, or will be."""
         return self._files.keys()
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
@@ -83,7 +83,7 @@ class RemoteFiles:
         return read_for(self._files.values(), selected)
 
     def request(self, shard: Shard) -> BuildRequest:
-        """Make a temporary for an attempt at a file; an earlier attempt is given up."""
+        """Make a temporary for an attempt at a file, and give up an earlier attempt."""
         if shard in self._attempts:
             self._staging.commit.give_up(self._attempts[shard])
         new = self._files[shard]
@@ -92,7 +92,11 @@ class RemoteFiles:
 
 
 def retry_until_visible(path: Path, is_expected: Callable[[Source], bool]) -> Source | None:
-    """Open what is at a path, again while it is missing or another file; return it, or None if it stays another one."""
+    """Look at a path until it is the expected file; return its source, or None if it stays another file.
+
+    Raises:
+        OSError: it cannot be opened, or is still missing after all pauses.
+    """
     for pause in (*PAUSES, None):
         try:
             with contextlib.closing(Source.kind_of(path).at(path)) as reader:

@@ -1,8 +1,8 @@
 """What workers answer: JSON, which the command reads without believing anything.
 
 A pickle can run code where it is read. So an answer holds numbers, strings, lists and arrays only. It is read into an
-empty answer of the kind that is expected, which says what types may come, and how much. No number may be negative but
-counts in an array that is one of `signed_names`, binary exponents, and sums, which are left to whoever adds them up.
+empty answer of the expected kind, which says what types may come, and how much. No number may be negative but counts in
+an array that is one of `signed_names`, binary exponents, and sums, which whoever adds them up has to check.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ERRORS: dict[str, type[GradtoolError]] = {k: kind for k, kind in vars(errors).i
 _LARGEST = {"i": 1 << 13, "q": 1 << 56}
 _LARGEST_NUMBER = 1 << 64
 _LONGEST_TEXT = 20_000
-_MOST_PROBLEMS = 10_000
+_MAX_PROBLEMS = 10_000
 # Items of an array of any length.
-_MOST_CONDENSED = 1 << 22
+_MAX_CONDENSED = 1 << 22
 
 
 def packed(answer: object) -> bytes:
@@ -45,9 +45,9 @@ def packed(answer: object) -> bytes:
 
 def packed_error(error: GradtoolError) -> bytes:
     """Pack an error."""
-    problems = [[_worded(text) for text in dataclasses.astuple(problem)] for problem in error.problems]
+    problems = [[_wordings(text) for text in dataclasses.astuple(problem)] for problem in error.problems]
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-    return json.dumps({"error": [name, _worded(error.summary), problems]}).encode()
+    return json.dumps({"error": [name, _wordings(error.summary), problems]}).encode()
 
 
 def unpacked(data: object, empty: Answer) -> Answer:
@@ -71,7 +71,6 @@ def unpacked(data: object, empty: Answer) -> Answer:
 
 
 def _names(value: Any) -> Sequence[str]:
-    """Return the attributes of an object that are sent."""
     return getattr(value, "sent_names", None) or [field.name for field in dataclasses.fields(value)]
 
 
@@ -106,7 +105,6 @@ def _filled(empty: Any, tree: Any) -> Any:
 
 
 def _plain(value: Any, empty: Any) -> Any:
-    """A value of the same type and of ordinary size."""
     if type(value) is not type(empty) or (type(value) is str and len(value) > _LONGEST_TEXT):
         raise ValueError("a value of another type")
     if type(value) in (int, float) and not 0 <= value < _LARGEST_NUMBER:
@@ -115,10 +113,9 @@ def _plain(value: Any, empty: Any) -> Any:
 
 
 def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool, signed: bool) -> array[Any]:
-    """An array of the same type and length, whose numbers are in range."""
-    most, inflate = (len(empty) if exact else _MOST_CONDENSED) * empty.itemsize, zlib.decompressobj()
-    data = inflate.decompress(base64.b64decode(text, validate=True), most + 1)
-    if typecode != empty.typecode or not inflate.eof or len(data) > most or (exact and len(data) < most):
+    nbytes, inflate = (len(empty) if exact else _MAX_CONDENSED) * empty.itemsize, zlib.decompressobj()
+    data = inflate.decompress(base64.b64decode(text, validate=True), nbytes + 1)
+    if typecode != empty.typecode or not inflate.eof or len(data) > nbytes or (exact and len(data) < nbytes):
         raise ValueError("an array of another form")
     values = array(empty.typecode, data)
     largest = _LARGEST.get(empty.typecode, 0)
@@ -129,7 +126,7 @@ def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool, signe
 
 
 def _error(name: Any, summary: Any, problems: Any) -> GradtoolError:
-    if not 0 < len(problems) <= _MOST_PROBLEMS:
+    if not 0 < len(problems) <= _MAX_PROBLEMS:
         raise ValueError("no problem, or too many")
     error = _ERRORS[name].from_problems([Problem(*map(_text, problem)) for problem in problems])
     if any(None in (problem.code, problem.message) for problem in error.problems):
@@ -138,13 +135,12 @@ def _error(name: Any, summary: Any, problems: Any) -> GradtoolError:
     return error
 
 
-def _worded(text: str | None) -> str | list[str] | None:
-    """Return a text, or both texts of one that has two."""
+def _wordings(text: str | None) -> str | list[str] | None:
+    """Return a text, or both wordings of a text that has two."""
     return [str(text), text.command] if isinstance(text, Text) else text
 
 
 def _text(tree: Any) -> Any:
-    """Return the text that was packed, if there was any."""
     if isinstance(tree, list):
-        return Text(*(_plain(text, "") for text in tree))
+        return Text(*(_plain(wording, "") for wording in tree))
     return None if tree is None else _plain(tree, "")

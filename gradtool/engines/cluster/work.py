@@ -54,7 +54,7 @@ _MOUNT = "mount the same file system there, at the same path"
 
 
 class Report(NamedTuple):
-    """What a worker that is fit answers: its backend, and why that one."""
+    """The answer of a worker that is fit: its backend, and why that backend."""
 
     backend: str = ""
     why: str = ""
@@ -72,33 +72,30 @@ class Check(NamedTuple):
     def perform(self) -> Report:
         """Return what the worker computes with; raises `BackendUnavailableError` if it is not fit."""
         try:
-            seen = retry_until_visible(Path(self.path), lambda source: source.inode == self.inode)
+            source = retry_until_visible(Path(self.path), lambda source: source.inode == self.inode)
         except (OSError, BadInputError):
-            seen = None
-        if seen is None:
-            raise _unfit(f"the worker on {HOST} does not see {self.path}", _MOUNT)
+            source = None
+        if source is None:
+            raise _unfit(f" does not see {self.path}", _MOUNT)
         try:
-            choice = _chosen(self.backend, self.device)
+            choice = _backend(self.backend, self.device)
         except GradtoolError as error:
             (problem,) = error.problems
-            raise _unfit(say("the worker on {}: {}", HOST, problem.message), problem.hint) from error
+            raise _unfit(say(": {}", problem.message), problem.hint) from error
         if self.user is not None:
-            self._require_writable(self.user)
+            if os.geteuid() != self.user:
+                message = f" runs as user {os.geteuid()}, and this command as user {self.user}"
+                raise _unfit(message, "start the workers as the user who runs the command")
+            try:
+                os.close(os.open(self.path, os.O_RDWR | os.O_CLOEXEC))
+            except OSError as error:
+                message = f" cannot write in {Path(self.path).parent}: {error.strerror}"
+                raise _unfit(message, "make it writable there") from error
         return Report(choice.backend.name, as_command(choice.why))
-
-    def _require_writable(self, user: int) -> None:
-        if os.geteuid() != user:
-            what = f"the worker on {HOST} runs as user {os.geteuid()}, and this command as user {user}"
-            raise _unfit(what, "start the workers as the user who runs the command")
-        try:
-            os.close(os.open(self.path, os.O_RDWR | os.O_CLOEXEC))
-        except OSError as error:
-            what = f"the worker on {HOST} cannot write in {Path(self.path).parent}: {error.strerror}"
-            raise _unfit(what, "make it writable there") from error
 
 
 class Outcome(NamedTuple):
-    """What a worker answers about a part: what was collected, fingerprints of the files that were read, and who did it.
+    """The answer about a part: what it collected, fingerprints of the files that were read, and which process did it.
 
     `waits` counts the files that had to be waited for.
     """
@@ -122,8 +119,8 @@ class Job(NamedTuple):
 
     def perform(self) -> Outcome:
         """Do the part."""
-        backend, part, request = _chosen(self.backend, self.device).backend, self.part, self.request
-        threads = Threads(backend, self.threads or default_threads())
+        part, request = self.part, self.request
+        threads = Threads(_backend(self.backend, self.device).backend, self.threads or default_threads())
         if request is None:
             tally = threads.run(part.work)
         else:
@@ -145,14 +142,14 @@ def call_for(task: Check | Job) -> bytes:
     """Return a call that does a task, as a pickle; of a shard, only what is needed to read its data is sent."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(task)
-    return pickle.dumps(Call(answer, __version__, buffer.getvalue()))
+    return pickle.dumps(RemoteCall(answer, __version__, buffer.getvalue()))
 
 
 def answer(version: str, payload: bytes) -> bytes:
     """Do a task of the same version, and return the packed answer, or the error."""
     if version != __version__:
-        what = f"the worker on {HOST} has gradtool {__version__}, this is {version}"
-        return wire.packed_error(_unfit(what, "install the same version there"))
+        message = f" has gradtool {__version__}, this is {version}"
+        return wire.packed_error(_unfit(message, "install the same version there"))
     try:
         return wire.packed(pickle.loads(payload).perform())  # noqa: S301 - the engine lets its users run anything here
     except GradtoolError as error:
@@ -161,10 +158,10 @@ def answer(version: str, payload: bytes) -> bytes:
             error.problems = [replace(each, message=say("{} (worker on {})", each.message, HOST)) for each in problems]
         return wire.packed_error(error)
     except MemoryError:
-        what, hint = f"out of memory on the worker on {HOST}", say("use fewer {}", option("threads"))
+        message, hint = f"out of memory on the worker on {HOST}", say("use fewer {}", option("threads"))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the command is told of any
-        what, hint = f"the worker on {HOST} failed: {type(error).__name__}: {shortened(str(error))}", None
-    return wire.packed_error(SystemRefusedError(what, code="engine", hint=hint))
+        message, hint = f"the worker on {HOST} failed: {type(error).__name__}: {shortened(str(error))}", None
+    return wire.packed_error(SystemRefusedError(message, code="engine", hint=hint))
 
 
 def fingerprint(shard: Shard) -> str:
@@ -193,16 +190,16 @@ def _require_there(file: File, *_: object) -> None:
 
 
 def _unfit(message: str, hint: str | None) -> BackendUnavailableError:
-    return BackendUnavailableError(message, code="engine", hint=hint)
+    return BackendUnavailableError(say("the worker on {}{}", HOST, message), code="engine", hint=hint)
 
 
 @lru_cache(maxsize=4)
-def _chosen(backend: str | None, device: int | None) -> Choice:
-    return choose(backend, device)
+def _backend(name: str | None, device: int | None) -> Choice:
+    return choose(name, device)
 
 
-class Call:
-    """A pickle of this makes the call when it is read."""
+class RemoteCall:
+    """A call that is made where its pickle is read."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = function, arguments
@@ -212,7 +209,7 @@ class Call:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends shards as what `_shard_at` needs to find them again."""
+    """Sends shards as what `_shard_at` needs to open them again."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Shard:
@@ -221,15 +218,15 @@ class _Pickler(pickle.Pickler):
 
 
 def _shard_at(path: str, data_start: int, size: int, version: str) -> Shard:
-    """Return the shard at a path as it is seen here; one that is yet to be made has no version."""
+    """Return the shard at a path as it is seen here; a shard that is yet to be made has no version."""
     if not version:
         return Shard(Source(path, size), data_start, {}, ())
     with os_errors_about(path):
         try:
             source = retry_until_visible(Path(path), lambda source: source.version == version)
         except (FileNotFoundError, NotADirectoryError) as error:
-            what = f"the worker on {HOST} does not see it"
-            raise BackendUnavailableError(what, file=path, code="engine", hint=_MOUNT) from error
+            message = f"the worker on {HOST} does not see it"
+            raise BackendUnavailableError(message, file=path, code="engine", hint=_MOUNT) from error
     if source is None:
         raise changed_meanwhile(path)
     return Shard(source, data_start, {}, ())

@@ -24,7 +24,7 @@ from dask_cluster import DaskCluster, is_stopped
 from same_results import soon
 
 from gradtool.engines.cluster.dask import Dask
-from gradtool.engines.cluster.work import Call
+from gradtool.engines.cluster.work import RemoteCall
 
 CLIP = ["clip", "--max-norm", "1e-3"]
 
@@ -125,7 +125,8 @@ def test_a_large_call_is_made_without_a_warning(tmp_path):
         dask = Dask(str(cluster.file), 30.0)
         try:
             (worker,) = dask.members()
-            assert dask.submit(pickle.dumps(Call(len, bytes(11_000_000))), worker).result(timeout=30) == 11_000_000
+            call = pickle.dumps(RemoteCall(len, bytes(11_000_000)))
+            assert dask.submit(call, worker).result(timeout=30) == 11_000_000
         finally:
             dask.close()
 

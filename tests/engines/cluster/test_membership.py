@@ -7,12 +7,12 @@ from support import sample
 
 import gradtool
 from gradtool.backends.protocol import NormSpec
-from gradtool.engines.cluster import engine, membership
-from gradtool.engines.cluster.engine import Workers
-from gradtool.engines.cluster.membership import Membership
+from gradtool.engines.cluster import engine
+from gradtool.engines.cluster.engine import Membership, Workers
 from gradtool.engines.cluster.wire import packed, packed_error
 from gradtool.engines.cluster.work import Check, Report
 from gradtool.ops.passes import Measure
+from gradtool.options import NormOptions
 from gradtool.store.transaction.inputs import Inputs
 
 CHECK = Check("/data/x", 1, None, None, None)
@@ -51,8 +51,8 @@ class Told:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(engine, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_HEARTBEAT_SECONDS", 0.0)
     return Told()
 
 
@@ -100,7 +100,7 @@ def test_a_worker_without_this_gradtool_is_refused(cluster, members, answer, sai
 
 
 def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, monkeypatch):
-    monkeypatch.setattr(membership, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_GRACE_SECONDS", 0.0)
     cluster.answers.clear()
     with pytest.raises(gradtool.SystemRefusedError, match=r"the worker a has not answered for 0\.1 s"):
         Membership(cluster, 0.1, CHECK).wait_until_fit()
@@ -129,7 +129,7 @@ def test_the_answer_of_a_worker_that_is_gone_does_not_count(cluster, members):
 def test_what_a_lost_worker_had_goes_to_others_but_not_without_end(cluster, tmp_path, monkeypatch):
     opened = Inputs([str(sample(tmp_path))]).open()
     monkeypatch.setattr(engine, "Dask", lambda *_: cluster)
-    workers = Workers("dask:x", "x")
+    workers = Workers("dask:x", "x", NormOptions(["x"]))
     workers.prepare(None, opened.shards)
     submit = cluster.submit
 

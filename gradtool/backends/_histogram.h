@@ -110,8 +110,8 @@ static void count_all(const uint8_t *field, int n, int last, int64_t *count)
         uint64_t eight = load64((const char *)field + j);
         for (int k = 0; k < 8; k++) tables[k % TABLES][eight >> 8 * k & 0xff]++;
     }
-    for (int one = 1; one <= last; one++)
-        for (int table = 0; table < TABLES; table++) count[one] += tables[table][one];
+    for (int i = 1; i <= last; i++)
+        for (int table = 0; table < TABLES; table++) count[i] += tables[table][i];
 }
 
 /* Counts the fields of a chunk, which has CHUNK_ROOM bytes. */

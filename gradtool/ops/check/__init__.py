@@ -6,19 +6,21 @@ may be right or wrong, which depends on the data; healthy files have some.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
-from gradtool.engines.choose import local
 from gradtool.errors import BadInputError, Problem, SystemRefusedError
-from gradtool.ops.check.headers import SetCheck, leftover_finding, unaligned_note
-from gradtool.ops.check.values import COUNTS, CountValues, DtypeCounts, counts_by_dtype, value_findings
+from gradtool.ops.check.headers import leftover_finding, read_set, unaligned_note
+from gradtool.ops.check.values import COUNTS, DtypeCounts, count_values, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.gradset import GradientSet, totals
+from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import paths_of
 from gradtool.store.format.selection import select
 from gradtool.store.io.channel import Clock
@@ -27,9 +29,8 @@ from gradtool.store.transaction.runs import leftovers_at
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from gradtool.engines.threads import Threads
-    from gradtool.ops.passes import Measurement
-    from gradtool.store.format.gradset import Selected
+    from gradtool.ops.check.headers import Findings
+    from gradtool.store.format.gradset import GradientSet, Selected
 
 # How often a set is read if its files are replaced meanwhile.
 _TRIES = 3
@@ -110,31 +111,22 @@ def check(options: CheckOptions) -> CheckResult:
 
 def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     began = perf_counter()
-    checks = [SetCheck(path) for path in named]
-    leftovers, errors = leftovers_at(named)
-    for set_check in checks:
-        set_check.blame_runs(leftovers)
-    sets = _distinct(checks)
-    selected = _select(sets, checks, options)
+    sets, selected, findings = _read_headers(named, options)
     valued = [entry for entry in selected if entry.tensor.dtype in STORAGE]
-    engine, counts, unread = _count_values(valued, options)
+    engine, counts, unread = count_values(valued, options)
     clock = Clock() if engine is None else engine.clock
-    findings = [finding for set_check in checks for finding in set_check.findings]
-    findings += [leftover_finding(leftover, named) for leftover in leftovers]
-    run_problems = [problem for error in errors for problem in error.problems]
-    findings += [("fault", problem) for problem in run_problems if problem.code == "unfinished"]
+    findings += [("unreadable", problem) for problem in unread]
     notes_on_shards = (unaligned_note(shard) for shard in dict.fromkeys(shard for shard, _ in selected))
     findings += [("note", note) for note in notes_on_shards if note is not None]
     findings += value_findings(valued, counts) if counts is not None else ()
-    faults = list(dict.fromkeys(problem for severity, problem in findings if severity == "fault"))
-    notes = list(dict.fromkeys(problem for severity, problem in findings if severity == "note"))
-    unreadable = [problem for set_check in checks for problem in set_check.unreadable]
-    unreadable += [problem for problem in run_problems if problem.code != "unfinished"]
-    not_safetensors = [problem for set_check in checks for problem in set_check.not_safetensors]
-    if problems := [*unreadable, *unread, *not_safetensors]:
-        kind = SystemRefusedError if unreadable or unread else BadInputError
+    faults, notes, not_safetensors, unreadable = (
+        list(dict.fromkeys(problem for finding, problem in findings if finding == kind))
+        for kind in ("fault", "note", "not-safetensors", "unreadable")
+    )
+    if problems := [*unreadable, *not_safetensors]:
+        error_class = SystemRefusedError if unreadable else BadInputError
         is_in_flux = all(problem.code == "changed" for problem in problems)
-        raise kind.from_problems(list(dict.fromkeys(problems if is_in_flux else [*problems, *faults])))
+        raise error_class.from_problems(problems if is_in_flux else [*problems, *faults])
     problems = [*faults, *notes] if options.strict else faults
     rows = counts_by_dtype(selected, valued, counts)
     sums: dict[str, Any] = {
@@ -151,7 +143,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
         files=sum(len(gradset.shards) for gradset in sets),
         **totals(selected),
         backend=None if engine is None else engine.workers.backend,
-        backend_why=None if engine is None else engine.workers.why,
+        backend_why=None if engine is None else engine.workers.backend_why,
         threads=max(1, clock.workers),
         seconds=seconds,
         timings=Timings.from_clock(clock, 0.0, seconds),
@@ -165,40 +157,34 @@ def _row(severity: Literal["fault", "note"], problem: Problem) -> Finding:
     return Finding(severity, problem.code, problem.message, problem.hint or "", problem.tensor, problem.file or "")
 
 
-def _distinct(checks: Sequence[SetCheck]) -> list[GradientSet]:
-    """Return the sets as far as they could be read, each file once."""
+def _read_headers(named: Sequence[str], options: CheckOptions) -> tuple[list[GradientSet], list[Selected], Findings]:
+    """Read all sets as far as possible, each file once, select tensors, and look for what runs have left."""
+    sets: list[GradientSet] = []
+    findings: Findings = []
     seen: set[Hashable] = set()
-    sets = []
-    for set_check in checks:
-        new = [shard for shard in set_check.gradset.shards if shard.source.identity not in seen]
-        seen |= {shard.source.identity for shard in new}
-        sets.append(replace(set_check.gradset, shards=tuple(new)))
-    return sets
-
-
-def _select(sets: Sequence[GradientSet], checks: Sequence[SetCheck], options: CheckOptions) -> list[Selected]:
+    for path in named:
+        gradset, problems = read_set(path)
+        findings += problems
+        shards = [shard for shard in gradset.shards if shard.source.identity not in seen]
+        seen |= {shard.source.identity for shard in shards}
+        sets.append(replace(gradset, shards=tuple(shards)))
+    leftovers, errors = leftovers_at(named)
     try:
-        return select(sets, options.include, options.exclude)
+        selected = select(sets, options.include, options.exclude)
     except BadInputError:
         # A file that could not be read may have the names.
-        if any(set_check.is_incomplete for set_check in checks):
-            return []
-        raise
-
-
-def _count_values(
-    valued: Sequence[Selected], options: CheckOptions
-) -> tuple[Threads | None, Measurement | None, Sequence[Problem]]:
-    """Count values unless the options skip that; return the engine, the counts, and what could not be read."""
-    if options.fast:
-        return None, None, ()
-    engine = local(options, options.progress if callable(options.progress) else None)[0]
-    try:
-        return engine, engine.run(CountValues(valued)), ()
-    except SystemRefusedError as error:
-        # An error that names no file, such as that of a GPU, says nothing about the set.
-        if not all(problem.file for problem in error.problems):
+        if all(kind == "note" for kind, _ in findings):
             raise
-        return engine, None, error.problems
-    finally:
-        engine.close()
+        selected = []
+    folders = {leftover.folder for leftover in leftovers if leftover.kind in ("writing", "unfinished")}
+    for number, (kind, problem) in enumerate(findings):
+        # A run that changed half of a file may be why it is no safetensors file.
+        is_half_changed = (
+            problem.code != "missing-file" and Path(os.path.realpath(problem.file or ".")).parent in folders
+        )
+        if kind == "fault" or (kind == "not-safetensors" and is_half_changed):
+            findings[number] = "fault", replace(problem, hint=problem.hint or "copy or write the file again")
+    findings += [leftover_finding(leftover, named) for leftover in leftovers]
+    for problem in chain.from_iterable(error.problems for error in errors):
+        findings.append(("fault" if problem.code == "unfinished" else "unreadable", problem))
+    return sets, selected, findings

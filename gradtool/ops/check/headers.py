@@ -20,10 +20,13 @@ from gradtool.store.source import Source
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.runs import Leftover
 
-    Severity = Literal["fault", "note"]
+    # Files that are "not-safetensors" may be missing; the system refused to read those that are "unreadable".
+    Kind = Literal["fault", "note", "not-safetensors", "unreadable"]
+    Findings = list[tuple[Kind, Problem]]
 
 # How often a header is read if the file is replaced meanwhile.
 _TRIES = 20
@@ -32,70 +35,43 @@ _PAUSE_SECONDS = 0.01
 _ALIGNMENT = 8
 
 
-class SetCheck:
-    """A set, read as far as possible, and what is wrong with it.
+def read_set(path: str) -> tuple[GradientSet, Findings]:
+    """Read the headers of one set as far as possible, and return what is wrong with them."""
+    reader = SetReader(path, _read_patiently)
+    findings: Findings = []
+    # `reader.errors()` would report a file with several names in a folder without an index once for each name.
+    for error in chain(reader.list_files(), reader.drop_repeated_files(), reader.read_files(), reader.compare()):
+        findings += _findings_of(error, reader)
+    for problem in chain.from_iterable(map(_repeated_names, reader.shards)):
+        findings.append(("fault", problem))
+    if reader.index is not None and reader.weight_map is not None:
+        message = f"the index {reader.index.name} does not name it, so it is not read"
+        hint, folder = "add its tensors to the index, or move it away", reader.index.parent
+        for file in sorted(set(parts_in(folder) or ()) - {folder / name for name in reader.weight_map.values()}):
+            if file.suffix == ".safetensors":
+                findings.append(("note", Problem("unmapped-file", message, str(file), hint=hint)))
+    return reader.gradset, findings
 
-    `findings` are about safetensors files and indexes. `not_safetensors` are other files, and paths that are missing.
-    `unreadable` are files that the system refused to read.
-    """
 
-    def __init__(self, path: str) -> None:
-        self.findings: list[tuple[Severity, Problem]] = []
-        self.not_safetensors: list[Problem] = []
-        self.unreadable: list[Problem] = []
-        self._reader = reader = SetReader(path, _read_patiently)
-        # `reader.errors()` would report a file with several names in a folder without an index once for each name.
-        for error in chain(reader.list_files(), reader.drop_repeated_files(), reader.read_files(), reader.compare()):
-            self._sort(error)
-        self.gradset = reader.gradset
-        for problem in chain.from_iterable(map(_repeated_names, self.gradset.shards)):
-            self._add_fault(problem)
-        index, weight_map = self.gradset.index, reader.weight_map
-        if index is not None and weight_map is not None:
-            message = f"the index {index.name} does not name it, so it is not read"
-            hint = "add its tensors to the index, or move it away"
-            named = {index.parent / name for name in weight_map.values()}
-            for file in sorted(set(parts_in(index.parent) or ()) - named):
-                if file.suffix == ".safetensors":
-                    self.findings.append(("note", Problem("unmapped-file", message, str(file), hint=hint)))
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether a file or an index is damaged or could not be read."""
-        has_fault = any(severity == "fault" for severity, _ in self.findings)
-        return has_fault or bool(self.not_safetensors or self.unreadable)
-
-    def blame_runs(self, leftovers: Sequence[Leftover]) -> None:
-        """Count files as damaged that a run may have half changed, so that they are no safetensors files any more."""
-        folders = {leftover.folder for leftover in leftovers if leftover.kind in ("writing", "unfinished")}
-        for problem in self.not_safetensors[:]:
-            if problem.code != "missing-file" and Path(os.path.realpath(problem.file or ".")).parent in folders:
-                self.not_safetensors.remove(problem)
-                self._add_fault(problem)
-
-    def _add_fault(self, problem: Problem) -> None:
-        hint = problem.hint or "copy or write the file again"
-        self.findings.append(("fault", replace(problem, hint=hint)))
-
-    def _sort(self, error: GradtoolError) -> None:
-        (problem,) = error.problems
-        file, is_mapped = problem.file or "", self._reader.weight_map is not None
-        is_missing = problem.code == "missing-file"
-        if is_missing:
-            is_other_type = not is_mapped and Path(file) == Path(self._reader.path)
-        else:
-            is_other_type = isinstance(error, FileTypeError) or not Source.kind_of(Path(file)).is_there(Path(file))
-        if isinstance(error, (MissingTensorError, UnmappedTensorError)):
-            self._add_fault(replace(problem, code=error.finding))
-        elif problem.code == "link":
-            self._add_fault(problem)
-        elif isinstance(error, SystemRefusedError):
-            self.unreadable.append(problem)
-        elif is_other_type:
-            self.not_safetensors.append(problem)
-        # A file that was listed and is missing was removed meanwhile; a file that an index names should exist.
-        elif not is_missing or is_mapped or os.path.lexists(file):
-            self._add_fault(problem)
+def _findings_of(error: GradtoolError, reader: SetReader) -> Findings:
+    (problem,) = error.problems
+    file, is_mapped = problem.file or "", reader.weight_map is not None
+    if isinstance(error, (MissingTensorError, UnmappedTensorError)):
+        return [("fault", replace(problem, code=error.finding))]
+    if problem.code == "link":
+        return [("fault", problem)]
+    if isinstance(error, SystemRefusedError):
+        return [("unreadable", problem)]
+    if problem.code == "missing-file" and not is_mapped:
+        if Path(file) == Path(reader.path):
+            return [("not-safetensors", problem)]
+        # A file that was listed and is missing was removed meanwhile.
+        return [("fault", problem)] if os.path.lexists(file) else []
+    # A damaged safetensors file, or a file that an index names and that is missing.
+    is_safetensors = problem.code == "missing-file" or (
+        not isinstance(error, FileTypeError) and Source.kind_of(Path(file)).is_there(Path(file))
+    )
+    return [("fault" if is_safetensors else "not-safetensors", problem)]
 
 
 def _read_patiently(path: Path, *, is_named: bool) -> Shard:
@@ -145,7 +121,7 @@ def unaligned_note(shard: Shard) -> Problem | None:
     return Problem("unaligned", message, shard.name, hint="save it again with the safetensors library")
 
 
-def leftover_finding(leftover: Leftover, named: Sequence[str]) -> tuple[Severity, Problem]:
+def leftover_finding(leftover: Leftover, named: Sequence[str]) -> tuple[Kind, Problem]:
     """Return the finding on what a run has left; the hint spells the folder as the caller did, if it is `named`."""
     folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
     folder = next((path for path in folders if os.path.realpath(path) == str(leftover.folder)), str(leftover.folder))

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.engines.choose import local
 from gradtool.engines.passes import Column, Pass
-from gradtool.errors import Problem, call, number_of, say
+from gradtool.errors import Problem, SystemRefusedError, call, number_of, say
 from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import only, quoted, totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gradtool.engines.threads import Threads
     from gradtool.engines.worker import Worker
-    from gradtool.ops.check.headers import Severity
+    from gradtool.ops.check.headers import Kind
+    from gradtool.options import CheckOptions
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
@@ -57,6 +60,24 @@ class CountValues(Pass[Measurement]):
         tally.add(block, sums, zeros=zeros, subnormal=subnormal, saturated=saturated)
 
 
+def count_values(
+    valued: Sequence[Selected], options: CheckOptions
+) -> tuple[Threads | None, Measurement | None, Sequence[Problem]]:
+    """Count values unless the options skip that; return the engine, the counts, and what could not be read."""
+    if options.fast:
+        return None, None, ()
+    engine = local(options, options.progress if callable(options.progress) else None)[0]
+    try:
+        return engine, engine.run(CountValues(valued)), ()
+    except SystemRefusedError as error:
+        # An error that names no file, such as that of a GPU, says nothing about the set.
+        if not all(problem.file for problem in error.problems):
+            raise
+        return engine, None, error.problems
+    finally:
+        engine.close()
+
+
 @dataclass(frozen=True)
 class DtypeCounts:
     """The counts of all tensors of one type; None if values were not read, or the type has no such values."""
@@ -86,7 +107,7 @@ def counts_by_dtype(
     return sorted(rows, key=lambda row: (-row.bytes, row.dtype))
 
 
-def value_findings(selected: Sequence[Selected], counts: Measurement) -> Iterator[tuple[Severity, Problem]]:
+def value_findings(selected: Sequence[Selected], counts: Measurement) -> Iterator[tuple[Kind, Problem]]:
     """Yield the findings on values, tensor by tensor; then a note on each file with tensors of zeros."""
     zero: dict[Shard, list[str]] = {}
     for number, entry in enumerate(selected):
@@ -100,7 +121,7 @@ def value_findings(selected: Sequence[Selected], counts: Measurement) -> Iterato
         yield "note", Problem("all-zero", message, shard.name, only(names), hint)
 
 
-def _tensor_findings(selected: Selected, counts: Measurement, number: int) -> Iterator[tuple[Severity, Problem]]:
+def _tensor_findings(selected: Selected, counts: Measurement, number: int) -> Iterator[tuple[Kind, Problem]]:
     file, tensor = selected.shard.name, selected.tensor
     nan, inf, zeros, subnormal, saturated = (getattr(counts, name)[number] for name in COUNTS)
     if nan or inf:

@@ -1,7 +1,7 @@
-"""Tells what a file is that is no safetensors file, or what is in a folder that has none, and what to do about it.
+"""Tells what a file is that is no safetensors file, or what a folder has that has none, and what to do about it.
 
-Loaded only to explain a refusal. A file is told by its first bytes and its name; nothing here decides whether it is
-valid: the safetensors library, or a limit, has refused it, and what looks like a damaged file is left to their message.
+Loaded only to explain a refusal, by the first bytes of a file and its name. Nothing here decides whether it is valid:
+the safetensors library, or a limit, has refused it, and their message stands if it looks like a damaged file.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ if TYPE_CHECKING:
 # Bytes from the start of a file; the magic of tar is at 257.
 HEAD = 512
 _MIN_SIZE = 8
-# Of a folder, no more entries are looked at; of its subfolders, no more are looked into.
-_MAX_ENTRIES = 10_000
-_MAX_SUBFOLDERS = 100
-# As many kinds of files, or subfolders, are named.
-_MAX_NAMED = 3
+# Entries of a folder that are listed, subfolders that are searched, and kinds of files, or subfolders, that are named.
+_MAX_ENTRIES, _MAX_SUBFOLDERS, _MAX_NAMED = 10_000, 100, 3
 # For what torch.distributed.checkpoint writes, one file for each process.
 DISTRIBUTED = "merge its folder with python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
 
 
 class FileType(NamedTuple):
-    """What a file is and what to do, by how it starts (`magic`) and by its name.
+    """A type of file, told by the start of a file (`magic`) and by its name, and a hint what to do.
 
-    If `is_vague`, it may also be a bad index or list, whose own message says more.
+    A file of a type that `is_vague` may also be a bad index or list, whose own message says more.
     """
 
     name: str
@@ -49,9 +46,9 @@ class FileType(NamedTuple):
     is_vague: bool = False
 
 
-def _recipe(name: str, what: str = "it") -> str:
+def _recipe(name: str, files: str = "it") -> str:
     """Point to a recipe of the cookbook."""
-    return f"convert {what} as docs/cookbook.md shows under {name!r}"
+    return f"convert {files} as docs/cookbook.md shows under {name!r}"
 
 
 _TORCH = "a checkpoint of torch.save", _recipe("From .pt")
@@ -64,7 +61,7 @@ _DOWNLOAD = "download the file again"
 _GZIP = rb"\x1f\x8b\x08"
 _ZIP = rb"PK(?:\x03\x04|\x05\x06)"
 _WEIGHT_MAP = rb'\s*[{\[](?=.*"weight_map"\s*:)'
-# The first row that matches counts. Of a zip archive, the name of its first entry follows its first four bytes.
+# The first row that matches counts. For a zip archive, the name of its first entry follows its first four bytes.
 _BY_MAGIC = (
     FileType("a file that begins with zeros, as an unfinished copy does", "copy it again", rb"\0{9,}\Z", is_vague=True),
     FileType(
@@ -88,7 +85,7 @@ _BY_MAGIC = (
     FileType("an .npz archive", _recipe("From .npz"), rb"PK\x03\x04.*\.npy\Z"),
     FileType("a zip archive", "unpack it with unzip", _ZIP),
 )
-# A few bytes that may also be the length of a header; so these rows are for files where they cannot be.
+# Their few bytes may also be the length of a header, so these rows are for files where they cannot be that.
 _BY_WEAK_MAGIC = (
     # The number that torch.save wrote before it wrote zip archives, as protocol 2 has it.
     FileType(*_TORCH, rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\."),
@@ -119,7 +116,7 @@ _BY_TEXT = (
     FileType(*_TEXT, rb".", is_vague=True),
     FileType(*_TENSORFLOW, file_name=r"\.(?:index|data-\d{5}-of-\d{5})$"),
 )
-# What to do with the files of a folder, by the suffix of most.
+# What to do with the files of a folder, by their most common suffix.
 _BY_SUFFIX = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _recipe("From .pt", "them")),
     **{suffix: _recipe(f"From {suffix}", "them") for suffix in (".npz", ".npy", ".h5", ".onnx")},
@@ -140,7 +137,7 @@ def type_of(head: bytes, size: int, name: str) -> FileType | None:
     """Tell what a file is; None if it may be a safetensors file, even a damaged one, or has too few bytes to tell."""
     if size == 0:
         return FileType("an empty file", "copy or download it again")
-    if size < _MIN_SIZE or is_safetensors(head):
+    if size < _MIN_SIZE or _is_safetensors(head):
         return None
     is_zip = re.match(_ZIP, head)
     start = head[:4] + head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip else head
@@ -150,12 +147,12 @@ def type_of(head: bytes, size: int, name: str) -> FileType | None:
         file_type = _match(_BY_WEAK_MAGIC, head, name) or _match(_BY_TEXT, _text_of(head), name)
         # The length may be right, and over the limit.
         if file_type is None and not _has_header(head) and length > size:
-            what = f"a file of an unknown format (its first bytes are {head[:8].hex(' ')})"
-            file_type = FileType(what, "check the path and what wrote it", is_vague=True)
+            unknown = f"a file of an unknown format (its first bytes are {head[:8].hex(' ')})"
+            file_type = FileType(unknown, "check the path and what wrote it", is_vague=True)
     return file_type
 
 
-def is_safetensors(head: bytes) -> bool:
+def _is_safetensors(head: bytes) -> bool:
     """Check whether a file starts like a safetensors file that is within the limits."""
     return len(head) > _MIN_SIZE and int.from_bytes(head[:8], "little") <= MAX_TEXT and _has_header(head)
 
@@ -182,32 +179,32 @@ def _text_of(head: bytes) -> bytes:
 
 def file_type_error(path: Path, *, is_index: bool, is_named: bool) -> FileTypeError | None:
     """Return the error for a refused file that is not even a damaged safetensors file, or index; or else None."""
-    wanted = ("an index", "remove .index.json from its name") if is_index else ("a safetensors file",)
-    # What cannot be read, or is no regular file, was refused for that.
+    expected = ("an index", "remove .index.json from its name") if is_index else ("a safetensors file",)
+    # A file that cannot be read, or is not a regular file, was refused for that.
     with (
         contextlib.suppress(OSError, BadInputError),
         contextlib.closing(Source.kind_of(path).at(path, is_named=is_named)) as reader,
     ):
-        return _file_type_error(path, read_range(reader, 0, HEAD), reader.source.size, *wanted)
+        return _file_type_error(path, read_range(reader, 0, HEAD), reader.source.size, *expected)
     return None
 
 
 def not_a_list_error(where: str, head: bytes) -> FileTypeError | None:
-    """Return the error for what was given as a list of paths, if it is something else."""
+    """Return the error for a list of paths that is something else."""
     hint = say("name it without {}", option("files_from"))
     return _file_type_error(where, head, len(head), "a list of paths", hint)
 
 
 def _file_type_error(
-    path: Path | str, head: bytes, size: int, wanted: str, if_safetensors: str | None = None
+    path: Path | str, head: bytes, size: int, expected: str, safetensors_hint: str | None = None
 ) -> FileTypeError | None:
-    """Return the error for a file that is not wanted; the last hint is for a safetensors file, if that is not."""
+    """Return the error for a file of another type than expected; with a hint for it, a safetensors file is another."""
     file_type = type_of(head, size, str(path))
-    if if_safetensors is not None and is_safetensors(head):
-        file_type = FileType("a safetensors file", if_safetensors)
-    elif file_type is None or (file_type.is_vague and if_safetensors is not None):
+    if safetensors_hint is not None and _is_safetensors(head):
+        file_type = FileType("a safetensors file", safetensors_hint)
+    elif file_type is None or (file_type.is_vague and safetensors_hint is not None):
         return None
-    return FileTypeError(f"is {file_type.name}, not {wanted}", file=path, hint=file_type.hint)
+    return FileTypeError(f"is {file_type.name}, not {expected}", file=path, hint=file_type.hint)
 
 
 def no_safetensors_error(folder: Path) -> BadInputError:
@@ -218,7 +215,7 @@ def no_safetensors_error(folder: Path) -> BadInputError:
 
 def _content_of(folder: Path) -> tuple[str, str | None]:
     listed = list(entries_of(folder))
-    entries = [entry for entry in listed if not entry.name.startswith(".")]
+    entries = [entry for entry in listed if entry.name[0] != "."]
     subfolders = sorted(entry.name for entry in entries if entry.is_dir())[:_MAX_SUBFOLDERS]
     full = [str(folder / name) for name in subfolders if _has_safetensors(folder / name)]
     if full:
@@ -230,11 +227,11 @@ def _content_of(folder: Path) -> tuple[str, str | None]:
         return ": it is empty", None
     suffixes = Counter(Path(entry.name).suffix for entry in entries if not entry.is_dir())
     common = [(suffix, count) for suffix, count in suffixes.most_common() if suffix][:_MAX_NAMED]
-    others = len(entries) - sum(count for _, count in common)
-    counts = _listing([number_of(count, f"{suffix} file") for suffix, count in common], others)
-    hints = [_BY_SUFFIX[suffix] for suffix, _ in common if suffix in _BY_SUFFIX]
+    more = len(entries) - sum(count for _, count in common)
+    counts = _listing([number_of(count, f"{suffix} file") for suffix, count in common], more)
+    hint = next((_BY_SUFFIX[suffix] for suffix, _ in common if suffix in _BY_SUFFIX), "check the path")
     within = f" among its first {_MAX_ENTRIES:,} entries" if len(listed) == _MAX_ENTRIES else ""
-    return f", but {counts}{within}", hints[0] if hints else "check the path"
+    return f", but {counts}{within}", hint
 
 
 def _listing(names: list[str], more: int) -> str:
@@ -248,6 +245,6 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def entries_of(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """List the entries of a folder; of many, some; none of what cannot be listed."""
+    """List the entries of a folder, up to a limit; nothing if it cannot be listed."""
     with contextlib.suppress(OSError, ValueError), os.scandir(folder or ".") as entries:
         yield from islice(entries, _MAX_ENTRIES)

@@ -1,6 +1,6 @@
-"""Explains paths that lead nowhere, files named twice and names that do not match, and says what may be meant.
+"""Explains paths that lead nowhere, files named twice and names that do not match, and guesses what was meant.
 
-Loaded only once there is such an error.
+Loaded only to explain such an error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from gradtool.errors import GradtoolError
 
-    # What is wrong, and perhaps what to do.
+    # A message, and perhaps a hint.
     Explanation = tuple[str, str | None]
 
-# As many names are compared with one that does not exist.
+# Entries of a folder that are compared with a name that does not exist.
 _MAX_COMPARED = 2_000
 # From 0 to 1: lower, and names that have nothing to do with each other are close; above all those with one suffix.
 _LIKENESS = 0.75
@@ -71,7 +71,7 @@ def no_such_file(path: str) -> Problem:
 
 
 def no_such_folder(path: str) -> Problem:
-    """Say the same of a path that should be that of a folder."""
+    """Say what is wrong with a path where no folder is, and what to name instead if that can be guessed."""
     name = path.rstrip(os.sep) or path
     if os.path.exists(name) and not os.path.isdir(name):  # noqa: PTH110, PTH112 - Path's own raise without permission
         hint = "remove the slash at the end" if name != path else None
@@ -79,11 +79,14 @@ def no_such_folder(path: str) -> Problem:
     return url_problem(path) or _missing(path, name, NO_SUCH_FOLDER)
 
 
-def _missing(file: str, path: str, what: str) -> Problem:
-    explanation = (
-        _broken_link(path) or _misspelled(path, what) or _unexpanded(path, what) or _missing_folder(path, what)
+def _missing(file: str, path: str, fact: str) -> Problem:
+    message, hint = (
+        _broken_link(path)
+        or _misspelled(path, fact)
+        or _unexpanded(path, fact)
+        or _missing_folder(path, fact)
+        or (fact, _suggestion(path))
     )
-    message, hint = explanation or (what, _suggestion(path))
     return Problem("missing-file", message, file, hint=hint)
 
 
@@ -95,33 +98,33 @@ def _broken_link(path: str) -> Explanation | None:
     return f"is a symbolic link to {target}, which does not exist", "restore that file or correct the link"
 
 
-def _misspelled(path: str, what: str) -> Explanation | None:
+def _misspelled(path: str, fact: str) -> Explanation | None:
     """Explain a path that exists without the quotes or white space around it, or in another notation."""
-    for other, hint in (
+    for spelling, hint in (
         (path.removesuffix("\r"), "remove the carriage return, which ends lines on Windows, with tr -d '\\r'"),
         (path.strip(), "remove the white space around the name"),
         (path.strip(string.whitespace + _QUOTES), "remove the quotes that are part of the name"),
         (path.replace("\\", "/"), "separate folders by /"),
     ):
-        if other not in ("", path) and os.path.lexists(other):
-            return f"{what}, but {other} exists", hint
+        if spelling not in ("", path) and os.path.lexists(spelling):
+            return f"{fact}, but {spelling} exists", hint
     return None
 
 
-def _unexpanded(path: str, what: str) -> Explanation | None:
+def _unexpanded(path: str, fact: str) -> Explanation | None:
     """Explain a path with a tilde or a pattern that the shell did not replace."""
     if path.startswith("~") and os.sep in path:
-        return say("{}: {}", what, _UNEXPANDED), _EXPAND
+        return say("{}: {}", fact, _UNEXPANDED), _EXPAND
     if not re.search(r"[*?\[]", path):
         return None
     folder, pattern = os.path.split(path)
     if any(fnmatch.fnmatchcase(entry.name, pattern) for entry in entries_of(folder)):
         why = Text("patterns are not expanded", "the shell expands patterns, and gradtool does not")
-        return say("{}: {}", what, why), Text("use glob.glob", "remove the quotes around it")
-    return (f"{what}: nothing matches the pattern", None) if re.search(r"[*?]", path) else None
+        return say("{}: {}", fact, why), Text("use glob.glob", "remove the quotes around it")
+    return (f"{fact}: nothing matches the pattern", None) if re.search(r"[*?]", path) else None
 
 
-def _missing_folder(path: str, what: str) -> Explanation | None:
+def _missing_folder(path: str, fact: str) -> Explanation | None:
     """Explain a path whose folder does not exist."""
     missing = above = os.path.dirname(path.rstrip(os.sep))  # noqa: PTH120 - a Path drops what is odd
     while above and not os.path.isdir(above):  # noqa: PTH112 - Path's own raises without permission
@@ -130,8 +133,8 @@ def _missing_folder(path: str, what: str) -> Explanation | None:
         return None
     if os.path.lexists(missing):
         why, hint = _broken_link(missing) or ("is not a folder", None)
-        return f"{what}: {missing} {why}", hint
-    return f"{what}: there is no folder {missing}", _suggestion(missing)
+        return f"{fact}: {missing} {why}", hint
+    return f"{fact}: there is no folder {missing}", _suggestion(missing)
 
 
 def _suggestion(path: str) -> str | None:
@@ -140,22 +143,19 @@ def _suggestion(path: str) -> str | None:
     return f"did you mean {os.path.join(folder, close)}?" if close else None  # noqa: PTH118 - as it was typed
 
 
-def _closest(name: str, names: Iterable[str]) -> str | None:
-    """Find the name that is most like another; if they differ in numbers alone, it is another shard or rank."""
-    candidates = [other for other in names if other != name and not _differ_in_numbers(other, name)]
+def _closest(name: str, entries: Iterable[str]) -> str | None:
+    """Return the entry that is most like a name, unless they differ in numbers alone: that is another shard or rank."""
+    candidates = [entry for entry in entries if entry != name and not _differ_in_numbers(_stem(entry), _stem(name))]
     for key, likeness in ((str.lower, _LIKENESS_OF_ALL), (_stem, _LIKENESS)):
-        wanted = key(name)
-        by_key = {
-            key(other): other for other in candidates if abs(len(key(other)) - len(wanted)) <= 1 + len(wanted) // 4
-        }
-        close = difflib.get_close_matches(wanted, islice(by_key, _MAX_COMPARED), n=1, cutoff=likeness)
-        if close:
+        typed = key(name)
+        limit = 1 + len(typed) // 4
+        by_key = {key(entry): entry for entry in candidates if abs(len(key(entry)) - len(typed)) <= limit}
+        if close := difflib.get_close_matches(typed, islice(by_key, _MAX_COMPARED), n=1, cutoff=likeness):
             return by_key[close[0]]
     return None
 
 
 def _differ_in_numbers(a: str, b: str) -> bool:
-    a, b = _stem(a), _stem(b)
     return a != b and re.sub(r"\d+", "0", a) == re.sub(r"\d+", "0", b)
 
 
@@ -199,8 +199,8 @@ def named_twice_error(file: str, named: str, first: str, first_named: str) -> Ba
 
 
 def shell_pattern_hint(name: str, pattern: str, names: Iterable[str] | None = None) -> str | None:
-    """Say what to give to an option instead, if a pattern looks like a glob; of the names, it must then match one."""
-    # The pattern is not all that this option takes.
+    """Say what to give to an option instead, if a pattern looks like a glob, which must match any of the names."""
+    # This option takes more than a pattern.
     if name == "map" or not any(wildcard in pattern for wildcard in _AS_REGEX):
         return None
     regex = "".join(_AS_REGEX.get(part) or re.escape(part) for part in re.sub(r"\*+", "*", pattern))
@@ -212,19 +212,19 @@ def shell_pattern_hint(name: str, pattern: str, names: Iterable[str] | None = No
     return say("if it is a shell pattern, write {}", option(name, regex))
 
 
-def prefix_problem(names: Sequence[str], other_names: Sequence[str], file: str, other: object) -> Problem | None:
-    """Return the problem of a set whose names differ from those of another by a prefix, such as DDP's `module.`.
+def prefix_problem(names: Sequence[str], expected: Sequence[str], file: str, reference: object) -> Problem | None:
+    """Return the problem of a set whose names differ from those of a reference by a prefix, such as DDP's `module.`.
 
-    The names are those that the other set lacks; None if there is no such prefix.
+    The names are those that only the set has, and those expected only the reference; None if there is no such prefix.
     """
     for longer, shorter, have, lack, change in (
-        (names, other_names, "have", "lack", "remove"),
-        (other_names, names, "lack", "have", "add"),
+        (names, expected, "have", "lack", "remove"),
+        (expected, names, "lack", "have", "add"),
     ):
         prefix = _common_prefix(shorter, longer)
         if prefix is not None:
             rule = f"^{re.escape(prefix)}=" if change == "remove" else "^=" + prefix.replace("\\", r"\\")
-            message = f"{len(names)} tensor names {have} the prefix {prefix!r}, which those of {other} {lack}"
+            message = f"{len(names)} tensor names {have} the prefix {prefix!r}, which those of {reference} {lack}"
             return Problem("extra-tensor", message, file, hint=say("use {} to {} it", option("map", rule), change))
     return None
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from gradtool.errors import BadInputError, UsageError, call, option, say, shortened
+from gradtool.store.format.header import METADATA
 from gradtool.store.format.limits import MAX_NAME
 
 if TYPE_CHECKING:
@@ -93,30 +94,30 @@ def compiled(patterns: Sequence[str], name: str) -> list[re.Pattern[str]]:
         except (re.error, OverflowError, RecursionError) as error:
             from gradtool.store.format.hints import shell_pattern_hint  # only needed for the error
 
-            what = say("{} is not a regular expression: {}", option(name, pattern), error)
-            raise UsageError(what, hint=shell_pattern_hint(name, pattern)) from error
+            message = say("{} is not a regular expression: {}", option(name, pattern), error)
+            raise UsageError(message, hint=shell_pattern_hint(name, pattern)) from error
     return expressions
 
 
 def matching(names: set[str], pattern: re.Pattern[str], name: str) -> set[str]:
-    """Find the names that a pattern of an option matches; raise `BadInputError` if there is none."""
-    matches = apply(pattern, lambda tensor: pattern.search(tensor) is not None, names, name)
-    matched = {tensor for tensor, is_match in matches if is_match}
-    if not matched:
+    """Return the names that a pattern of an option matches; raise `BadInputError` if there is none."""
+    results = _applied(pattern, lambda tensor: pattern.search(tensor) is not None, names, name)
+    matches = {tensor for tensor, is_match in results if is_match}
+    if not matches:
         from gradtool.store.format.hints import shell_pattern_hint  # only needed for the error
 
-        what = say("{} matches no tensor name", option(name, pattern.pattern))
-        raise BadInputError(what, code="no-match", hint=shell_pattern_hint(name, pattern.pattern, names))
-    return matched
+        message = say("{} matches no tensor name", option(name, pattern.pattern))
+        raise BadInputError(message, code="no-match", hint=shell_pattern_hint(name, pattern.pattern, names))
+    return matches
 
 
-def apply(
+def _applied(
     pattern: re.Pattern[str], function: Callable[[str], _T], names: Iterable[str], option_name: str
 ) -> list[tuple[str, _T]]:
-    """Return each name with what a function, which uses a pattern of an option, makes of it.
+    """Return each name with the result of a function that uses a pattern of an option.
 
     Raises:
-        BadInputError: that takes too long; it names the tensor.
+        BadInputError: it takes too long; the error names the tensor.
     """
     name, results = "", []
     try:
@@ -124,9 +125,9 @@ def apply(
             for name in names:
                 results.append((name, function(name)))
     except _TimeUp as error:
-        what = "{} takes more than {:g} s of CPU time to match the name"
+        message = "{} takes more than {:g} s of CPU time to match the name"
         raise BadInputError(
-            say(what, option(option_name, pattern.pattern), LIMIT),
+            say(message, option(option_name, pattern.pattern), LIMIT),
             tensor=shortened(name),
             code="limit",
             hint="avoid a repetition in a group that is repeated, such as (a+)*, which may take forever",
@@ -138,8 +139,8 @@ def apply(
 def _limited(seconds: float) -> Iterator[None]:
     """Raise `_TimeUp` in the block once this thread has computed for so long.
 
-    Only the main thread handles signals, and only Python's own handlers can be put back; and a timer that runs already
-    is that of the program that calls. There, nothing is limited.
+    Nothing is limited in other threads than the main one, which alone handles signals; where a handler was installed
+    from C, because it could not be restored; and where the program that calls uses the timer itself.
     """
     before = signal.getsignal(signal.SIGVTALRM)
     is_main = threading.current_thread() is threading.main_thread()
@@ -182,6 +183,8 @@ def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Gro
         UsageError: a pattern is not a regular expression.
         BadInputError: a pattern matches no tensor, or a tensor is in two groups.
     """
+    if not patterns:
+        return []
     names = {tensor.name for _, tensor in selected}
     group_by_name: dict[str, int] = {}
     for number, pattern in enumerate(compiled(patterns, "group")):
@@ -197,7 +200,7 @@ def groups_of(selected: Sequence[Selected], patterns: Sequence[str]) -> list[Gro
     remaining = Group(None, [])
     for number, (_, tensor) in enumerate(selected):
         (groups[group_by_name[tensor.name]] if tensor.name in group_by_name else remaining).numbers.append(number)
-    return [*groups, remaining] if groups and remaining.numbers else groups
+    return [*groups, remaining] if remaining.numbers else groups
 
 
 class Renames(NamedTuple):
@@ -217,8 +220,8 @@ class Renames(NamedTuple):
         for text in texts:
             pattern, equals, replacement = text.rpartition("=")
             if not equals:
-                what = say("{} must be REGEX=REPLACEMENT, not {!r}", option("map"), text)
-                raise UsageError(what, hint="use an empty REPLACEMENT to remove what matches")
+                message = say("{} must be REGEX=REPLACEMENT, not {!r}", option("map"), text)
+                raise UsageError(message, hint="use an empty REPLACEMENT to remove what matches")
             (expression,) = compiled([pattern], "map")
             rules.append((expression, replacement))
         return cls(rules, sets)
@@ -236,10 +239,10 @@ class Renames(NamedTuple):
             names = set(new_names.values())
             matching(names, pattern, "map")
             try:
-                renamed = dict(apply(pattern, partial(pattern.sub, replacement), names, "map"))
+                renamed = dict(_applied(pattern, partial(pattern.sub, replacement), names, "map"))
             except (re.error, IndexError) as error:
-                what = say("{}: {!r} is not a replacement: {}", option("map"), replacement, error)
-                raise UsageError(what) from error
+                message = say("{}: {!r} is not a replacement: {}", option("map"), replacement, error)
+                raise UsageError(message) from error
             new_names = {old: renamed[new] for old, new in new_names.items()}
         result[self.sets] = [_renamed(gradset, new_names) for gradset in result[self.sets]]
         return result
@@ -261,13 +264,13 @@ def _renamed(gradset: GradientSet, new_names: Mapping[str, str]) -> GradientSet:
 
 
 def check_new_name(file: str, tensor: str, new: str, option: Text) -> None:
-    """Raise `BadInputError` for a name that no tensor can have, and that an option gives to one or to its gradient."""
-    what, code = say("{} makes the new name {!r}", option, shortened(new)), ""
-    if new == "__metadata__":
-        what = say("{}, which the format reserves", what)
+    """Raise `BadInputError` for the new name of a tensor, or of its gradient, if no tensor can have it."""
+    message, code = say("{} makes the new name {!r}", option, shortened(new)), ""
+    if new == METADATA:
+        message = say("{}, which the format reserves", message)
     elif len(new) > MAX_NAME:
         code, limit = "limit", "{}, which exceeds the limit of {:,} characters (it has {:,})"
-        what = say(limit, what, MAX_NAME, len(new))
+        message = say(limit, message, MAX_NAME, len(new))
     else:
         return
-    raise BadInputError(what, file=file, tensor=tensor, code=code, hint="choose another name")
+    raise BadInputError(message, file=file, tensor=tensor, code=code, hint="choose another name")

@@ -19,7 +19,10 @@ from gradtool.options import Display
 # The base of Typer's errors about a command line; where it is defined depends on the version of Typer.
 _TyperError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-_SUMMARY = "Clip, accumulate, zero and measure gradients in safetensors files, in place, with bit-for-bit reproducible results."
+_SUMMARY = (
+    "Clip, accumulate, zero and measure gradients in safetensors files, in place, "
+    "with bit-for-bit reproducible results."
+)
 # The columns of names in help, and of the terminal that has room for help beside them.
 _NAMES, _ROOM = 26, 68
 # Characters of help that a shell shows beside an option; of a longer text, Typer would offer each line.

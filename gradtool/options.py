@@ -408,9 +408,7 @@ class LayerNormOptions(Located, Rewriting):
 
     kind: Literal["layernorm", "rmsnorm"] = field("Kind of layer.", default="layernorm")
     invertible: bool = field("Read Y (and bias) instead of X (and mean).", default=False)
-    affine: bool = field(
-        say("Layers have a scale. With {}, it counts as 1 and gets no gradient.", option("affine", False)), default=True
-    )
+    affine: bool = field("Layers have a scale. Without one, it counts as 1 and gets no gradient.", default=True)
     axis: int = field("First normalized axis; negative ones count from the end.", "N", default=-1)
     norm_eps: float = field(
         "Added to the variance where the statistics are computed.", "E", NOT_NEGATIVE_FINITE, default=1e-5

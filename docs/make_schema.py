@@ -196,7 +196,8 @@ def problem(section: str) -> dict:
     """Return the schema of an error or a warning, whose codes are in a section of docs/output.md."""
     page = (DOCS / "output.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     texts = {"message": "What is wrong.", "hint": "What to do.", "file": "Where.", "tensor": "Its name."}
-    known = re.findall(r"^\| `([a-z-]+)`", page, re.MULTILINE)
+    cells = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", page, re.MULTILINE)
+    known = re.findall(r"[a-z-]+", " ".join(cells))
     codes = {"description": "Does not change between versions.", "enum": known}
     strings = {key: {"description": text, "type": "string"} for key, text in texts.items()}
     return closed({"code": codes} | strings, ["code", "message"])

@@ -149,6 +149,8 @@ def test_the_output_page_lists_the_keys_of_json_in_their_order(checkout, command
         data |= {key: rows for key, rows in others.items() if key.startswith("per_") and rows}
     page = (ROOT / "docs" / "output.md").read_text()
     (lists,) = re.findall(rf"^### {command}\n.*?^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (summary,) = re.findall(r"CALL stands for (.*?)\.", page, re.DOTALL)
+    lists = lists.replace("CALL", summary)
     rows = [key for key in data if key.startswith("per_") or key == "histogram"]
     of_data, of_rows = [], []
     # A list of rows is called like its key, the last one before its colon; a semicolon ends it.

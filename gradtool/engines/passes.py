@@ -167,10 +167,10 @@ class Tally:
 
     def updated(self, numbers: Sequence[int], part: Self) -> Self:
         """Return a copy in which the tensors with the given numbers come from another tally, of just these."""
-        if list(numbers) == list(range(len(self))):
-            return part
-        result, unchanged = copy(self), sorted(set(range(len(self))) - set(numbers))
         widths = [end - begin for begin, end in pairwise(self._bounds)]
+        if list(numbers) == list(range(len(widths))):
+            return part
+        result, unchanged = copy(self), sorted(set(range(len(widths))) - set(numbers))
         Tally.__init__(result, self.columns, [sums.renumbered({}) for sums in self.tile_sums], widths)
         result.merge_part([(number, 0) for number in unchanged], self.part(unchanged))
         result.merge_part([(number, 0) for number in numbers], part)
@@ -221,6 +221,8 @@ class Pass(Generic[Result]):
     title: ClassVar = "writing"
     # The fields that have a value for each of the tensors, or none at all.
     by_tensor: ClassVar[Sequence[str]] = ()
+    # Whether blocks are only read, so that the backend may read them itself.
+    reads_only: ClassVar[bool] = False
 
     selected: Sequence[Selected]
     spec: NormSpec
@@ -249,8 +251,12 @@ class Pass(Generic[Result]):
         """Count the bytes that are read in all, about."""
         return destination.nbytes([*self.selected, *self.beside])
 
-    def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - some depend on it
-        """Return the size of blocks."""
+    def block_bytes(self, backend: Backend, destination: Destination) -> int:
+        """Return the size of blocks, which is larger where the backend reads them itself."""
+        if self.reads_only:
+            shards = {shard for shard, _ in chain(self.selected, self.beside)}
+            if reads_files(backend, destination, self.spec, shards):
+                return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
         return backend.block_bytes
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
@@ -285,18 +291,6 @@ class Pass(Generic[Result]):
         values = {name: getattr(self, name) for name in self.by_tensor}
         fewer: dict[str, Any] = {name: [each[number] for number, _ in places] for name, each in values.items() if each}
         return replace(self, selected=selected, **fewer)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ReadingPass(Pass[Result]):
-    """A pass that writes no blocks, which the backend may then read itself."""
-
-    def block_bytes(self, backend: Backend, destination: Destination) -> int:
-        """Return a larger size where the backend reads blocks itself, and nothing is to be written."""
-        shards = {shard for shard, _ in chain(self.selected, self.beside)}
-        if reads_files(backend, destination, self.spec, shards):
-            return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
-        return backend.block_bytes
 
 
 def by_shard(selected: Sequence[Selected]) -> TensorsByShard:

@@ -25,7 +25,7 @@ class WorkerSummary(NamedTuple):
     """Who did the work of a call: the backends and why these, processes, their machines, waits and moved tasks."""
 
     backend: str
-    why: str
+    backend_why: str
     workers: int = 1
     hosts: int = 1
     retries: int = 0

@@ -116,10 +116,12 @@ class Call:
         self, selected: Sequence[Selected], *, why: str | None = None, warnings: Sequence[Problem] = ()
     ) -> CallSummary:
         """Sum up the call once it is done; `selected` are the tensors that it was about."""
-        workers, clock, sums = self.engine.workers, self.engine.clock, totals(selected)
+        clock, fields = self.engine.clock, self.engine.workers._asdict() | totals(selected)
+        if why is not None:
+            fields["backend_why"] = why
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
-        if why is None and sums["bytes"] > _SLOW_BYTES and faster is not None:
+        if why is None and fields["bytes"] > _SLOW_BYTES and faster is not None:
             message = "computed by numpy, several times slower than the compiled kernels"
             warnings = [Problem("slow", message, hint=faster), *warnings]
         if threads > MAX_THREADS:
@@ -127,14 +129,9 @@ class Call:
             warnings = [Problem("threads", message), *warnings]
         return CallSummary(
             files=len(self.opened.shards),
-            **sums,
-            backend=workers.backend,
-            backend_why=why or workers.why,
+            **fields,
             threads=max(1, clock.workers),
             engine=self.engine.name,
-            workers=workers.workers,
-            hosts=workers.hosts,
-            retries=workers.retries,
             seconds=timings.total_seconds,
             timings=timings,
             warnings=tuple(warnings),
@@ -162,7 +159,7 @@ class Call:
         return {
             "call": self.summary(selected, warnings=warnings),
             "norm_type": before.spec.order,
-            "max_abs": before.largest / unscale,
+            "max_abs": max(before.max_abs, default=0.0) / unscale,
             "nan": sum(before.nan),
             "inf": sum(before.inf),
             "zeros": sum((after or before).zeros),

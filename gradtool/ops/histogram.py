@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.passes import Column, ReadingPass
+from gradtool.engines.passes import Column, Pass
 from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import totals
 
@@ -122,10 +122,11 @@ class Histograms(Measurement):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CountExponents(ReadingPass[Histograms]):
+class CountExponents(Pass[Histograms]):
     """A pass that measures tensors, and counts their exponents while a block is still in the cache."""
 
     title: ClassVar = "measuring"
+    reads_only: ClassVar = True
 
     def tally(self) -> Histograms:
         """Begin with nothing."""

@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from gradtool.backends.protocol import STATISTICS, Piece, Statistics
-from gradtool.engines.passes import Column, Pass, ReadingPass, Tally
+from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.reduction import TileSums, tile_count
 from gradtool.store.format.gradset import Selected
 
@@ -65,17 +65,12 @@ class Measurement(Statistics, Tally):
         dropped = sum(self.nan) + sum(self.inf) if self.spec.drop_nonfinite else 0
         return sum(self.zeros) - dropped
 
-    @property
-    def largest(self) -> float:
-        """The maximum of |g| over all tensors, without NaN."""
-        return max(self.max_abs, default=0.0)
-
     def norms(self, *, per_tensor: bool = False, groups: Sequence[Sequence[int]] = (), unscale: float = 1.0) -> Norms:
         """Compute the norm of all tensors as one vector, with `per_tensor` of each, and of each group of numbers.
 
         All norms are divided by `unscale`.
         """
-        (sums,), every = self.tile_sums, range(len(self))
+        (sums,), every = self.tile_sums, range(len(self.max_abs))
         return Norms(
             self._norm(every, sums, unscale),
             [self._norm([n], sums.between(n, n + 1), unscale) for n in every] if per_tensor else [],
@@ -108,10 +103,11 @@ def clip_coef(limit: float | None, norm: float, eps: float) -> float:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Measure(ReadingPass[Measurement]):
+class Measure(Pass[Measurement]):
     """Sums tensors, and counts what is not finite. Blocks may stay on the device for the next pass."""
 
     title: ClassVar = "measuring"
+    reads_only: ClassVar = True
 
     keep_on_device: bool = False
 

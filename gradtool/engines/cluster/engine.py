@@ -121,16 +121,16 @@ class Membership:
             return wire.unpacked(future.result(), Report())
         except GradtoolError:
             raise
-        except ValueError as error:
-            message, hint = f"the worker {address} has another version of gradtool", f"install {__version__} there"
-            raise BackendUnavailableError(message, code="engine", hint=hint) from error
         except Exception as error:
-            if type(error).__name__ in {"ImportError", "ModuleNotFoundError"}:
+            if isinstance(error, ValueError):
+                message = f"the worker {address} has another version of gradtool"
+            elif type(error).__name__ in {"ImportError", "ModuleNotFoundError"}:
                 message = f"the worker {address} cannot load gradtool: {shortened(str(error))}"
-                hint = f"install gradtool {__version__} there"
-                raise BackendUnavailableError(message, code="engine", hint=hint) from error
-            reason, remedy = self.cluster.why(error)
-            raise _error(f"{address}: {reason}", remedy) from error
+            else:
+                reason, remedy = self.cluster.why(error)
+                raise _error(f"{address}: {reason}", remedy) from error
+            hint = f"install gradtool {__version__} there"
+            raise BackendUnavailableError(message, code="engine", hint=hint) from error
 
 
 @dataclass(eq=False)

@@ -143,7 +143,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
         files=sum(len(gradset.shards) for gradset in sets),
         **totals(selected),
         backend=None if engine is None else engine.workers.backend,
-        backend_why=None if engine is None else engine.workers.why,
+        backend_why=None if engine is None else engine.workers.backend_why,
         threads=max(1, clock.workers),
         seconds=seconds,
         timings=Timings.from_clock(clock, 0.0, seconds),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.passes import Column, ReadingPass, Tally
+from gradtool.engines.passes import Column, Pass, Tally
 from gradtool.engines.worker import reads_files
 from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.passes import pieces_of
@@ -126,10 +126,11 @@ def _cosine(a: Scaled, b: Scaled, products: Scaled) -> float:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Compare(ReadingPass[Comparison]):
+class Compare(Pass[Comparison]):
     """A pass that compares each selected tensor, of A, with its counterpart in `b_tensors`."""
 
     title: ClassVar = "comparing"
+    reads_only: ClassVar = True
     by_tensor = ("b_tensors",)
 
     b_tensors: Sequence[Selected]

@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import SystemRefusedError, call, ensure, os_errors_about, say, unfinished
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from gradtool.store.fs import File
 
+    # Of a range, each with its first byte and its end.
+    Parts = Sequence[tuple[int, int]]
     Sums = npt.NDArray[np.uint64]
 
 # The checksum of the entry; number of the target, begin and length of the range, number of its parts; each part.
@@ -51,7 +54,7 @@ class Entry(NamedTuple):
     number: int
     begin: int
     length: int
-    parts: Sequence[tuple[int, int]]
+    parts: Parts
     sums: bytes
     head: bytes
     at: int
@@ -69,16 +72,7 @@ class RedoLog:
         self.added: dict[int, tuple[int, int]] = {}
         self._is_checked = False
 
-    def add(
-        self,
-        channel: Channel,
-        number: int,
-        begin: int,
-        old: memoryview,
-        new: memoryview,
-        *,
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
+    def add(self, channel: Channel, number: int, begin: int, old: memoryview, new: memoryview, *, parts: Parts) -> None:
         """Add a range of a target, whose `parts` will change from `old` to `new`.
 
         Raises:
@@ -124,42 +118,43 @@ class RedoLog:
             SystemRefusedError: reading or writing failed, or a target was replaced.
         """
         errors: list[BaseException] = []
-        lock = threading.Lock()
         with os_errors_about(self.file.path), fs.closing(self.file.open(os.O_RDONLY)) as fd:
-            entries, reader = self.entries(fd), Reader(Source(str(self.file.path), self.size), fd)
             budget = system.descriptors_left()
-            # Beside this one.
+            # Beside this thread.
             count = max(0, min(system.cores(), _MAX_THREADS, self.size // _SMALL_BYTES, budget - 1))
             open_files = max(1, min(_OPEN_FILES, budget // (count + 1)))
-
-            def copy() -> None:
-                channel = Channel(open_files, lambda nbytes: memoryview(bytearray(nbytes)))
-                try:
-                    while not errors:
-                        with lock:
-                            entry = next(entries, None)
-                        if entry is None:
-                            break
-                        with channel.memory(entry.length) as view:
-                            fill(reader, entry.at, view)
-                            for start, stop in entry.parts:
-                                channel.write(targets[entry.number], entry.begin + start, [view[start:stop]])
-                except BaseException as error:  # noqa: BLE001 - raised below
-                    errors.append(error)
-                finally:
-                    channel.close()
-
-            threads = []
+            copy = partial(self._copy, fd, self.entries(fd), targets, open_files, errors)
+            threads = [threading.Thread(target=copy) for _ in range(count)]
             with contextlib.suppress(RuntimeError):  # No more threads can be started.
-                for _ in range(count):
-                    threads.append(threading.Thread(target=copy))
-                    threads[-1].start()
+                for thread in threads:
+                    thread.start()
             copy()
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
             if errors:
                 raise errors[0]
+
+    def _copy(
+        self, fd: int, entries: Iterator[Entry], targets: Sequence[File], open_files: int, errors: list[BaseException]
+    ) -> None:
+        """Copy entries into their targets until there are no more, or a thread has an error."""
+        log = Reader(Source(str(self.file.path), self.size), fd)
+        channel = Channel(open_files, lambda nbytes: memoryview(bytearray(nbytes)))
+        try:
+            while not errors:
+                with self._lock:
+                    entry = next(entries, None)
+                if entry is None:
+                    break
+                with channel.memory(entry.length) as view:
+                    fill(log, entry.at, view)
+                    for start, stop in entry.parts:
+                        channel.write(targets[entry.number], entry.begin + start, [view[start:stop]])
+        except BaseException as error:  # noqa: BLE001 - the first thread raises it
+            errors.append(error)
+        finally:
+            channel.close()
 
     def check(self, targets: Mapping[int, tuple[File, int]]) -> None:
         """Raise `SystemRefusedError` if a target, given with its size, has a sector that is neither old nor new."""
@@ -207,12 +202,11 @@ class RedoLog:
 
 def changed_since(target: Path) -> SystemRefusedError:
     """Return the error for a target that another program wrote to after a run crashed or failed."""
-    what = "another program wrote to it after a run crashed or failed"
     hint = say(
         "delete the .gradtool-* files beside it to keep it as it is, or run {} to recover the run all the same",
         call("recover", str(target), force=True),
     )
-    return unfinished(what, target, hint)
+    return unfinished("another program wrote to it after a run crashed or failed", target, hint)
 
 
 def _is_foreign(now: bytes, entry: Entry, content: bytes) -> bool:

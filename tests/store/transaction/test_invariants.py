@@ -145,7 +145,7 @@ def test_no_more_than_the_bytes_of_a_file_are_copied_into_it(paths, entries, wro
 class Nowhere:
     """A channel that writes nothing."""
 
-    def save(self, *_):
+    def write(self, *_):
         pass
 
 

@@ -283,8 +283,7 @@ def _emptied_token(token: re.Match[bytes]) -> bytes:
 def _check_offsets(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
 
-    Raises:
-        ValueError: a number is wrong in a way that only the library can describe.
+    If a number is wrong in a way that only the library can describe, raise `ValueError`.
     """
     header, expected = json.loads(text), 0
     check_name_lengths(path, header)

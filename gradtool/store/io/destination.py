@@ -102,7 +102,7 @@ class Destination:
         pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
         for shard, tensors in tensors_of.items():
             if shard not in self._files:
-                yield from plan(shard, tensors, unit, nbytes=nbytes)
+                yield from plan(shard, tensors, unit, nbytes)
                 ranges = (shard.ranges(tensor) for _, tensor in tensors) if shard not in shard.files else ()
                 for file, begin, end in chain.from_iterable(ranges):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
@@ -112,7 +112,7 @@ class Destination:
                 start = shard.data_start if new.header else 0
                 if shard in pieces:
                     tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
-                yield from plan(shard, tensors, unit, whole=is_whole, start=start, nbytes=nbytes)
+                yield from plan(shard, tensors, unit, nbytes, whole=is_whole, start=start)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write a block that a pass has changed."""

@@ -37,24 +37,24 @@ A path is a file, a folder, or an index (\fI*.safetensors.index.json\fR).
 Compute backend: auto, cpu or cuda.
 .TP
 .B GRADTOOL_KERNELS
-If it is numpy, the cpu backend is numpy instead of the compiled kernels.
+Set to numpy to run the cpu backend without the compiled kernels.
 .TP
 .B GRADTOOL_ENGINE
-Where tasks run: threads, or dask:ADDRESS.
+Where to run: threads, or dask:ADDRESS.
 .TP
 .B GRADTOOL_FORMAT
-Format of the output: text, json, jsonl or github.
+Output format: text, json, jsonl or github.
 .TP
 .B GRADTOOL_DEBUG
-If it is 1, errors have tracebacks.
+Set to 1 to print a traceback with each error.
 .TP
 .B NO_COLOR
-If it is set, errors have no colour.
+Set to print errors without colour.
 .SH FILES
 .TP
 .I .gradtool\-*
-What a run leaves beside the data while it works; \fBgradtool recover\fR removes
-what a crashed one has left.
+Logs, locks and temporaries of a run, beside the data while it works;
+\fBgradtool recover\fR removes those of a crashed run.
 """
 CODES = {
     0: "done",

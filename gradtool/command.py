@@ -19,6 +19,10 @@ from gradtool.options import Display
 # The base of Typer's errors about a command line; where it is defined depends on the version of Typer.
 _TyperError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+_SUMMARY = (
+    "Clip, accumulate, zero and measure gradients in safetensors files, in place, "
+    "with bit-for-bit reproducible results."
+)
 # The columns of names in help, and of the terminal that has room for help beside them.
 _NAMES, _ROOM = 26, 68
 # Characters of help that a shell shows beside an option; of a longer text, Typer would offer each line.
@@ -101,7 +105,6 @@ def _root(
     *,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Clip, accumulate, zero and measure gradients in safetensors files, in place, with reproducible bits."""
     if version:
         typer.echo(f"gradtool {gradtool.__version__}")
     elif context.invoked_subcommand is None:
@@ -141,7 +144,7 @@ def parse(commands: Mapping[str, Command], arguments: Sequence[str]) -> Request 
             "terminal_width": max(30, min(80, shutil.get_terminal_size().columns) - 2),
         },
     )
-    root.callback(invoke_without_command=True)(_root)
+    root.callback(invoke_without_command=True, help=_SUMMARY)(_root)
     for name in named or commands:
         _add(root, commands[name], with_options=bool(named), completes=completes)
     os.environ[_TAKES_SHELL] = "1"

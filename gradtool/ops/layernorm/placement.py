@@ -153,7 +153,7 @@ def _order(shard: Shard, outputs: Sequence[Tensor], replacements: Replacements) 
 
 
 def _check_inputs_stay(layers: Sequence[Layer]) -> None:
-    """Raise `BadInputError` if a result beside the inputs has the name of one, but for an X_grad like its Y_grad."""
+    """Raise `BadInputError` if a result would take the name of an input; only X_grad may, that of a Y_grad like it."""
     sets = {shard: layer.owner.name for layer in layers for shard in layer.owner.shards}
     results = {(layer.owner.name, output.name): (layer, output) for layer in layers for output in layer.outputs}
     for layer in layers:

@@ -75,7 +75,7 @@ def page() -> str:
         synopsis="\n.br\n".join(synopsis(name) for name in COMMANDS),
         commands="\n".join(command(name) for name in COMMANDS),
         shared="\n".join(
-            f".SH {title.upper()} OPTIONS\n{entries(declared_of(one).values())}" for title, one in groups.items()
+            f".SH {title.upper()} OPTIONS\n{entries(declared_of(group).values())}" for title, group in groups.items()
         ),
         codes="\n".join(f".TP\n.B {code}\n{escaped(text)}" for code, text in CODES.items()),
     )
@@ -91,13 +91,13 @@ def command(name: str) -> str:
     """Return the section of a command."""
     text, examples = COMMANDS[name].description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     declared = COMMANDS[name].declared
-    own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
-    paragraphs = "\n.PP\n".join(paragraph(one) for one in text.split("\n\n"))
+    options = [item for item in declared if item.group in {ARGUMENTS, OPTIONS}]
+    paragraphs = "\n.PP\n".join(paragraph(part) for part in text.split("\n\n"))
     return "\n".join(
         [
             f".SS gradtool {escaped(name)}",
             paragraphs,
-            entries(own),
+            entries(options),
             f".PP\n{paragraph(f'And the options under {shared_of(declared)}.')}",
             f".PP\nExamples:\n.PP\n.EX\n{lines(escaped(inspect.cleandoc(examples)))}\n.EE",
         ]
@@ -107,28 +107,30 @@ def command(name: str) -> str:
 def entries(declared: Iterable[Declared]) -> str:
     """Return arguments and options, each with its meaning and its default."""
     rows = []
-    for one in declared:
-        default = f" Default: {one.default_text}." if one.default_text else ""
-        rows.append(f".TP\n{spelled(one)}\n{paragraph(as_command(one.text) + default)}")
+    for item in declared:
+        default = f" Default: {item.default_text}." if item.default_text else ""
+        rows.append(f".TP\n{usage(item)}\n{paragraph(as_command(item.text) + default)}")
     return "\n".join(rows)
 
 
-def spelled(one: Declared) -> str:
+def usage(item: Declared) -> str:
     """Return an option as it is typed: its names in bold, its value in italics."""
-    if one.group == ARGUMENTS:
-        return rf"\fI{escaped(one.metavar)}\fR"
-    flags = re.sub(r"[^ ,/]+", lambda found: rf"\fB{escaped(found[0])}\fR", one.usage.removesuffix(one.metavar).strip())
-    return rf"{flags} \fI{escaped(one.metavar)}\fR" if one.metavar else flags
+    if item.group == ARGUMENTS:
+        return rf"\fI{escaped(item.metavar)}\fR"
+    flags = re.sub(
+        r"[^ ,/]+", lambda match: rf"\fB{escaped(match[0])}\fR", item.usage.removesuffix(item.metavar).strip()
+    )
+    return rf"{flags} \fI{escaped(item.metavar)}\fR" if item.metavar else flags
 
 
 def shared_of(declared: Sequence[Declared]) -> str:
     """Return the groups of options that a command shares; with their names, if it does not have all of a group."""
-    said = []
+    groups = []
     for title, group in SHARED.items():
-        own = [option(one.name).command for one in declared if one.group == title and title != PYTHON]
-        some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
-        said += [f"{title.upper()} OPTIONS{some}"] if own else []
-    return ", ".join(said)
+        names = [option(item.name).command for item in declared if item.group == title and title != PYTHON]
+        listed = "" if len(names) == len(declared_of(group)) else f" ({', '.join(names)})"
+        groups += [f"{title.upper()} OPTIONS{listed}"] if names else []
+    return ", ".join(groups)
 
 
 def paragraph(text: str) -> str:

@@ -130,7 +130,7 @@ class Dask:
 
 
 def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """Ask Dask, which may wait for ever, in another thread, while this thread handles signals.
+    """Ask Dask, which may never answer, in another thread, while this thread handles signals.
 
     Raises:
         TimeoutError: there is no answer for so many seconds.
@@ -252,7 +252,7 @@ def _client_class() -> Any:
 
 
 def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:
-    """End a call with an error. Dask would wait for ever where the error is none, or its traceback."""
+    """End a call with an error. Dask would never end it where the error or its traceback cannot be read."""
     try:
         error: Any = _Reader(io.BytesIO(exception)).load()  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - bytes that are no pickle may raise anything

@@ -169,7 +169,11 @@ def _muted() -> Iterator[None]:
 def _address_in(path: str, timeout: float) -> str:
     """Read the address from a scheduler's file, as soon as the scheduler has written it."""
     deadline = monotonic() + timeout
-    while not _size_of(path):
+    while True:
+        # The scheduler's file is empty until it is written.
+        with os_errors_about(path), contextlib.suppress(FileNotFoundError):
+            if Path(path).stat().st_size:
+                break
         if monotonic() > deadline:
             message = f"no scheduler has written it for {timeout:g} s"
             raise SystemRefusedError(message, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
@@ -181,13 +185,6 @@ def _address_in(path: str, timeout: float) -> str:
             return address
     hint = say("start one with {}, or correct {}", _START_WITH_FILE, option("engine"))
     raise SystemRefusedError("is not the file of a Dask scheduler", file=path, code="engine", hint=hint)
-
-
-def _size_of(path: str) -> int:
-    """Measure a file; a missing file is empty, and so is a device."""
-    with os_errors_about(path), contextlib.suppress(FileNotFoundError):
-        return Path(path).stat().st_size
-    return 0
 
 
 # Whether pickles are for `Dask`. A process may have other clients, or workers. Dask's own tasks inherit this.

@@ -23,7 +23,7 @@ from gradtool.backends.choose import choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.backends.protocol import Piece
-from gradtool.store.fs import Folder
+from gradtool.store.fs import File, Folder
 from gradtool.store.transaction.commit import Commit, Target
 from gradtool.store.transaction.open import acquire
 from gradtool.store.transaction.targets import Targets
@@ -263,7 +263,7 @@ def in_place(run, paths):
     targets = []
     for path in paths:
         folder, name = run.targets.locate(path)
-        targets.append(Target(folder.file(name), path.stat(), path.stat().st_size))
+        targets.append(Target(file_in(folder, name), path.stat(), path.stat().st_size))
     commit = Commit(run)
     return commit, commit.overwrite(targets)
 
@@ -271,10 +271,16 @@ def in_place(run, paths):
 _folders = []
 
 
+def file_in(folder, name):
+    """A file of an open folder."""
+    status = folder.status(name)
+    return File(folder, name, status.st_dev, status.st_ino)
+
+
 def file_at(path):
     """A file as the store writes to it."""
     _folders.append(Folder.at(path.parent))
-    return _folders[-1].file(path.name)
+    return file_in(_folders[-1], path.name)
 
 
 def close_folders():

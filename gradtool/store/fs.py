@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-# What the names of all files begin with that runs leave beside the data.
+# The names of all files that runs leave beside the data begin with this.
 PREFIX = ".gradtool-"
 # Counted up by each call that changes the disk.
 steps = itertools.count(1)
@@ -43,7 +43,7 @@ TO_SEARCH = _TO_LIST | system.TO_SEARCH
 
 
 def step() -> str | None:
-    """Count a call that changes the disk, and strike if it is due; what is left to the caller: `short` or `tear`."""
+    """Count a call that changes the disk, and strike if it is due; return `short` or `tear`, which the caller does."""
     fault = os.environ.get("GRADTOOL_FAULT")
     if not fault:
         return None
@@ -161,11 +161,6 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def file(self, name: str) -> File | None:
-        """Return the file of that name; None if it does not exist."""
-        status = self.status(name)
-        return None if status is None else File(self, name, status.st_dev, status.st_ino)
-
     def open(self, name: str, flags: int) -> int:
         """Open a file; links are not followed, and a FIFO does not block."""
         return os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self.fd)
@@ -257,7 +252,6 @@ def write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview], begin: i
 
 
 def _write_half(kind: str, fd: int, views: Sequence[memoryview], begin: int) -> int:
-    """Write half of the views and return the bytes; after `tear`, kill this process."""
     content = b"".join(views)
     if kind == "short":
         return os.pwrite(fd, content[: -(-len(content) // 2)], begin)

@@ -132,6 +132,6 @@ def open_to_read(path: Path, *, is_named: bool) -> int:
 
 
 def _parts(path: str) -> list[str]:
-    """Split a path into its parts, the last one first."""
+    """Split a path into its parts, the last part first."""
     parts = [part for part in reversed(path.split("/")) if part]
     return [*parts, "/"] if path.startswith("/") else parts

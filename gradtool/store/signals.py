@@ -1,4 +1,4 @@
-"""Deferred signals: while files are being changed, Ctrl-C and its like act only where that is safe."""
+"""Deferred signals: while files are being changed, Ctrl-C and similar signals act only where that is safe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_ENDING = {
 if sys.platform != "linux":
     _NOT_ENDING.add("SIGIO")  # ignored by default
 # All others: Ctrl-C, `kill`, a closed terminal, a limit of processor time, timers, the real-time signals.
-ENDING = sorted(int(one) for one in signal.valid_signals() if getattr(one, "name", "") not in _NOT_ENDING)
+ENDING = sorted(int(number) for number in signal.valid_signals() if getattr(number, "name", "") not in _NOT_ENDING)
 # The original handlers while signals are deferred, and the signals that have arrived since.
 _handlers: Handlers = {}
 pending: list[int] = []
@@ -35,7 +35,7 @@ _is_committed = False
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer Ctrl-C and its like until `deliver` is called or the block ends.
+    """Defer Ctrl-C and similar signals until `deliver` is called or the block ends.
 
     A signal without a Python handler is left alone: it kills the process at once, as SIGKILL does, and a later run
     recovers. Python handles signals in the main thread only, so in other threads there is nothing to defer.
@@ -60,7 +60,7 @@ def deferred() -> Iterator[None]:
         _restore(dict(before))
         try:
             for number in came:
-                # If a handler raises, the rest is dropped: it would interrupt the clean-up that this one sets off.
+                # If a handler raises, later signals are dropped: they would interrupt the clean-up that it sets off.
                 before[number](number, sys._getframe())  # noqa: SLF001 - handlers of profilers look at it
         except BaseException as error:
             # It hides the exception that ended the block, but not what that says of the files.

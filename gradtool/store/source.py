@@ -1,4 +1,4 @@
-"""Sources: what the bytes of inputs are read from, and whether they are still the same.
+"""Sources, which the bytes of inputs are read from, and whether these are still the same.
 
 `Source` and `Reader` are those of local files. Another kind, such as an object in object storage, extends both in a
 module of its own, and `Source.kind_of` chooses it.
@@ -38,7 +38,7 @@ class Source:
     status: os.stat_result | None = None
 
     @staticmethod
-    def kind_of(path: Path) -> type[Source]:  # noqa: ARG004 - there is but one kind
+    def kind_of(path: Path) -> type[Source]:  # noqa: ARG004 - there is a single kind
         """Choose the kind of source that a path leads to."""
         return Source
 
@@ -66,7 +66,7 @@ class Source:
 
     @staticmethod
     def identity_at(path: Path) -> Hashable:
-        """Tell what all names of an input have in common, without opening it; where nothing is, that is the path."""
+        """Return the identity of an input, which all its names share, without opening it; a missing path is its own."""
         try:
             status = os.stat(path)  # noqa: PTH116 - as fstat
         except OSError:
@@ -90,18 +90,18 @@ class Source:
 
     @property
     def inode(self) -> int:
-        """What tells it from the file at that path of another machine; 0 where these cannot differ."""
+        """The inode, which differs if the path leads to another file on another machine; 0 where it cannot."""
         return 0 if self.status is None else self.status.st_ino
 
     @property
     def version(self) -> str:
-        """What changes with the content, and is the same on all machines; empty for what is yet to be made."""
+        """A text that changes with the content, and is the same on all machines; empty for a file yet to be made."""
         status = self.status
         return "" if status is None else f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
 
     @property
     def identity(self) -> Hashable:
-        """What all its names have in common, and no other source has."""
+        """A key that all its names share, and no other source has."""
         return self.name if self.status is None else (self.status.st_dev, self.status.st_ino)
 
     @property
@@ -110,7 +110,7 @@ class Source:
         return self.status is None or is_unchanged(self.name, self.status)
 
     def open(self) -> Reader:
-        """Open what is there now; raises `OSError` if nothing is, or it cannot be read."""
+        """Open what is there now; raise `OSError` if nothing is, or it cannot be read."""
         return Reader(self, os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
@@ -153,7 +153,7 @@ def read_range(reader: Reader, begin: int, length: int) -> bytes:
 
 
 class SmallFile(NamedTuple):
-    """An index or a state, which is read and written as a whole; without a status, there is none yet."""
+    """An index or a state, which is read and written as a whole; without a status, it does not exist yet."""
 
     path: Path
     stat: os.stat_result | None
@@ -163,8 +163,8 @@ class SmallFile(NamedTuple):
 def is_same(now: os.stat_result, before: os.stat_result) -> bool:
     """Check whether a file was neither replaced nor written to between two statuses.
 
-    Whoever writes can set back the date of the content, but not that of the inode (ctime). That changes with the mode,
-    the owner and the number of links too; where one of these differs, it says nothing about the content.
+    A program that writes can set back the date of the content, but not that of the inode (ctime). That date changes
+    with the mode, the owner and the number of links too; where these differ, it says nothing about the content.
     """
     if _content(now) != _content(before):
         return False

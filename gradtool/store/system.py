@@ -1,7 +1,7 @@
-"""What systems differ in: what Linux has a call for, and macOS another one or none.
+"""System calls that differ between Linux and macOS, or that one of them lacks.
 
-No other module asks which there are, and only `fs` calls what changes the disk here. A call is looked for each time it
-is used, so that tests can hide it.
+No other module asks which of them exist, and only `fs` calls those that change the disk. Each use asks anew whether a
+call exists, so that tests can hide it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COPYFILE_ACL, _COPYFILE_XATTR = 1, 4
 _ACL_TYPE_EXTENDED = 0x100
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _UUID_BYTES = 64
-# What stands for no limit.
+# In place of no limit.
 _MANY = 1 << 16
 
 
@@ -81,7 +81,7 @@ def copy_attributes(fd: int, to: int) -> None:
     """
     if hasattr(os, "listxattr"):
         names = _attributes(fd)
-        # One that is inherited from the folder would let in users whom the original keeps out.
+        # A list that is inherited from the folder would let in users whom the original keeps out.
         remove_acl(to)
         for name in set(_attributes(to)).difference(names):
             # The original may have lost it since it was copied.
@@ -107,7 +107,7 @@ def copy_attributes(fd: int, to: int) -> None:
 
 
 def acl_rights(fd: int) -> int | None:
-    """Return what the access control list of a file lets everybody do but its owner; None if it has no list.
+    """Return what the access control list of a file lets all users but its owner do; None if it has no list.
 
     Rights are bits, as in a mode. A list of macOS, which can also deny rights, counts as giving none.
     """
@@ -185,15 +185,15 @@ def unnamed_file(content: Sequence[bytes], size: int) -> Iterator[str]:
 
             fd = stack.enter_context(TemporaryFile(prefix="gradtool-", buffering=0)).fileno()
             path = f"/dev/fd/{fd}"
-        written = os.writev(fd, content)
+        count = os.writev(fd, content)
         os.ftruncate(fd, size)
-        if written != sum(map(len, content)) or os.stat(path).st_size != size:  # noqa: PTH116 - it lives as long as fd
+        if count != sum(map(len, content)) or os.stat(path).st_size != size:  # noqa: PTH116 - it lives as long as fd
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         yield path
 
 
 def read_link(path: str, within: int | None = None) -> tuple[os.stat_result, str]:
-    """Return the status of a symbolic link and where it leads: both of one link, even if another takes its place.
+    """Return the status of a symbolic link and where it leads: both of the same link, even if it is being replaced.
 
     Raises:
         OSError: it is no link, or was replaced meanwhile.
@@ -220,25 +220,25 @@ def read_in_order(fd: int) -> None:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def descriptors_left() -> int:
-    """Count how many more files this process may have open, about: a few are left to others."""
+    """Estimate how many more files this process may open; a few are reserved for libraries."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MANY
     try:
-        taken = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names, of descriptors
+        used = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names, of descriptors
     except OSError:
-        taken = 16
-    return limit - taken - 4
+        used = 16
+    return limit - used - 4
 
 
 @functools.cache
 def boot_id() -> str:
-    """An ID of the machine's current boot; empty if it has none."""
+    """Return an ID of the machine's current boot; an empty text if it has none."""
     try:
         with open(_BOOT_ID, "rb") as file:  # noqa: PTH123 - pathlib is slow to import
             return file.read().decode().strip()
@@ -247,7 +247,7 @@ def boot_id() -> str:
 
 
 def _boot_session() -> str:
-    """The ID that macOS has for it."""
+    # On macOS.
     import ctypes
 
     value, size = ctypes.create_string_buffer(_UUID_BYTES), ctypes.c_size_t(_UUID_BYTES)

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from support import file_in
 
 import gradtool
 from gradtool import SystemRefusedError
@@ -107,7 +108,7 @@ def test_the_table_has_every_function_that_takes_a_step():
 def test_a_file_of_a_folder_is_the_same_in_another_process(tmp_path):
     (tmp_path / "x").write_bytes(b"content")
     with Folder.at(tmp_path) as folder:
-        file = pickle.loads(pickle.dumps(folder.file("x")))  # noqa: S301 - we made it
+        file = pickle.loads(pickle.dumps(file_in(folder, "x")))  # noqa: S301 - we made it
         with file.folder:
             assert file.path == tmp_path / "x"
             assert file.folder.identity == folder.identity

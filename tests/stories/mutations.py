@@ -131,15 +131,13 @@ _SYNCS = (
         COMMIT,
         """\
             if not is_atomic:
-                self._transaction.add_markers()
-                self._transaction.sync()
+                self._transaction.publish()
             self._transaction.append(ready=[moves, changes, redo])
 """,
         """\
             self._transaction.append(ready=[moves, changes, redo])
             if not is_atomic:
-                self._transaction.add_markers()
-                self._transaction.sync()
+                self._transaction.publish()
 """,
     ),
     _slip(
@@ -192,12 +190,12 @@ _SYNCS = (
         """\
             self._transaction.sync_folders()
             if not is_atomic:
-                # A redo log may be removed only when it is certain that nobody needs it.
+                # A redo log may be removed only when it is certain that no recovery needs it.
                 self._transaction.end(always=self._in_place is not None)
 """,
         """\
             if not is_atomic:
-                # A redo log may be removed only when it is certain that nobody needs it.
+                # A redo log may be removed only when it is certain that no recovery needs it.
                 self._transaction.end(always=self._in_place is not None)
             self._transaction.sync_folders()
 """,
@@ -733,8 +731,8 @@ _STRANGERS = (
         "A neighbour puts another file under the name of a temporary between the last look and the rename: the run says"
         " done, and the target is that file.",
         COMMIT,
-        "swapped = [staged for staged in self.staged if staged.was_swapped()]",
-        "swapped: list[Staged] = []",
+        "swapped += [] if staged.is_in_place else [staged.target]",
+        "pass",
     ),
 )
 
@@ -789,13 +787,13 @@ PAST: tuple[Mutation, ...] = (
         " file is open to them.",
         STAGING,
         """\
-                if changed == self._taken:
-                    self._seen = now
+                if changed == self._copied_ns:
+                    self._status = now
                     return
 """,
         """\
-                if self._taken >= 0:
-                    self._seen = now
+                if self._copied_ns >= 0:
+                    self._status = now
                     return
 """,
     ),
@@ -833,12 +831,11 @@ PAST: tuple[Mutation, ...] = (
         "A server does the first rename and reports it as failed: the run calls itself off though the file is new.",
         STAGING,
         """\
-            except OSError:
-                if not self._is_target():
+                # A server may lose its answer, and fail when it is asked again.
+                if not self.is_in_place:
                     raise
 """,
         """\
-            except OSError:
                 raise
 """,
     ),
@@ -878,10 +875,10 @@ PAST: tuple[Mutation, ...] = (
         RECOVERY,
         """\
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self._add(""",
+                opened =""",
         """\
             with contextlib.suppress(OSError):
-                self._add(""",
+                opened =""",
     ),
     _slip(
         "recovery-does-not-look-again",
@@ -902,8 +899,8 @@ PAST: tuple[Mutation, ...] = (
         "A run in place is killed after ready, a copy of the old file is renamed over the target, and recovery changes"
         " that.",
         RECOVERY,
-        "if not force and (status is None or status.st_ino != change.inode):",
-        "if not force and status is None:",
+        "if not self._force and (status is None or status.st_ino != change.inode):",
+        "if not self._force and status is None:",
     ),
     _slip(
         "redo-log-of-another-run",
@@ -936,10 +933,10 @@ PAST: tuple[Mutation, ...] = (
         """\
         if redo is not None:
             # Whether it is damaged must be known before the first byte is written; `force` ignores only foreign bytes.
-            redo.check({} if force else targets)
+            redo.check({} if self._force else targets)
 """,
         """\
-        if redo is not None and not force:
+        if redo is not None and not self._force:
             redo.check(targets)
 """,
     ),
@@ -1102,7 +1099,7 @@ PAST: tuple[Mutation, ...] = (
         "A run is killed after ready, a neighbour puts another file in the place of a temporary, and recovery renames"
         " it and says finished.",
         RECOVERY,
-        "if built is None or (built.st_ino != move.inode and not force):",
+        "if built is None or (built.st_ino != move.inode and not self._force):",
         "if built is None:",
     ),
     _slip(
@@ -1139,7 +1136,7 @@ PAST: tuple[Mutation, ...] = (
         "Another program writes to the second of two files between the last look at it and the ready line: the log has"
         " the status of that write, and recovery overwrites it and says finished.",
         STAGING,
-        "        now = self._seen\n",
+        "        now = self._status\n",
         "        now = self.folder.status(self.name)\n",
     ),
     _slip(
@@ -1180,7 +1177,7 @@ PAST: tuple[Mutation, ...] = (
         " stays.",
         STAGING,
         """\
-            if self._is_target():
+            if self.is_in_place:
                 return True
             if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
@@ -1188,7 +1185,7 @@ PAST: tuple[Mutation, ...] = (
         """\
             if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
-            if self._is_target():
+            if self.is_in_place:
                 return True
 """,
     ),
@@ -1206,13 +1203,13 @@ PAST: tuple[Mutation, ...] = (
         " power is cut: the log is back, its pointers are not, and not even --force can recover it.",
         COMMIT,
         """\
-        swapped = [staged for staged in self.staged if staged.was_swapped()]
+                swapped += [] if staged.is_in_place else [staged.target]
         try:
 """,
         """\
-        swapped = [staged for staged in self.staged if staged.was_swapped()]
+                swapped += [] if staged.is_in_place else [staged.target]
         if swapped:
-            raise changed_meanwhile(swapped[0].target)
+            raise changed_meanwhile(swapped[0])
         try:
 """,
     ),

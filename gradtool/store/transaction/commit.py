@@ -7,6 +7,7 @@ run does not complete, recovery does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections import defaultdict
@@ -23,17 +24,17 @@ from gradtool.errors import (
     unfinished,
 )
 from gradtool.store import fs, signals
-from gradtool.store.fs import File
 from gradtool.store.io.redolog import OVERHEAD, RedoLog
 from gradtool.store.source import is_same
 from gradtool.store.system import BLOCK
 from gradtool.store.transaction.log import UNTOUCHED, Change, Redo
-from gradtool.store.transaction.staging import Staged, copy_owner_and_attributes, rights_of
+from gradtool.store.transaction.staging import Staged, copy_attributes, rights_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from gradtool.store.fs import File
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.staging import Rights, Source
     from gradtool.store.transaction.transaction import Transaction
@@ -74,7 +75,7 @@ class Commit:
         """Make a temporary of `size` bytes, with its disk space reserved, that will become `target`.
 
         With `original`, the status of the replaced file when it was read, the file gets the mode, owner and extended
-        attributes that this one has at the end. Without, a file that is replaced is one more of the sources. With
+        attributes that this file has at the end. Without it, a file that is replaced is a further source. With
         `ranges`, only these are reserved, and the rest is holes. A target that `is_new` replaces nothing.
         """
         signals.deliver()
@@ -89,10 +90,8 @@ class Commit:
                     fs.reserve(fd, begin, end)
                 fs.resize(fd, size)
                 if original is not None:
-                    replaced = File(folder, name, original.st_dev, original.st_ino)
-                    with fs.closing(replaced.open(os.O_RDONLY)) as original_fd:
-                        # They are copied again at the rename; what cannot be copied is better known now.
-                        copy_owner_and_attributes(fd, original_fd, original)
+                    # They are copied again at the rename; what cannot be copied is better known now.
+                    copy_attributes(fd, folder, name, original)
                     fs.change_mode(fd, 0o600)
         return file
 
@@ -129,11 +128,15 @@ class Commit:
         is_atomic = len(self.staged) == 1 and self._in_place is None
         self._log_ready(sources, is_atomic=is_atomic)
         self._move_and_copy(sources, is_atomic=is_atomic)
-        swapped = [staged for staged in self.staged if staged.was_swapped()]
+        swapped = []
+        for staged in self.staged:
+            with contextlib.suppress(OSError):  # The rename succeeded, and nothing else is known.
+                # Another file may have taken the temporary's name at the very instant of the rename.
+                swapped += [] if staged.is_in_place else [staged.target]
         try:
             self._transaction.sync_folders()
             if not is_atomic:
-                # A redo log may be removed only when it is certain that nobody needs it.
+                # A redo log may be removed only when it is certain that no recovery needs it.
                 self._transaction.end(always=self._in_place is not None)
         except OSError as error:
             # The log must stay while a rename may not be on the disk.
@@ -145,7 +148,7 @@ class Commit:
             message += f": the folder could not be synced: {error.strerror}"
             raise SystemRefusedError(message, file=file, hint=hint) from error
         if swapped:
-            raise changed_meanwhile(swapped[0].target)
+            raise changed_meanwhile(swapped[0])
 
     def _log_ready(self, sources: Sequence[Rights], *, is_atomic: bool) -> None:
         """Check once more that every target is as it was read, and log that all is ready."""
@@ -158,15 +161,14 @@ class Commit:
             changes, redo = ([], None) if self._in_place is None else self._in_place.finish()
             self._transaction.check_ready([*changes, *moves])
             if not is_atomic:
-                self._transaction.add_markers()
-                self._transaction.sync()
+                self._transaction.publish()
             self._transaction.append(ready=[moves, changes, redo])
 
     def _move_and_copy(self, sources: Sequence[Rights], *, is_atomic: bool) -> None:
         """Put everything in place; if nothing can be, the run is not ready any more."""
         transaction = self._transaction
         ensure(transaction.step == "ready", "files would be changed before the log says that all is ready")
-        # An exception that nobody expects, such as a lack of memory, is left to recovery too.
+        # An unexpected exception, such as a lack of memory, is left to recovery too.
         transaction.needs_recovery = not is_atomic
         has_begun = self._in_place is not None
         try:
@@ -187,7 +189,6 @@ class Commit:
         transaction.needs_recovery = False
 
     def _call_off(self) -> None:
-        """Log that nothing was put in place and nothing will be."""
         try:
             self._transaction.append(ended=UNTOUCHED)
         except OSError as error:

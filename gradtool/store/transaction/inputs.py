@@ -1,4 +1,4 @@
-"""What a call names and selects, and opening it: its gradient sets and their tensors."""
+"""The inputs of a call: its gradient sets and the tensors that it selects, and how they are opened to be read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OpenSets:
 
 
 class WritePlan(NamedTuple):
-    """What a call writes, besides what its options say: the first `writes` of its sets, or all.
+    """The sets that a call writes, besides what its options say: the first `writes` of them, or all.
 
     Or else those with a file of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that
     is written together with the sets, and says what a later call must know of this call.
@@ -73,7 +73,7 @@ EVERYTHING = WritePlan()
 
 
 class Inputs(NamedTuple):
-    """What a call names and selects; only tensors of the given `dtypes` are accepted, or all with None.
+    """The paths of a call and its selection; only tensors of the given `dtypes` are accepted, or all with None.
 
     With `unique_names`, no name may be selected in several sets. Files may be named twice only with `may_repeat`.
     """
@@ -114,7 +114,7 @@ class Inputs(NamedTuple):
 
 
 def open_to_read(inputs: Inputs) -> OpenSets:
-    """Open inputs that are only read; refused while a run is changing them, or after one crashed half-way.
+    """Open inputs that are only read, unless a run is changing them, or has left them half changed.
 
     Raises:
         SystemRefusedError: a file may be half changed.
@@ -125,7 +125,7 @@ def open_to_read(inputs: Inputs) -> OpenSets:
     except BadInputError as error:
         from gradtool.store.transaction.runs import require_finished_at  # only needed for the error
 
-        # A half-changed file may be what is wrong.
+        # A file may be invalid because it is half changed.
         for scope in inputs.scopes(error):
             require_finished_at(scope)
         raise
@@ -156,7 +156,7 @@ def require_finished(paths: Iterable[Path], run: str | None = None) -> None:
 
 
 def _may_have_logs(folder: Folder) -> bool:
-    """Check whether a folder has hidden files of gradtool, or cannot be listed."""
+    # A folder that cannot be listed may.
     try:
         return any(name.startswith(PREFIX) for name in folder.names())
     except PermissionError as error:

@@ -1,4 +1,4 @@
-"""Whether a run is alive: until its process ends it locks a file that no other user can open."""
+"""The locks of runs: a live run holds a lock on a file that no other user can open."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Opening the files of a call to write them, with all other writers kept out.
 
-A run first writes its log and then looks for those of others, so that of two runs at least one sees the other. Of two
-that do not hold their locks yet, the run whose ID sorts later withdraws.
+A run first writes its log and then looks for other logs, so that of two runs at least the second sees the first. Of two
+runs that do not hold their locks yet, the run whose ID sorts later withdraws.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _find_conflict(transaction: Transaction) -> tuple[InUse, Path] | None:
 
 
 def _wait(conflict: InUse, target: Path, deadline: float) -> None:
-    """Wait for a conflicting run to end; if it crashes, it is recovered."""
+    # If it crashes, it is recovered.
     if time.monotonic() >= deadline:
         raise conflict.error(target)
     while time.monotonic() < deadline and isinstance(recover_if_crashed(conflict.log), InUse):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """The options, checked against the sets that are written; or the files of a set that is `created` elsewhere.
+    """The destination of a call: the sets that are written, or the files of a set that is `created` elsewhere.
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
     exist. `transaction` holds the locks, unless there was a `refusal`. A state of the plan is written with the sets.
@@ -52,7 +52,7 @@ class Output(NamedTuple):
 
     @classmethod
     def from_options(cls, options: Writing, opened: OpenSets, plan: WritePlan) -> Self:
-        """Return the output of a call to open sets, or to a new one.
+        """Return the output of a call to open sets, or to a new set.
 
         Raises:
             UsageError: the options do not fit the inputs.
@@ -132,7 +132,7 @@ class Output(NamedTuple):
         return tuple(gradset.name for gradset in self.sets if any(shard in shards for shard in gradset.shards))
 
     def check_existing(self) -> None:
-        """Raise `BadInputError` where a file would be replaced that is to be kept, or would be mixed with a new set."""
+        """Raise `BadInputError` if `no_clobber` forbids to replace a file, or a new set would be mixed with others."""
         if self.options.no_clobber:
             problems = [
                 Problem("exists", "already exists", str(target)) for target in self.targets if os.path.lexists(target)
@@ -210,7 +210,6 @@ class Staging(NamedTuple):
 
 
 def _with_new_header(file: NewFile, options: Writing) -> NewFile:
-    """Return the file with the header that its new metadata ask for."""
     new = file.with_header(rewritten(file.shard, file.metadata or {}))
     if options.in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
@@ -220,7 +219,7 @@ def _with_new_header(file: NewFile, options: Writing) -> NewFile:
 
 
 def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
-    """Return the sets that have one of the files; where the output is elsewhere, only those files of them."""
+    """Return the sets that have some of the files; where the output is elsewhere, only those files of them."""
     sets = [gradset for gradset in sets if any(shard.name in files for shard in gradset.shards)]
     if not options.is_elsewhere:
         return sets
@@ -245,7 +244,7 @@ def check_options(options: Writing, state: Path | None) -> None:
     """Check what does not depend on the inputs.
 
     Raises:
-        UsageError: the options contradict each other, or cannot be meant.
+        UsageError: the options contradict each other, or make no sense.
         BadInputError: an output is a URL, or a path that the shell should have expanded.
     """
     output, output_dir = options.output, options.output_dir
@@ -274,7 +273,7 @@ def check_options(options: Writing, state: Path | None) -> None:
 def check_collisions(
     targets: Sequence[Path], shards: Sequence[Shard], indexes: Iterable[Path] = (), originals: Iterable[Shard] = ()
 ) -> None:
-    """Raise `UsageError` if two files would be written to one target, or one is an input or no regular file.
+    """Raise `UsageError` if two files would be written to the same target, or a target is an input or no regular file.
 
     `originals` are the inputs that would be replaced without an output.
     """
@@ -292,7 +291,7 @@ def check_collisions(
         try:
             status = target.stat()
         except OSError:
-            continue  # It does not exist, or writing will say what is wrong.
+            continue  # It does not exist, or writing will fail with the reason.
         identity = status.st_dev, status.st_ino
         if identity in inputs:
             advice = "leave out the output option to replace it" if identity in replaceable else "use another output"

@@ -11,7 +11,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, from_os_error, os_errors_about, unfinished
+from gradtool.errors import BadInputError, GradtoolError, changed_meanwhile, os_errors_about, unfinished
 from gradtool.store import fs
 from gradtool.store.fs import PREFIX, File, Folder
 from gradtool.store.io.redolog import RedoLog, changed_since
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Recovered(NamedTuple):
-    """What became of a crashed run: its files are all new ("finished"), or all old ("untouched")."""
+    """A run that was recovered: its files are all new ("finished"), or all old ("untouched")."""
 
     outcome: str
     files: int
@@ -47,32 +47,31 @@ def recover_if_crashed(log: Log, *, force: bool = False) -> Recovered | InUse | 
     followed = follow_pointer(log)
     if followed is None:
         return None
-    try:
-        with Folder.at(followed.path.parent) as folder:
-            return _recover(folder, followed, force=force)
-    except GradtoolError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise changed_meanwhile(followed.path) from error
-        raise from_os_error(error, followed.path) from error
+    path = followed.path
+    with os_errors_about(path):
+        try:
+            with Folder.at(path.parent) as folder:
+                return _recover(folder, followed, force=force)
+        except OSError as error:
+            if isinstance(error, GradtoolError) or error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise changed_meanwhile(path) from error
 
 
 def recover_at(scope: Scope, *, force: bool = False) -> tuple[list[Recovered | InUse | GradtoolError], int]:
     """Recover every crashed run that is in a scope, and remove the orphans there.
 
-    Returns what became of each run, or why it could not be recovered; and the number of orphans that were removed.
+    Returns the outcome of each run, or why it could not be recovered; and the number of orphans that were removed.
     """
     outcomes: list[Recovered | InUse | GradtoolError] = []
     removed = 0
-    try:
-        folder = Folder.at(scope.folder)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        from gradtool.store.format.hints import no_such_folder  # only needed for the error
+    with os_errors_about(scope.folder):
+        try:
+            folder = Folder.at(scope.folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            from gradtool.store.format.hints import no_such_folder  # only needed for the error
 
-        raise BadInputError.from_problems([no_such_folder(str(scope.folder))]) from error
-    except OSError as error:
-        raise from_os_error(error, scope.folder) from error
+            raise BadInputError.from_problems([no_such_folder(str(scope.folder))]) from error
     with folder:
         for run in runs_in(folder, scope.names):
             try:
@@ -96,8 +95,9 @@ def _recover(folder: Folder, log: Log, *, force: bool) -> Recovered | InUse | No
         if newest is None:
             return None
         file = File(folder, newest.path.name, folder.identity[0], newest.inode)
-        crashed = _Crashed(folder, newest, stack.enter_context(fs.closing(file.open(os.O_RDWR))), stack)
-        return Recovered(crashed.recover(force=force), len(newest.steps), newest.pid, newest.path)
+        fd = stack.enter_context(fs.closing(file.open(os.O_RDWR)))
+        outcome = _Crashed(folder, newest, fd, stack, force=force).recover()
+        return Recovered(outcome, len(newest.steps), newest.pid, newest.path)
 
 
 class _Crashed:
@@ -106,8 +106,8 @@ class _Crashed:
     Of its folders, those count that have a pointer to it. So a forged log reaches no folder where its run did not work.
     """
 
-    def __init__(self, folder: Folder, log: Log, fd: int, stack: contextlib.ExitStack) -> None:
-        self._log, self._fd = log, fd
+    def __init__(self, folder: Folder, log: Log, fd: int, stack: contextlib.ExitStack, *, force: bool) -> None:
+        self._log, self._fd, self._force = log, fd, force
         # By number, and the names that the log there lists.
         self._folders, self._names = {0: folder}, {0: log.names}
         # Folders whose pointer is missing or another run's, by number.
@@ -115,27 +115,25 @@ class _Crashed:
         for number, path in enumerate(log.folders[1:], 1):
             # No other error says that the folder is gone.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self._add(number, stack.enter_context(Folder.at(path)))
+                opened = stack.enter_context(Folder.at(path))
+                pointer = read_log(opened, log.path.name)
+                if pointer is not None and pointer.log_path == log.path and pointer.owner == log.owner:
+                    self._folders[number], self._names[number] = opened, pointer.names
+                else:
+                    self._unpointed[number] = opened
             if number not in self._folders and log.is_unfinished:
                 message = f"belongs to an unfinished run with files in {path} too, where its log is missing"
                 hint = f"restore that folder, or delete {log.run}* here to keep the data as it is"
                 raise unfinished(message, log.path, hint)
 
-    def _add(self, number: int, folder: Folder) -> None:
-        pointer = read_log(folder, self._log.path.name)
-        if pointer is not None and pointer.log_path == self._log.path and pointer.owner == self._log.owner:
-            self._folders[number], self._names[number] = folder, pointer.names
-        else:
-            self._unpointed[number] = folder
-
-    def recover(self, *, force: bool) -> str:
+    def recover(self) -> str:
         """Roll the run forward if it was ready, and remove its files; return the outcome."""
         log = self._log
         outcome = self._outcome()
         # The log must be on the disk before anything that follows from it.
         fs.sync(self._fd)
         if log.is_unfinished:
-            self._roll_forward(force=force)
+            self._roll_forward()
             if len(log.folders) > 1 or log.redo is not None:
                 self._append(ended=FINISHED)
         self._clear()
@@ -158,33 +156,33 @@ class _Crashed:
             changed.sync()
         return FINISHED
 
-    def _roll_forward(self, *, force: bool) -> None:
+    def _roll_forward(self) -> None:
         """Copy and rename what the run did not, once it is certain that no other program has changed a target."""
         log = self._log
         if any(step.name not in self._names[step.folder] for step in log.steps):
             hint = f"delete {log.run}* to keep the data as it is"
             raise unfinished("changes files that it does not list", log.path, hint)
-        targets, redo = self._targets(force=force), self._redo_log(force=force)
+        targets, redo = self._targets(), self._redo_log()
         if redo is not None:
             # Whether it is damaged must be known before the first byte is written; `force` ignores only foreign bytes.
-            redo.check({} if force else targets)
-        moves = [move for move in log.moves if self._is_left(move, force=force)]
+            redo.check({} if self._force else targets)
+        moves = [move for move in log.moves if self._is_left(move)]
         # A torn line would hide what is appended, and earlier recoveries no longer matter.
         fs.resize(self._fd, log.size)
         with contextlib.suppress(OSError):  # The disk may be full.
             self._append(taken={"pid": os.getpid(), "host": HOST})
         if redo is not None:
-            redo.finish(targets, force=force)
+            redo.finish(targets, force=self._force)
         for move in moves:
             self._folders[move.folder].rename(f"{log.run}-{move.number}.tmp", move.name)
-        # The run's own renames may not be on the disk either.
+        # Renames of the run itself may not be on the disk either.
         for folder in self._folders.values():
             folder.sync()
 
     def _append(self, **step: Any) -> None:
         append_step(self._fd, os.fstat(self._fd).st_size, fsync=True, **step)
 
-    def _targets(self, *, force: bool) -> dict[int, tuple[File, int]]:
+    def _targets(self) -> dict[int, tuple[File, int]]:
         """Return the files that are changed in place, by number, with their sizes."""
         targets = {}
         for number, change in enumerate(self._log.changes):
@@ -192,13 +190,13 @@ class _Crashed:
             status = folder.status(change.name)
             if status is not None and (not stat.S_ISREG(status.st_mode) or status.st_size != change.size):
                 status = None
-            if not force and (status is None or status.st_ino != change.inode):
+            if not self._force and (status is None or status.st_ino != change.inode):
                 raise changed_since(folder.path / change.name)
             if status is not None:
                 targets[number] = (File(folder, change.name, status.st_dev, status.st_ino), change.size)
         return targets
 
-    def _redo_log(self, *, force: bool) -> RedoLog | None:
+    def _redo_log(self) -> RedoLog | None:
         """Return the redo log, known by its inode or, with `force`, in a copy of the folder, by its owner."""
         log, folder = self._log, self._folders[0]
         if log.redo is None:
@@ -208,48 +206,45 @@ class _Crashed:
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_uid != log.owner:
             hint = f"restore it, or delete {log.run}* to keep the data as it is"
             raise unfinished(f"belongs to an unfinished run whose redo log {name} is missing", log.path, hint)
-        if status.st_ino != log.redo.inode and not force:
+        if status.st_ino != log.redo.inode and not self._force:
             raise changed_since(folder.path / name)
         return RedoLog(File(folder, name, status.st_dev, status.st_ino), log.redo.size)
 
-    def _is_left(self, move: Move, *, force: bool) -> bool:
+    def _is_left(self, move: Move) -> bool:
         """Check whether a rename is still to be done; raise `SystemRefusedError` if it cannot be."""
         folder, temporary = self._folders[move.folder], f"{self._log.run}-{move.number}.tmp"
         built = folder.status(temporary)
         if built is not None and built.st_ino != move.inode and not is_trusted(built.st_uid, folder):
             built = None
-        if is_new(folder, move) or (built is None and force):
+        if is_new(folder, move) or (built is None and self._force):
             return False  # It was renamed.
-        if built is None or (built.st_ino != move.inode and not force):
+        if built is None or (built.st_ino != move.inode and not self._force):
             # The inodes differ in a copy of the folder.
             raise changed_since(folder.path / (move.name if built is None else temporary))
         now = folder.status(move.name)
-        if now is not None and not force and not is_replaceable(now, move):
+        if now is not None and not self._force and not is_replaceable(now, move):
             raise changed_since(folder.path / move.name)
         return stat.S_ISREG(built.st_mode)
 
     def _clear(self) -> None:
-        """Remove whatever the run has made."""
         name = self._log.path.name
         for folder in self._unpointed.values():
             # A pointer that was made but not written; on the disk too, it must be gone before the log is.
-            if _is_users(folder, name) and read_log(folder, name) is None:
+            if _is_file_of_user(folder, name) and read_log(folder, name) is None:
                 folder.unlink(name)
             folder.sync()
         targets = {folder: self._names[number] for number, folder in self._folders.items()}
         clear(self._log.run, targets, self._log.missing, fsync=True)
 
 
-def _is_users(folder: Folder, name: str) -> bool:
-    """Check whether a name is a file of this user."""
+def _is_file_of_user(folder: Folder, name: str) -> bool:
     status = folder.status(name)
     return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
 
 
-def _remove_users(folder: Folder, name: str) -> bool:
-    """Remove a file of this user, and tell whether that succeeded."""
+def _removed_if_of_user(folder: Folder, name: str) -> bool:
     with contextlib.suppress(OSError):
-        if _is_users(folder, name):
+        if _is_file_of_user(folder, name):
             folder.unlink(name)
             return True
     return False
@@ -271,7 +266,7 @@ def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
                 return 0
         if read_log(folder, f"{run}.run") is not None:
             return 0
-        return sum(_remove_users(folder, name) for name in names)
+        return sum(_removed_if_of_user(folder, name) for name in names)
 
 
 def _remove_old_markers(folder: Folder) -> int:
@@ -281,5 +276,5 @@ def _remove_old_markers(folder: Folder) -> int:
         if name.startswith(PREFIX) and name.endswith(MARKER):
             log = read_log(folder, name)
             if log is None or folder.status(log.path.name) is None:
-                removed += _remove_users(folder, name)
+                removed += _removed_if_of_user(folder, name)
     return removed

@@ -1,4 +1,4 @@
-"""What runs have left in a folder, only read: who may be changing files there, and what crashed.
+"""The runs that have left files in a folder: those that may be changing files there, and those that crashed.
 
 Writers and `recover` ask `runs_in`, readers and `check` ask `runs_seen_in`.
 """
@@ -137,7 +137,7 @@ def follow_pointer(log: Log) -> Log | None:
 
 
 class Scope(NamedTuple):
-    """What a path is about: a file of a folder or, without a name, all of them."""
+    """The files that a path stands for: a file of a folder or, without a name, all files in it."""
 
     folder: Path
     name: str | None
@@ -200,7 +200,7 @@ def _require_finished(run: Run, file: Path) -> None:
 
 
 class Leftover(NamedTuple):
-    """What a run has left: its log, or of an orphan the first of its files; in `folder`, which `recover` is given.
+    """The files that a run has left: its log, or the first file of an orphan; in `folder`, which `recover` is given.
 
     "unfinished": files may be half changed, by a process that exists ("writing") or a crashed run. "crashed": the files
     are whole. "orphan": there is no log. `files` and `nbytes` are those beside the log.
@@ -215,9 +215,9 @@ class Leftover(NamedTuple):
 
 
 def leftovers_at(paths: Iterable[str]) -> tuple[list[Leftover], list[GradtoolError]]:
-    """Return what runs have left where the paths lead, each run once, and why something could not be looked at.
+    """Return what runs have left where the paths lead, each run once, and why a folder could not be read.
 
-    Nothing is locked. So a process that has the ID of a crashed one passes for it.
+    Nothing is locked. So a new process with the ID of a crashed process passes for it.
     """
     scopes: dict[Scope, None] = {}
     for path in paths:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     # A file whose content goes into new files, and its status when it was read, if that is known.
     Source = tuple[Path, os.stat_result | None]
 
-# A file whose attributes change that often while they are taken is being changed all the time.
+# A file whose attributes change that often while they are copied is being changed all the time.
 _TRIES = 20
 _OWNER_MAY = stat.S_IRUSR | stat.S_IWUSR
 
 
 class Rights(NamedTuple):
-    """The group of a file and its mode; without a group, the mode says what everybody may do, or nothing is known."""
+    """The group of a file and its mode; without a group, the mode is that of all users, or unknown (0)."""
 
     group: int | None = None
     mode: int = 0
@@ -40,7 +40,7 @@ class Rights(NamedTuple):
 class Staged:
     """A temporary, the name that it will take in its folder, and the status of the file that it replaces.
 
-    That is the status when the file was read and then, if it still has its content, whenever its attributes are taken.
+    That is the status when the file was read and then, if it still has its content, when its attributes were copied.
     """
 
     number: int
@@ -50,30 +50,30 @@ class Staged:
     original: os.stat_result | None
     # The target must not exist.
     is_new: bool
-    # When the replaced file was last changed before its attributes were taken; 0 if there was none.
-    _taken: int = -1
-    # The status of the target when it was last looked at.
-    _seen: os.stat_result | None = None
+    # When the replaced file was last changed before its attributes were copied; 0 if there was none.
+    _copied_ns: int = -1
+    # The newest status of the target.
+    _status: os.stat_result | None = None
 
     def move(self, folder: int) -> Move:
         """Return what the log says of the rename, in the folder of that number, when all is ready."""
-        now = self._seen
+        now = self._status
         version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, _attributes(now))
         return Move(folder, self.number, self.name, self.temporary.inode, *version)
 
     @property
     def folder(self) -> Folder:
-        """The folder of both."""
+        """The folder of the temporary and the target."""
         return self.temporary.folder
 
     def finish(self, sources: Sequence[Rights], *, fsync: bool) -> None:
-        """Take the attributes that the replaced file has now, if that was not done, and sync the content.
+        """Copy the attributes that the replaced file has now, if that was not done, and sync the content.
 
         A file that replaces none, or replaces it with other content, gets a mode that follows from its sources.
 
         Raises:
             SystemRefusedError: that file was written to or replaced since it was read, or does not keep its attributes;
-                or there is one though the target is new.
+                or it exists though the target is new.
         """
         with os_errors_about(self.target):
             for _ in range(_TRIES):
@@ -83,20 +83,18 @@ class Staged:
                 if self.is_new and now is not None:
                     raise self._created()
                 changed = 0 if now is None else now.st_ctime_ns
-                if changed == self._taken:
-                    self._seen = now
+                if changed == self._copied_ns:
+                    self._status = now
                     return
-                self._take_attributes(now, sources, fsync=fsync)
-                self._taken = changed
+                self._copy_attributes(now, sources, fsync=fsync)
+                self._copied_ns = changed
         raise changed_meanwhile(self.target)
 
-    def _take_attributes(self, now: os.stat_result | None, sources: Sequence[Rights], *, fsync: bool) -> None:
+    def _copy_attributes(self, now: os.stat_result | None, sources: Sequence[Rights], *, fsync: bool) -> None:
         with fs.closing(self.temporary.open(os.O_RDONLY)) as fd:
             if self.original is not None and now is not None:
                 self.original = now
-                original = File(self.folder, self.name, now.st_dev, now.st_ino)
-                with fs.closing(original.open(os.O_RDONLY)) as original_fd:
-                    copy_owner_and_attributes(fd, original_fd, now)
+                copy_attributes(fd, self.folder, self.name, now)
                 mode = stat.S_IMODE(now.st_mode)
                 if now.st_uid != os.geteuid():
                     mode &= ~(stat.S_ISUID | stat.S_ISGID)
@@ -114,7 +112,7 @@ class Staged:
     def require_replaceable(self) -> None:
         """Raise `SystemRefusedError` now where the rename would be refused, as far as that can be known before.
 
-        The file that is replaced is one that cannot be changed (`chattr +i`) or, in a sticky folder, another user's.
+        That is so for a file that cannot be changed (`chattr +i`) and, in a sticky folder, for another user's file.
         """
         with os_errors_about(self.target):
             now = self.folder.status(self.name)
@@ -144,28 +142,21 @@ class Staged:
             try:
                 self.folder.rename(self.temporary.name, self.name)
             except OSError:
-                if not self._is_target():
+                # A server may lose its answer, and fail when it is asked again.
+                if not self.is_in_place:
                     raise
 
-    def was_swapped(self) -> bool:
-        """Check whether another file took the temporary's name at the very instant of the rename."""
-        try:
-            status = self.folder.status(self.name)
-        except OSError:
-            return False  # The rename succeeded, and nothing else is known.
-        return status is None or not self.temporary.matches(status)
-
-    def _is_target(self) -> bool:
-        """Check whether a call that failed was done: a server may lose its answer, and fail when it is asked again."""
-        status = self.folder.status(self.name)
-        return status is not None and self.temporary.matches(status)
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the target is the file that was the temporary."""
+        return self.temporary._replace(name=self.name).is_there
 
     def _link(self) -> bool:
         """Link the target, which replaces nothing, unlike a rename; return False on file systems without links."""
         try:
             self.folder.link(self.temporary.name, self.name)
         except OSError as error:
-            if self._is_target():
+            if self.is_in_place:
                 return True
             if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
@@ -197,18 +188,19 @@ def _attributes(status: os.stat_result) -> int:
     return zlib.crc32(repr(links_and_rights(status)).encode())
 
 
-def copy_owner_and_attributes(fd: int, original_fd: int, original: os.stat_result) -> None:
+def copy_attributes(fd: int, folder: Folder, name: str, original: os.stat_result) -> None:
     """Give a new file the owner and the extended attributes of the file that it replaces."""
-    # Until it has all of them, nobody else may open it.
-    fs.change_mode(fd, _OWNER_MAY)
-    new = os.fstat(fd)
-    if (new.st_uid, new.st_gid) != (original.st_uid, original.st_gid):
-        fs.change_owner(fd, original.st_uid, original.st_gid)
-    fs.copy_attributes(original_fd, fd)
+    with fs.closing(File(folder, name, original.st_dev, original.st_ino).open(os.O_RDONLY)) as original_fd:
+        # Until it has all of them, no other user may open it.
+        fs.change_mode(fd, _OWNER_MAY)
+        new = os.fstat(fd)
+        if (new.st_uid, new.st_gid) != (original.st_uid, original.st_gid):
+            fs.change_owner(fd, original.st_uid, original.st_gid)
+        fs.copy_attributes(original_fd, fd)
 
 
 def rights_of(path: Path | str, before: os.stat_result | None = None, within: int | None = None) -> Rights:
-    """Read who may do what with a file: nobody anything if it cannot be opened, or is not the file that was read."""
+    """Read the rights of a file; none if it cannot be opened, or is not the file that was read."""
     try:
         with fs.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=within)) as fd:
             status, acl = os.fstat(fd), system.acl_rights(fd)
@@ -220,10 +212,10 @@ def rights_of(path: Path | str, before: os.stat_result | None = None, within: in
 
 
 def new_mode(group: int, sources: Sequence[Rights]) -> int:
-    """Compute the permissions of a new file of a group: nobody may do with it what they may not do with all sources.
+    """Compute the permissions of a new file of a group: those that all sources give.
 
-    A member of the group of a source may be no member of that of the new file, or the other way round. Where these
-    groups differ, both classes get what both have.
+    A member of the group of a source may be no member of the group of the new file, and vice versa. Where these groups
+    differ, members and all other users get the permissions that both have.
     """
     mask = os.umask(0o077)
     os.umask(mask)

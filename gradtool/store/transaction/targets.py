@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class Targets:
     """The folders of the targets, open, and the `names` of the targets in each.
 
-    If `new_folder` does not exist, the nearest existing folder above it comes first; `missing` are the folders to make
-    in it, each in the one before, and `made` those that were made. All `paths` are then in it; the `states` may be. A
-    link of another user that leads to a file of yet another is a `SystemRefusedError`, and a name of a run's own files
-    a `UsageError`.
+    `located` has the folder and the name of each target by its path. If `new_folder` does not exist, the nearest
+    existing folder above it comes first; `missing` are the folders to make in it, each in the last, and `made` those
+    that were made. All `paths` are then in it; the `states` may be. A link of another user that leads to a file of yet
+    another is a `SystemRefusedError`, and a name like those of temporary files a `UsageError`.
     """
 
     def __init__(self, paths: Iterable[Path], new_folder: Path | None = None, states: Iterable[Path] = ()) -> None:
@@ -49,7 +49,7 @@ class Targets:
         self._followed: dict[str, tuple[Folder, Sequence[Link]]] = {}
         # By device and inode.
         self._opened: dict[tuple[int, int], Folder] = {}
-        self._located: dict[Path, tuple[Folder, str]] = {}
+        self.located: dict[Path, tuple[Folder, str]] = {}
         try:
             self.missing = () if new_folder is None else self._find_missing(new_folder)
             for path in paths:
@@ -66,17 +66,10 @@ class Targets:
         """The folders of the targets, the log folder first."""
         return list(self.names)
 
-    @property
-    def planned(self) -> dict[Folder, set[str]]:
-        """The names of the targets in each folder; those in a missing folder are counted with the log folder's."""
-        if self.made or not self.missing:
-            return self.names
-        return self.names | {self.folders[0]: self.names[self.folders[0]] | set(self._new.values())}
-
     def locate(self, target: Path) -> tuple[Folder, str]:
         """Return the folder and the name of a target; raise `SystemRefusedError` if its path leads elsewhere now."""
-        if target in self._located:
-            return self._located[target]
+        if target in self.located:
+            return self.located[target]
         folder, name = self._follow(target)
         if name not in self.names.get(folder, ()):
             raise changed_meanwhile(target)
@@ -93,7 +86,7 @@ class Targets:
             self._opened[inner.identity] = inner
             self.made.append(inner)
         self.names[inner] = set(self._new.values())
-        self._located |= {path: (inner, name) for path, name in self._new.items()}
+        self.located |= {path: (inner, name) for path, name in self._new.items()}
 
     def close(self) -> None:
         """Close all folders."""
@@ -118,13 +111,13 @@ class Targets:
         folder, name = (self.folders[0], path.name) if is_new else self._follow(path)
         if name.startswith(PREFIX):
             # Recovery would take it for what a run has left, and remove it.
-            what = "names that begin with {} are those of temporary files, which {} removes"
-            raise UsageError(say(what, PREFIX, call("recover")), file=path, hint="use another name")
+            message = "names that begin with {} are those of temporary files, which {} removes"
+            raise UsageError(say(message, PREFIX, call("recover")), file=path, hint="use another name")
         if is_new:
             self._new[path] = name
         else:
             self.names.setdefault(folder, set()).add(name)
-        self._located[path] = folder, name
+        self.located[path] = folder, name
 
     def _follow(self, path: Path) -> tuple[Folder, str]:
         """Follow a path link by link; return the folder where it ends, and its name there."""

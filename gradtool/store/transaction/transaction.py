@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradtool.store.transaction.log import Change, Move
     from gradtool.store.transaction.targets import Targets
 
-_TRIES = 10
+_TRIES_TO_LOCK = 10
 # What may be appended to a log whose last step is that of the key, unless the run is withdrawn.
 _NEXT = {"run": "holds_locks", "holds_locks": "ready", "ready": "ended"}
 _NOTE = say("{}, or the next run, makes the files all old or all new", call("recover"))
@@ -41,7 +41,7 @@ _LONGEST = [10**5, 10**9, *[-(1 << 63)] * 4, 1 << 32]
 
 
 class Transaction:
-    """What a run registers before it writes its targets, which need not exist; its log is in `log_folder`."""
+    """A run, which registers its targets before it writes them; they need not exist. Its log is in `log_folder`."""
 
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
         self.targets, self.fsync = targets, fsync
@@ -53,7 +53,7 @@ class Transaction:
         self._lock = self._log = -1
         self._size, self.step = 0, "run"
         self._numbers = itertools.count()
-        # Only recovery may go on: a later run will recover this one.
+        # Only recovery may go on: a later run will recover this run.
         self.needs_recovery = False
         # Whether something could not be removed at the end.
         self.leaves_files = False
@@ -80,8 +80,11 @@ class Transaction:
         return say("run {}", call("recover", str(self.log_folder.path)))
 
     def register(self) -> None:
-        """Write the log, and a pointer to it in every other folder."""
-        self._check_log_size()
+        """Write the log, and a pointer to it in every other folder; raise `BadInputError` if it would be too large."""
+        # Better now than when the run is ready.
+        located = self.targets.located
+        path = next(reversed(located), self.log_folder.path)
+        encode_step(path, ready=[[[name, *_LONGEST] for _, name in located.values()], [], None])
         for folder in self.targets.folders:
             # Otherwise, this run could not see others, nor remove what it has made.
             with os_errors_about(folder.path):
@@ -99,7 +102,7 @@ class Transaction:
     def withdraw(self) -> None:
         """Undo `register`, so that others can go first."""
         if self._size:
-            # Removing all pointers may take a while; others need not wait for that.
+            # Removing all pointers may take a while; no other run need wait for that.
             with contextlib.suppress(OSError):
                 append_step(self._log, self._size, fsync=False, ended=UNTOUCHED)
         self._end()
@@ -123,7 +126,7 @@ class Transaction:
         self.step = step
 
     def check_ready(self, steps: list[Change | Move]) -> None:
-        """Raise an error where recovery would refuse to do the steps, or another run may take this one for dead."""
+        """Raise an error where recovery would refuse to do the steps, or another run may take this run for dead."""
         named, listed = [(step.folder, step.name) for step in steps], enumerate(self.targets.names.values())
         ensure(len(set(named)) == len(named), "a file would be written twice")
         ensure({*named} <= {(folder, name) for folder, names in listed for name in names}, "the log lacks a file")
@@ -131,8 +134,8 @@ class Transaction:
         if not is_file_at(self._lock, self.log_folder, lock):
             raise changed_meanwhile(self.log_folder.path / lock)
 
-    def add_markers(self) -> None:
-        """Make a marker for each target in folders that not every user may list."""
+    def publish(self) -> None:
+        """Make a marker for each target in folders that not every user may list, and sync all that was made so far."""
         for folder, names in self.targets.names.items():
             classes = [(folder.mode >> shift) & (stat.S_IROTH | stat.S_IXOTH) for shift in (0, 3, 6)]
             if stat.S_IXOTH not in classes:
@@ -141,9 +144,6 @@ class Transaction:
                 with contextlib.suppress(OSError):  # A file system without links has no such permissions either.
                     folder.link(f"{self.id}.run", marker)
                     self._has_markers = True
-
-    def sync(self) -> None:
-        """Sync the log, its pointers, and the names of all files made so far."""
         if self.fsync:
             fs.sync(self._log)
             self.sync_folders()
@@ -165,19 +165,8 @@ class Transaction:
             if os.getpid() == self._pid:
                 self._end()
 
-    def _check_log_size(self) -> None:
-        """Raise `BadInputError` now for a log that would become too large later."""
-        file = self.log_folder.path
-        moves = []
-        for folder, names in self.targets.planned.items():
-            file = folder.path / min(names, default="")
-            encode_step(file, run=self._run_entry(folder))
-            moves += [[name, *_LONGEST] for name in names]
-        encode_step(file, ready=[moves, [], None])
-
     def _create_log(self) -> None:
-        """Make and lock the lock, then write the log."""
-        for _ in range(_TRIES):
+        for _ in range(_TRIES_TO_LOCK):
             self.id = PREFIX + os.urandom(6).hex()
             lock = create_locked(self.log_folder, f"{self.id}.lock")
             if lock is not None:
@@ -197,7 +186,7 @@ class Transaction:
 
     def _create_pointer(self, folder: Folder) -> None:
         name = f"{self.id}.run"
-        for _ in range(_TRIES):
+        for _ in range(_TRIES_TO_LOCK):
             fd = create_locked(folder, name)
             if fd is not None:
                 break
@@ -212,11 +201,10 @@ class Transaction:
 
     def _run_entry(self, folder: Folder) -> dict[str, Any]:
         """Return the first step of the log, or of the pointer in a folder."""
-        run_id = self.id or PREFIX + "0" * 12
-        entry: dict[str, Any] = {"id": run_id, "format": FORMAT, "pid": os.getpid(), "host": HOST}
+        entry: dict[str, Any] = {"id": self.id, "format": FORMAT, "pid": os.getpid(), "host": HOST}
         entry |= {"boot": boot_id(), "files": sorted(self.targets.names[folder])}
         if folder is not self.log_folder:
-            return entry | {"home": os.path.relpath(self.log_folder.path / f"{run_id}.run", folder.path)}
+            return entry | {"home": os.path.relpath(self.log_folder.path / f"{self.id}.run", folder.path)}
         paths = [folder.path for folder in self.targets.folders[1:]]
         if missing := self.targets.missing:
             entry["missing"] = list(missing)
@@ -281,7 +269,6 @@ def _remove_files(folder: Folder, run: str) -> None:
 
 
 def _remove_folder(log_folder: Folder, names: Sequence[str]) -> None:
-    """Remove a folder that the run made, if it is empty."""
     with contextlib.ExitStack() as stack:
         above = log_folder
         for name in names[:-1]:

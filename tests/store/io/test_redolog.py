@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from leftovers import crash
-from support import bytes_of_memory, file_at
+from support import bytes_of_memory, file_at, file_in
 
 from gradtool import SystemRefusedError
 from gradtool.store import fs, system
@@ -376,7 +376,7 @@ def test_threads_open_no_more_files_than_there_may_be(tmp_path, monkeypatch, lef
 
     def apply():
         home = Folder.at(folder)
-        files = [home.file(path.name) for path in paths]
+        files = [file_in(home, path.name) for path in paths]
         taken = {int(path.name) for path in Path("/dev/fd").iterdir()}
         for fd in {*range(max(taken))} - taken:  # So that the limit is how many more there may be.
             os.dup2(0, fd)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from leftovers import content_of, crash, files_in, half_replaced, redo_log_of
-from support import gradtool, registered, snapshot, until_told, write, write_back_in_time
+from support import file_in, gradtool, registered, snapshot, until_told, write, write_back_in_time
 
 from gradtool import BadInputError, SystemRefusedError, UsageError, clip, norm, recover, zero
 from gradtool.store import fs, signals, system
@@ -280,7 +280,7 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
 
 def overwrite(run, commit, paths, new):
     """Build what files will hold that a run changes in place."""
-    files = [folder.file(name) for folder, name in map(run.targets.locate, paths)]
+    files = [file_in(folder, name) for folder, name in map(run.targets.locate, paths)]
     statuses = [file.path.stat() for file in files]
     targets = [Target(file, status, status.st_size) for file, status in zip(files, statuses, strict=True)]
     redo_log_of(commit.overwrite(targets), paths, new)
@@ -581,7 +581,7 @@ def test_a_new_file_replaces_none_even_where_links_are_refused(tmp_path, monkeyp
 
 def test_a_file_whose_mode_another_program_changes_all_the_time_is_not_replaced(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, 1)
-    content, take, tries = shard.path.read_bytes(), Staged._take_attributes, []
+    content, take, tries = shard.path.read_bytes(), Staged._copy_attributes, []
 
     def take_and_change(*arguments, **options):
         take(*arguments, **options)
@@ -590,7 +590,7 @@ def test_a_file_whose_mode_another_program_changes_all_the_time_is_not_replaced(
         tries.append(status)
         until_told(shard.path, status)
 
-    monkeypatch.setattr(Staged, "_take_attributes", take_and_change)
+    monkeypatch.setattr(Staged, "_copy_attributes", take_and_change)
     with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as commit:
         fill(commit.stage(shard.path, shard.size, shard.stat))
         commit.put_in_place()

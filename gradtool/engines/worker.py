@@ -119,4 +119,8 @@ class Worker(Channel):
 
 def reads_files(backend: Backend, destination: Destination, spec: NormSpec, shards: Iterable[Shard]) -> bool:
     """Check whether the backend reads blocks of shards that are looked at: not where they are written afterwards."""
-    return not destination.shards and backend.reads_files(spec) and all(shard.has_fd for shard in shards)
+    return (
+        not destination.shards
+        and backend.reads_files(spec)
+        and all(shard.source.status is not None for shard in shards)
+    )

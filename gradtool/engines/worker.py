@@ -119,4 +119,5 @@ class Worker(Channel):
 
 def reads_files(backend: Backend, destination: Destination, spec: NormSpec, shards: Iterable[Shard]) -> bool:
     """Check whether the backend reads blocks of these shards itself; it does not where they are written afterwards."""
-    return not destination.shards and backend.reads_files(spec) and all(shard.has_fd for shard in shards)
+    is_possible = not destination.shards and backend.reads_files(spec)
+    return is_possible and all(shard.source.status is not None for shard in shards)

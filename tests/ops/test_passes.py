@@ -52,7 +52,7 @@ def selected(tmp_path_factory):
 
 def blocks_of(selected):
     for shard, wanted in by_shard(selected).items():
-        for block in plan(shard, wanted, TILE, nbytes=600_000):
+        for block in plan(shard, wanted, TILE, 600_000):
             yield block, memoryview(bytearray(Path(shard.name).read_bytes()[block.begin : block.end]))
 
 

@@ -221,12 +221,7 @@ class SetReader:
 
 
 def _list_path(path: str) -> tuple[list[Path], Path | None]:
-    """List the files that a path names, or those of a folder in name order, and its index. A file need not exist.
-
-    Raises:
-        BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
-        SystemRefusedError: the folder cannot be listed.
-    """
+    """List the files that a path names, or those of a folder in name order, and its index. A file need not exist."""
     named = Path(path)
     parts = parts_in(named)
     # A Path drops the slash, and with it that a folder is meant.

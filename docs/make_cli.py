@@ -80,9 +80,9 @@ def shared_of(declared: Sequence[Declared]) -> str:
     """Return links to the options that a command shares; with their names, if it does not have all of a group."""
     links = []
     for title, group in SHARED.items():
-        names = [f"`{option(item.name).command}`" for item in declared if item.group == title]
-        listed = "" if len(names) == len(declared_of(group)) else f" ({', '.join(names)})"
-        links += [f"[{title}](#{title.lower()}){listed}"] if names else []
+        flags = [f"`{option(item.name).command}`" for item in declared if item.group == title]
+        names = "" if len(flags) == len(declared_of(group)) else f" ({', '.join(flags)})"
+        links += [f"[{title}](#{title.lower()}){names}"] if flags else []
     return ", ".join(links)
 
 

@@ -91,13 +91,13 @@ def command(name: str) -> str:
     """Return the section of a command."""
     text, examples = COMMANDS[name].description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     declared = COMMANDS[name].declared
-    options = [item for item in declared if item.group in {ARGUMENTS, OPTIONS}]
+    local = [field for field in declared if field.group in {ARGUMENTS, OPTIONS}]
     paragraphs = "\n.PP\n".join(paragraph(part) for part in text.split("\n\n"))
     return "\n".join(
         [
             f".SS gradtool {escaped(name)}",
             paragraphs,
-            entries(options),
+            entries(local),
             f".PP\n{paragraph(f'And the options under {shared_of(declared)}.')}",
             f".PP\nExamples:\n.PP\n.EX\n{lines(escaped(inspect.cleandoc(examples)))}\n.EE",
         ]
@@ -107,30 +107,30 @@ def command(name: str) -> str:
 def entries(declared: Iterable[Declared]) -> str:
     """Return arguments and options, each with its meaning and its default."""
     rows = []
-    for item in declared:
-        default = f" Default: {item.default_text}." if item.default_text else ""
-        rows.append(f".TP\n{usage(item)}\n{paragraph(as_command(item.text) + default)}")
+    for field in declared:
+        default = f" Default: {field.default_text}." if field.default_text else ""
+        rows.append(f".TP\n{usage(field)}\n{paragraph(as_command(field.text) + default)}")
     return "\n".join(rows)
 
 
-def usage(item: Declared) -> str:
+def usage(field: Declared) -> str:
     """Return an option as it is typed: its names in bold, its value in italics."""
-    if item.group == ARGUMENTS:
-        return rf"\fI{escaped(item.metavar)}\fR"
+    if field.group == ARGUMENTS:
+        return rf"\fI{escaped(field.metavar)}\fR"
     flags = re.sub(
-        r"[^ ,/]+", lambda match: rf"\fB{escaped(match[0])}\fR", item.usage.removesuffix(item.metavar).strip()
+        r"[^ ,/]+", lambda flag: rf"\fB{escaped(flag[0])}\fR", field.usage.removesuffix(field.metavar).strip()
     )
-    return rf"{flags} \fI{escaped(item.metavar)}\fR" if item.metavar else flags
+    return rf"{flags} \fI{escaped(field.metavar)}\fR" if field.metavar else flags
 
 
 def shared_of(declared: Sequence[Declared]) -> str:
     """Return the groups of options that a command shares; with their names, if it does not have all of a group."""
-    groups = []
+    links = []
     for title, group in SHARED.items():
-        names = [option(item.name).command for item in declared if item.group == title and title != PYTHON]
-        listed = "" if len(names) == len(declared_of(group)) else f" ({', '.join(names)})"
-        groups += [f"{title.upper()} OPTIONS{listed}"] if names else []
-    return ", ".join(groups)
+        flags = [option(field.name).command for field in declared if field.group == title and title != PYTHON]
+        names = "" if len(flags) == len(declared_of(group)) else f" ({', '.join(flags)})"
+        links += [f"{title.upper()} OPTIONS{names}"] if flags else []
+    return ", ".join(links)
 
 
 def paragraph(text: str) -> str:

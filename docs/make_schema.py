@@ -116,10 +116,10 @@ class Schema:
     def hints(self, cls: type) -> dict[str, Any]:
         """Return the types of the fields of a class, with those of its summaries among them."""
         hints = typing.get_type_hints(cls, localns=self.types)
-        types_of = {field.name: hints[field.name] for field in fields(cls)}
+        local = {field.name: hints[field.name] for field in fields(cls)}
         for name in SUMMARIES:
-            types_of |= self.hints(types_of.pop(name)) if is_dataclass(types_of.get(name)) else {}
-        return types_of
+            local |= self.hints(local.pop(name)) if name in local and is_dataclass(local[name]) else {}
+        return local
 
     def defined_as(self, cls: type) -> list[type]:
         """Return the class and those that extend it: what an object of it may be."""
@@ -165,22 +165,22 @@ class Schema:
     def reference(self, cls: type) -> dict:
         """Return a reference to a class and to those that extend it, which are defined."""
         kinds = self.defined_as(cls)
-        for kind in kinds:
-            self.define(kind)
+        for subclass in kinds:
+            self.define(subclass)
         references = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]
         return references[0] if len(references) == 1 else {"anyOf": references}
 
     def refuse_unused(self) -> None:
         """No text is about a field that is gone."""
         if unused := self.texts.keys() - self.used:
-            sys.exit(f"docs/schema.toml is about fields that do not exist: {', '.join(sorted(unused))}")
+            sys.exit(f"docs/schema.toml is about what there is not: {', '.join(sorted(unused))}")
 
 
 def types_of_package() -> dict[str, type]:
     """All classes of the package by name, because many are imported only for type checkers."""
     modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(gradtool.__path__, "gradtool.")]
-    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    return {cls.__name__: cls for cls in classes if cls.__module__.startswith("gradtool.")}
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {cls.__name__: cls for cls in values if cls.__module__.startswith("gradtool.")}
 
 
 def description_of(cls: type) -> str:
@@ -212,17 +212,17 @@ def call(results: dict[str, type]) -> dict:
         "type": {"description": "Only in JSON lines.", "const": "result"},
         "gradtool": {"description": "The version of the program.", "type": "string"},
         "schema": {"description": "The version of this format.", "const": SCHEMA},
-        "command": {"description": "The command that was called, or what was taken for one.", "type": "string"},
-        "status": {"description": "Whether it is done, has found something, or failed."} | {"enum": [*STATUS]},
+        "command": {"description": "The first word of the command line that is not an option.", "type": "string"},
+        "status": {"description": "Whether the call succeeded, found a problem, or failed."} | {"enum": [*STATUS]},
         "exit_code": {
-            "description": "The exit code of the process; 128 and a signal's number if that ended it.",
+            "description": "The exit code of the process; 128 plus the signal's number if a signal ended it.",
             "anyOf": [{"enum": sorted(codes)}, {"type": "integer", "minimum": 129, "maximum": 192}],
         },
-        "data": {"description": "The result; empty if the command stopped before it had one.", "type": "object"},
+        "data": {"description": "The result; empty if the command failed before it had a result.", "type": "object"},
         "errors": {"description": "What is wrong.", "type": "array", "items": {"$ref": "#/$defs/error"}},
     }
     has_data = {"properties": {"data": {"minProperties": 1}}}
-    rules = [{"if": {"properties": {"status": {"const": one}}}, "then": rule} for one, rule in STATUS.items()]
+    rules = [{"if": {"properties": {"status": {"const": status}}}, "then": rule} for status, rule in STATUS.items()]
     # `check` tells what it has found in the files that it could read.
     stopped = {"properties": {"status": {"const": "error"}, "command": {"not": {"const": "check"}}}}
     rules += [{"if": stopped, "then": EMPTY}]

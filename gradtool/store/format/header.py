@@ -90,10 +90,8 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
 def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     """Check a new header, for so many bytes of data, as that of an input; return its bytes and the file they describe.
 
-    Every header that is written is made here: what gradtool writes, it can read again.
-
-    Raises:
-        BadInputError: it would be beyond the limits, or refused by the safetensors library.
+    Every header that is written is made here, so that gradtool can read what it writes: a header that it would refuse
+    is a `BadInputError`.
     """
     path, size = Path(path), 8 + len(text) + nbytes
     try:
@@ -116,11 +114,7 @@ def encoded(value: object, indent: int | None = None) -> bytes:
 
 
 def read_text(shard: Shard) -> bytes:
-    """Read the JSON of a shard's header once more.
-
-    Raises:
-        SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
-    """
+    """Read the JSON of a shard's header once more; raise `SystemRefusedError` if it changed or cannot be read."""
     with os_errors_about(shard.name), contextlib.closing(shard.source.open()) as reader:
         text = read_range(reader, 8, shard.data_start - 8)
         if not reader.is_unchanged:

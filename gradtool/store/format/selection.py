@@ -207,11 +207,7 @@ class Renames(NamedTuple):
 
     @classmethod
     def parse(cls, texts: Sequence[str], sets: slice) -> Self:
-        """Parse rules REGEX=REPLACEMENT, as re.sub has them; the last = ends the pattern.
-
-        Raises:
-            UsageError: a text is no rule.
-        """
+        """Parse rules REGEX=REPLACEMENT, as re.sub has them; the last = ends the pattern. Else raise `UsageError`."""
         rules = []
         for text in texts:
             pattern, equals, replacement = text.rpartition("=")

@@ -100,10 +100,11 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
             if output_files is not None and layer.y_grad.shard.name not in output_files:
                 # When the files to be locked were chosen, it had no Y_grad.
                 raise changed_meanwhile(layer.y_grad.shard.name)
-        results, files = place_results(layers, options)
+        results, plan = place_results(layers, options)
         inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
-        with call.writing(output, list(files.new.values()), files.new_indexes(output)) as destination:
-            patches = [Patches(options, *entry, files.places) for entry in zip(layers, results, strict=True)]
+        indexes = plan.indexes(output.sets, is_elsewhere=options.is_elsewhere)
+        with call.writing(output, list(plan.files.values()), indexes) as destination:
+            patches = [Patches(options, *entry, plan.places) for entry in zip(layers, results, strict=True)]
             for entry in patches:
                 entry.sum_wide_rows(call)
             reads = [tensor for entry in patches for tensor in entry.reads]

@@ -1,4 +1,4 @@
-"""Clip, accumulate, zero and measure gradients in safetensors files, in place, with reproducible bits.
+"""Clip, accumulate, zero and measure gradients in safetensors files, in place, with bit-for-bit reproducible results.
 
 The functions here are the commands of the command line: same names, same arguments, same results. They are loaded when
 first used, so that `import gradtool` costs nothing.

@@ -77,11 +77,13 @@ class Declared(NamedTuple):
     @property
     def default_text(self) -> str:
         """The default, as the command's help shows it; empty if that says nothing."""
+        if self.unset:
+            return str(as_command(self.unset))
         if self.default is True:
             return self.name.replace("_", "-")
-        if isinstance(self.default, (str, int, float)) and self.default is not False:
-            return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return str(as_command(self.unset))
+        if isinstance(self.default, float):
+            return f"{self.default:g}"
+        return str(self.default) if type(self.default) in {str, int} else ""
 
     @property
     def text(self) -> Text:

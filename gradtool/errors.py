@@ -218,8 +218,8 @@ _HINTS: dict[int, str] = {
     errno.EACCES: "check the permissions of the file and its folder",
     errno.EPERM: "check the owner of the file and its folder",
     errno.EROFS: say("use {} to write somewhere else", option("output_dir")),
-    errno.ENOSPC: say("free some space, or use {} on another disk", option("output_dir")),
-    errno.EDQUOT: say("use {} on another disk", option("output_dir")),
+    errno.ENOSPC: say("free some space, or use {} to write to another disk", option("output_dir")),
+    errno.EDQUOT: say("use {} to write to another disk", option("output_dir")),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOMEM: "raise the limit on memory (ulimit -v or -d)",
@@ -253,19 +253,19 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
 
 
 def _missing_permission(file: str) -> tuple[str, str] | None:
-    """Find the file, or the folder on the way to it, that refuses, and what may not be done to it, if that is plain."""
+    """Return the file, or the folder on the way to it, that lacks a permission, and what cannot be done to it."""
     for path in dict.fromkeys((file, os.path.realpath(file))):
         folders = [path]
         while (parent := os.path.dirname(folders[0])) not in (folders[0], ""):  # noqa: PTH120 - pathlib is slow to import
             folders.insert(0, parent)
         for folder in folders[:-1]:
             if not _may(folder, os.X_OK):
-                return (folder, "this folder may not be entered") if os.path.isdir(folder) else None  # noqa: PTH112
+                return (folder, "cannot enter this folder") if os.path.isdir(folder) else None  # noqa: PTH112
         is_folder = os.path.isdir(path)  # noqa: PTH112
-        rights = {os.X_OK: "entered", os.R_OK: "listed"} if is_folder else {os.R_OK: "read"}
-        for right, word in (rights | {os.W_OK: "written to"}).items():
+        rights = {os.X_OK: "enter", os.R_OK: "list"} if is_folder else {os.R_OK: "read"}
+        for right, verb in (rights | {os.W_OK: "write to"}).items():
             if os.path.exists(path) and not _may(path, right):  # noqa: PTH110
-                return path, f"this {'folder' if is_folder else 'file'} may not be {word}"
+                return path, f"cannot {verb} this {'folder' if is_folder else 'file'}"
     return None
 
 

@@ -68,7 +68,7 @@ def test_what_is_given_is_converted_and_the_rest_has_its_default():
         ({"eps": math.inf}, "eps must be 0 or more and finite, not inf"),
         (
             {"norm_type": 0},
-            "norm_type must be 0.01 or more, not 0.0: below, rounding errors grow beyond 1e-12",
+            "norm_type must be 0.01 or more, not 0.0: below that, rounding errors exceed 1e-12",
         ),
         ({"norm_type": None}, "norm_type must be a number, not None"),
         ({"unscale": 0}, "unscale must be above 0 and finite, not 0.0"),
@@ -86,8 +86,8 @@ def test_what_is_given_is_converted_and_the_rest_has_its_default():
         ({"max_norm": True}, "max_norm must be a number, not True"),
         ({"dry_run": "no"}, "dry_run must be True or False, not 'no'"),
         ({"fsync": None}, "fsync must be True or False, not None"),
-        ({"include": 5}, "include must be strings, not 5"),
-        ({"include": 0}, "include must be strings, not 0"),
+        ({"include": 5}, "include must be a string or several, not 5"),
+        ({"include": 0}, "include must be a string or several, not 0"),
         ({"output": 5}, "output must be a string or a path object, not 5"),
         ({"lock_timeout": -1}, "lock_timeout must be 0 or more and finite, not -1.0"),
     ],
@@ -100,7 +100,7 @@ def test_a_value_of_a_wrong_type_or_out_of_range_is_a_usage_error(given, message
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weight": "2"}, "weight must be numbers, not '2'"),
+        ({"weight": "2"}, "weight must be a number or several, not '2'"),
         ({"weight": [1, math.inf]}, r"weight must be finite, not \[1.0, inf\]"),
         ({"weight_key": ""}, "weight_key must be a non-empty string, not ''"),
         ({"dtype": "I32"}, "dtype must be one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2, not 'I32'"),

@@ -59,7 +59,7 @@ def format_from(display: Display) -> str:
         UsageError: GRADTOOL_FORMAT names no format, or two options contradict each other.
     """
     if display.json and display.format not in {None, "json"}:
-        message = say("{} contradicts {}", option("json", True), option("format", display.format))
+        message = say("{} cannot be combined with {}", option("json", True), option("format", display.format))
         raise UsageError(message, hint="remove one of them")
     name = display.format or choice(_VARIABLE, os.environ.get(_VARIABLE) or "text", _PRINTERS)
     return "json" if display.json else name

@@ -80,7 +80,7 @@ class Call:
         self, options: WriteOptions, plan: WritePlan = EVERYTHING, opened: OpenSets | None = None
     ) -> Iterator[Output]:
         """Open what the call names, unless it was `opened` without a lock, and lock it where it is written."""
-        from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
+        from gradtool.store.transaction.open import open_to_write  # operations that only read do without it
 
         with quiet(), open_to_write(self.inputs, options, plan, opened) as (sets, output), self._prepared(sets, output):
             yield output
@@ -102,8 +102,8 @@ class Call:
         indexes: Sequence[SmallFile] | None = None,
         state: SmallFile | None = None,
     ) -> Iterator[WrittenFiles]:
-        """Write as `Output.writing` does; the engine writes new files. The time that it takes to commit counts."""
-        from gradtool.store.transaction.output import Staging  # not needed by what only reads
+        """Write as `Output.writing` does; the engine writes new files. The time of the commit is counted."""
+        from gradtool.store.transaction.output import Staging  # operations that only read do without it
 
         with output.writing(files, indexes, state) as staging:
             destination = self.engine.destination(staging) if isinstance(staging, Staging) else staging

@@ -78,12 +78,12 @@ def section(name: str, command: Command) -> str:
 
 def shared_of(declared: Sequence[Declared]) -> str:
     """Return links to the options that a command shares; with their names, if it does not have all of a group."""
-    said = []
+    links = []
     for title, group in SHARED.items():
-        own = [f"`{option(item.name).command}`" for item in declared if item.group == title]
-        some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
-        said += [f"[{title}](#{title.lower()}){some}"] if own else []
-    return ", ".join(said)
+        flags = [f"`{option(item.name).command}`" for item in declared if item.group == title]
+        names = "" if len(flags) == len(declared_of(group)) else f" ({', '.join(flags)})"
+        links += [f"[{title}](#{title.lower()}){names}"] if flags else []
+    return ", ".join(links)
 
 
 def options(declared: Iterable[Declared]) -> str:

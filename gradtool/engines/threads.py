@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 MAX_DEFAULT_THREADS = 16
 _HEARTBEAT_SECONDS = 0.2
 # Most of a small task is Python's own work, which threads cannot share and slow down for each other. As long as tasks
-# are small and quick, as those of many small files in the page cache are, one thread does them. One may be delayed.
+# are small and quick, such as those of many small files in the page cache, a single thread does them. A single delay is
+# forgiven.
 _SMALL_BYTES = 512 << 10
 _QUICK_SECONDS, _SPARE_SECONDS = 0.0003, 0.002
 # Of all threads together; a process may usually have 1,024, on some systems 256.
@@ -98,7 +99,7 @@ class Threads:
         return tally
 
     def close(self) -> None:
-        """Free what is left on the device for a pass that did not come."""
+        """Free the blocks that wait on the device for a pass that did not come."""
         self._resident.clear()
 
 

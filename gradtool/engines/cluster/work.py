@@ -1,6 +1,6 @@
 """What a worker process does: it checks whether it is fit, and does parts of passes on files that it opens by path.
 
-A call is sent as one pickle that makes the call when it is read, so that whoever passes it on needs no gradtool. Files
+A call is sent as a pickle that makes the call when it is read, so that processes between need no gradtool. Files
 are sent as paths, and looked at where the pickle is read: they must be those that the command has read the headers of.
 What comes back is never a pickle (`gradtool.engines.cluster.wire`).
 """

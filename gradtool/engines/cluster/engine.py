@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gradtool.engines.cluster.work import Outcome
     from gradtool.engines.passes import Part, Pass, Result
     from gradtool.engines.threads import Progress
-    from gradtool.options import Compute
+    from gradtool.options import ComputeOptions
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
@@ -147,7 +147,7 @@ class Workers:
 
     _membership: Membership
 
-    def __init__(self, name: str, address: str, options: Compute, progress: Progress | None = None) -> None:
+    def __init__(self, name: str, address: str, options: ComputeOptions, progress: Progress | None = None) -> None:
         self.name, self._address, self._options, self._progress = name, address, options, progress
         # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
         self._total, self._processes, self._retries = Clock(), set[tuple[str, str]](), 0

@@ -44,8 +44,8 @@ _MAX_RANK = 64
 _MAX_NUMBER = 2**64 - 1
 # Strings, so that their content is not matched; empty lists; and numbers below 10**19 and so 2**64. A string need not
 # end, because otherwise every quote in it would be tried as the start of a string.
-_OUTSIDE_STRINGS = re.compile(
-    rb'"(?:[^"\\]++|\\.)*+"?|\[[ \t\r\n]*\]|(?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-])', re.DOTALL
+_TOKEN = re.compile(
+    rb'("(?:[^"\\]++|\\.)*+"?)|(\[[ \t\r\n]*\])|((?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-]))', re.DOTALL
 )
 
 
@@ -266,12 +266,7 @@ def emptied(text: bytes) -> bytes:
 
     A number that is not valid there, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
     """
-    return _OUTSIDE_STRINGS.sub(_emptied_token, text)
-
-
-def _emptied_token(token: re.Match[bytes]) -> bytes:
-    start = token[0][:1]
-    return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
+    return _TOKEN.sub(lambda token: token[1] or (b"[0]" if token[2] else b"0"), text)
 
 
 def _check_offsets(path: Path, text: bytes, size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gradtool._version import __version__ as __version__
 
-# As typing has it, whose import would be most of what `import gradtool` costs.
+# Not from typing, whose import would take most of the time of `import gradtool`.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

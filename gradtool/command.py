@@ -1,4 +1,4 @@
-"""Makes Typer commands of declared options; alone in importing Typer."""
+"""Parses command lines with Typer, and writes help; no other module imports Typer."""
 
 # No `from __future__ import annotations`: Typer reads those of `run`.
 
@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 import gradtool
 from gradtool.declare import ARGUMENTS, GENERAL, PYTHON, Declared, Options, declared_of
 from gradtool.errors import UsageError, as_command, shortened
-from gradtool.options import Display
+from gradtool.options import DisplayOptions
 
 # The base of Typer's errors about a command line; where it is defined depends on the version of Typer.
 _TyperError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -30,7 +30,7 @@ _BRIEF = 60
 # With this in the environment, Typer's --show-completion takes the name of a shell instead of guessing it.
 _TAKES_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 
-# What other tools call an option, or what is easily typed for it.
+# Names of options in other tools, and likely slips.
 _ALIASES = {
     "--inplace": "--write inplace", "--in-place": "--write inplace", "-i": "--write inplace",
     "--out": "--output", "--out-dir": "--output-dir", "-o": "--output",
@@ -49,7 +49,7 @@ class Command(NamedTuple):
     @property
     def declared(self) -> list[Declared]:
         """Its arguments and options, with those of the display."""
-        return [*declared_of(self.options).values(), *declared_of(Display).values()]
+        return [*declared_of(self.options).values(), *declared_of(DisplayOptions).values()]
 
     @property
     def usage(self) -> list[str]:
@@ -111,7 +111,7 @@ class Request(NamedTuple):
 
     command: str
     options: Options
-    display: Display
+    display: DisplayOptions
 
 
 def parse(commands: Mapping[str, Command], arguments: Sequence[str]) -> Request | None:
@@ -164,8 +164,8 @@ def _add(root: typer.Typer, name: str, command: Command, *, with_options: bool, 
 
     def run(**values: Any) -> Request:
         given = {key: value for key, value in values.items() if value is not None}
-        display = {key: given.pop(key) for key in declared_of(Display) if key in given}
-        return Request(name, command.options(**given), Display(**display))
+        display = {key: given.pop(key) for key in declared_of(DisplayOptions) if key in given}
+        return Request(name, command.options(**given), DisplayOptions(**display))
 
     run.__signature__ = Signature(  # type: ignore[attr-defined]
         [_parameter(field, completes=completes) for field in fields]

@@ -43,7 +43,7 @@ class Text(str):
 
 
 def as_command(part: Any) -> Any:
-    """Return a part of a message as the command spells it."""
+    """Return a part of a message as the command spells it; other values stay as they are."""
     return part.command if isinstance(part, Text) else part
 
 
@@ -81,7 +81,7 @@ def _literal(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: a line on stderr, perhaps with a hint below it, and an entry of `errors` in JSON."""
+    """An error or a warning: a line on stderr, perhaps with a hint below it, and an entry in JSON."""
 
     code: str
     message: str
@@ -123,7 +123,7 @@ class GradtoolError(Exception):
 
     @classmethod
     def from_problems(cls, problems: Sequence[Problem], hint: str | None = None) -> Self:
-        """Make an error of one or more problems; the hint is for those that have none of their own."""
+        """Return an error with several problems; those without a hint get this one."""
         error = cls(problems[0].message)
         error.problems = tuple(replace(problem, hint=problem.hint or hint) for problem in problems)
         return error
@@ -148,7 +148,7 @@ class NonFiniteError(GradtoolError, ArithmeticError):
 
 
 class UsageError(GradtoolError, ValueError):
-    """Arguments that are wrong for any files."""
+    """Arguments that are invalid, whatever the files contain."""
 
     exit_code = EXIT_USAGE
     code = "usage"
@@ -186,19 +186,19 @@ class BugError(AssertionError):
 
 
 def ensure(condition: bool, message: str) -> None:
-    """Raise `BugError` with a message unless a condition holds that must always hold."""
+    """Raise `BugError` with a message if a condition that must always hold does not."""
     if not condition:
         raise BugError(message)
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """Return a text, with its middle left out if it is longer than `most`."""
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
+def shortened(text: str, length: int = 200) -> str:
+    """Return a text, without its middle if it is longer than `length`."""
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
-def number_of(number: int, thing: str) -> str:
-    """Count things, in the singular for one: "1 tensor", "2,000 tensors"."""
-    return f"{number:,} {thing}{'s' * (number != 1)}"
+def number_of(number: int, noun: str) -> str:
+    """Return a number with its noun, singular or plural: "1 tensor", "2,000 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 NO_SUCH_FILE = "no such file"
@@ -274,12 +274,12 @@ def _may(path: str, right: int) -> bool:
 
 
 def unfinished(message: str, file: str | os.PathLike[str] | None, hint: str) -> SystemRefusedError:
-    """Return the error for a file that a crashed run, or a live one, may leave half changed."""
+    """Return the error for a file that a crashed or a live run may leave half changed."""
     return SystemRefusedError(message, file=file, code="unfinished", hint=hint)
 
 
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
-    """Return the error for a file that is no longer the one whose header was read."""
+    """Return the error for a file that has changed since its header was read."""
     return SystemRefusedError(
         "was changed by another program in the meantime", file=file, code="changed", hint="run the command again"
     )

@@ -1,4 +1,4 @@
-"""Every option, declared once: type, default, range, help. Functions, commands and docs/cli.md are made from these.
+"""Every option, declared once: type, default, range, help. Functions, commands and docs/cli.md are made from this.
 
 Python evaluates the annotations, which hold all but names and defaults.
 """
@@ -44,8 +44,8 @@ _ZERO_WITH_ATOL, _ZERO_WITH_RTOL = say("0 with {}", option("atol")), say("0 with
 _Z, _PERCENTILE = option("limit", "z=T"), option("limit", "percentile=P")
 
 
-class Names(Options):
-    """Which tensors are read."""
+class NameOptions(Options):
+    """The tensors to read."""
 
     title = "Selection"
 
@@ -55,8 +55,8 @@ class Names(Options):
     exclude: Sequence[str] = field("Skip tensors whose name matches REGEX. Can be repeated.", "REGEX", default=())
 
 
-class Located(Options):
-    """Where the files of a call are."""
+class PathOptions(Options):
+    """The paths of a call."""
 
     paths: Paths = field("Files, folders or index files.", "PATH...", default=(), check=path_list, kw_only=False)
 
@@ -66,8 +66,8 @@ class Located(Options):
         return list(cast("list[str]", self.paths))
 
 
-class Selection(Names):
-    """What is read."""
+class SelectionOptions(NameOptions):
+    """The tensors and paths to read."""
 
     title = "Selection"
 
@@ -76,8 +76,8 @@ class Selection(Names):
     )
 
 
-class Writing(Options):
-    """Where results go, and how they get there."""
+class WriteOptions(Options):
+    """Where results are written, and how."""
 
     title = "Output"
 
@@ -101,7 +101,7 @@ class Writing(Options):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Check whether the inputs are left alone."""
+        """Check whether results go to new files, not into the inputs."""
         return self.output is not None or self.output_dir is not None
 
     @property
@@ -110,8 +110,8 @@ class Writing(Options):
         return self.dry_run or self.is_elsewhere
 
 
-class Local(Options):
-    """What does the arithmetic in this process."""
+class LocalComputeOptions(Options):
+    """The backend and the threads of this process."""
 
     title = "Compute"
 
@@ -124,8 +124,8 @@ class Local(Options):
     )
 
 
-class Compute(Local):
-    """What does the arithmetic, here or elsewhere."""
+class ComputeOptions(LocalComputeOptions):
+    """Where passes run: in this process or elsewhere."""
 
     title = "Compute"
 
@@ -140,8 +140,8 @@ class Compute(Local):
     )
 
 
-class Display(Options):
-    """What a command prints; functions return it."""
+class DisplayOptions(Options):
+    """What a command prints. Functions do not have these options, because they return it."""
 
     title = GENERAL
 
@@ -155,8 +155,8 @@ class Display(Options):
     verbose: bool = field("Print all fields, including the timings of each phase.", default=False, short="-v")
 
 
-class Callback(Options):
-    """What functions alone have; commands show progress themselves."""
+class ProgressOptions(Options):
+    """Options of functions alone; commands show progress themselves."""
 
     title = PYTHON
 
@@ -167,15 +167,15 @@ class Callback(Options):
     )
 
 
-class Reading(Selection, Compute, Callback):
+class ReadOptions(SelectionOptions, ComputeOptions, ProgressOptions):
     """The options of every operation."""
 
 
-class Rewriting(Reading, Writing):
+class RewriteOptions(ReadOptions, WriteOptions):
     """The options of every operation that writes."""
 
 
-class NormOptions(Located, Reading):
+class NormOptions(PathOptions, ReadOptions):
     """The options of `norm`."""
 
     operation = "norm"
@@ -197,7 +197,7 @@ class NormOptions(Located, Reading):
     ignore_journal: bool = field("Read files even if a run is modifying them or has crashed.", default=False)
 
 
-class DiffOptions(Names, Compute, Callback):
+class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
     """The options of `diff`."""
 
     operation = "diff"
@@ -233,11 +233,11 @@ class DiffOptions(Names, Compute, Callback):
 
     @property
     def must_be_close(self) -> bool:
-        """Tell whether there is a limit on the differences of values."""
+        """Check whether there is a limit on the differences of values."""
         return self.rtol is not None or self.atol is not None
 
 
-class ClipOptions(Located, Rewriting):
+class ClipOptions(PathOptions, RewriteOptions):
     """The options of `clip`."""
 
     operation = "clip"
@@ -304,7 +304,7 @@ class ClipOptions(Located, Rewriting):
     )
 
 
-class AccumulateOptions(Rewriting):
+class AccumulateOptions(RewriteOptions):
     """The options of `accumulate`."""
 
     operation = "accumulate"
@@ -320,17 +320,17 @@ class AccumulateOptions(Rewriting):
 
     @property
     def is_new(self) -> bool:
-        """Whether the sum becomes a set of its own, as there is no buffer."""
+        """Check whether there is no buffer, so that the sum becomes a new set."""
         return self.into is None
 
     @property
     def adds_to_old(self) -> bool:
-        """Whether the old content of the buffer is part of the result."""
+        """Check whether the old content of the buffer is part of the result."""
         return not (self.overwrite or self.is_new)
 
     @property
     def is_mean(self) -> bool:
-        """Whether the sum is divided by the sum of the weights."""
+        """Check whether the sum is divided by the total weight."""
         return self.mean or self.reduce == "mean"
 
     into: StrPath | None = field(
@@ -395,13 +395,13 @@ class AccumulateOptions(Rewriting):
     )
 
 
-class ZeroOptions(Located, Rewriting):
+class ZeroOptions(PathOptions, RewriteOptions):
     """The options of `zero`."""
 
     operation = "zero"
 
 
-class LayerNormOptions(Located, Rewriting):
+class LayerNormOptions(PathOptions, RewriteOptions):
     """The options of `layernorm_backward`."""
 
     operation = "layernorm_backward"
@@ -431,7 +431,7 @@ class LayerNormOptions(Located, Rewriting):
     x_grad_in_place: bool = field("Replace Y_grad with X_grad.", default=False)
 
 
-class RecoverOptions(Located):
+class RecoverOptions(PathOptions):
     """The options of `recover`."""
 
     operation = "recover"
@@ -439,7 +439,7 @@ class RecoverOptions(Located):
     force: bool = field("Recover even if another program has written to a file since the crash.", default=False)
 
 
-class CheckOptions(Located, Selection, Local, Callback):
+class CheckOptions(PathOptions, SelectionOptions, LocalComputeOptions, ProgressOptions):
     """The options of `check`."""
 
     operation = "check"
@@ -448,7 +448,7 @@ class CheckOptions(Located, Selection, Local, Callback):
     strict: bool = field("Treat notes as faults (exit code 1).", default=False)
 
 
-class InfoOptions(Located, Selection):
+class InfoOptions(PathOptions, SelectionOptions):
     """The options of `info`."""
 
     operation = "info"
@@ -465,4 +465,10 @@ class DoctorOptions(Options):
 
 
 # The options that several operations share, by the title that they have in help.
-SHARED = {"Selection": Selection, "Output": Writing, "Compute": Compute, GENERAL: Display, PYTHON: Callback}
+SHARED = {
+    "Selection": SelectionOptions,
+    "Output": WriteOptions,
+    "Compute": ComputeOptions,
+    GENERAL: DisplayOptions,
+    PYTHON: ProgressOptions,
+}

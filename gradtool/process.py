@@ -149,7 +149,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore signals from now on, because only the exit code is left to return; raise one that other code swallowed."""
+    """Ignore signals from now on, because only the exit code is left to return; raise a signal that was swallowed."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
     if pending:

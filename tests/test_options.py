@@ -20,7 +20,7 @@ CLASSES = [
     options.ZeroOptions,
     options.LayerNormOptions,
     options.RecoverOptions,
-    options.Display,
+    options.DisplayOptions,
 ]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
     from gradtool.engines.cluster.engine import Workers
     from gradtool.engines.threads import Progress
-    from gradtool.options import Compute, Local
+    from gradtool.options import ComputeOptions, LocalComputeOptions
 
     # An engine runs the passes of a call: the threads of this process do tasks, workers elsewhere do parts.
     Engine = Threads | Workers
@@ -33,7 +33,7 @@ def requested_engine(name: str | None) -> tuple[str, str | None]:
     return name, address or None
 
 
-def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
+def choose(options: ComputeOptions, progress: Progress | None) -> tuple[Engine, Choice | None]:
     """Return the engine of complete options, and the backend unless workers choose it."""
     name, address = requested_engine(options.engine)
     if address is None:
@@ -46,7 +46,7 @@ def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice 
     return Workers(name, address, options, progress), None
 
 
-def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:
+def local(options: LocalComputeOptions, progress: Progress | None) -> tuple[Threads, Choice]:
     """Return the threads of this process, and their backend."""
     choice = choose_backend(options.backend, options.device)
     count = min(options.threads or default_threads(), MAX_THREADS)

@@ -202,7 +202,7 @@ class Part(NamedTuple):
     It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
     """
 
-    work: Pass[Any]
+    pass_: Pass[Any]
     places: Places
     reads: Sequence[Shard]
     writes: Shard | None
@@ -275,10 +275,10 @@ class Pass(Generic[Result]):
         tensors, by_file = by_shard(self.selected), destination.shards or self.beside or not self.reads_selected
         for shard in destination.shards or (tensors if by_file else ()):
             places = [(number, 0) for number, _ in tensors.get(shard, ())]
-            work = self.restricted_to([self.selected[number] for number, _ in places], places)
-            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in work.beside)]
-            nbytes = shard.size + sum(tensor.nbytes for _, tensor in work.beside)
-            yield Part(work, places, _files_of(shards), shard if destination.shards else None, nbytes)
+            pass_ = self.restricted_to([self.selected[number] for number, _ in places], places)
+            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in pass_.beside)]
+            nbytes = shard.size + sum(tensor.nbytes for _, tensor in pass_.beside)
+            yield Part(pass_, places, _files_of(shards), shard if destination.shards else None, nbytes)
         blocks = () if by_file else DISCARD.blocks(tensors, TILE, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]

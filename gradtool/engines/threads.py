@@ -69,16 +69,16 @@ class Threads:
         """Return the destination whose files this process writes."""
         return NewFiles({new.shard: (new, staging.stage(new)) for new in staging.files})
 
-    def run(self, work: Pass[Result], destination: Any = DISCARD) -> Result:
+    def run(self, pass_: Pass[Result], destination: Any = DISCARD) -> Result:
         """Run a pass, and write what the destination needs besides. The first exception stops all threads."""
-        tally, nbytes = work.tally(), work.nbytes(destination)
+        tally, nbytes = pass_.tally(), pass_.nbytes(destination)
         budget = min(_MAX_OPEN_FILES, system.descriptors_left())
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.count, nbytes >> 20, budget))
-        tasks = (partial(work.work, task, tally=tally) for task in work.tasks(self.backend, destination))
+        tasks = (partial(pass_.work, task, tally=tally) for task in pass_.tasks(self.backend, destination))
         open_worker = partial(Worker, max(1, budget // threads), self.backend, destination, self._resident)
-        progress = None if self.progress is None else partial(self.progress, work.title)
-        queue = _Queue(chain(destination.tasks(), tasks), open_worker, work.halves, progress, nbytes)
+        progress = None if self.progress is None else partial(self.progress, pass_.title)
+        queue = _Queue(chain(destination.tasks(), tasks), open_worker, pass_.halves, progress, nbytes)
         try:
             # This thread works itself, unless it must be free to handle Ctrl-C while others work.
             are_small = nbytes <= self._files * _SMALL_BYTES

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gradtool.engines.cluster.work import Outcome
     from gradtool.engines.passes import Part, Pass, Result
     from gradtool.engines.threads import Progress
-    from gradtool.options import Compute
+    from gradtool.options import ComputeOptions
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
@@ -147,7 +147,7 @@ class Workers:
 
     _membership: Membership
 
-    def __init__(self, name: str, address: str, options: Compute, progress: Progress | None = None) -> None:
+    def __init__(self, name: str, address: str, options: ComputeOptions, progress: Progress | None = None) -> None:
         self.name, self._address, self._options, self._progress = name, address, options, progress
         # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
         self._total, self._processes, self._retries = Clock(), set[tuple[str, str]](), 0
@@ -190,10 +190,10 @@ class Workers:
         """Return the destination whose files the workers write."""
         return RemoteFiles(staging)
 
-    def run(self, work: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
+    def run(self, pass_: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
         """Run a pass, part by part."""
-        tally, total, done = work.tally(), work.nbytes(destination), 0
-        left, tasks, waiting = total, map(_Task, work.parts(destination)), list[_Task]()
+        tally, total, done = pass_.tally(), pass_.nbytes(destination), 0
+        left, tasks, waiting = total, map(_Task, pass_.parts(destination)), list[_Task]()
         while True:
             if self._membership.watch():
                 waiting += self._lost_tasks()
@@ -214,7 +214,7 @@ class Workers:
                     done += task.part.nbytes
                     if self._progress is not None:
                         counts = number_of(self.workers.workers, "worker"), number_of(self.workers.hosts, "host")
-                        self._progress(", ".join([work.title, *counts]), done, max(done, total))
+                        self._progress(", ".join([pass_.title, *counts]), done, max(done, total))
             signals.deliver()
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class Workers:
     def _add(self, task: _Task, outcome: Outcome, tally: Any) -> None:
         """Add a result, if it is about the same files and fits into the tally."""
         part = task.part
-        for shard, seen in zip(part.reads, outcome.read, strict=True):
+        for shard, seen in zip(part.reads, outcome.fingerprints, strict=True):
             if fingerprint(shard) != seen:
                 raise changed_meanwhile(shard.name)
         try:

@@ -135,11 +135,11 @@ class Percentile:
         return near if part < 0.5 else above - (above - below) * (1 - part), state  # noqa: PLR2004
 
 
-Rule = ZScore | Percentile
+LimitRule = ZScore | Percentile
 _Z, _PERCENTILE = option("limit", "z=T"), option("limit", "percentile=P")
 
 
-def rule_from_options(options: ClipOptions) -> Rule | None:
+def rule_from_options(options: ClipOptions) -> LimitRule | None:
     """Return the rule of `limit`, if it is given; raise `UsageError` for an unknown rule or options of another rule."""
     text, warmup, window = options.limit or "", options.warmup, options.window
     name, _, value = text.partition("=")
@@ -176,11 +176,11 @@ class StateFile(NamedTuple):
     """The state of a rule, and the small JSON file that it was read from."""
 
     file: SmallFile
-    rule: Rule
+    rule: LimitRule
     state: State
 
     @classmethod
-    def read(cls, path: Path, rule: Rule, norm_type: float) -> Self:
+    def read(cls, path: Path, rule: LimitRule, norm_type: float) -> Self:
         """Read the state of a rule for norms of an order; it is empty if the file does not exist.
 
         Raises:

@@ -24,7 +24,7 @@ ARGUMENTS = {
 def options_of(name):
     """The options of a function, with their defaults."""
     parameters = inspect.signature(getattr(gradtool, name)).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

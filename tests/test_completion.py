@@ -85,9 +85,9 @@ class Shell:
 def shell(request, folder):
     if shutil.which(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    one = Shell(request.param, folder)
-    yield one
-    one.close()
+    shell = Shell(request.param, folder)
+    yield shell
+    shell.close()
 
 
 def test_a_shell_completes_commands_options_choices_and_paths(shell):

@@ -162,7 +162,7 @@ class Call:
             "max_abs": max(before.max_abs, default=0.0) / unscale,
             "nan": sum(before.nan),
             "inf": sum(before.inf),
-            "zeros": sum((after or before).zeros),
+            "zeros": sum((before if after is None else after).zeros),
         }
 
 

@@ -45,7 +45,7 @@ class Transaction:
 
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
         self.targets, self.fsync = targets, fsync
-        self.log_folder = targets.folders[0]
+        self.log_folder = next(iter(targets.names))
         self.id = ""
         # The files may have changed while we waited for other runs.
         self.may_be_stale = False
@@ -85,7 +85,7 @@ class Transaction:
         located = self.targets.located
         path = next(reversed(located), self.log_folder.path)
         encode_step(path, ready=[[[name, *_LONGEST] for _, name in located.values()], [], None])
-        for folder in self.targets.folders:
+        for folder in self.targets.names:
             # Otherwise, this run could not see others, nor remove what it has made.
             with os_errors_about(folder.path):
                 folder.names()
@@ -95,7 +95,7 @@ class Transaction:
         for folder in self.targets.made if self.fsync else ():
             with os_errors_about(folder.path):
                 folder.sync()
-        for folder in self.targets.folders[1:]:
+        for folder in [*self.targets.names][1:]:
             with os_errors_about(folder.path):
                 self._create_pointer(folder)
 
@@ -150,12 +150,12 @@ class Transaction:
 
     def sync_folders(self) -> None:
         """Sync the names in all folders."""
-        for folder in self.targets.folders if self.fsync else ():
+        for folder in self.targets.names if self.fsync else ():
             folder.sync()
 
     def end(self, *, always: bool) -> None:
         """Log that all files are new and only the clean-up is left; unless `always`, not if that is just the log."""
-        if always or len(self.targets.folders) > 1 or self._has_markers:
+        if always or len(self.targets.names) > 1 or self._has_markers:
             self.append(ended=FINISHED)
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Transaction:
         # Other users must be able to read it; but not while it is empty, or they could lock it.
         fs.change_mode(fd, 0o644)
         # In a power cut, no pointer may outlive what it points to.
-        if self.fsync and (len(self.targets.folders) > 1 or self.targets.missing):
+        if self.fsync and (len(self.targets.names) > 1 or self.targets.missing):
             fs.sync(fd)
             self.log_folder.sync()
 
@@ -205,7 +205,7 @@ class Transaction:
         entry |= {"boot": boot_id(), "files": sorted(self.targets.names[folder])}
         if folder is not self.log_folder:
             return entry | {"home": os.path.relpath(self.log_folder.path / f"{self.id}.run", folder.path)}
-        paths = [folder.path for folder in self.targets.folders[1:]]
+        paths = [folder.path for folder in [*self.targets.names][1:]]
         if missing := self.targets.missing:
             entry["missing"] = list(missing)
             paths += [] if self.targets.made else [self.log_folder.path.joinpath(*missing)]

@@ -35,8 +35,8 @@ setup(
             depends=[
                 f"gradtool/backends/{name}.h"
                 for name in (
-                    *("_codes", "_difference_codes", "_difference_rows", "_differences", "_extremes", "_half"),
-                    *("_histogram", "_lanes", "_layer_norm", "_level", "_losses", "_memory", "_order", "_processor"),
+                    *("_base", "_codes", "_difference_codes", "_difference_rows", "_differences", "_extremes", "_half"),
+                    *("_histogram", "_lanes", "_layer_norm", "_level", "_losses", "_order", "_processor"),
                     *("_scaling", "_short_rows", "_source", "_storage", "_sums", "_terms", "_tiles", "_units"),
                 )
             ],

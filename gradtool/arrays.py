@@ -1,6 +1,6 @@
-"""Arrays of the standard library, and numpy for whoever needs more: imported when it is first used.
+"""Arrays of the standard library, and numpy, which is imported when it is first used.
 
-The import takes longer than all else that a call on a few tensors does, and the compiled kernels do without it.
+That import takes longer than all else that a call on a few tensors does, and the compiled kernels do without numpy.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _zeros(typecode: str, count: int) -> array[Any]:
     return array(typecode, bytes(array(typecode).itemsize * count))
 
 
-# Each makes an array of so many zeros.
+# Each makes an array of zeros, given how many.
 float64s, int32s, int64s, uint64s = (partial(_zeros, typecode) for typecode in "diqQ")
 
 
 def quiet() -> AbstractContextManager[object]:
     """Suppress numpy's warnings of NaN, Inf and overflow in this thread: they are results, and are counted.
 
-    Where numpy is not imported yet, nothing warns; the functions that may be the first to import it have their own.
+    Before numpy is imported, there is nothing to suppress; functions that may import it suppress them.
     """
     return np.errstate(all="ignore") if "numpy" in sys.modules else contextlib.nullcontext()

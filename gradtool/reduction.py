@@ -1,4 +1,4 @@
-"""The canonical sums: one order of additions, whatever the threads, the blocks and the files.
+"""The canonical sums: a single order of additions, whatever the threads, the blocks and the files.
 
 A tensor's elements, in C order, are cut into tiles of `TILE`. Within a tile, element i belongs to lane i mod `LANES`;
 a lane adds its float64 terms in order of i, starting at +0; the lanes are folded pairwise, neighbours first. Every sum
@@ -35,34 +35,34 @@ MAX_SUM_ORDER = 512.0
 # Below, a tile's sum may have lost terms to underflow; above, it is infinite, or the sum of many tiles may be.
 _LOWEST, _HIGHEST = 2.0**-900, 2.0**1000
 
-# Tile sums that are kept before they are condensed; more of orders above `MAX_SUM_ORDER`, because that rounds.
-_MOST, _MOST_NORMS = 1 << 13, 1 << 20
+# The number of tile sums above which they are condensed; higher for orders above `MAX_SUM_ORDER`, because that rounds.
+_MAX_SUMS, _MAX_NORMS = 1 << 13, 1 << 20
 
 
 def tile_count(elements: int) -> int:
-    """How many tiles a tensor has."""
+    """Count the tiles of a tensor."""
     return -(-elements // TILE)
 
 
 def fold(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums of tiles, shape (k,), from their lanes, shape (k, LANES)."""
+    """Return the sums of tiles, shape (k,), from their lanes, shape (k, LANES)."""
     while lanes.shape[1] > 1:
         lanes = lanes[:, 0::2] + lanes[:, 1::2]
     return lanes[:, 0]
 
 
 def is_in_range(tile_sum: float) -> bool:
-    """Whether a tile with this sum need not be summed again, if it is finite and not all zero; False for NaN."""
+    """Check that a tile with this sum, finite and not all zero, need not be summed again; False for NaN."""
     return _LOWEST <= tile_sum <= _HIGHEST
 
 
 def exponent_of(magnitude: float) -> int:
-    """The k of a magnitude m·2^k with 1 <= m < 2."""
+    """Return the k of a magnitude m·2^k with 1 <= m < 2."""
     return math.frexp(magnitude)[1] - 1
 
 
 def total(sums: Sequence[float]) -> float:
-    """The correctly rounded sum of non-negative tile sums; infinite where it is beyond float64."""
+    """Return the correctly rounded sum of non-negative tile sums; infinite where it is beyond float64."""
     try:
         return math.fsum(sums)
     except OverflowError:
@@ -73,13 +73,13 @@ def _parts(values: list[float]) -> list[float]:
     """Return a few numbers that have the exact sum of many, and do not depend on their order; NaN or Inf alone."""
     parts: list[float] = []
     try:
-        while (rest := math.fsum([*values, *(-part for part in parts)])) and math.isfinite(rest):
-            parts.append(rest)
+        while (remainder := math.fsum([*values, *(-part for part in parts)])) and math.isfinite(remainder):
+            parts.append(remainder)
     except OverflowError:
         # 2^24 tiles or more, each of them in range.
         half = len(values) // 2
         return [*_parts(values[:half]), *_parts(values[half:])]
-    return [rest] if rest else parts
+    return [remainder] if remainder else parts
 
 
 def _grouped(keys: Iterable[Key], sums: Iterable[float]) -> dict[Key, list[float]]:
@@ -92,7 +92,7 @@ def _grouped(keys: Iterable[Key], sums: Iterable[float]) -> dict[Key, list[float
 
 
 def _by_exponent(sums: Sequence[float], exponents: Sequence[int]) -> list[tuple[float, int]]:
-    """A few numbers with each of the exponents, whose exact sums are those of all that have it."""
+    """Return a few numbers for each exponent, which have the exact sum of all with that exponent."""
     groups = _grouped(exponents, sums)
     return [(part, exponent) for exponent, values in groups.items() for part in _parts(values)]
 
@@ -100,33 +100,33 @@ def _by_exponent(sums: Sequence[float], exponents: Sequence[int]) -> list[tuple[
 class TileSums:
     """Tile sums of some tensors, each with the number of its tensor and its exponent; they can be pickled.
 
-    They come in any order. As soon as they are many, a few that have the same exact sums take their place, so that they
-    do not grow with the data. For orders above `MAX_SUM_ORDER`, the norm of many takes their place then.
+    They come in any order. Many are replaced by a few that have the same exact sums, so that they do not grow with the
+    data; for orders above `MAX_SUM_ORDER`, by their norm.
     """
 
-    # A few of them are sent in the place of many.
+    # Condensed sums are sent.
     sent_names: ClassVar = ("numbers", "sums", "exponents")
     condensed_names: ClassVar = sent_names
 
     def __init__(self, order: float, *, signed: bool = False, finite: bool = False) -> None:
         self.order, self.signed, self.finite = order, signed, finite
         self.numbers, self.sums, self.exponents = array("q"), array("d"), array("i")
-        self._is_sorted, self._most = True, _MOST if order <= MAX_SUM_ORDER else _MOST_NORMS
+        self._is_sorted, self._limit = True, _MAX_SUMS if order <= MAX_SUM_ORDER else _MAX_NORMS
 
     def extend(self, numbers: Iterable[int], sums: Iterable[float], exponents: Iterable[int]) -> None:
-        """Add sums, unless the norm is not computed from any."""
+        """Add sums, unless the norm is a maximum."""
         if math.isinf(self.order):
             return
         self.numbers.extend(numbers)
         self.sums.extend(sums)
         self.exponents.extend(exponents)
         self._is_sorted = False
-        if len(self.sums) > self._most:
+        if len(self.sums) > self._limit:
             self.condense()
-            self._most = max(self._most, 2 * len(self.sums))
+            self._limit = max(self._limit, 2 * len(self.sums))
 
     def condense(self) -> None:
-        """Sort the sums by their tensors, and make them as few as possible."""
+        """Sort the sums by their tensors, and replace them by as few as possible."""
         groups = _grouped(zip(self.numbers, self.exponents, strict=True), self.sums)
         entries = [(*key, part) for key in sorted(groups) for part in self._condensed(groups[key])]
         self.numbers = array("q", (number for number, _, _ in entries))
@@ -139,10 +139,10 @@ class TileSums:
             return values
         if self.order <= MAX_SUM_ORDER:
             return _parts(values)
-        return [_norm_of_norms(values, self.order)] if len(self.sums) > self._most else values
+        return [_norm_of_norms(values, self.order)] if len(self.sums) > self._limit else values
 
     def between(self, first: int, end: int) -> TileSums:
-        """Return those of consecutive tensors, from number `first` up to `end`, numbered from 0 on."""
+        """Return the sums of consecutive tensors, from number `first` up to `end`, numbered from 0 on."""
         if not self._is_sorted:
             self.condense()
         part = slice(bisect_left(self.numbers, first), bisect_left(self.numbers, end))
@@ -151,7 +151,7 @@ class TileSums:
         return sums
 
     def renumbered(self, numbers: Mapping[int, int]) -> TileSums:
-        """Return those of the tensors that `numbers` has, with the numbers that it has for them."""
+        """Return the sums of the tensors that are keys of `numbers`, with the numbers that are its values."""
         sums, wanted = self._empty(), [number in numbers for number in self.numbers]
         mapped = (numbers[number] for number in compress(self.numbers, wanted))
         sums.extend(mapped, compress(self.sums, wanted), compress(self.exponents, wanted))
@@ -161,10 +161,7 @@ class TileSums:
         return TileSums(self.order, signed=self.signed, finite=self.finite)
 
     def require_valid(self, count: int) -> None:
-        """Raise `ValueError` unless these are sums of `count` tensors: `finite`, if they must be, and not negative.
-
-        Only `signed` ones may be.
-        """
+        """Raise `ValueError` unless these may be sums of `count` tensors: `finite`, if said, and `signed`."""
         if not len(self.numbers) == len(self.sums) == len(self.exponents):
             raise ValueError("sums without a tensor or an exponent")
         if self.numbers and not 0 <= min(self.numbers) <= max(self.numbers) < count:
@@ -172,17 +169,17 @@ class TileSums:
         if self.finite and not all(map(math.isfinite, self.sums)):
             raise ValueError("a sum that is not finite")
         groups = _grouped(zip(self.numbers, self.exponents, strict=True), self.sums)
-        # Of the few numbers that stand for many, some may be negative.
+        # A number that stands for many sums may be negative.
         if not self.signed and any(total(values) < 0 for values in groups.values()):
             raise ValueError("a negative sum of magnitudes")
 
     def norm(self, unscale: float = 1.0) -> float:
-        """Return the norm of all tensors as one vector, divided by `unscale`."""
+        """Return the norm of all tensors as a single vector, divided by `unscale`."""
         return norm_of(self.sums, self.exponents, self.order, unscale)
 
 
 def norm_of(sums: Sequence[float], exponents: Sequence[int], order: float, unscale: float = 1.0) -> float:
-    """(Σ|x|^order)^(1/order) / unscale, from tile sums and their exponents; infinite where it is beyond float64."""
+    """Return (Σ|x|^order)^(1/order) / unscale, from tile sums and their exponents; infinite beyond float64."""
     if order > MAX_SUM_ORDER:
         return _norm_of_norms(sums, order) / unscale
     whole, exponent = _merged(sums, exponents, order)
@@ -197,7 +194,7 @@ def norm_of(sums: Sequence[float], exponents: Sequence[int], order: float, unsca
 
 
 def scaled_total(sums: Sequence[float], exponents: Sequence[int]) -> tuple[float, int]:
-    """The correctly rounded sum of all sum·2^exponent, as m and k of m·2^k; 0.5 <= |m| < 1, or m is 0.
+    """Return the correctly rounded sum of all sum·2^exponent, as m and k of m·2^k; 0.5 <= |m| < 1, or m is 0.
 
     The sums are finite, and may be negative.
     """
@@ -214,30 +211,24 @@ def scaled_total(sums: Sequence[float], exponents: Sequence[int]) -> tuple[float
 
 
 def _merged(sums: Sequence[float], exponents: Sequence[int], order: float) -> tuple[float, int]:
-    """The sum s of all tiles and an exponent k, which stand for s·2^(k·order)."""
+    """Return the sum s of all tiles and an exponent k, which stand for s·2^(k·order)."""
     whole = total(sums)
-    if math.isfinite(whole) and not any(exponents):
+    if (math.isfinite(whole) and not any(exponents)) or not all(map(math.isfinite, sums)):
         return whole, 0
-    if not all(map(math.isfinite, sums)):
-        return whole, 0
-    highest = max(exponent for one, exponent in zip(sums, exponents, strict=True) if one)
+    highest = max(exponent for value, exponent in zip(sums, exponents, strict=True) if value)
     if math.isinf(whole):
         # 2^24 tiles or more, each of them in range.
         highest += math.ceil(64 / order)
     parts = [(part, (exponent - highest) * order) for part, exponent in _by_exponent(sums, exponents)]
     if order in (1, 2):
-        return _exact_sum([(part, int(shift)) for part, shift in parts]), highest
+        # No shift is above 0.
+        numerator, unit = _whole([(part, int(shift)) for part, shift in parts])
+        return numerator / (1 << -unit), highest
     return math.fsum(part * 2.0**shift for part, shift in parts), highest
 
 
-def _exact_sum(parts: Sequence[tuple[float, int]]) -> float:
-    """The correctly rounded sum of part·2^shift; no shift is above 0."""
-    whole, unit = _whole(parts)
-    return whole / (1 << -unit)
-
-
 def _whole(parts: Sequence[tuple[float, int]]) -> tuple[int, int]:
-    """The exact sum of part·2^shift, as a whole number n and a k of n·2^k."""
+    """Return the exact sum of part·2^shift, as a whole number n and a k of n·2^k."""
     lowest = min((shift for _, shift in parts), default=0) - 1074
     whole = 0
     for part, shift in parts:
@@ -247,7 +238,7 @@ def _whole(parts: Sequence[tuple[float, int]]) -> tuple[int, int]:
 
 
 def _norm_of_norms(norms: Sequence[float], order: float) -> float:
-    """The norm of a vector, from those of its parts."""
+    """Return the norm of a vector, from the norms of its parts."""
     largest = math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
     if not 0 < largest < math.inf:
         return largest

@@ -2,11 +2,11 @@
 
 # Of a block: large enough that a system call costs nothing beside the bytes it moves, small enough for the cache.
 BLOCK_BYTES = 2 << 20
-# A pass that only looks at values reads so many blocks in one task, beside which Python's own work, 25 us, is little;
-# and so many bytes of them at a time, of all sides together, which stay in half of a core's L2 cache and have room for
-# a tile of F64.
+# The blocks that a pass reads in one task if it writes nothing: Python's own work, 25 us a task, is little beside them.
+# And the bytes that it reads at a time, of all sides together: they stay in half of a core's L2 cache, and have room
+# for a tile of F64.
 STREAM_BLOCKS, STREAM_BYTES = 4, 512 << 10
-# Tensors in a block at most, whatever their size: each takes some bookkeeping.
+# The most tensors in a block, whatever their size: each takes some bookkeeping.
 BLOCK_SPANS = 4096
 
 # Tiles of a buffer that are added to at once: their float64 sums, and the gradients, should stay in a core's cache.
@@ -18,13 +18,13 @@ WINDOW_BYTES = 4 << 20
 # Elements of a gradient that is broadcast, read at a time.
 WINDOW_ELEMENTS = 1 << 18
 
-# A patch of a layer norm, and its rows at most. Sums over rows are taken patch by patch, so these two decide bits.
+# A patch of a layer norm, and its most rows. Sums over rows are taken patch by patch, so these two decide bits.
 PATCH_ELEMENTS = 1 << 18
 PATCH_ROWS = 1 << 14
 
-# Of a shard, measured by one task of another process at most: a second of work or so, beside some ms for the task.
+# The most bytes of a shard that a task of another process measures: about a second of work, beside some ms of overhead.
 PART_BYTES = 1 << 30
-# Small shards are measured together: so many parts of that size, and files, in one task at most.
+# Small shards are measured together: at most this many parts of that size, and files, in a task.
 SMALL_PARTS, PART_FILES = 16, 256
-# Tasks for each thread of an engine's workers that are in flight: one that runs, and those that wait for it.
+# Tasks in flight for each thread of an engine's workers: a task that runs, and the tasks that wait for it.
 TASKS_IN_FLIGHT = 4

@@ -209,7 +209,7 @@ def test_condensed_sums_have_the_norm_of_all(count, spread, order, scaled, seed)
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
 def test_sums_are_few_however_many_were_added_and_no_bit_changes(monkeypatch, order):
     """Of two tensors, in any order, with and without exponents."""
-    monkeypatch.setattr(reduction, "_MOST", 256)
+    monkeypatch.setattr(reduction, "_MAX_SUMS", 256)
     rng = np.random.default_rng(3)
     values = np.ldexp(1 + rng.random(256), rng.integers(-200, 200, 256))
     exponents = np.zeros(256, np.int32)

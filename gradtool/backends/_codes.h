@@ -1,9 +1,13 @@
 /* The storage types, one value at a time; storage.py is the plain twin.
  *
- * Shared by the C and the CUDA kernels, which declare the integer types and memcpy first, and define HELPER as the
- * declaration specifiers of a small function. */
+ * Shared by the C and the CUDA kernels. HELPER are the declaration specifiers of a small function: of C in _base.h, of CUDA
+ * in _device.cuh, which precedes this text in every module. */
 #ifndef GRADTOOL_CODES_H
 #define GRADTOOL_CODES_H
+
+#ifndef HELPER
+#include "_base.h"
+#endif
 
 enum { LANES = 2048, ROWS = 32, TILE = LANES * ROWS };
 /* Row sums: lanes, and the columns whose lanes are folded into one value. */

@@ -2,7 +2,10 @@
 #ifndef GRADTOOL_HALF_H
 #define GRADTOOL_HALF_H
 
-#include "_memory.h"
+#include "_codes.h"
+
+#define BYTES_OF(DTYPE, NAME, BITS, ...) BITS / 8,
+static const int64_t ITEMSIZE[DTYPES] = {STORAGE_TYPES(BYTES_OF)};
 
 #if defined(__F16C__)
 #include <immintrin.h>

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A backend, why it was chosen, and how a faster one is to be had, if there is one."""
+    """A backend, why it was chosen, and how to get a faster backend, if that is possible."""
 
     backend: Backend
     why: str
@@ -20,16 +20,16 @@ class Choice(NamedTuple):
 
 
 def requested(name: str | None) -> str | None:
-    """The name of the backend that is asked for, if not here then by GRADTOOL_BACKEND; `UsageError` if none has it."""
-    asked = os.environ.get("GRADTOOL_BACKEND", "").lower() or None if name is None else name
-    if asked not in (None, "auto", "cpu", "cuda"):
+    """Return the name of a backend, by default that in GRADTOOL_BACKEND; or raise `UsageError`."""
+    value = os.environ.get("GRADTOOL_BACKEND", "").lower() or None if name is None else name
+    if value not in (None, "auto", "cpu", "cuda"):
         source = "GRADTOOL_BACKEND" if name is None else option("backend")
-        raise UsageError(say("{} must be auto, cpu or cuda, not {!r}", source, asked))
-    return asked
+        raise UsageError(say("{} must be auto, cpu or cuda, not {!r}", source, value))
+    return value
 
 
 def choose(name: str | None = None, device: int | None = None) -> Choice:
-    """The backend of this name, by default that of GRADTOOL_BACKEND or "auto"; on GPU number `device`, by default 0.
+    """Return the backend of this name, by default that of GRADTOOL_BACKEND or "auto"; on GPU `device`, by default 0.
 
     "auto" is the CPU: no operation on files has been measured to be faster on a GPU.
 
@@ -38,8 +38,8 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
             value that it cannot have.
         BackendUnavailableError: this machine does not have the backend.
     """
-    asked = requested(name) or "auto"
-    if asked == "cuda":
+    backend = requested(name) or "auto"
+    if backend == "cuda":
         from gradtool.backends.cuda.backend import CudaBackend
         from gradtool.backends.cuda.device import open_device  # imports CuPy, which takes a third of a second
 
@@ -54,7 +54,7 @@ def choose(name: str | None = None, device: int | None = None) -> Choice:
     if device is not None:
         raise UsageError(say("{} requires {}", option("device"), option("backend", "cuda")))
     cpu = _cpu()
-    if asked == "cpu":
+    if backend == "cpu":
         return cpu
     return cpu._replace(why=say("{}; auto leaves GPUs to {}", cpu.why, option("backend", "cuda")))
 

@@ -18,16 +18,17 @@ from gradtool.reduction import tile_count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from gradtool.backends.protocol import (
+        Array,
         BlockDifferences,
         BlockHistogram,
         Data,
         Factors,
         Floats,
         Patch,
+        Pieces,
         Tolerance,
+        Trim,
         TypedView,
         UnitLimits,
         Units,
@@ -47,34 +48,34 @@ class CompiledBackend(NumpyBackend):
     def reads_files(self, spec: NormSpec) -> bool:
         return spec.order in _TERMS
 
-    def tile_sums(self, block: memoryview | FileBlock, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
+    def tile_sums(self, block: memoryview | FileBlock, pieces: Pieces, spec: NormSpec) -> BlockSums:
         if isinstance(block, FileBlock) or spec.order in _TERMS:
             return _run(block, pieces, spec)
         return super().tile_sums(block, pieces, spec)
 
     def histogram(
-        self, block: memoryview | FileBlock, pieces: Sequence[Piece], spec: NormSpec
+        self, block: memoryview | FileBlock, pieces: Pieces, spec: NormSpec
     ) -> tuple[BlockSums, BlockHistogram]:
         if spec.order not in _TERMS:
             return self.tile_sums(block, pieces, spec), self.histogram(block, pieces, _MAXIMA)[1]
         histogram = empty_histogram(pieces)
         return _run(block, pieces, spec, histogram=histogram), histogram
 
-    def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+    def extremes(self, block: memoryview, pieces: Pieces) -> Extremes:
         bounds = array("Q", [bound for piece in pieces for bound in STORAGE[piece.dtype].bounds])
         counts = int64s(2 * len(pieces))
         kernels.extremes(block, _table(pieces), bounds, counts)
         return Extremes(counts[::2], counts[1::2])
 
     def scale(
-        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
+        self, block: memoryview, pieces: Pieces, factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         if spec.order not in _TERMS:
             return super().scale(block, pieces, factors, limit, spec)
         return _run(block, pieces, spec, factors=array("d", factors), limit=limit)
 
     def scale_units(
-        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
+        self, block: memoryview, pieces: Pieces, units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         table = array("q")
         for (dtype, offset, elements), (size, phase, first) in zip(pieces, units, strict=True):
@@ -99,9 +100,9 @@ class CompiledBackend(NumpyBackend):
     def differences(
         self,
         a: memoryview | FileBlock,
-        a_pieces: Sequence[Piece],
+        a_pieces: Pieces,
         b: memoryview | FileBlock,
-        b_pieces: Sequence[Piece],
+        b_pieces: Pieces,
         tolerance: Tolerance,
     ) -> BlockDifferences:
         from gradtool.backends.differences import empty_differences
@@ -110,25 +111,17 @@ class CompiledBackend(NumpyBackend):
         kernels.differences(a, _table(a_pieces), b, _table(b_pieces), *tolerance, *result)
         return result
 
-    def row_sums(
-        self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None
-    ) -> NDArray[np.float64]:
+    def row_sums(self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         sums = np.empty(rows)
         kernels.row_sums(x, STORAGE[dtype].code, rows, columns, center, sums)
         return sums
 
-    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def layer_norm_sums(self, patch: Patch) -> tuple[Array, Array]:
         sums = np.zeros(patch.rows), np.zeros(patch.rows)
         kernels.layer_norm(*_arguments(patch), *sums, patch.rms, None, 0, 1, None, None)
         return sums
 
-    def layer_norm_grads(
-        self,
-        patch: Patch,
-        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-        x_grad: memoryview,
-        dtype: str,
-    ) -> Data:
+    def layer_norm_grads(self, patch: Patch, means: tuple[Array, Array] | None, x_grad: memoryview, dtype: str) -> Data:
         grads = [float64s(patch.groups * patch.columns) for _ in range(2)]
         code, height = STORAGE[dtype].code, patch.height
         kernels.layer_norm(*_arguments(patch), *(means or (None, None)), patch.rms, x_grad, code, height, *grads)
@@ -153,24 +146,14 @@ class CompiledBackend(NumpyBackend):
     def _add(self, sums: Floats, source: memoryview, addends: Sequence[Addend], *, fresh: bool = False) -> None:
         kernels.add(sums, source, *_addends(addends), fresh)
 
-    def _trim(
-        self,
-        means: NDArray[np.float64],
-        source: memoryview,
-        groups: Sequence[Sequence[Addend]],
-        dropped: int,
-        *,
-        finite: bool,
-    ) -> None:
-        count = len(groups[0])
+    def _trim(self, means: Array, source: memoryview, groups: Sequence[Sequence[Addend]], trim: Trim) -> None:
+        count, dropped = len(groups[0]), trim.dropped_from(len(groups[0]))
         scratch = np.empty((count + 1) * _COLUMNS)
         table = _addends([addend for group in groups for addend in group])
         network = sorting_network(count, dropped)
-        kernels.trimmed_means(means, source, *table, count, dropped, finite, network, scratch)
+        kernels.trimmed_means(means, source, *table, count, dropped, trim.finite, network, scratch)
 
-    def _round(
-        self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
-    ) -> BlockSums:
+    def _round(self, sums: Array, block: memoryview, pieces: Pieces, spec: NormSpec) -> BlockSums:
         if spec.order not in _TERMS:
             return super()._round(sums, block, pieces, spec)
         return _run(block, pieces, spec, wide=sums)
@@ -188,14 +171,14 @@ def _arguments(patch: Patch) -> tuple[Any, ...]:
     return patch.x, codes[0], patch.y_grad, codes[1], patch.rows, patch.columns, *vectors
 
 
-def _table(pieces: Sequence[Piece]) -> array[int]:
+def _table(pieces: Pieces) -> array[int]:
     """Return a row for each piece: its dtype's code, its offset and its elements."""
     return array("q", [number for p in pieces for number in (STORAGE[p.dtype].code, p.offset, p.elements)])
 
 
 def _run(
     block: memoryview | FileBlock,
-    pieces: Sequence[Piece],
+    pieces: Pieces,
     spec: NormSpec,
     *,
     factors: array[float] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
@@ -16,12 +16,13 @@ from gradtool.reduction import fold
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from gradtool.backends.protocol import (
         AddMode,
+        Array,
         BlockDifferences,
         BlockHistogram,
         BlockSums,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
         Floats,
         NormSpec,
         Patch,
+        Pieces,
+        Sources,
         Tolerance,
         Trim,
         TypedView,
@@ -56,10 +59,10 @@ class NumpyBackend:
         # The system allocates the pages when they are first touched.
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> memoryview:  # noqa: ARG002
+    def to_device(self, block: memoryview, *, copies: bool = True, align: int = 0) -> Data:  # noqa: ARG002
         return block
 
-    def to_host(self, data: memoryview, block: memoryview) -> None:
+    def to_host(self, data: Data, block: memoryview) -> None:
         """Do nothing: `data` is the block."""
 
     def stays_on_device(self, nbytes: int) -> bool:  # noqa: ARG002
@@ -67,25 +70,25 @@ class NumpyBackend:
         return False
 
     def reads_files(self, spec: NormSpec) -> bool:  # noqa: ARG002
-        # numpy makes several passes over a tile anyway.
+        # Several passes over a tile need it in memory.
         return False
 
-    def tile_sums(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
+    def tile_sums(self, block: memoryview, pieces: Pieces, spec: NormSpec) -> BlockSums:
         return sum_pieces(block, pieces, spec)
 
-    def histogram(self, block: memoryview, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+    def histogram(self, block: memoryview, pieces: Pieces, spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         return self.tile_sums(block, pieces, spec), count_exponents(block, pieces)
 
-    def extremes(self, block: memoryview, pieces: Sequence[Piece]) -> Extremes:
+    def extremes(self, block: memoryview, pieces: Pieces) -> Extremes:
         return count_extremes(block, pieces)
 
     def scale(
-        self, block: memoryview, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
+        self, block: memoryview, pieces: Pieces, factors: Sequence[float], limit: float, spec: NormSpec
     ) -> BlockSums:
         return sum_pieces(block, pieces, spec, factors, limit)
 
     def scale_units(
-        self, block: memoryview, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
+        self, block: memoryview, pieces: Pieces, units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         before = []
         with np.errstate(all="ignore"):
@@ -112,12 +115,7 @@ class NumpyBackend:
         return unit_factors(self, grads, params, size, limits, factors)
 
     def accumulate(
-        self,
-        block: memoryview,
-        pieces: Sequence[Piece],
-        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        mode: AddMode,
-        spec: NormSpec,
+        self, block: memoryview, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec
     ) -> BlockSums:
         starts = [0, *accumulate(piece.elements for piece in pieces)]
         old = [Addend(*piece, at, 1.0) for piece, at in zip(pieces, starts, strict=False)]
@@ -141,24 +139,20 @@ class NumpyBackend:
         wide = [Piece("F64", 8 * at, piece.elements) for piece, at in zip(pieces, starts, strict=False)]
         return self.tile_sums(sums.data.cast("B"), wide, spec)
 
-    def trimmed_means(
-        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
-    ) -> NDArray[np.float64]:
+    def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Array:
         means = np.zeros(elements)
-        for count, groups in groupby(group_addends(addends), key=len):
-            self._trim(means, source, list(groups), trim.dropped_from(count), finite=trim.finite)
+        for groups in group_addends(addends):
+            self._trim(means, source, groups, trim)
         return means
 
     def differences(
-        self, a: memoryview, a_pieces: Sequence[Piece], b: memoryview, b_pieces: Sequence[Piece], tolerance: Tolerance
+        self, a: memoryview, a_pieces: Pieces, b: memoryview, b_pieces: Pieces, tolerance: Tolerance
     ) -> BlockDifferences:
         from gradtool.backends.differences import compare_pieces
 
         return compare_pieces(a, a_pieces, b, b_pieces, tolerance)
 
-    def row_sums(
-        self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None
-    ) -> NDArray[np.float64]:
+    def row_sums(self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         values = _rows(x, dtype, rows, columns)
         with np.errstate(all="ignore"):
             if center is not None:
@@ -166,18 +160,12 @@ class NumpyBackend:
                 values *= values
             return _row_sums(values)
 
-    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def layer_norm_sums(self, patch: Patch) -> tuple[Array, Array]:
         with np.errstate(all="ignore"):
             weighted = _rows(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns) * np.asarray(patch.scale)
             return _row_sums(weighted), _row_sums(weighted * _normalized(patch))
 
-    def layer_norm_grads(
-        self,
-        patch: Patch,
-        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-        x_grad: memoryview,
-        dtype: str,
-    ) -> Data:
+    def layer_norm_grads(self, patch: Patch, means: tuple[Array, Array] | None, x_grad: memoryview, dtype: str) -> Data:
         y_grad, xh = _rows(patch.y_grad, patch.y_grad_dtype, patch.rows, patch.columns), _normalized(patch)
         grads = np.zeros((2, patch.groups, patch.columns))
         with np.errstate(all="ignore"):
@@ -205,30 +193,21 @@ class NumpyBackend:
     def narrow(self, values: array[float], dtype: str) -> memoryview:
         return narrowed(values, dtype)
 
-    def _add(
-        self, sums: NDArray[np.float64], source: memoryview, addends: Sequence[Addend], *, fresh: bool = False
-    ) -> None:
+    def _add(self, sums: Array, source: memoryview, addends: Sequence[Addend], *, fresh: bool = False) -> None:
         for dtype, offset, elements, at, weight in addends:
             values = STORAGE[dtype].values_at(source, offset, elements).astype(np.float64) * weight
             sums[at : at + elements] = values if fresh else sums[at : at + elements] + values
 
-    def _trim(
-        self,
-        means: NDArray[np.float64],
-        source: memoryview,
-        groups: Sequence[Sequence[Addend]],
-        dropped: int,
-        *,
-        finite: bool,
-    ) -> None:
-        """Set the means of groups of addends, all of the same number."""
+    def _trim(self, means: Array, source: memoryview, groups: Sequence[Sequence[Addend]], trim: Trim) -> None:
+        """Set the means of groups of equally many addends."""
+        dropped = trim.dropped_from(len(groups[0]))
         with np.errstate(all="ignore"):
             for group in groups:
                 values = np.zeros((len(group), group[0].elements))
                 for row, addend in zip(values, group, strict=True):
                     self._add(row, source, [addend._replace(at=0)], fresh=True)
                 values += 0.0  # -0 becomes 0, so that equal values have equal bits
-                bad = (~np.isfinite(values) if finite else np.isnan(values)).any(axis=0)
+                bad = (~np.isfinite(values) if trim.finite else np.isnan(values)).any(axis=0)
                 values.sort(axis=0)
                 # A loop, because numpy promises no order of its reductions.
                 total = values[dropped].copy()
@@ -238,9 +217,7 @@ class NumpyBackend:
                 total = total / (len(values) - 2 * dropped) + 0.0
                 means[group[0].at : group[0].at + len(total)] = np.where(bad, np.nan, total)
 
-    def _round(
-        self, sums: NDArray[np.float64], block: memoryview, pieces: Sequence[Piece], spec: NormSpec
-    ) -> BlockSums:
+    def _round(self, sums: Array, block: memoryview, pieces: Pieces, spec: NormSpec) -> BlockSums:
         parts = np.split(sums, list(accumulate(piece.elements for piece in pieces)))
         with np.errstate(all="ignore"):
             for (dtype, offset, _), part in zip(pieces, parts, strict=False):
@@ -251,12 +228,12 @@ class NumpyBackend:
         return result
 
 
-def _rows(block: memoryview, dtype: str, rows: int, columns: int) -> NDArray[np.float64]:
+def _rows(block: memoryview, dtype: str, rows: int, columns: int) -> Array:
     with np.errstate(all="ignore"):
         return STORAGE[dtype].values_at(block, 0, rows * columns).astype(np.float64).reshape(rows, columns)
 
 
-def _normalized(patch: Patch) -> NDArray[np.float64]:
+def _normalized(patch: Patch) -> Array:
     """Compute the normalized input, from the layer's input and its statistics, or from its output."""
     values = _rows(patch.x, patch.x_dtype, patch.rows, patch.columns)
     with np.errstate(all="ignore"):
@@ -269,7 +246,7 @@ def _normalized(patch: Patch) -> NDArray[np.float64]:
     return values
 
 
-def _row_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _row_sums(values: Array) -> Array:
     """Sum the rows of a (rows, columns) array, in the order of `Backend.row_sums`."""
     rows, columns = values.shape
     sums = np.zeros(rows)

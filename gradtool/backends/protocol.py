@@ -16,12 +16,16 @@ from gradtool.arrays import float64s, int32s
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    Floats = NDArray[np.float64] | array[float]
+    Array = NDArray[np.float64]
+    Floats = Array | array[float]
+    Pieces = Sequence["Piece"]
+    # Batches of what is added, and the memory that each is in.
+    Sources = Iterable[tuple[memoryview, Sequence["Addend"]]]
     # Of units, float64, `unscale` included.
     Factors = memoryview[float]
     # A block, or the copy of it that `Backend.to_device` returns; a block that is only read may be a `FileBlock`.
@@ -46,9 +50,11 @@ class Addend(NamedTuple):
     weight: float
 
 
-def group_addends(addends: Iterable[Addend]) -> list[list[Addend]]:
-    """Group addends that follow one another and are of the same elements."""
-    return [list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements))]
+def group_addends(addends: Iterable[Addend]) -> Iterator[list[list[Addend]]]:
+    """Group adjacent addends of the same elements; yield adjacent groups of equally many addends together."""
+    groups = (list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements)))
+    for _, alike in groupby(groups, key=len):
+        yield list(alike)
 
 
 class AddMode(NamedTuple):
@@ -208,7 +214,7 @@ class BlockSums(Statistics):
             setattr(self, name, array(statistic.typecode, words[number :: len(STATISTICS)].tobytes()))
 
     @classmethod
-    def empty(cls, pieces: Sequence[Piece]) -> BlockSums:
+    def empty(cls, pieces: Pieces) -> BlockSums:
         """Return the sums of pieces before anything is counted."""
         tiles = sum(tile_count(piece.elements) for piece in pieces)
         words = [-1 if statistic.merge == "first" else 0 for statistic in STATISTICS.values()]
@@ -263,7 +269,7 @@ class Tolerance(NamedTuple):
 
 
 class BlockDifferences(NamedTuple):
-    """How two blocks differ, one or more values a tile, tile by tile; `gradtool.backends.differences` defines them.
+    """How two blocks differ, tile by tile; `gradtool.backends.differences` defines them.
 
     `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
     two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
@@ -288,7 +294,7 @@ class BlockDifferences(NamedTuple):
 class Backend(Protocol):
     """The arithmetic of all operations: sums, scale, add, differences, sums over rows, and layer norm.
 
-    A block is a writable buffer of bytes, or what `to_device` returned for one; it is changed in place.
+    A block is a writable buffer of bytes, or what `to_device` returned for it; it is changed in place.
     """
 
     name: str
@@ -318,18 +324,16 @@ class Backend(Protocol):
     def reads_files(self, spec: NormSpec) -> bool:
         """Check whether `tile_sums` and `histogram`, with this spec, and `differences` read a `FileBlock`."""
 
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Pieces, spec: NormSpec) -> BlockSums:
         """Sum the pieces."""
 
-    def histogram(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+    def histogram(self, block: Data, pieces: Pieces, spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         """Sum the pieces, and count the finite values other than zero by their exponent e: 2^(e-1) <= |x| < 2^e."""
 
-    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+    def extremes(self, block: Data, pieces: Pieces) -> Extremes:
         """Count, for each piece, the subnormal values and those of the largest finite magnitude of its type."""
 
-    def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
-    ) -> BlockSums:
+    def scale(self, block: Data, pieces: Pieces, factors: Sequence[float], limit: float, spec: NormSpec) -> BlockSums:
         """Multiply each piece by its factor, clamp it to [-limit, limit], write it, and sum what was written.
 
         The factor is rounded to float32 (for F64, to float64), the limit to the type of the piece, and the exact
@@ -337,7 +341,7 @@ class Backend(Protocol):
         """
 
     def scale_units(
-        self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
+        self, block: Data, pieces: Pieces, units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         """Multiply each unit of each piece by its factor, with products as in `scale`, and sum what was written."""
 
@@ -346,52 +350,37 @@ class Backend(Protocol):
     ) -> UnitCounts:
         """Set the factors of consecutive units of `size` elements; `gradtool.backends.units` defines them."""
 
-    def accumulate(
-        self,
-        block: Data,
-        pieces: Sequence[Piece],
-        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        mode: AddMode,
-        spec: NormSpec,
-    ) -> BlockSums:
+    def accumulate(self, block: Data, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
 
-        `Addend.at` counts the elements of all pieces, one piece after another. The memory of a source is no longer
-        used when the next one is taken.
+        `Addend.at` counts the elements of all pieces, piece after piece. The memory of a source is no longer used
+        when the next source is taken.
         """
 
-    def trimmed_means(
-        self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int
-    ) -> NDArray[np.float64]:
+    def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Array:
         """Compute the trimmed mean of the values w·g of each element, shape (elements,), in float64.
 
-        Addends of the same elements follow one another and have the same `at`; elements without any addend are 0. The
+        Addends of the same elements are adjacent and have the same `at`; elements without any addend are 0. The
         values are sorted, -0 counting as 0; those that are left are added in ascending order and divided by their
         number. A NaN among the values makes the mean NaN. More than twice `trim.dropped` addends are needed.
         """
 
     def differences(
-        self, a: Data, a_pieces: Sequence[Piece], b: Data, b_pieces: Sequence[Piece], tolerance: Tolerance
+        self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerance: Tolerance
     ) -> BlockDifferences:
         """Compare each piece of a with the piece of b in the same place, which has as many elements."""
 
-    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> NDArray[np.float64]:
+    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         """Sum each row of x, or with a center (rows,) of (x - center)², in float64.
 
         A row is cut into chunks of 1,024. Within a chunk, element j belongs to lane j mod 32; a lane adds in order,
         starting at +0; the lanes are folded, neighbours first. The chunks are added in order.
         """
 
-    def layer_norm_sums(self, patch: Patch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def layer_norm_sums(self, patch: Patch) -> tuple[Array, Array]:
         """Sum each row of y_grad·scale and of y_grad·scale·xh, as `row_sums` adds; xh is the normalized input."""
 
-    def layer_norm_grads(
-        self,
-        patch: Patch,
-        means: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-        x_grad: Data,
-        dtype: str,
-    ) -> Data:
+    def layer_norm_grads(self, patch: Patch, means: tuple[Array, Array] | None, x_grad: Data, dtype: str) -> Data:
         """Write inv_std_dev · (y_grad·scale - means[0] - xh·means[1]), rounded once, to `x_grad`.
 
         The means are those of `layer_norm_sums`, unless given; means[0] is 0 for RMS norm. Return the gradients of

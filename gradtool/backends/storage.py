@@ -62,7 +62,7 @@ class Storage(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The codes of the smallest normal value, and of the largest finite one."""
+        """The codes of the smallest normal value, and of the largest finite value."""
         return 1 << self.mantissa_bits, self.overflow - 1
 
     @property

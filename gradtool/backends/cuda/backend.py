@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import math
 from array import array
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends.cpu import sorting_network
+from gradtool.backends.cpu import NumpyBackend, sorting_network
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.device import DeviceBlock, allocate_block, upload_arrays, upload_vectors
 from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, group_addends
-from gradtool.backends.storage import STORAGE, narrowed, widened
-from gradtool.backends.units import unit_factors
+from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -29,27 +28,30 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import (
         Addend,
         AddMode,
+        Array,
         BlockDifferences,
         BlockSums,
         Data,
         Factors,
+        Floats,
         Patch,
+        Pieces,
+        Sources,
         Tolerance,
         Trim,
-        TypedView,
-        UnitCounts,
-        UnitLimits,
         Units,
     )
 
-    Floats = NDArray[np.float64]
 
 # Memory that blocks which stay between passes leave to those that come and go.
 _RESERVE_BYTES = 4 << 30
 
 
-class CudaBackend:
-    """A `gradtool.backends.protocol.Backend` on a GPU. Blocks that are not on the device are copied there and back."""
+class CudaBackend(NumpyBackend):
+    """The numpy backend with kernels on a GPU. Blocks that are not on the device are copied there and back.
+
+    A few values, such as a scale, are widened and narrowed on the host.
+    """
 
     name = "cuda"
 
@@ -77,17 +79,13 @@ class CudaBackend:
     def stays_on_device(self, nbytes: int) -> bool:
         return self.device.free_bytes() - nbytes > _RESERVE_BYTES
 
-    def reads_files(self, spec: NormSpec) -> bool:  # noqa: ARG002
-        # Blocks are copied to the device first.
-        return False
-
-    def tile_sums(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> BlockSums:
+    def tile_sums(self, block: Data, pieces: Pieces, spec: NormSpec) -> BlockSums:
         return self._sum(self._on_device(block), pieces, spec)
 
-    def histogram(self, block: Data, pieces: Sequence[Piece], spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
+    def histogram(self, block: Data, pieces: Pieces, spec: NormSpec) -> tuple[BlockSums, BlockHistogram]:
         data, tiles = self._on_device(block), jobs.Tiles.from_pieces(pieces)
         bins = np.array([len(STORAGE[piece.dtype].bins) for piece in pieces], np.int64)
-        # The kernel adds to bins where others put sums.
+        # The kernel adds to bins where other kernels write sums.
         tiles.table["first_sum"] = np.cumsum(bins) - bins
         # The counts, and the largest magnitudes behind them.
         total = int(bins.sum())
@@ -100,26 +98,24 @@ class CudaBackend:
         histogram = BlockHistogram(array("q", counts.tobytes()), array("d", largest.tobytes()))
         return self.tile_sums(data, pieces, spec), histogram
 
-    def extremes(self, block: Data, pieces: Sequence[Piece]) -> Extremes:
+    def extremes(self, block: Data, pieces: Pieces) -> Extremes:
         data, results = self._on_device(block), self._cleared(2 * len(pieces))
         _table, parts = self._parts(jobs.Tiles.from_pieces(pieces))
         for dtype, blocks, rows in parts:
             bounds = dict(zip(("normal", "largest"), STORAGE[dtype].bounds, strict=True))
-            job = jobs.job(jobs.EXTREMES_JOB, block=data.address, found=results.address, **bounds, **rows)
+            job = jobs.job(jobs.EXTREMES_JOB, block=data.address, counts=results.address, **bounds, **rows)
             self.device.launch(dtype, "extremes", blocks, jobs.THREADS, job)
         counts = array("q", self._words(results, 2 * len(pieces)).tobytes())
         return Extremes(counts[::2], counts[1::2])
 
-    def scale(
-        self, block: Data, pieces: Sequence[Piece], factors: Sequence[float], limit: float, spec: NormSpec
-    ) -> BlockSums:
+    def scale(self, block: Data, pieces: Pieces, factors: Sequence[float], limit: float, spec: NormSpec) -> BlockSums:
         data = self._on_device(block)
         sums = self._sum(data, pieces, spec, factors, limit)
         self._copy_back(data, block)
         return sums
 
     def scale_units(
-        self, block: Data, pieces: Sequence[Piece], units: Sequence[Units], factors: Factors, spec: NormSpec
+        self, block: Data, pieces: Pieces, units: Sequence[Units], factors: Factors, spec: NormSpec
     ) -> BlockSums:
         data, rows, row_factors, numbers = self._on_device(block), [], [], []
         for k, (piece, (size, phase, first)) in enumerate(zip(pieces, units, strict=True)):
@@ -140,22 +136,10 @@ class CudaBackend:
         self._copy_back(data, block)
         return sums
 
-    def unit_factors(
-        self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
-    ) -> UnitCounts:
-        return unit_factors(self, grads, params, size, limits, factors)
-
-    def accumulate(
-        self,
-        block: Data,
-        pieces: Sequence[Piece],
-        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
-        mode: AddMode,
-        spec: NormSpec,
-    ) -> BlockSums:
+    def accumulate(self, block: Data, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec) -> BlockSums:
         data, starts = self._on_device(block), [0, *accumulate(piece.elements for piece in pieces)]
         losses = self._cleared(2 * len(pieces))
-        wide = self._add(data, pieces, starts, sources, mode, losses=losses)
+        wide = self._add_batches(data, pieces, starts, sources, mode, losses=losses)
         if wide is not None:
             wide_pieces = [Piece("F64", 8 * at, piece.elements) for piece, at in zip(pieces, starts, strict=False)]
             return self._sum(wide, wide_pieces, spec)
@@ -165,15 +149,14 @@ class CudaBackend:
         sums.new_zeros, sums.new_subnormals = counts[::2], counts[1::2]
         return sums
 
-    def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Floats:
+    def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Array:
         data, means = self.to_device(source), self._cleared(elements)
-        for count, groups in groupby(group_addends(addends), key=len):
-            columns = jobs.Columns.from_groups(list(groups))
-            self._trim(data, means, columns, trim.dropped_from(count), finite=trim.finite)
+        for groups in group_addends(addends):
+            self._trim_columns(data, means, jobs.Columns.from_groups(groups), trim)
         return self._words(means, elements).view(np.float64)
 
     def differences(
-        self, a: Data, a_pieces: Sequence[Piece], b: Data, b_pieces: Sequence[Piece], tolerance: Tolerance
+        self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerance: Tolerance
     ) -> BlockDifferences:
         pairs = jobs.PiecePairs.from_pieces(a_pieces, b_pieces)
         if not pairs.tiles:
@@ -194,7 +177,7 @@ class CudaBackend:
             self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job)
         return pairs.unpack(self._words(results, pairs.nbytes // 8))
 
-    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | array[float] | None) -> Floats:
+    def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         if not rows or not columns:
             return np.zeros(rows)
         data, vectors = self._on_device(x), upload_vectors(self.device, center)
@@ -211,7 +194,7 @@ class CudaBackend:
         self.device.launch(dtype, "row_sums", jobs.row_blocks(rows, columns), jobs.TEAM, job)
         return self._words(sums, rows).view(np.float64)
 
-    def layer_norm_sums(self, patch: Patch) -> tuple[Floats, Floats]:
+    def layer_norm_sums(self, patch: Patch) -> tuple[Array, Array]:
         if not patch.rows or not patch.columns:
             return np.zeros(patch.rows), np.zeros(patch.rows)
         job, _memory = self._patch_job(patch)
@@ -223,7 +206,7 @@ class CudaBackend:
         return weighted, projected
 
     def layer_norm_grads(
-        self, patch: Patch, means: tuple[Floats, Floats] | None, x_grad: Data, dtype: str
+        self, patch: Patch, means: tuple[Array, Array] | None, x_grad: Data, dtype: str
     ) -> DeviceBlock:
         grads = allocate_block(self.device, 16 * patch.groups * patch.columns)
         if not grads.nbytes:
@@ -251,12 +234,6 @@ class CudaBackend:
         self.device.download(table.addresses[0], sums)
         self.device.wait()
 
-    def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        return widened(view, dtype, offset)
-
-    def narrow(self, values: array[float], dtype: str) -> memoryview:
-        return narrowed(values, dtype)
-
     def _on_device(self, block: Data, *, copies: bool = True) -> DeviceBlock:
         return block if isinstance(block, DeviceBlock) else self.to_device(block, copies=copies)
 
@@ -267,7 +244,7 @@ class CudaBackend:
     def _sum(
         self,
         data: DeviceBlock,
-        pieces: Sequence[Piece],
+        pieces: Pieces,
         spec: NormSpec,
         factors: Sequence[float] | None = None,
         limit: float = math.inf,
@@ -317,12 +294,12 @@ class CudaBackend:
             for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True)
         ]
 
-    def _add(
+    def _add_batches(
         self,
         data: DeviceBlock,
-        pieces: Sequence[Piece],
+        pieces: Pieces,
         starts: Sequence[int],
-        sources: Iterable[tuple[memoryview, Sequence[Addend]]],
+        sources: Sources,
         mode: AddMode,
         *,
         losses: Buffer,
@@ -358,9 +335,10 @@ class CudaBackend:
             is_first = False
         return None if mode.rounds else sums
 
-    def _trim(self, data: DeviceBlock, means: Buffer, columns: jobs.Columns, dropped: int, *, finite: bool) -> None:
-        """Set the means of groups of addends, all of the same number."""
-        pairs, threads = sorting_network(columns.height, dropped), columns.blocks * jobs.THREADS
+    def _trim_columns(self, data: DeviceBlock, means: Buffer, columns: jobs.Columns, trim: Trim) -> None:
+        """Set the means of groups of equally many addends."""
+        dropped, threads = trim.dropped_from(columns.height), columns.blocks * jobs.THREADS
+        pairs = sorting_network(columns.height, dropped)
         table = upload_arrays(self.device, columns.groups, columns.addends, pairs)
         scratch = self.device.allocate(8 * threads * columns.height)
         job = jobs.job(
@@ -374,7 +352,7 @@ class CudaBackend:
             pairs=len(pairs),
             count=columns.height,
             dropped=dropped,
-            finite=finite,
+            finite=trim.finite,
             threads=threads,
         )
         self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job)

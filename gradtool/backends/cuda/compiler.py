@@ -18,12 +18,12 @@ _FILES = (
 )
 # CuPy's own way to compile always flushes subnormals to zero, so NVRTC is called directly.
 _OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-# A module for each storage type, and one for layer norms of several types.
+# A module for each storage type, and a module for layer norms of several types.
 MODULES = (*STORAGE, "mixed")
 
 
 def source() -> str:
-    """The text of all kernels."""
+    """Return the text of all kernels."""
     backends = resources.files("gradtool.backends")
     # The C kernels share those that end in .h.
     folders = {name: backends if name.endswith(".h") else backends / "cuda" for name in _FILES}
@@ -31,12 +31,12 @@ def source() -> str:
 
 
 def options(module: str) -> tuple[str, ...]:
-    """The compiler options of a module."""
+    """Return the compiler options of a module."""
     return _OPTIONS if module == "mixed" else (*_OPTIONS, f"-DGRADTOOL_STORAGE={STORAGE[module].code}")
 
 
 def compile_module(module: str, capability: int, *extra: str) -> tuple[bytes, str]:
-    """A module for a compute capability (90 for sm_90), and the compiler's log. Needs neither a GPU nor a driver.
+    """Compile a module for a compute capability (90 for sm_90), with neither a GPU nor a driver; return the log, too.
 
     The module is machine code, or PTX if the GPU is newer than NVRTC.
 
@@ -63,41 +63,29 @@ def compile_module(module: str, capability: int, *extra: str) -> tuple[bytes, st
 
 
 def cached_module(module: str, capability: int) -> bytes:
-    """As `compile_module`, from the user's cache if it is there; otherwise it is put there, if that is possible."""
+    """Return a module from the user's cache; if it is missing or damaged there, compile and cache it."""
     from cupy_backends.cuda.libs import nvrtc
 
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # Path.home() raises if there is no home.
+    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "gradtool"  # noqa: PTH111, PTH117
+    if not folder.is_absolute():
+        return compile_module(module, capability)[0]
     key = repr((source(), options(module), capability, nvrtc.getVersion()))
-    path = _cache_folder() / f"{module}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-    image = _read(path)
-    if image is None:
-        image, _ = compile_module(module, capability)
-        with suppress(OSError):
-            _write(path, hashlib.sha256(image).digest() + image)
+    path = folder / f"{module}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    with suppress(OSError):
+        content = path.read_bytes()
+        digest, image = content[:32], content[32:]
+        if hashlib.sha256(image).digest() == digest:
+            return image
+    image, _ = compile_module(module, capability)
+    with suppress(OSError):
+        _replace(path, hashlib.sha256(image).digest() + image)
     return image
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # Path.home() raises if there is no home.
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "gradtool"  # noqa: PTH111, PTH117
-
-
-def _read(path: Path) -> bytes | None:
-    """The content that was written there, or None if it is missing or damaged."""
-    if not path.is_absolute():
-        return None
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, image = content[:32], content[32:]
-    return image if hashlib.sha256(image).digest() == digest else None
-
-
-def _write(path: Path, content: bytes) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write a file at once, so that no other process reads a part of it."""
-    if not path.is_absolute():
-        raise FileNotFoundError(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:

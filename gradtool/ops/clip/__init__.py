@@ -132,9 +132,9 @@ def clip(options: ClipOptions) -> ClipResult:
             state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
             decision = decide(options, call, groups, state_file)
         else:
-            from gradtool.ops.clip.units import clip_units  # only needed for this
+            from gradtool.ops.clip.units import decide_units  # only needed for this
 
-            output, decision = stack.enter_context(clip_units(options, call, output))  # noqa: PLW2901
+            output, decision = decide_units(options, call, output, stack)  # noqa: PLW2901
         destination, after, warnings = _write(call, output, options, decision)
         before, norms = decision.before, decision.norms
         norms_after = norms
@@ -192,9 +192,9 @@ def _write(
     if options.dtype is None:
         files = output.files(targets)
     else:
-        from gradtool.ops.clip.convert import converted  # only needed for this
+        from gradtool.ops.clip.convert import convert  # only needed for this
 
-        work, files, indexes = converted(output, decision.scaling, options.dtype)
+        work, files, indexes = convert(output, decision.scaling, options.dtype)
         targets = work.targets
     state = None if decision.state_file is None else decision.state_file.content()
     with call.writing(output, files, indexes, state) as destination:

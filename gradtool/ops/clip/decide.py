@@ -1,4 +1,4 @@
-"""Decides what clipping does to each tensor, and checks which options go together."""
+"""What clipping does to each tensor, and which options go together."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ _EXCLUDES = {
 def check_options(options: ClipOptions) -> None:
     """Raise `UsageError` for options that need or exclude others."""
     given = {name for name in vars(options) if not options.is_default(name)}
-    for name, (what, others) in _EXCLUDES.items():
-        for other in others.split():
+    for name, (effect, excluded) in _EXCLUDES.items():
+        for other in excluded.split():
             if {name, other} <= given:
-                raise UsageError(say("{} {} and cannot be combined with {}", option(name), what, option(other)))
-    for name, other in _REQUIRES.items():
-        if name in given and other not in given:
-            raise UsageError(say("{} requires {}", option(name), option(other)))
+                raise UsageError(say("{} {} and cannot be combined with {}", option(name), effect, option(other)))
+    for name, needed in _REQUIRES.items():
+        if name in given and needed not in given:
+            raise UsageError(say("{} requires {}", option(name), option(needed)))
     if given.isdisjoint(_LIMITS):
         raise UsageError(say("one of {}, {}, {}, {} and {} is required", *map(option, _LIMITS)))
     if options.agc is not None and options.nonfinite == "zero":
         raise UsageError(say("{} cannot be combined with {}", option("agc"), option("nonfinite", "zero")))
-    if options.dtype is not None and options.output is None and options.output_dir is None:
+    if options.dtype is not None and not options.is_elsewhere:
         raise UsageError(say("{} requires {} or {}", option("dtype"), option("output"), option("output_dir")))
 
 
 def group_limits(options: ClipOptions) -> list[tuple[str, float]]:
-    """Return the regular expression and the maximum norm of each group; raises `UsageError` for what is not REGEX:C."""
+    """Return the regular expression and the maximum norm of each group; raise `UsageError` for what is not REGEX:C."""
     limits = []
     for text in options.group:
         pattern, _, limit = text.rpartition(":")
@@ -69,29 +69,28 @@ def group_limits(options: ClipOptions) -> list[tuple[str, float]]:
             raise UsageError(say("{} must be REGEX:C, such as '^lm_head:0.5', not {!r}", option("group"), text))
         name = say("the C of {}", option("group", text))
         max_norm = validators.number(name, limit)
-        if not validators.NOT_NEGATIVE.holds(max_norm):
-            raise UsageError(say("{} must be {}, not {!r}", name, validators.NOT_NEGATIVE.words, max_norm))
+        validators.NOT_NEGATIVE.require(name, max_norm)
         limits.append((pattern, max_norm))
     return limits
 
 
 def check_finite(
-    options: ClipOptions, selected: Sequence[Selected], sums: Measurement, what: str = "input contains NaN or Inf"
+    options: ClipOptions, selected: Sequence[Selected], sums: Measurement, message: str = "input contains NaN or Inf"
 ) -> None:
     """Raise `NonFiniteError` for tensors that contain NaN or Inf, unless the options say what becomes of these."""
     problems = nonfinite_problems(selected, sums) if options.nonfinite == "error" else ()
     if problems:
         ways = option("nonfinite", "zero"), option("nonfinite", "propagate")
         hint = say("use {} or {} to continue", *ways) if options.agc is None else say("use {} to continue", ways[1])
-        raise NonFiniteError(f"{what}; nothing written", problems, hint)
+        raise NonFiniteError(f"{message}; nothing written", problems, hint)
 
 
 class Decision(NamedTuple):
     """What was measured, and what follows: the coefficient of each tensor, whether it is clipped, and the pass to run.
 
-    The pass rewrites the tensors with these `numbers`; with `problems` there is none. `coef` is the one coefficient of
-    all, or None where there is no such thing, and `limit` that of the rule, whose state is in `state_file`. `units` are
-    how many there are, and how many are clipped.
+    The pass rewrites the tensors with these `numbers`; with `problems` there is none. `coef` is that of all tensors, or
+    None where they have different ones, and `limit` that of the rule, whose state is in `state_file`. `units` are how
+    many there are, and how many are clipped.
     """
 
     before: Measurement
@@ -120,47 +119,43 @@ def decide(options: ClipOptions, call: Call, groups: Sequence[Group], state_file
     check_finite(options, selected, before)
     members = [group.numbers for group in groups]
     norms = before.norms(per_tensor=options.per_tensor, groups=members, unscale=options.unscale)
-    scopes = _scopes(options, groups, norms, len(selected))
-    limited = [norm for limit, norm, _ in scopes if state_file or is_limit(limit)]
-    if before.is_finite and math.inf in limited:
-        hint = say("use {} to limit the values first", option("max_value"))
-        raise BadInputError("the norm overflows float64; nothing written", hint=hint)
     norm = norms.whole if options.total_norm is None else options.total_norm
-    if options.skip_above is not None and not norm <= options.skip_above:
-        what = "is NaN, which is not within" if math.isnan(norm) else f"{norm!r} is above"
-        what = say("the norm {} the limit {!r} of {}; nothing written", what, options.skip_above, option("skip_above"))
-        ones, no, problems = [1.0] * len(selected), [False] * len(selected), [Problem("above-limit", what)]
-        return Decision(before, norms, 1.0, ones, no, state_file=state_file, problems=problems)
-    limit = math.inf
-    if state_file is not None:
-        limit, state = state_file.rule.learn(state_file.state, norm)
-        state_file = state_file._replace(state=state)
-        options = options.replace(max_norm=min(limit, math.inf if options.max_norm is None else options.max_norm))
-        scopes = _scopes(options, groups, norms, len(selected))
-    decision = _decide_each(options, selected, scopes, before, norms)
-    return decision._replace(limit=None if math.isinf(limit) else limit, state_file=state_file)
-
-
-def _scopes(options: ClipOptions, groups: Sequence[Group], norms: Norms, tensors: int) -> list[_Scope]:
-    """Return the norms that may be limited."""
+    scopes: list[_Scope] = [(options.max_norm, norm, range(len(selected)))]
     if options.per_tensor:
-        return [(options.max_norm, norm, [number]) for number, norm in enumerate(norms.tensors)]
-    if groups:
+        scopes = [(options.max_norm, tensor_norm, [number]) for number, tensor_norm in enumerate(norms.tensors)]
+    elif groups:
         # The last limit is that of all other tensors, if there are any.
         limits = [*(limit for _, limit in group_limits(options)), options.max_norm]
-        return list(zip(limits, norms.groups, (group.numbers for group in groups), strict=False))
-    return [(options.max_norm, norms.whole if options.total_norm is None else options.total_norm, range(tensors))]
+        scopes = list(zip(limits, norms.groups, members, strict=False))
+    if before.is_finite and math.inf in [norm for limit, norm, _ in scopes if state_file or is_limit(limit)]:
+        hint = say("use {} to limit the values first", option("max_value"))
+        raise BadInputError("the norm overflows float64; nothing written", hint=hint)
+    if options.skip_above is not None and not norm <= options.skip_above:
+        relation = "is NaN, which is not within" if math.isnan(norm) else f"{norm!r} is above"
+        template = "the norm {} the limit {!r} of {}; nothing written"
+        problem = Problem("above-limit", say(template, relation, options.skip_above, option("skip_above")))
+        coefs, clipped = [1.0] * len(selected), [False] * len(selected)
+        return Decision(before, norms, 1.0, coefs, clipped, state_file=state_file, problems=[problem])
+    if state_file is None:
+        return _decide_each(options, selected, scopes, before, norms)
+    limit, state = state_file.rule.learn(state_file.state, norm)
+    scopes = [(min(limit, math.inf if options.max_norm is None else options.max_norm), norm, range(len(selected)))]
+    decision = _decide_each(options, selected, scopes, before, norms)
+    limit_or_none = None if math.isinf(limit) else limit
+    return decision._replace(limit=limit_or_none, state_file=state_file._replace(state=state))
 
 
 def _decide_each(
     options: ClipOptions, selected: Sequence[Selected], scopes: Sequence[_Scope], before: Measurement, norms: Norms
 ) -> Decision:
     """Decide what becomes of each tensor, given the norms that are limited."""
-    last, coefs = math.inf, [math.inf] * len(selected)
+    coefs = [math.inf] * len(selected)
     for limit, norm, numbers in scopes:
-        last = clip_coef(limit, norm, options.eps)
+        coef = clip_coef(limit, norm, options.eps)
         for number in numbers:
-            coefs[number] = last
+            coefs[number] = coef
+    is_common = not (options.per_tensor or options.group) and scopes[0][0] is not None
+    common_coef = clip_coef(*scopes[0][:2], options.eps) if is_common else None
     clamp = math.inf if options.max_value is None else abs(options.max_value)
     clamps = {dtype: STORAGE[dtype].rounded(clamp) for dtype in {tensor.dtype for _, tensor in selected}}
     clipped, factors = [], {}
@@ -178,8 +173,7 @@ def _decide_each(
         if options.dtype is not None or (tensor.elements and (rounded != 1 or is_clamped or drops)):
             factors[number] = rounded
     scaling = Rewrite([selected[number] for number in factors], before.spec, list(factors.values()), clamp)
-    has_one = options.max_norm is not None and not (options.per_tensor or options.group)
-    return Decision(before, norms, last if has_one else None, coefs, clipped, scaling, list(factors))
+    return Decision(before, norms, common_coef, coefs, clipped, scaling, list(factors))
 
 
 # It is nearly always called with the same few numbers for all tensors.
@@ -192,9 +186,9 @@ def _rounded(dtype: str, factor: float) -> tuple[float, bool]:
 
 
 def out_of_range(selected: Selected, coef: float, hint: str) -> BadInputError:
-    """Make the error for a coefficient that the type of the factors of a tensor cannot hold."""
+    """Return the error for a coefficient that the type of the factors of a tensor cannot hold."""
     shard, tensor = selected
     work = np.finfo(STORAGE[tensor.dtype].work)
     bounds = f"{work.dtype} ({work.tiny:.3g} to {work.max:.3g}), its type for {tensor.dtype}"
-    what = f"the coefficient {coef!r} is out of range for {bounds}; nothing written"
-    return BadInputError(what, file=shard.name, tensor=tensor.name, hint=hint)
+    message = f"the coefficient {coef!r} is out of range for {bounds}; nothing written"
+    return BadInputError(message, file=shard.name, tensor=tensor.name, hint=hint)

@@ -1,4 +1,4 @@
-"""Limits that follow from the norms of earlier calls: the rules of `clip --limit`, and the state that they keep."""
+"""Limits that follow from the norms of earlier calls: the rules of `clip --limit`, and their state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from gradtool.options import ClipOptions
 
 _VERSION = 1
-_MOST_NORMS = 100_000
+_MAX_NORMS = 100_000
 # A norm takes up to 30 bytes.
-_MOST_BYTES = 4_000_000
+_MAX_BYTES = 4_000_000
 # Norms above it have no variance in float64.
 _LARGEST = 2.0**500
 _INFINITY = "Infinity"
-# How much of the moving mean and variance one more norm leaves, and the norms that they begin with: those of the paper.
+# The weight of the old moving mean and variance, and the number of norms that they begin with: those of the paper.
 _ALPHA, _WARMUP = 0.97, 25
 # So many norms take 200 kB in a state.
 _WINDOW = 10_000
@@ -34,7 +34,7 @@ _WINDOW = 10_000
 
 @dataclass(frozen=True)
 class State:
-    """What a rule knows: how many norms it has seen, and what it keeps of them.
+    """The state of a rule: how many norms it has seen, and what it needs of them.
 
     `norms` are those that a percentile is taken of, or those of a warm-up that has not ended; `mean` and `variance` are
     the moving ones once it has.
@@ -47,8 +47,8 @@ class State:
     variance: float | None = None
     norms: tuple[float, ...] = ()
 
-    def seen(self, **changes: Any) -> Self:
-        """Return the state after one more norm."""
+    def after_norm(self, **changes: Any) -> Self:
+        """Return the state after another norm."""
         return replace(self, steps=self.steps + 1, **changes)
 
 
@@ -61,10 +61,10 @@ class ZScore:
         z = (norm - mean) / std
         limit = mean + T · (T / z) · std                    where z > T; else nothing is clipped
 
-    Then, with A = 0.97, and seen the norm or, where it was clipped, the limit:
+    Then, with A = 0.97, and clipped the norm or, where it is larger, the limit:
 
-        mean ← A · mean + (1 - A) · seen
-        variance ← A · variance + (1 - A) · (seen - mean)²        with the new mean
+        mean ← A · mean + (1 - A) · clipped
+        variance ← A · variance + (1 - A) · (clipped - mean)²     with the new mean
 
     The first `warmup` norms are not clipped; mean and variance begin as theirs. All is float64. Where std is 0, every
     norm above the mean has an infinite z, so that the limit is the mean.
@@ -80,28 +80,28 @@ class ZScore:
 
         A norm that is not finite leaves the state as it is.
         """
-        limit = math.inf
-        if state.mean is not None and state.variance is not None:
-            distance, std = norm - state.mean, math.sqrt(state.variance)
+        limit, mean, variance = math.inf, state.mean, state.variance
+        if mean is not None and variance is not None:
+            distance, std = norm - mean, math.sqrt(variance)
             # NaN is not above the threshold.
             if distance > self.threshold * std:
                 z = distance / std if std else math.inf
-                limit = state.mean + self.threshold * (self.threshold / z) * std
+                limit = mean + self.threshold * (self.threshold / z) * std
         if not math.isfinite(norm):
             return limit, state
         if norm > _LARGEST:
             raise BadInputError(say("the square of the norm {!r} overflows, which {} needs; nothing written", norm, _Z))
-        if state.mean is not None and state.variance is not None:
-            seen = min(norm, limit)
-            mean = _ALPHA * state.mean + (1 - _ALPHA) * seen
-            variance = _ALPHA * state.variance + (1 - _ALPHA) * (seen - mean) ** 2
-            return limit, state.seen(mean=mean, variance=variance)
+        if mean is not None and variance is not None:
+            clipped = min(norm, limit)
+            mean = _ALPHA * mean + (1 - _ALPHA) * clipped
+            variance = _ALPHA * variance + (1 - _ALPHA) * (clipped - mean) ** 2
+            return limit, state.after_norm(mean=mean, variance=variance)
         norms = (*state.norms, norm)
         if len(norms) < self.warmup:
-            return limit, state.seen(norms=norms)
+            return limit, state.after_norm(norms=norms)
         mean = math.fsum(norms) / len(norms)
         variance = math.fsum((value - mean) ** 2 for value in norms) / len(norms)
-        return limit, state.seen(norms=(), mean=mean, variance=variance)
+        return limit, state.after_norm(norms=(), mean=mean, variance=variance)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Percentile:
         A norm that is not finite leaves the state as it is.
         """
         if math.isfinite(norm):
-            state = state.seen(norms=(*state.norms, norm)[-self.window :])
+            state = state.after_norm(norms=(*state.norms, norm)[-self.window :])
         norms = sorted(state.norms[-self.window :])
         if not norms:
             return math.inf, state
@@ -146,8 +146,8 @@ def rule_from_options(options: ClipOptions) -> Rule | None:
     for key, count, rule, form in (("warmup", warmup, "z", _Z), ("window", window, "percentile", _PERCENTILE)):
         if count is not None and name != rule:
             raise UsageError(say("{} requires {}", option(key), form))
-        if count is not None and count > _MOST_NORMS:
-            raise UsageError(say("{} must be at most {:,}, not {:,}", option(key), _MOST_NORMS, count))
+        if count is not None and count > _MAX_NORMS:
+            raise UsageError(say("{} must be at most {:,}, not {:,}", option(key), _MAX_NORMS, count))
     if not text:
         return None
     number = validators.number(say("the number in {}", option("limit", text)), value) if value else math.nan
@@ -165,8 +165,8 @@ def state_path(options: ClipOptions) -> Path | None:
         return None
     path = os.fspath(options.state)
     if path.endswith((".safetensors", INDEX_SUFFIX)):
-        what = say("{} has the name of a gradient set", option("state", path))
-        raise UsageError(what, hint="use another name, such as clip.json")
+        message = say("{} has the name of a gradient set", option("state", path))
+        raise UsageError(message, hint="use another name, such as clip.json")
     if path == "-" or path.endswith(os.sep) or os.path.isdir(path):  # noqa: PTH112 - Path's own raises
         raise UsageError(say("{} must be a file", option("state", path)))
     return Path(path)
@@ -188,7 +188,7 @@ class StateFile(NamedTuple):
             SystemRefusedError: it cannot be read.
         """
         try:
-            file = read_small(path, _MOST_BYTES)
+            file = read_small(path, _MAX_BYTES)
         except BadInputError as error:
             if error.problems[0].code != "missing-file":
                 raise
@@ -196,9 +196,9 @@ class StateFile(NamedTuple):
         try:
             return cls(file, rule, _parse(file.content, State(rule.name, norm_type)))
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            what = f"is not a state that this call can use ({shortened(str(error))})"
+            message = f"is not a state that this call can use ({shortened(str(error))})"
             hint = say("use another {}, or delete it to start again", option("state"))
-            raise BadInputError(what, file=path, code="state", hint=hint) from error
+            raise BadInputError(message, file=path, code="state", hint=hint) from error
 
     def content(self) -> SmallFile:
         """Return the file as it is to be written."""
@@ -211,11 +211,11 @@ class StateFile(NamedTuple):
 
 
 def _parse(content: bytes, new: State) -> State:
-    """Read a state of the same rule and order as a new one; nothing is taken for granted."""
+    """Parse a state of the same rule and order as a new one; raise an error for whatever else the file has."""
     if not content.lstrip().startswith(b"{"):
         raise ValueError("it is not a JSON object")
     # Each value of a list has a comma: they are counted before they are parsed.
-    if content.count(b",") > _MOST_NORMS + 100 or max(map(content.count, (b"[", b"{"))) > 1:
+    if content.count(b",") > _MAX_NORMS + 100 or max(map(content.count, (b"[", b"{"))) > 1:
         raise ValueError("it has too many values")
     document: dict[str, Any] = json.loads(content, parse_int=partial(validators.whole, "each count"))
     version = document.pop("gradtool_state", None)
@@ -233,13 +233,12 @@ def _parse(content: bytes, new: State) -> State:
     largest = _LARGEST if rule == ZScore.name else math.inf
     is_sound = (mean is None) == (variance is None) and max(norms, default=0.0) <= largest
     is_sound = is_sound and (mean or 0.0) <= largest and (variance or 0.0) <= largest**2
-    if type(steps) is not int or not len(norms) <= min(steps, _MOST_NORMS) or not is_sound:
+    if type(steps) is not int or not len(norms) <= min(steps, _MAX_NORMS) or not is_sound:
         raise ValueError("its values do not fit together")
     return State(rule, order, steps, mean, variance, norms)
 
 
 def _number(value: Any) -> float:
-    """Return a finite number that is not negative."""
     if type(value) not in {int, float} or not 0 <= float(value) < math.inf:
         raise ValueError(f"{value!r} is not a norm")
     return float(value)

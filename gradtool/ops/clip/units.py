@@ -9,7 +9,6 @@ memory: the first pass writes them to an unnamed temporary file, from which the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from array import array
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
 from gradtool.store.format.selection import check_dtypes, require_unique_names
+from gradtool.store.io.channel import fill
+from gradtool.store.source import Reader, Source
 from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.output import check_not_replaced
 
@@ -46,9 +47,12 @@ if TYPE_CHECKING:
     UnitFactors = tuple[int, int, Factors, UnitCounts]
 
 
-@contextlib.contextmanager
-def clip_units(options: ClipOptions, call: Call, output: Output) -> Iterator[tuple[Output, Decision]]:
-    """Decide what becomes of each unit. New files may be read by those who may read gradients and parameters.
+def decide_units(
+    options: ClipOptions, call: Call, output: Output, stack: contextlib.ExitStack
+) -> tuple[Output, Decision]:
+    """Decide what becomes of each unit; the stack closes the file of the factors, which the decision's pass reads.
+
+    New files may be read by those who may read gradients and parameters.
 
     Raises:
         UsageError: a file of the parameters would be replaced.
@@ -59,25 +63,25 @@ def clip_units(options: ClipOptions, call: Call, output: Output) -> Iterator[tup
     grads, spec = call.selected, NormSpec()
     sets, params = _parameters(options, grads, output)
     limits = UnitLimits(options.agc or 0.0, options.agc_eps, options.unscale)
-    with contextlib.closing(FactorFile(grads)) as file:
-        before, units = call.run(ComputeUnitFactors(grads, spec, params, limits, file))
-        check_finite(options, grads, before)
-        suspects = [param for param, count in zip(params, units.nonfinite, strict=True) if count]
-        if suspects and options.nonfinite == "error":
-            # The norm of finite parameters may overflow, too.
-            check_finite(options, suspects, call.run(Measure(suspects, spec)), "a parameter is NaN or Inf")
-        for number, unit in enumerate(units.beyond):
-            if unit >= 0:
-                factor = memoryview(bytearray(8)).cast("d")
-                file.read(number, unit, factor)
-                hint = say("use a larger {}, or clip in several steps", option("agc"))
-                raise out_of_range(grads[number], factor[0], hint)
-        numbers = [number for number, count in enumerate(units.changed) if count or options.dtype is not None]
-        scaling = ScaleUnits([grads[number] for number in numbers], spec, numbers, file)
-        clipped = [count > 0 for count in units.clipped]
-        counts = sum(units_of(grad)[0] for grad in grads), sum(units.clipped)
-        norms = before.norms(unscale=options.unscale)
-        yield output.with_sources(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
+    file = stack.enter_context(contextlib.closing(FactorFile(grads)))
+    before, units = call.run(ComputeUnitFactors(grads, spec, params, limits, file))
+    check_finite(options, grads, before)
+    suspects = [param for param, count in zip(params, units.nonfinite, strict=True) if count]
+    if suspects and options.nonfinite == "error":
+        # The norm of finite parameters may overflow, too.
+        check_finite(options, suspects, call.run(Measure(suspects, spec)), "a parameter is NaN or Inf")
+    for number, unit in enumerate(units.beyond):
+        if unit >= 0:
+            factor = memoryview(bytearray(8)).cast("d")
+            hint = say("use a larger {}, or clip in several steps", option("agc"))
+            file.read(number, unit, factor)
+            raise out_of_range(grads[number], factor[0], hint)
+    numbers = [number for number, count in enumerate(units.changed) if count or options.dtype is not None]
+    scaling = ScaleUnits([grads[number] for number in numbers], spec, numbers, file)
+    clipped = [count > 0 for count in units.clipped]
+    counts = sum(units_of(grad)[0] for grad in grads), sum(units.clipped)
+    norms = before.norms(unscale=options.unscale)
+    return output.with_sources(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
 
 
 def _parameters(
@@ -92,11 +96,11 @@ def _parameters(
     for shard, tensor in grads:
         param = by_name.get(tensor.name)
         if param is None:
-            missing = say("is missing from {}", option("params", options.params))
-            problems.append(Problem("missing-tensor", missing, shard.name, tensor.name))
+            message = say("is missing from {}", option("params", options.params))
+            problems.append(Problem("missing-tensor", message, shard.name, tensor.name))
         elif param.tensor.shape != tensor.shape:
-            shape = f"has shape {list(param.tensor.shape)}, but its gradient has {list(tensor.shape)}"
-            problems.append(Problem("shape", shape, param.shard.name, tensor.name))
+            mismatch = f"has shape {list(param.tensor.shape)}, but its gradient has {list(tensor.shape)}"
+            problems.append(Problem("shape", mismatch, param.shard.name, tensor.name))
     if problems:
         raise BadInputError.from_problems(problems, say("use {} to skip tensors", option("exclude")))
     params = [by_name[grad.tensor.name] for grad in grads]
@@ -127,6 +131,7 @@ class FactorFile:
         self._folder = tempfile.gettempdir()
         with self._errors():
             self._file = tempfile.TemporaryFile(dir=self._folder, prefix="gradtool-", buffering=0)  # noqa: SIM115
+        self._reader = Reader(Source(self._folder, self._begins[-1]), self._file.fileno())
         self.close = self._file.close
 
     def write(self, tensor: int, first: int, factors: Factors) -> None:
@@ -136,25 +141,19 @@ class FactorFile:
 
     def read(self, tensor: int, first: int, factors: Factors) -> None:
         """Read the factors of consecutive units of a tensor."""
-        view, begin = factors.cast("B"), self._begins[tensor] + 8 * first
-        with self._errors():
-            while view:
-                count = os.preadv(self._file.fileno(), [view], begin)
-                if not count:
-                    raise OSError(errno.EIO, "the temporary file is shorter than what was written")
-                view, begin = view[count:], begin + count
+        fill(self._reader, self._begins[tensor] + 8 * first, factors.cast("B"))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            what = f"cannot store the factors of units: {error.strerror}"
-            raise SystemRefusedError(what, file=self._folder, hint="set TMPDIR to another folder") from error
+            message = f"cannot store the factors of units: {error.strerror}"
+            raise SystemRefusedError(message, file=self._folder, hint="set TMPDIR to another folder") from error
 
 
 class UnitTally(Tally):
-    """What is counted of the units of gradients, as `UnitCounts` has it; units take the place of elements."""
+    """Counts of the units of gradients, as in `UnitCounts`; units take the place of elements."""
 
     clipped: array[int]
     changed: array[int]
@@ -189,35 +188,34 @@ class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
     def work(self, block: Block, worker: Worker, tally: tuple[Measurement, UnitTally]) -> None:
         """Compute the factors of the units that begin in a block."""
         with worker.load(block) as loaded, contextlib.ExitStack() as stack:
-            measured = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
-            # A unit that goes on behind the block comes first: it gives back its memory, and the others own theirs.
+            sums = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
             units = [*self._cut_unit(block, worker, stack), *self._whole_units(loaded, worker, stack)]
             # Nothing is added before all is known: a device that has no room gets the block in halves.
-            sums, counts = tally
-            sums.add(block, measured)
-            for tensor, first, factors, counted in units:
-                counts.merge([(tensor, first)], {name: [count] for name, count in counted._asdict().items()}, [])
+            measurement, unit_tally = tally
+            measurement.add(block, sums)
+            for tensor, first, factors, counts in units:
+                rows = {name: [count] for name, count in counts._asdict().items()}
+                unit_tally.merge([(tensor, first)], rows, [])
                 self.file.write(tensor, first, factors)
 
     def _whole_units(self, loaded: Loaded, worker: Worker, stack: contextlib.ExitStack) -> Iterator[UnitFactors]:
         """Compute the factors of units of which all elements are in a block; the stack owns their memory."""
-        whole = {}
+        spans = []
         for span in loaded.block.spans:
             size = units_of(self.selected[span.tensor])[1]
             units = range(-(-span.start // size), (span.start + span.elements) // size)
             if units:
-                whole[span.tensor] = span, size, units
-        if not whole:
+                spans.append((span, size, units))
+        if not spans:
             return
-        sides = {number: self.params[number] for number in whole}
-        beside, addends = stack.enter_context(read_beside(sides, self.selected, loaded.block, worker))
-        room = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in whole.values()))).cast("d")
-        for (span, size, units), addend in zip(whole.values(), addends, strict=True):
+        params = {span.tensor: self.params[span.tensor] for span, _, _ in spans}
+        view, addends = stack.enter_context(read_beside(params, self.selected, loaded.block, worker))
+        for (span, size, units), param in zip(spans, addends, strict=True):
+            factors = stack.enter_context(worker.memory(8 * len(units))).cast("d")
             start, count = units.start * size - span.start, len(units) * size
-            grads = _stored(loaded.view, span.dtype, span.offset, start, count)
-            params = _stored(beside, addend.dtype, addend.offset, start, count)
-            factors, room = room[: len(units)], room[len(units) :]
-            counts = worker.backend.unit_factors(grads, params, size, self.limits, factors)
+            grad_values = _part(loaded.view, span.dtype, span.offset, start, count)
+            param_values = _part(view, param.dtype, param.offset, start, count)
+            counts = worker.backend.unit_factors(grad_values, param_values, size, self.limits, factors)
             yield span.tensor, units.start, factors, counts
 
     def _cut_unit(self, block: Block, worker: Worker, stack: contextlib.ExitStack) -> Iterator[UnitFactors]:
@@ -226,21 +224,22 @@ class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
         It is read in parts if it is longer than a patch.
         """
         for span in block.spans[-1:]:
-            grad, param = self.selected[span.tensor], self.params[span.tensor]
-            size, backend, factors = units_of(grad)[1], worker.backend, memoryview(bytearray(8)).cast("d")
-            unit, rest = divmod(span.start + span.elements, size)
-            if not rest or unit * size < span.start:
+            sides = self.selected[span.tensor], self.params[span.tensor]
+            size, backend, factors = units_of(sides[0])[1], worker.backend, memoryview(bytearray(8)).cast("d")
+            unit, elements = divmod(span.start + span.elements, size)
+            if not elements or unit * size < span.start:
                 return
-            room, reads = min(size, tuning.PATCH_ELEMENTS), []
-            for side in (grad, param):
-                view = stack.enter_context(worker.memory(room * STORAGE[side.tensor.dtype].itemsize))
+            reads = []
+            for side in sides:
+                nbytes = min(size, tuning.PATCH_ELEMENTS) * STORAGE[side.tensor.dtype].itemsize
+                view = stack.enter_context(worker.memory(nbytes))
                 reads.append((partial(_read, worker, side, view), side.tensor.dtype))
             if size <= tuning.PATCH_ELEMENTS:
-                grads, params = (TypedView(read(unit * size, size), dtype) for read, dtype in reads)
-                counts = backend.unit_factors(grads, params, size, self.limits, factors)
+                grad_values, param_values = (TypedView(read(unit * size, size), dtype) for read, dtype in reads)
+                counts = backend.unit_factors(grad_values, param_values, size, self.limits, factors)
             else:
                 norms = [norms_of(*read, range(unit, unit + 1), size, backend) for read in reads]
-                counts = set_factors(norms[0], norms[1], self.limits, grad.tensor.dtype, factors)
+                counts = set_factors(norms[0], norms[1], self.limits, sides[0].tensor.dtype, factors)
             yield span.tensor, unit, factors, counts
 
 
@@ -270,7 +269,7 @@ class ScaleUnits(Scaling):
             return worker.backend.scale_units(data, pieces, units, factors, self.spec)
 
 
-def _stored(view: memoryview, dtype: str, offset: int, start: int, count: int) -> TypedView:
+def _part(view: memoryview, dtype: str, offset: int, start: int, count: int) -> TypedView:
     """Return `count` elements from number `start` on, of those that begin at byte `offset` of a view."""
     itemsize = STORAGE[dtype].itemsize
     begin = offset + start * itemsize

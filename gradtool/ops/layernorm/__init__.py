@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from gradtool import errors
 from gradtool.backends.protocol import NormSpec
 from gradtool.declare import operation
-from gradtool.errors import NonFiniteError, UsageError, changed_meanwhile, option, say
+from gradtool.errors import NonFiniteError, changed_meanwhile, option, say
 from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.layernorm.backward import Backward
-from gradtool.ops.layernorm.layers import check_names, files_with_layers, find_layers
+from gradtool.ops.layernorm.layers import check_options, files_with_layers, find_layers
 from gradtool.ops.layernorm.patches import Patches
 from gradtool.ops.layernorm.placement import place_results
 from gradtool.ops.passes import Measure, in_file_order
@@ -87,7 +87,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         SystemRefusedError: reading or writing failed; nothing is written.
     """
     require_this_machine(options, errors.call("layernorm_backward"))
-    _check_options(options)
+    check_options(options)
     call = Call(options.named, options, dtypes=None)
     opened = output_files = None
     if len(call.inputs.paths) > 1 or options.output is not None:
@@ -120,17 +120,6 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
     )
 
 
-def _check_options(options: LayerNormOptions) -> None:
-    """Raise `UsageError` if the options contradict each other."""
-    if not options.affine and options.scale_offset:
-        raise UsageError(say("{} requires a scale, and {} has none", option("scale_offset"), option("affine", False)))
-    if options.x_grad_in_place and options.is_elsewhere:
-        outputs = option("output"), option("output_dir")
-        message = "{} changes the input, and cannot be combined with {} or {}"
-        raise UsageError(say(message, option("x_grad_in_place", True), *outputs))
-    check_names(options)
-
-
 def _nonfinite_error(call: Call, inputs: Sequence[Selected], gradients: Gradients) -> NonFiniteError:
     """Return the error for results that are NaN or Inf, which names the inputs that they come from."""
     problems = nonfinite_problems(inputs, call.run(Measure(inputs, NormSpec(math.inf))))
@@ -146,21 +135,10 @@ def _rows(layers: Sequence[Layer], gradients: Gradients) -> list[LayerRow]:
     """Return a row for each layer."""
     norms, rows = iter(gradients.norms(per_tensor=True).tensors), []
     for layer, seconds in zip(layers, gradients.seconds, strict=True):
-        x_grad, *others = [next(norms) for _ in layer.outputs]
-        scale_grad, bias_grad = [*others, None, None][:2]
+        x_grad, *weight_grads = [next(norms) for _ in layer.outputs]
+        scale_grad, bias_grad = [*weight_grads, None, None][:2]
         nbytes = sum(tensor.nbytes for _, tensor in layer.inputs) + sum(output.nbytes for output in layer.outputs)
-        rows.append(
-            LayerRow(
-                shape=layer.x.tensor.shape,
-                rows=layer.rows,
-                columns=layer.columns,
-                x_grad_norm=x_grad,
-                scale_grad_norm=scale_grad,
-                bias_grad_norm=bias_grad,
-                seconds=seconds,
-                gb_per_s=nbytes / seconds / 1e9 if seconds else 0.0,
-                name=layer.name,
-                file=layer.y_grad.shard.name,
-            )
-        )
+        size, speed = (layer.x.tensor.shape, layer.rows, layer.columns), nbytes / seconds / 1e9 if seconds else 0.0
+        place = layer.name, layer.y_grad.shard.name
+        rows.append(LayerRow(*size, x_grad, scale_grad, bias_grad, seconds, speed, *place))
     return rows

@@ -74,11 +74,16 @@ def _has_role(options: LayerNormOptions, role: str) -> bool:
     return role not in {"mean", "bias"} or options.kind == "layernorm"
 
 
-def check_names(options: LayerNormOptions) -> None:
-    """Raise `UsageError` if two results have one name, or a result beside the inputs has the name of an input.
+def check_options(options: LayerNormOptions) -> None:
+    """Raise `UsageError` if options contradict each other, or a result has the name of another one, or of an input.
 
-    X_grad may be called as Y_grad, which it replaces then.
+    X_grad may be called as Y_grad, which it replaces then. Results elsewhere may be called as inputs.
     """
+    if not options.affine and options.scale_offset:
+        raise UsageError(say("{} requires a scale, and {} has none", option("scale_offset"), option("affine", False)))
+    if options.x_grad_in_place and options.is_elsewhere:
+        template = "{} changes the input, and cannot be combined with {} or {}"
+        raise UsageError(say(template, option("x_grad_in_place", True), option("output"), option("output_dir")))
     outputs, inputs = output_roles(options), [] if options.is_elsewhere else input_roles(options)
     for a, b in [*combinations(outputs, 2), *product(outputs, inputs)]:
         name = getattr(options, a)

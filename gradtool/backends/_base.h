@@ -1,6 +1,6 @@
-/* What the C kernels need of a compiler, and codes at any address. */
-#ifndef GRADTOOL_MEMORY_H
-#define GRADTOOL_MEMORY_H
+/* What the C kernels need of a compiler, and codes at any address. All other headers build on this. */
+#ifndef GRADTOOL_BASE_H
+#define GRADTOOL_BASE_H
 
 #include <float.h>
 #include <math.h>
@@ -21,8 +21,6 @@
 #define HELPER static inline
 #endif
 
-#include "_codes.h"
-
 /* Whether fmaf is an instruction; elsewhere it is slow. */
 #if defined(__FMA__) || defined(__FP_FAST_FMAF)
 enum { HAS_FMA = 1 };
@@ -32,9 +30,6 @@ enum { HAS_FMA = 0 };
 
 /* Codes, whatever their size, that are compared in one stretch; a whole number of vectors. */
 enum { SIDE_BY_SIDE = 64 };
-
-#define BYTES_OF(DTYPE, NAME, BITS, ...) BITS / 8,
-static const int64_t ITEMSIZE[DTYPES] = {STORAGE_TYPES(BYTES_OF)};
 
 /* A tensor can have any address. */
 HELPER uint8_t load8(const char *at) { return (uint8_t)*at; }

@@ -153,7 +153,7 @@ def _may_have_logs(folder: Folder) -> bool:
     # A folder that cannot be listed may.
     try:
         return any(name.startswith(PREFIX) for name in folder.names())
-    except PermissionError as error:
+    except OSError as error:
         if error.errno != errno.EACCES:
             raise
         return True

@@ -44,6 +44,8 @@ class Run(NamedTuple):
 def runs_in(folder: Folder, names: Collection[str] | None = None, except_run: str | None = None) -> list[Run]:
     """Return the runs that write to files of those names in a folder, or to any files, and the orphans there.
 
+    The run with the ID `except_run`, which asks, is left out.
+
     Raises:
         SystemRefusedError: the folder cannot be listed or read; its logs are too large; or a log is malformed.
     """

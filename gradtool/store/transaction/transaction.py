@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import stat
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, call, changed_meanwhile, ensure, os_errors_about, say
@@ -67,16 +68,13 @@ class Transaction:
         if error is not None and self.leaves_files:
             error.add_note(_NOTE)
         if isinstance(error, GradtoolError) and self.needs_recovery:
-            problem, hint = error.problems[0], self.hint_to_recover
-            if problem.hint != hint:
-                file, tensor = problem.file, problem.tensor
-                raise SystemRefusedError(
-                    problem.message, file=file, tensor=tensor, code="unfinished", hint=hint
-                ) from error
+            problem = replace(error.problems[0], code="unfinished", hint=self.hint_to_recover)
+            if problem.hint != error.problems[0].hint:
+                raise SystemRefusedError.from_problems([problem]) from error
 
     @property
     def hint_to_recover(self) -> str:
-        """How to complete this run, once it has ended."""
+        """A hint that says how to complete this run, once it has ended."""
         return say("run {}", call("recover", str(self.log_folder.path)))
 
     def register(self) -> None:
@@ -100,7 +98,7 @@ class Transaction:
                 self._create_pointer(folder)
 
     def withdraw(self) -> None:
-        """Undo `register`, so that others can go first."""
+        """Undo `register`, so that another run can go first."""
         if self._size:
             # Removing all pointers may take a while; no other run need wait for that.
             with contextlib.suppress(OSError):
@@ -127,9 +125,10 @@ class Transaction:
 
     def check_ready(self, steps: list[Change | Move]) -> None:
         """Raise an error where recovery would refuse to do the steps, or another run may take this run for dead."""
-        named, listed = [(step.folder, step.name) for step in steps], enumerate(self.targets.names.values())
-        ensure(len(set(named)) == len(named), "a file would be written twice")
-        ensure({*named} <= {(folder, name) for folder, names in listed for name in names}, "the log lacks a file")
+        files = [(step.folder, step.name) for step in steps]
+        targets = {(number, name) for number, names in enumerate(self.targets.names.values()) for name in names}
+        ensure(len(set(files)) == len(files), "a file would be written twice")
+        ensure({*files} <= targets, "the log lacks a file")
         lock = f"{self.id}.lock"
         if not is_file_at(self._lock, self.log_folder, lock):
             raise changed_meanwhile(self.log_folder.path / lock)

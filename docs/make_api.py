@@ -63,7 +63,7 @@ PAGES = {
     "gradtool.reduction": "[numerics](numerics.md#norms-and-sums)",
 }
 _WIDTH = 100
-# What these mean is the same for all functions, and said once.
+# These mean the same for all functions; the section on errors has them.
 _GENERAL_ERRORS = {"UsageError", "BackendUnavailableError"}
 
 

@@ -57,15 +57,15 @@ def page() -> str:
     rows = [(f"[{name}](#gradtool-{name})", text.partition("\n")[0]) for name, (_, text) in COMMANDS.items()]
     return PAGE.format(
         commands=table(("command", "what it does"), rows),
-        sections="\n\n".join(map(section, COMMANDS.values())),
+        sections="\n\n".join(section(*item) for item in COMMANDS.items()),
         shared="\n\n".join(f"## {title}\n\n{options(declared_of(group).values())}" for title, group in SHARED.items()),
     )
 
 
-def section(command: Command) -> str:
+def section(name: str, command: Command) -> str:
     """Return the section of a command."""
     text, examples = command.description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
-    name, declared = command.name, command.declared
+    declared = command.declared
     return COMMAND.format(
         name=name,
         text=text,
@@ -78,12 +78,12 @@ def section(command: Command) -> str:
 
 def shared_of(declared: Sequence[Declared]) -> str:
     """Return links to the options that a command shares; with their names, if it does not have all of a group."""
-    said = []
+    links = []
     for title, group in SHARED.items():
-        own = [f"`{option(item.name).command}`" for item in declared if item.group == title]
-        some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
-        said += [f"[{title}](#{title.lower()}){some}"] if own else []
-    return ", ".join(said)
+        flags = [f"`{option(item.name).command}`" for item in declared if item.group == title]
+        names = "" if len(flags) == len(declared_of(group)) else f" ({', '.join(flags)})"
+        links += [f"[{title}](#{title.lower()}){names}"] if flags else []
+    return ", ".join(links)
 
 
 def options(declared: Iterable[Declared]) -> str:

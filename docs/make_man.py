@@ -37,24 +37,24 @@ A path is a file, a folder, or an index (\fI*.safetensors.index.json\fR).
 Compute backend: auto, cpu or cuda.
 .TP
 .B GRADTOOL_KERNELS
-If it is numpy, the cpu backend is numpy instead of the compiled kernels.
+Set to numpy to run the cpu backend without the compiled kernels.
 .TP
 .B GRADTOOL_ENGINE
-Where tasks run: threads, or dask:ADDRESS.
+Where to run: threads, or dask:ADDRESS.
 .TP
 .B GRADTOOL_FORMAT
-Format of the output: text, json, jsonl or github.
+Output format: text, json, jsonl or github.
 .TP
 .B GRADTOOL_DEBUG
-If it is 1, errors have tracebacks.
+Set to 1 to print a traceback with each error.
 .TP
 .B NO_COLOR
-If it is set, errors have no colour.
+Set to print errors without colour.
 .SH FILES
 .TP
 .I .gradtool\-*
-What a run leaves beside the data while it works; \fBgradtool recover\fR removes
-what a crashed one has left.
+Logs, locks and temporaries of a run, beside the data while it works;
+\fBgradtool recover\fR removes those of a crashed run.
 """
 CODES = {
     0: "done",
@@ -75,7 +75,7 @@ def page() -> str:
         synopsis="\n.br\n".join(synopsis(name) for name in COMMANDS),
         commands="\n".join(command(name) for name in COMMANDS),
         shared="\n".join(
-            f".SH {title.upper()} OPTIONS\n{entries(declared_of(one).values())}" for title, one in groups.items()
+            f".SH {title.upper()} OPTIONS\n{entries(declared_of(group).values())}" for title, group in groups.items()
         ),
         codes="\n".join(f".TP\n.B {code}\n{escaped(text)}" for code, text in CODES.items()),
     )
@@ -91,13 +91,13 @@ def command(name: str) -> str:
     """Return the section of a command."""
     text, examples = COMMANDS[name].description.partition("\n\n")[2].rstrip().split("\n\n\b\nExamples:\n")
     declared = COMMANDS[name].declared
-    own = [one for one in declared if one.group in {ARGUMENTS, OPTIONS}]
-    paragraphs = "\n.PP\n".join(paragraph(one) for one in text.split("\n\n"))
+    local = [field for field in declared if field.group in {ARGUMENTS, OPTIONS}]
+    paragraphs = "\n.PP\n".join(paragraph(part) for part in text.split("\n\n"))
     return "\n".join(
         [
             f".SS gradtool {escaped(name)}",
             paragraphs,
-            entries(own),
+            entries(local),
             f".PP\n{paragraph(f'And the options under {shared_of(declared)}.')}",
             f".PP\nExamples:\n.PP\n.EX\n{lines(escaped(inspect.cleandoc(examples)))}\n.EE",
         ]
@@ -107,28 +107,30 @@ def command(name: str) -> str:
 def entries(declared: Iterable[Declared]) -> str:
     """Return arguments and options, each with its meaning and its default."""
     rows = []
-    for one in declared:
-        default = f" Default: {one.default_text}." if one.default_text else ""
-        rows.append(f".TP\n{spelled(one)}\n{paragraph(as_command(one.text) + default)}")
+    for field in declared:
+        default = f" Default: {field.default_text}." if field.default_text else ""
+        rows.append(f".TP\n{usage(field)}\n{paragraph(as_command(field.text) + default)}")
     return "\n".join(rows)
 
 
-def spelled(one: Declared) -> str:
+def usage(field: Declared) -> str:
     """Return an option as it is typed: its names in bold, its value in italics."""
-    if one.group == ARGUMENTS:
-        return rf"\fI{escaped(one.metavar)}\fR"
-    flags = re.sub(r"[^ ,/]+", lambda found: rf"\fB{escaped(found[0])}\fR", one.usage.removesuffix(one.metavar).strip())
-    return rf"{flags} \fI{escaped(one.metavar)}\fR" if one.metavar else flags
+    if field.group == ARGUMENTS:
+        return rf"\fI{escaped(field.metavar)}\fR"
+    flags = re.sub(
+        r"[^ ,/]+", lambda flag: rf"\fB{escaped(flag[0])}\fR", field.usage.removesuffix(field.metavar).strip()
+    )
+    return rf"{flags} \fI{escaped(field.metavar)}\fR" if field.metavar else flags
 
 
 def shared_of(declared: Sequence[Declared]) -> str:
     """Return the groups of options that a command shares; with their names, if it does not have all of a group."""
-    said = []
+    links = []
     for title, group in SHARED.items():
-        own = [option(one.name).command for one in declared if one.group == title and title != PYTHON]
-        some = "" if len(own) == len(declared_of(group)) else f" ({', '.join(own)})"
-        said += [f"{title.upper()} OPTIONS{some}"] if own else []
-    return ", ".join(said)
+        flags = [option(field.name).command for field in declared if field.group == title and title != PYTHON]
+        names = "" if len(flags) == len(declared_of(group)) else f" ({', '.join(flags)})"
+        links += [f"{title.upper()} OPTIONS{names}"] if flags else []
+    return ", ".join(links)
 
 
 def paragraph(text: str) -> str:

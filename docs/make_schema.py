@@ -66,7 +66,9 @@ class Schema:
         results = {
             name: self.result(getattr(gradtool, command.options.operation)) for name, command in COMMANDS.items()
         }
-        rows = {command: [one.name for one in fields(cls) if is_rows(one.name)] for command, cls in results.items()}
+        rows = {
+            command: [field.name for field in fields(cls) if is_rows(field.name)] for command, cls in results.items()
+        }
         self.definitions["call"] = call(results)
         of_object = [of_command(name, cls, {"required": rows[name]}) for name, cls in results.items()]
         of_line = [
@@ -101,27 +103,27 @@ class Schema:
         """Define a class: an object with all of its fields and no others."""
         if cls.__name__ in self.definitions:
             return
-        self.definitions[cls.__name__] = definition = {"description": said(cls), "type": "object"}
+        self.definitions[cls.__name__] = definition = {"description": description_of(cls), "type": "object"}
         hints = self.hints(cls)
         names = [name for name in hints if name != "problems"]
         definition["properties"] = {name: self.field(cls, name, hints[name]) for name in names}
         definition["required"] = names
         definition["additionalProperties"] = False
         for name in filter(is_rows, names):
-            for one in self.defined_as(typing.get_args(hints[name])[0]):
-                self.line(one, kind_of(name))
+            for row in self.defined_as(typing.get_args(hints[name])[0]):
+                self.line(row, kind_of(name))
 
     def hints(self, cls: type) -> dict[str, Any]:
         """Return the types of the fields of a class, with those of its summaries among them."""
         hints = typing.get_type_hints(cls, localns=self.types)
-        own = {one.name: hints[one.name] for one in fields(cls)}
+        local = {field.name: hints[field.name] for field in fields(cls)}
         for name in SUMMARIES:
-            own |= self.hints(own.pop(name)) if name in own and is_dataclass(own[name]) else {}
-        return own
+            local |= self.hints(local.pop(name)) if name in local and is_dataclass(local[name]) else {}
+        return local
 
     def defined_as(self, cls: type) -> list[type]:
         """Return the class and those that extend it: what an object of it may be."""
-        return [one for one in self.types.values() if issubclass(one, cls)]
+        return [kind for kind in self.types.values() if issubclass(kind, cls)]
 
     def line(self, cls: type, kind: str) -> None:
         """Let a class be a JSON line, too."""
@@ -137,35 +139,35 @@ class Schema:
         if key is None:
             sys.exit(f"docs/schema.toml does not say what {keys[0]} is")
         self.used.add(key)
-        chosen = next((self.choices[one] for one in keys if one in self.choices), None)
-        if isinstance(chosen, str):
-            chosen = list(typing.get_args(getattr(options, chosen)))
-        kind = {"enum": chosen} if chosen else self.type_of(hint, name)
+        choices = next((self.choices[key] for key in keys if key in self.choices), None)
+        if isinstance(choices, str):
+            choices = list(typing.get_args(getattr(options, choices)))
+        kind = {"enum": choices} if choices else self.type_of(hint, name)
         return {"description": self.texts[key]} | kind
 
     def type_of(self, hint: Any, name: str) -> dict:
         """Return what a type is in JSON."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in {typing.Union, types.UnionType}:
-            found = {"anyOf": [self.type_of(one, name) for one in arguments]}
+            schema = {"anyOf": [self.type_of(argument, name) for argument in arguments]}
         elif origin is typing.Literal:
-            found = {"enum": list(arguments)}
+            schema = {"enum": list(arguments)}
         elif origin is tuple and arguments[1:] == (...,):
-            found = {"type": "array", "items": self.type_of(arguments[0], name) | (NO_LINE if is_rows(name) else {})}
+            schema = {"type": "array", "items": self.type_of(arguments[0], name) | (NO_LINE if is_rows(name) else {})}
         elif origin is dict and arguments[0] is str:
-            found = {"type": "object", "additionalProperties": self.type_of(arguments[1], name)}
+            schema = {"type": "object", "additionalProperties": self.type_of(arguments[1], name)}
         elif is_dataclass(hint) and hint is not Problem:
-            found = self.reference(hint)
+            schema = self.reference(hint)
         else:
-            found = PLAIN[hint]
-        return found
+            schema = PLAIN[hint]
+        return schema
 
     def reference(self, cls: type) -> dict:
         """Return a reference to a class and to those that extend it, which are defined."""
         kinds = self.defined_as(cls)
-        for one in kinds:
-            self.define(one)
-        references = [{"$ref": f"#/$defs/{one.__name__}"} for one in kinds]
+        for subclass in kinds:
+            self.define(subclass)
+        references = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]
         return references[0] if len(references) == 1 else {"anyOf": references}
 
     def refuse_unused(self) -> None:
@@ -176,12 +178,12 @@ class Schema:
 
 def types_of_package() -> dict[str, type]:
     """All classes of the package by name, because many are imported only for type checkers."""
-    modules = [importlib.import_module(one.name) for one in pkgutil.walk_packages(gradtool.__path__, "gradtool.")]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    return {cls.__name__: cls for cls in found if cls.__module__.startswith("gradtool.")}
+    modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(gradtool.__path__, "gradtool.")]
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {cls.__name__: cls for cls in values if cls.__module__.startswith("gradtool.")}
 
 
-def said(cls: type) -> str:
+def description_of(cls: type) -> str:
     """Return what the docstring of a class says, in the words of JSON."""
     return " ".join((inspect.getdoc(cls) or "").split()).replace("None", "null")
 
@@ -210,17 +212,17 @@ def call(results: dict[str, type]) -> dict:
         "type": {"description": "Only in JSON lines.", "const": "result"},
         "gradtool": {"description": "The version of the program.", "type": "string"},
         "schema": {"description": "The version of this format.", "const": SCHEMA},
-        "command": {"description": "The command that was called, or what was taken for one.", "type": "string"},
-        "status": {"description": "Whether it is done, has found something, or failed."} | {"enum": [*STATUS]},
+        "command": {"description": "The first word of the command line that is not an option.", "type": "string"},
+        "status": {"description": "Whether the call succeeded, found a problem, or failed."} | {"enum": [*STATUS]},
         "exit_code": {
-            "description": "The exit code of the process; 128 and a signal's number if that ended it.",
+            "description": "The exit code of the process; 128 plus the signal's number if a signal ended it.",
             "anyOf": [{"enum": sorted(codes)}, {"type": "integer", "minimum": 129, "maximum": 192}],
         },
-        "data": {"description": "The result; empty if the command stopped before it had one.", "type": "object"},
+        "data": {"description": "The result; empty if the command failed before it had a result.", "type": "object"},
         "errors": {"description": "What is wrong.", "type": "array", "items": {"$ref": "#/$defs/error"}},
     }
     has_data = {"properties": {"data": {"minProperties": 1}}}
-    rules = [{"if": {"properties": {"status": {"const": one}}}, "then": rule} for one, rule in STATUS.items()]
+    rules = [{"if": {"properties": {"status": {"const": status}}}, "then": rule} for status, rule in STATUS.items()]
     # `check` tells what it has found in the files that it could read.
     stopped = {"properties": {"status": {"const": "error"}, "command": {"not": {"const": "check"}}}}
     rules += [{"if": stopped, "then": EMPTY}]

@@ -1,4 +1,4 @@
-"""Clip, accumulate, zero and measure gradients in safetensors files, in place, with reproducible bits.
+"""Clip, accumulate, zero and measure gradients in safetensors files, in place, with bit-for-bit reproducible results.
 
 The functions here are the commands of the command line: same names, same arguments, same results. They are loaded when
 first used, so that `import gradtool` costs nothing.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gradtool._version import __version__ as __version__
 
-# As typing has it, whose import would be most of what `import gradtool` costs.
+# Not from typing, whose import would take most of the time of `import gradtool`.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

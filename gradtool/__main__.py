@@ -28,7 +28,7 @@ def _run() -> int:
         return int(done.code or 0)
     except MemoryError:  # There was not even enough to import the command, or to print the error.
         with contextlib.suppress(OSError):  # The exit code remains.
-            os.write(2, b"gradtool: error: out of memory; raise the limit (ulimit -v or -d)\n")
+            os.write(2, b"gradtool: error: out of memory\n  hint: raise the limit on memory (ulimit -v or -d)\n")
         return 5
 
 

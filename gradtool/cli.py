@@ -1,10 +1,9 @@
-"""The command line: what each command says of itself, and the way out of all of them; imports nothing heavy."""
+"""The command line: the help of each command, and the way into and out of all of them; imports nothing heavy."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from itertools import starmap
 from typing import NoReturn
 
 import gradtool
@@ -13,64 +12,64 @@ from gradtool.command import Command, Request, parse
 from gradtool.errors import EXIT_OK
 from gradtool.report.progress import progress as progress_bar
 
-# For each command, its line in the list of commands, then its help.
-_TEXTS = {
-    options.NormOptions: """Measure the norm of all tensors, as one vector.
+# The options of each command, with its line in the list of commands and its help.
+COMMANDS = {
+    "norm": Command(options.NormOptions, """Measure the norm of all tensors, as one vector.
 
-Measure the norm of all tensors of all paths, as one vector; change nothing.
+Measure the norm of all tensors of all paths, as one vector. Nothing is changed.
 
-NaN and Inf values are reported, and the exit code is then 1.
+Reports NaN and Inf values, and exits with code 1 if there are any.
 
 \b
 Examples:
   gradtool norm grads/ --top 5
   gradtool norm rank*.safetensors --concat --json | jq .data.norm
   gradtool norm micro_*.safetensors --by-file --fail-above 5
-""",
-    options.DiffOptions: """Compare two gradient sets.
+"""),
+    "diff": Command(options.DiffOptions, """Compare two gradient sets.
 
-Compare the tensors of A with those of B, as one vector and tensor by tensor; change nothing.
+Compare the tensors of A with those of B, as one vector and tensor by tensor. Nothing is changed.
 
-Tensors match by name, whichever shard they are in and whatever their types. With a limit (--rtol and --atol,
---max-ulp, --max-rel-l2, --min-cosine, --bits), exits with code 1 if a difference is beyond it.
+Tensors are matched by name, whatever their shards and types. With a limit (--rtol and --atol, --max-ulp,
+--max-rel-l2, --min-cosine, --bits), exits with code 1 if any difference exceeds it.
 
 \b
 Examples:
   gradtool diff new.safetensors old.safetensors --top 5
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
-""",
-    options.CheckOptions: """Check files for damage and suggest fixes.
+"""),
+    "check": Command(options.CheckOptions, """Check files for damage and suggest fixes.
 
-Check everything that can be wrong with files and sets; change nothing.
+Check files and sets for damage and other problems. Nothing is changed.
 
-Exits with code 1 if any fault is found (a damaged header, an index that does not fit, NaN, files left half
-changed). Notes (subnormal values, tensors of zeros, leftovers) do not count, unless --strict is given: healthy
-files have some.
+Exits with code 1 if any fault is found (a damaged header, an index that does not match its shards, NaN, files left
+half changed). Notes (subnormal values, tensors of zeros, leftovers of runs) count only with --strict, because
+healthy files have some.
 
 \b
 Examples:
   gradtool check grads/
   gradtool check --fast step_*/ --json | jq '.data.per_finding[]'
   gradtool check sums.safetensors --strict && echo healthy
-""",
-    options.InfoOptions: """List tensors, types, sizes and metadata.
+"""),
+    "info": Command(options.InfoOptions, """List tensors, types, sizes and metadata.
 
-List the tensors of all paths with type, shape and bytes, the totals of each type, and the metadata.
+List the tensors of all paths with type, shape and bytes, the totals per type, and the metadata.
 
-Only headers are read, of tensors of any type.
+Only headers are read. Tensors may be of any type.
 
 \b
 Examples:
   gradtool info model.safetensors
   gradtool info grads/ --include '^lm_head'
   gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
-""",
-    options.ClipOptions: """Clip by global norm, by tensor, or by value.
+"""),
+    "clip": Command(options.ClipOptions, """Clip by global norm, per tensor, or by value.
 
 Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
 
-Files are replaced only when all of them are ready. If there is nothing to clip, none is touched.
+Files are replaced only once all of them are ready. If there is nothing to clip, no file is touched.
 
 \b
 Examples:
@@ -80,13 +79,13 @@ Examples:
   gradtool clip rank*.safetensors --concat --max-norm 1.0
   gradtool clip scaled.safetensors --output clipped.safetensors \\
       --unscale 1024 --max-norm 1.0 --dtype F32
-""",
-    options.AccumulateOptions: """Add gradients in float64, to a buffer or as a new set.
+"""),
+    "accumulate": Command(options.AccumulateOptions, """Add gradients in float64, into a buffer or a new set.
 
-Add gradients in float64, rounded once at the end: to a buffer in place (--into), or as a new set (--output).
+Add gradients in float64, rounded once at the end: into a buffer, in place (--into), or into a new set (--output).
 
-Tensors match by name, whichever shard they are in, and broadcast to the buffer's shape. Gradients are only read.
-With --into and --output, BUFFER is only read, too, and the sum with it is written.
+Tensors are matched by name, whatever their shards, and broadcast to the buffer's shape. Gradients are never modified.
+With both --into and --output, BUFFER is not modified either, and the new set is the sum of all.
 
 \b
 Examples:
@@ -95,25 +94,24 @@ Examples:
       --weight-key num_tokens --max-norm 1
   gradtool accumulate micro_*.safetensors --output-dir sums \\
       --shard-like model/
-""",
-    options.ZeroOptions: """Set every element to +0.
+"""),
+    "zero": Command(options.ZeroOptions, """Set every element to +0.
 
-Set every element of all tensors of all paths to +0, whatever its type, in place.
+Set every element of all tensors of all paths to +0, in place. Tensors may be of any type.
 
-If the file system has holes, no zeros are written, so gigabytes take no longer than kilobytes.
+On file systems that support holes, no zeros are written, so gigabytes take no longer than kilobytes.
 
 \b
 Examples:
   gradtool zero buffer.safetensors
   gradtool zero grads/ --include '^lm_head'
-""",
-    options.LayerNormOptions: """Compute the gradients of layer norms.
+"""),
+    "layernorm-backward": Command(options.LayerNormOptions, """Compute the gradients of layer norms.
 
 Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
-The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. The last two are computed if they are
-missing. Tensors missing from the Y_grad file are looked up in the other paths, which are never
-modified.
+The tensors of a layer share a prefix: Y_grad, X, scale, mean and inv_std_dev. If the last two are missing, they are
+computed. Tensors missing from the Y_grad file are looked up in the other paths, which are never modified.
 
 --include and --exclude select layers by the name of their Y_grad. With --output or --output-dir, only the gradients
 are written, and only there.
@@ -124,19 +122,19 @@ Examples:
   gradtool layernorm-backward acts.safetensors weights.safetensors
   gradtool layernorm-backward acts.safetensors \\
       --kind rmsnorm --scale-offset 1 --prefix model.norm
-""",
-    options.RecoverOptions: """Complete crashed runs, or remove what they left.
+"""),
+    "recover": Command(options.RecoverOptions, """Complete crashed runs, or clean up after them.
 
-Complete crashed runs (killed, power cut) that were ready to change files, and remove what the others left.
+Complete crashed runs (killed, power cut) that were ready to change files, and clean up after all others.
 
-Afterwards, the files of each such run are all new or all old. A run that is alive is not touched.
+Afterwards, the files of each run are either all new or all old. Live runs are left alone.
 
 \b
 Examples:
   gradtool recover grads/
   gradtool recover buffer.safetensors
-""",
-    options.DoctorOptions: """Print diagnostics about this machine and a folder, for bug reports.
+"""),
+    "doctor": Command(options.DoctorOptions, """Print diagnostics about this machine and a folder, for bug reports.
 
 Print diagnostics about this machine and a folder, for bug reports.
 
@@ -146,13 +144,12 @@ Nothing is written, and no data is read.
 Examples:
   gradtool doctor
   gradtool doctor /mnt/gradients --json | jq .data.file_system
-""",
-}
-COMMANDS = {command.name: command for command in starmap(Command, _TEXTS.items())}
+"""),
+}  # fmt: skip
 
 
 def main() -> NoReturn:
-    """Run the command line; every way out of it is an exit code and at most a line or two on stderr."""
+    """Run the command line; it always ends with an exit code and at most a few lines on stderr."""
     process.replace_std_streams()
     process.adjust_limits()
     try:
@@ -174,7 +171,6 @@ def _run(request: Request) -> int:
     form = report.format_from(display)
     if form != "text" or not display.quiet:
         process.require_stdout()
-    # Imported only now.
     function = getattr(import_module(gradtool.module_of(options.operation)), options.operation)
     with progress_bar(command, wanted=not display.quiet) as progress:
         # As a function of options, without what Python callers need around it.

@@ -1,4 +1,4 @@
-"""Makes Typer commands of declared options; alone in importing Typer."""
+"""Parses command lines with Typer, and writes help; no other module imports Typer."""
 
 # No `from __future__ import annotations`: Typer reads those of `run`.
 
@@ -14,11 +14,15 @@ from typer.core import TyperCommand, TyperGroup
 import gradtool
 from gradtool.declare import ARGUMENTS, GENERAL, PYTHON, Declared, Options, declared_of
 from gradtool.errors import UsageError, as_command, shortened
-from gradtool.options import Display
+from gradtool.options import DisplayOptions
 
 # The base of Typer's errors about a command line; where it is defined depends on the version of Typer.
 _TyperError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+_SUMMARY = (
+    "Clip, accumulate, zero and measure gradients in safetensors files, in place, "
+    "with bit-for-bit reproducible results."
+)
 # The columns of names in help, and of the terminal that has room for help beside them.
 _NAMES, _ROOM = 26, 68
 # Characters of help that a shell shows beside an option; of a longer text, Typer would offer each line.
@@ -26,7 +30,7 @@ _BRIEF = 60
 # With this in the environment, Typer's --show-completion takes the name of a shell instead of guessing it.
 _TAKES_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 
-# What other tools call an option, or what is easily typed for it.
+# Names of options in other tools, and likely slips.
 _ALIASES = {
     "--inplace": "--write inplace", "--in-place": "--write inplace", "-i": "--write inplace",
     "--out": "--output", "--out-dir": "--output-dir", "-o": "--output",
@@ -43,14 +47,9 @@ class Command(NamedTuple):
     description: str
 
     @property
-    def name(self) -> str:
-        """The word for it on the command line."""
-        return self.options.operation.replace("_", "-")
-
-    @property
     def declared(self) -> list[Declared]:
         """Its arguments and options, with those of the display."""
-        return [*declared_of(self.options).values(), *declared_of(Display).values()]
+        return [*declared_of(self.options).values(), *declared_of(DisplayOptions).values()]
 
     @property
     def usage(self) -> list[str]:
@@ -101,7 +100,6 @@ def _root(
     *,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Clip, accumulate, zero and measure gradients in safetensors files, in place, with reproducible bits."""
     if version:
         typer.echo(f"gradtool {gradtool.__version__}")
     elif context.invoked_subcommand is None:
@@ -113,7 +111,7 @@ class Request(NamedTuple):
 
     command: str
     options: Options
-    display: Display
+    display: DisplayOptions
 
 
 def parse(commands: Mapping[str, Command], arguments: Sequence[str]) -> Request | None:
@@ -141,9 +139,9 @@ def parse(commands: Mapping[str, Command], arguments: Sequence[str]) -> Request 
             "terminal_width": max(30, min(80, shutil.get_terminal_size().columns) - 2),
         },
     )
-    root.callback(invoke_without_command=True)(_root)
+    root.callback(invoke_without_command=True, help=_SUMMARY)(_root)
     for name in named or commands:
-        _add(root, commands[name], with_options=bool(named), completes=completes)
+        _add(root, name, commands[name], with_options=bool(named), completes=completes)
     os.environ[_TAKES_SHELL] = "1"
     group: Any = typer.main.get_command(root)
     # No installer: it would edit start-up files.
@@ -154,27 +152,27 @@ def parse(commands: Mapping[str, Command], arguments: Sequence[str]) -> Request 
     try:
         request = group.main(arguments, prog_name="gradtool", standalone_mode=False)
     except _TyperError as error:
-        command = next((commands[word] for word in arguments if word in commands), None)
-        raise _usage_error(error, command) from error
+        name = next((word for word in arguments if word in commands), "")
+        raise _usage_error(error, name, commands.get(name)) from error
     # Typer returns the exit code where it ends before the command is called.
     return request if isinstance(request, Request) else None
 
 
-def _add(root: typer.Typer, command: Command, *, with_options: bool, completes: bool) -> None:
+def _add(root: typer.Typer, name: str, command: Command, *, with_options: bool, completes: bool) -> None:
     """Add a command to the Typer application."""
     fields = [field for field in command.declared if with_options and field.group != PYTHON]
 
     def run(**values: Any) -> Request:
-        given = {name: value for name, value in values.items() if value is not None}
-        display = {name: given.pop(name) for name in declared_of(Display) if name in given}
-        return Request(command.name, command.options(**given), Display(**display))
+        given = {key: value for key, value in values.items() if value is not None}
+        display = {key: given.pop(key) for key in declared_of(DisplayOptions) if key in given}
+        return Request(name, command.options(**given), DisplayOptions(**display))
 
     run.__signature__ = Signature(  # type: ignore[attr-defined]
         [_parameter(field, completes=completes) for field in fields]
     )
     summary, _, text = command.description.partition("\n\n")
     cls = type("_Command", (_Command,), {"command": command})
-    root.command(command.name, cls=cls, help=text, short_help=summary)(run)
+    root.command(name, cls=cls, help=text, short_help=summary)(run)
 
 
 def _parameter(field: Declared, *, completes: bool) -> Parameter:
@@ -185,6 +183,10 @@ def _parameter(field: Declared, *, completes: bool) -> Parameter:
     default = field.default
     if default is not Parameter.empty and kind is not bool:
         kind, default = kind | None, None
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice if choice.startswith(incomplete) else choice.lower() for choice in field.choices]
+
     if field.group == ARGUMENTS:
         how: Any = typer.Argument(metavar=field.metavar)
     else:
@@ -194,21 +196,16 @@ def _parameter(field: Declared, *, completes: bool) -> Parameter:
             metavar=field.metavar,
             # Help is written by `_Command`.
             help=shortened(as_command(field.text), _BRIEF) if completes else None,
-            autocompletion=(lambda incomplete: _matching(field.choices, incomplete)) if field.choices else None,
+            autocompletion=complete if field.choices else None,
         )
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how])
 
 
-def _matching(choices: Sequence[str], incomplete: str) -> list[str]:
-    """Return what completes a choice, in upper or lower case."""
-    return [choice if choice.startswith(incomplete) else choice.lower() for choice in choices]
-
-
-def _usage_error(error: Any, command: Command | None) -> UsageError:
-    """Return the error for what Typer says of a command line, with a hint where to read how it is used."""
+def _usage_error(error: Any, name: str, command: Command | None) -> UsageError:
+    """Return the error for a command line that Typer refuses, with a hint where to read about its use."""
     message = error.format_message().rstrip(".")
     message = message[:1].lower() + message[1:]
-    hint = f"see gradtool {command.name} --help" if command else "see gradtool --help"
+    hint = f"see gradtool {name} --help" if command else "see gradtool --help"
     alias = _ALIASES.get(getattr(error, "option_name", ""), "")
     if alias and (command is None or any(alias.split()[0] in field.flags for field in command.declared)):
         message, hint = f"no such option: {error.option_name}", f"use {alias}, or {hint}"

@@ -1,4 +1,4 @@
-"""Declares options: a class of fields whose objects arrive checked, and the signatures made of them."""
+"""Declares options: classes of fields whose values are checked, and the signatures made from them."""
 
 from __future__ import annotations
 
@@ -77,11 +77,13 @@ class Declared(NamedTuple):
     @property
     def default_text(self) -> str:
         """The default, as the command's help shows it; empty if that says nothing."""
+        if self.unset:
+            return str(as_command(self.unset))
         if self.default is True:
             return self.name.replace("_", "-")
-        if isinstance(self.default, (str, int, float)) and self.default is not False:
-            return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return str(as_command(self.unset))
+        if isinstance(self.default, float):
+            return f"{self.default:g}"
+        return str(self.default) if type(self.default) in {str, int} else ""
 
     @property
     def text(self) -> Text:
@@ -113,15 +115,15 @@ def field(
 ) -> Any:
     """Declare an option, or an argument if it is not `kw_only`.
 
-    Of the rest, `unset` says what None stands for, `short` is a short flag, and `check` converts a value, if its type
-    does not say how.
+    `unset` says what None stands for, `short` is a short flag, and `check` converts a value whose type does not say
+    how.
     """
     return Declared(help, metavar, range, default, "" if kw_only else ARGUMENTS, **more)
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class Options:
-    """The options of a call: given by name or place, converted and checked, and never changed.
+    """The options of a call: converted, checked and frozen.
 
     A class declares each as a field: `eps: float = field("Help.", "E", default=1e-6)`. That is all that a dataclass
     would need; its decorator would take longer than all else that the start of a small call takes.
@@ -148,13 +150,13 @@ class Options:
         raise AttributeError(f"cannot assign to field {name!r}")
 
     def replace(self, **values: Any) -> Self:
-        """Return the same with other values, which are checked already."""
+        """Return a copy with other values, which are not checked."""
         options = copy(self)
         vars(options).update(values)
         return options
 
     def is_default(self, name: str) -> bool:
-        """Check whether an option is what it is if it is not given."""
+        """Check whether an option has its default value."""
         declared = declared_of(type(self))[name]
         return bool(getattr(self, name) == declared.parse(declared.default))
 
@@ -166,7 +168,7 @@ def _cached(function: Callable[[type[Options]], _Result]) -> Callable[[type[Opti
 
 @_cached
 def declared_of(options: type[Options]) -> dict[str, Declared]:
-    """Return what a class declares: arguments, its own options, then those it shares, group by group."""
+    """Return the declarations of a class by name: arguments, its own options, then the shared ones, group by group."""
     declared = []
     # All bases but Options and object.
     for base in reversed(options.__mro__[:-2]):
@@ -195,7 +197,7 @@ def _signature_of(options: type[Options]) -> Signature:
 def operation(
     options: Callable[_Given, _Options],
 ) -> Callable[[Callable[[_Options], _Result]], Callable[_Given, _Result]]:
-    """Make a public function, which takes options by name, of one that takes them as an object."""
+    """Turn a function of an options object into a public function that takes the options by name."""
 
     def decorate(function: Callable[[_Options], _Result]) -> Callable[_Given, _Result]:
         @functools.wraps(function)
@@ -214,7 +216,7 @@ def operation(
 
 
 def document(function: Any) -> Any:
-    """Write out the options of an operation in its signature, and as "Args:" in its docstring; return the operation."""
+    """Write out the options of an operation in its signature, and as "Args:" in its docstring; return it."""
     function.__signature__ = _signature_of(function.options).replace(
         return_annotation=function.__annotations__["return"]
     )

@@ -43,7 +43,7 @@ class Text(str):
 
 
 def as_command(part: Any) -> Any:
-    """Return a part of a message as the command spells it."""
+    """Return a part of a message as the command spells it; other values stay as they are."""
     return part.command if isinstance(part, Text) else part
 
 
@@ -81,7 +81,7 @@ def _literal(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: a line on stderr, perhaps with a hint below it, and an entry of `errors` in JSON."""
+    """An error or a warning: a line on stderr, perhaps with a hint below it, and an entry in JSON."""
 
     code: str
     message: str
@@ -123,7 +123,7 @@ class GradtoolError(Exception):
 
     @classmethod
     def from_problems(cls, problems: Sequence[Problem], hint: str | None = None) -> Self:
-        """Make an error of one or more problems; the hint is for those that have none of their own."""
+        """Return an error with several problems; those without a hint get this one."""
         error = cls(problems[0].message)
         error.problems = tuple(replace(problem, hint=problem.hint or hint) for problem in problems)
         return error
@@ -148,7 +148,7 @@ class NonFiniteError(GradtoolError, ArithmeticError):
 
 
 class UsageError(GradtoolError, ValueError):
-    """Arguments that are wrong for any files."""
+    """Arguments that are invalid, whatever the files contain."""
 
     exit_code = EXIT_USAGE
     code = "usage"
@@ -186,19 +186,19 @@ class BugError(AssertionError):
 
 
 def ensure(condition: bool, message: str) -> None:
-    """Raise `BugError` with a message unless a condition holds that must always hold."""
+    """Raise `BugError` with a message if a condition that must always hold does not."""
     if not condition:
         raise BugError(message)
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """Return a text, with its middle left out if it is longer than `most`."""
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
+def shortened(text: str, length: int = 200) -> str:
+    """Return a text, without its middle if it is longer than `length`."""
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
-def number_of(number: int, thing: str) -> str:
-    """Count things, in the singular for one: "1 tensor", "2,000 tensors"."""
-    return f"{number:,} {thing}{'s' * (number != 1)}"
+def number_of(number: int, noun: str) -> str:
+    """Return a number with its noun, singular or plural: "1 tensor", "2,000 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 NO_SUCH_FILE = "no such file"
@@ -218,8 +218,8 @@ _HINTS: dict[int, str] = {
     errno.EACCES: "check the permissions of the file and its folder",
     errno.EPERM: "check the owner of the file and its folder",
     errno.EROFS: say("use {} to write somewhere else", option("output_dir")),
-    errno.ENOSPC: say("free some space, or use {} on another disk", option("output_dir")),
-    errno.EDQUOT: say("use {} on another disk", option("output_dir")),
+    errno.ENOSPC: say("free some space, or use {} to write to another disk", option("output_dir")),
+    errno.EDQUOT: say("use {} to write to another disk", option("output_dir")),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOMEM: "raise the limit on memory (ulimit -v or -d)",
@@ -253,19 +253,19 @@ def from_os_error(error: OSError, file: str | os.PathLike[str]) -> GradtoolError
 
 
 def _missing_permission(file: str) -> tuple[str, str] | None:
-    """Find the file, or the folder on the way to it, that refuses, and what may not be done to it, if that is plain."""
+    """Return the file, or the folder on the way to it, that lacks a permission, and what cannot be done to it."""
     for path in dict.fromkeys((file, os.path.realpath(file))):
         folders = [path]
         while (parent := os.path.dirname(folders[0])) not in (folders[0], ""):  # noqa: PTH120 - pathlib is slow to import
             folders.insert(0, parent)
         for folder in folders[:-1]:
             if not _may(folder, os.X_OK):
-                return (folder, "this folder may not be entered") if os.path.isdir(folder) else None  # noqa: PTH112
+                return (folder, "cannot enter this folder") if os.path.isdir(folder) else None  # noqa: PTH112
         is_folder = os.path.isdir(path)  # noqa: PTH112
-        rights = {os.X_OK: "entered", os.R_OK: "listed"} if is_folder else {os.R_OK: "read"}
-        for right, word in (rights | {os.W_OK: "written to"}).items():
+        rights = {os.X_OK: "enter", os.R_OK: "list"} if is_folder else {os.R_OK: "read"}
+        for right, verb in (rights | {os.W_OK: "write to"}).items():
             if os.path.exists(path) and not _may(path, right):  # noqa: PTH110
-                return path, f"this {'folder' if is_folder else 'file'} may not be {word}"
+                return path, f"cannot {verb} this {'folder' if is_folder else 'file'}"
     return None
 
 
@@ -274,12 +274,12 @@ def _may(path: str, right: int) -> bool:
 
 
 def unfinished(message: str, file: str | os.PathLike[str] | None, hint: str) -> SystemRefusedError:
-    """Return the error for a file that a crashed run, or a live one, may leave half changed."""
+    """Return the error for a file that a crashed or a live run may leave half changed."""
     return SystemRefusedError(message, file=file, code="unfinished", hint=hint)
 
 
 def changed_meanwhile(file: str | os.PathLike[str]) -> SystemRefusedError:
-    """Return the error for a file that is no longer the one whose header was read."""
+    """Return the error for a file that has changed since its header was read."""
     return SystemRefusedError(
         "was changed by another program in the meantime", file=file, code="changed", hint="run the command again"
     )

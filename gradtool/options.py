@@ -1,4 +1,4 @@
-"""Every option, declared once: type, default, range, help. Functions, commands and docs/cli.md are made from these.
+"""Every option, declared once: type, default, range, help. Functions, commands and docs/cli.md are made from this.
 
 Python evaluates the annotations, which hold all but names and defaults.
 """
@@ -35,8 +35,8 @@ Format = Literal["text", "json", "jsonl", "github"]
 Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 
-_VECTOR = "Files, folders or index files; together they form one gradient vector."
-_CONCAT: bool = field("Tensors of the same name in several paths are parts of one vector.", default=False)
+_VECTOR = "Files, folders or index files, taken together as one gradient vector."
+_CONCAT: bool = field("Allow the same tensor name in several paths, as parts of one vector.", default=False)
 _NORM_TYPE: float = field("Order of the norm; inf for the largest magnitude.", "P", ORDER, default=2.0)
 
 _OUTPUTS = option("output"), option("output_dir")
@@ -44,17 +44,19 @@ _ZERO_WITH_ATOL, _ZERO_WITH_RTOL = say("0 with {}", option("atol")), say("0 with
 _Z, _PERCENTILE = option("limit", "z=T"), option("limit", "percentile=P")
 
 
-class Names(Options):
-    """Which tensors are read."""
+class NameOptions(Options):
+    """The tensors to read."""
 
     title = "Selection"
 
-    include: Sequence[str] = field("Only tensors whose name matches REGEX; repeatable.", "REGEX", default=())
+    include: Sequence[str] = field(
+        "Only process tensors whose name matches REGEX. Can be repeated.", "REGEX", default=()
+    )
     exclude: Sequence[str] = field("Skip tensors whose name matches REGEX. Can be repeated.", "REGEX", default=())
 
 
-class Located(Options):
-    """Where the files of a call are."""
+class PathOptions(Options):
+    """The paths of a call."""
 
     paths: Paths = field("Files, folders or index files.", "PATH...", default=(), check=path_list, kw_only=False)
 
@@ -64,30 +66,33 @@ class Located(Options):
         return list(cast("list[str]", self.paths))
 
 
-class Selection(Names):
-    """What is read."""
+class SelectionOptions(NameOptions):
+    """The tensors and paths to read."""
 
     title = "Selection"
 
     files_from: StrPath | None = field(
-        "Read more paths from FILE, or from standard input if -; newline or NUL between them.", "FILE", default=None
+        "Read more paths from FILE (- for standard input), separated by newlines or NULs.", "FILE", default=None
     )
 
 
-class Writing(Options):
-    """Where results go, and how they get there."""
+class WriteOptions(Options):
+    """Where results are written, and how."""
 
     title = "Output"
 
-    output: StrPath | None = field("Write to FILE; leave the input unchanged.", "FILE", default=None)
-    output_dir: StrPath | None = field("Write all files to DIR; leave the inputs unchanged.", "DIR", default=None)
+    output: StrPath | None = field("Write the result to FILE; leave the inputs unchanged.", "FILE", default=None)
+    output_dir: StrPath | None = field("Write the results to DIR; leave the inputs unchanged.", "DIR", default=None)
     no_clobber: bool = field("Fail if an output file exists, instead of replacing it.", default=False)
-    dry_run: bool = field("Do everything except write.", default=False)
+    dry_run: bool = field("Do everything except writing files.", default=False)
     write: Literal["replace", "inplace"] = field(
-        "Build new files and rename them into place, or overwrite changed bytes from a redo log.", default="replace"
+        "Build new files and rename them into place, or overwrite changed bytes, protected by a redo log.",
+        default="replace",
     )
-    fsync: bool = field("Sync to disk, to survive a power cut.", default=True)
-    lock_timeout: float = field("Seconds to wait for a lock.", "SECONDS", NOT_NEGATIVE_FINITE, default=0.0)
+    fsync: bool = field("Sync files to disk, so that they survive a power cut.", default=True)
+    lock_timeout: float = field(
+        "Seconds to wait for files that another run has locked.", "SECONDS", NOT_NEGATIVE_FINITE, default=0.0
+    )
 
     @property
     def in_place(self) -> bool:
@@ -96,7 +101,7 @@ class Writing(Options):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Check whether the inputs are left alone."""
+        """Check whether results go to new files, not into the inputs."""
         return self.output is not None or self.output_dir is not None
 
     @property
@@ -105,38 +110,38 @@ class Writing(Options):
         return self.dry_run or self.is_elsewhere
 
 
-class Local(Options):
-    """What does the arithmetic in this process."""
+class LocalComputeOptions(Options):
+    """The backend and the threads of this process."""
 
     title = "Compute"
 
     backend: Literal["auto", "cpu", "cuda"] | None = field(
         "Compute backend.", default=None, unset="$GRADTOOL_BACKEND, or auto"
     )
-    device: int | None = field("GPU number, from 0; only for the cuda backend.", "N", NOT_NEGATIVE, default=None)
+    device: int | None = field("GPU number, from 0 (cuda backend only).", "N", NOT_NEGATIVE, default=None)
     threads: int | None = field(
         "Number of worker threads.", "N", AT_LEAST_ONE, default=None, unset="one per core, at most 16"
     )
 
 
-class Compute(Local):
-    """What does the arithmetic, here or elsewhere."""
+class ComputeOptions(LocalComputeOptions):
+    """Where passes run: in this process or elsewhere."""
 
     title = "Compute"
 
     engine: str | None = field(
-        "Where tasks run: threads, or dask:ADDRESS for the workers of a Dask scheduler.",
+        "Where to run: threads, or dask:ADDRESS for the workers of a Dask scheduler.",
         "ENGINE",
         default=None,
         unset="$GRADTOOL_ENGINE, or threads",
     )
     worker_timeout: float = field(
-        "Seconds to wait for a worker of the engine.", "SECONDS", POSITIVE_FINITE, default=60.0
+        "Seconds to wait for workers of the engine.", "SECONDS", POSITIVE_FINITE, default=60.0
     )
 
 
-class Display(Options):
-    """What a command prints; functions return it."""
+class DisplayOptions(Options):
+    """What a command prints. Functions do not have these options, because they return it."""
 
     title = GENERAL
 
@@ -146,31 +151,31 @@ class Display(Options):
         unset="$GRADTOOL_FORMAT, or text",
     )
     json: bool = field(say("Same as {}.", option("format", "json")), default=False)
-    quiet: bool = field("Print errors only.", default=False, short="-q")
-    verbose: bool = field("Print all fields, with the timings of each phase.", default=False, short="-v")
+    quiet: bool = field("Print only errors.", default=False, short="-q")
+    verbose: bool = field("Print all fields, including the timings of each phase.", default=False, short="-v")
 
 
-class Callback(Options):
-    """What functions alone have; commands show progress themselves."""
+class ProgressOptions(Options):
+    """Options of functions alone; commands show progress themselves."""
 
     title = PYTHON
 
     progress: Progress | bool | None = field(
-        "True for a bar on stderr, or a function of the pass, the bytes done and the total bytes.",
+        "True for a progress bar on stderr, or a function called with the pass, the bytes done and the total bytes.",
         range=CALLBACK,
         default=None,
     )
 
 
-class Reading(Selection, Compute, Callback):
+class ReadOptions(SelectionOptions, ComputeOptions, ProgressOptions):
     """The options of every operation."""
 
 
-class Rewriting(Reading, Writing):
+class RewriteOptions(ReadOptions, WriteOptions):
     """The options of every operation that writes."""
 
 
-class NormOptions(Located, Reading):
+class NormOptions(PathOptions, ReadOptions):
     """The options of `norm`."""
 
     operation = "norm"
@@ -178,60 +183,61 @@ class NormOptions(Located, Reading):
     paths: Paths = field(_VECTOR, "PATH...", default=(), check=path_list, kw_only=False)
 
     norm_type: float = _NORM_TYPE
-    per_tensor: bool = field("Report the norm of each tensor, too.", default=False)
+    per_tensor: bool = field("Also report the norm of each tensor.", default=False)
     top: int | None = field("Report the K tensors with the largest norms, NaN first.", "K", AT_LEAST_ONE, default=None)
     group: Sequence[str] = field(
-        "Report the norm of the tensors whose name matches REGEX, too; repeatable.", "REGEX", default=()
+        "Also report the norm of the tensors whose name matches REGEX. Can be repeated.", "REGEX", default=()
     )
-    by_file: bool = field("Report the norm of each path by itself, too.", default=False)
+    by_file: bool = field("Also report the norm of each path.", default=False)
     histogram: bool = field(
-        "Count values by binary exponent, and say which storage types can hold them.", default=False
+        "Count values by binary exponent, and report which storage types can hold them.", default=False
     )
     concat: bool = _CONCAT
-    fail_above: float | None = field(
-        "Report a norm above X as a problem, with exit code 1.", "X", NOT_NAN, default=None
-    )
-    ignore_journal: bool = field("Read files even if a run is changing them or crashed.", default=False)
+    fail_above: float | None = field("Exit with code 1 if the norm is above X.", "X", NOT_NAN, default=None)
+    ignore_journal: bool = field("Read files even if a run is modifying them or has crashed.", default=False)
 
 
-class DiffOptions(Names, Compute, Callback):
+class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
     """The options of `diff`."""
 
     operation = "diff"
 
-    a: StrPath = field("Gradient set that is compared.", "A", kw_only=False)
-    b: StrPath = field("Gradient set that it is compared with.", "B", kw_only=False)
+    a: StrPath = field("Gradient set to compare.", "A", kw_only=False)
+    b: StrPath = field("Gradient set to compare it with.", "B", kw_only=False)
 
     map: Sequence[str] = field(
-        "Rename tensors of A first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", default=()
+        "Rename tensors of A first, as re.sub does. Can be repeated; applied in order.", "REGEX=REPLACEMENT", default=()
     )
     missing: Literal["error", "skip"] = field(
-        "Tensors on one side only, or of different shapes: stop, or compare the others.", default="error"
+        "Tensors that only one set has, or whose shapes differ: fail, or compare the others.", default="error"
     )
-    per_tensor: bool = field("Report the figures of each tensor, too.", default=False)
-    top: int | None = field("Report the K tensors that differ most, by rel_l2.", "K", AT_LEAST_ONE, default=None)
+    per_tensor: bool = field("Also report the metrics of each tensor.", default=False)
+    top: int | None = field("Report the K tensors that differ most (by rel_l2).", "K", AT_LEAST_ONE, default=None)
     rtol: float | None = field(
-        "Fail where |a - b| > atol + R·|b|.", "R", NOT_NEGATIVE_FINITE, default=None, unset=_ZERO_WITH_ATOL
+        "Fail if |a - b| > atol + R·|b| for any element.", "R", NOT_NEGATIVE_FINITE, default=None, unset=_ZERO_WITH_ATOL
     )
     atol: float | None = field(
-        "Fail where |a - b| > T + rtol·|b|.", "T", NOT_NEGATIVE_FINITE, default=None, unset=_ZERO_WITH_RTOL
+        "Fail if |a - b| > T + rtol·|b| for any element.", "T", NOT_NEGATIVE_FINITE, default=None, unset=_ZERO_WITH_RTOL
     )
     max_ulp: int | None = field(
-        "Fail where values are more than N ulps of the coarser type apart.", "N", NOT_NEGATIVE, default=None
+        "Fail if any two values are more than N ulps apart (in ulps of the coarser type).",
+        "N",
+        NOT_NEGATIVE,
+        default=None,
     )
-    max_rel_l2: float | None = field("Fail if rel_l2 of all tensors is above X.", "X", NOT_NEGATIVE, default=None)
+    max_rel_l2: float | None = field("Fail if rel_l2 over all tensors is above X.", "X", NOT_NEGATIVE, default=None)
     min_cosine: float | None = field(
-        "Fail if the cosine of all tensors is below X.", "X", FROM_MINUS_ONE_TO_ONE, default=None
+        "Fail if the cosine similarity over all tensors is below X.", "X", FROM_MINUS_ONE_TO_ONE, default=None
     )
-    bits: bool = field("Fail unless all tensors have the same bytes.", default=False)
+    bits: bool = field("Fail unless all tensors are bitwise identical.", default=False)
 
     @property
     def must_be_close(self) -> bool:
-        """Tell whether there is a limit on the differences of values."""
+        """Check whether there is a limit on the differences of values."""
         return self.rtol is not None or self.atol is not None
 
 
-class ClipOptions(Located, Rewriting):
+class ClipOptions(PathOptions, RewriteOptions):
     """The options of `clip`."""
 
     operation = "clip"
@@ -255,13 +261,13 @@ class ClipOptions(Located, Rewriting):
         default=None,
     )
     params: StrPath | None = field(
-        say("Gradient set with the parameters, for {}; only read.", option("agc")), "PATH", default=None
+        say("Gradient set with the parameters for {}. It is never modified.", option("agc")), "PATH", default=None
     )
     agc_eps: float = field(
         say("Lower bound on parameter norms for {}.", option("agc")), "E", NOT_NEGATIVE_FINITE, default=1e-3
     )
     group: Sequence[str] = field(
-        "Clip the tensors whose name matches REGEX to a norm of their own of at most C; repeatable.",
+        "Clip the tensors whose name matches REGEX, as a group, to a norm of at most C. Can be repeated.",
         "REGEX:C",
         default=(),
     )
@@ -273,18 +279,20 @@ class ClipOptions(Located, Rewriting):
     state: StrPath | None = field(
         say("File that stores the norm history for {}; created if missing.", option("limit")), "FILE", default=None
     )
-    warmup: int | None = field(say("Number of norms before {} clips.", _Z), "N", AT_LEAST_TWO, default=None, unset="25")
+    warmup: int | None = field(
+        say("Number of norms to collect before {} clips.", _Z), "N", AT_LEAST_TWO, default=None, unset="25"
+    )
     window: int | None = field(
         say("Number of recent norms used by {}.", _PERCENTILE), "N", AT_LEAST_ONE, default=None, unset="10000"
     )
     skip_above: float | None = field(
-        "Write nothing if the norm is above X, with exit code 1.", "X", NOT_NAN, default=None
+        "Write nothing and exit with code 1 if the norm is above X.", "X", NOT_NAN, default=None
     )
     concat: bool = _CONCAT
     total_norm: float | None = field(
-        "Use this norm instead of the measured one.", "N", NOT_NEGATIVE_FINITE, default=None
+        "Clip by this norm instead of the measured one.", "N", NOT_NEGATIVE_FINITE, default=None
     )
-    unscale: float = field("Divide by this loss scale first.", "S", POSITIVE_FINITE, default=1.0)
+    unscale: float = field("Divide by this loss scale before clipping.", "S", POSITIVE_FINITE, default=1.0)
     dtype: Dtype | None = field(
         say("Storage type of the new files, with {} or {} ({}).", *_OUTPUTS, ", ".join(get_args(Dtype))),
         "TYPE",
@@ -292,11 +300,11 @@ class ClipOptions(Located, Rewriting):
         unset="that of each tensor",
     )
     nonfinite: Literal["error", "propagate", "zero"] = field(
-        "NaN and Inf: write nothing, continue as torch does, or set them to 0.", default="error"
+        "On NaN or Inf: write nothing, continue as torch does, or set them to 0.", default="error"
     )
 
 
-class AccumulateOptions(Rewriting):
+class AccumulateOptions(RewriteOptions):
     """The options of `accumulate`."""
 
     operation = "accumulate"
@@ -312,102 +320,104 @@ class AccumulateOptions(Rewriting):
 
     @property
     def is_new(self) -> bool:
-        """Whether the sum becomes a set of its own, as there is no buffer."""
+        """Check whether there is no buffer, so that the sum becomes a new set."""
         return self.into is None
 
     @property
     def adds_to_old(self) -> bool:
-        """Whether the old content of the buffer is part of the result."""
+        """Check whether the old content of the buffer is part of the result."""
         return not (self.overwrite or self.is_new)
 
     @property
     def is_mean(self) -> bool:
-        """Whether the sum is divided by the sum of the weights."""
+        """Check whether the sum is divided by the total weight."""
         return self.mean or self.reduce == "mean"
 
     into: StrPath | None = field(
-        say("Gradient set to add to. It must exist; with {}, it is only read.", option("output")),
+        say("Gradient set to add to. It must exist. With {}, it is not modified.", option("output")),
         "BUFFER",
         default=None,
     )
-    overwrite: bool = field("Drop the buffer's old content, even NaN.", default=False)
-    update: bool = field("Add the gradients, or only check their headers and write nothing.", default=True)
+    overwrite: bool = field("Discard the buffer's old content, even NaN.", default=False)
+    update: bool = field("Add the gradients, or only check headers and write nothing.", default=True)
     weight: Sequence[float] = field(
-        "Weight of a gradient; once for each, in order.", "W", ALL_FINITE, default=(), unset="1"
+        "Weight of a gradient. Give one for each gradient, in order.", "W", ALL_FINITE, default=(), unset="1"
     )
     weight_key: str | None = field(
-        "Read the weights from the files' metadata under KEY, such as num_tokens.", "KEY", default=None
+        "Read the weights from the metadata key KEY of each gradient, such as num_tokens.", "KEY", default=None
     )
-    mean: bool = field(
-        say("Divide the sum by the sum of the weights; the same as {}.", option("reduce", "mean")), default=False
-    )
+    mean: bool = field(say("Divide the sum by the total weight. Same as {}.", option("reduce", "mean")), default=False)
     reduce: str | None = field(
-        "Add the gradients' sum, mean, median, or trimmed=K, the mean without the K smallest and K largest.",
+        "Add the gradients' sum, mean, median, or trimmed=K (the mean without the K smallest and K largest values).",
         "HOW",
         default=None,
         unset="sum",
         check=reduction,
     )
     map: Sequence[str] = field(
-        "Rename tensors of gradients first, as re.sub does; repeatable, in order.", "REGEX=REPLACEMENT", default=()
+        "Rename tensors of the gradients first, as re.sub does. Can be repeated; applied in order.",
+        "REGEX=REPLACEMENT",
+        default=(),
     )
     missing: Literal["error", "skip", "zero"] = field(
-        "Tensors that some sets lack: write nothing, leave out the sets that lack them, or count zeros there.",
+        "Tensors that some sets lack: write nothing, leave those sets out, or count zeros for them.",
         default="error",
     )
     shard_like: StrPath | None = field(
-        say("Shard a new set in {} as the set PATH is: same files, same tensors in each.", _OUTPUTS[1]),
+        say("Shard a new set in {} like the set at PATH: same files, same tensors in each.", _OUTPUTS[1]),
         "PATH",
         default=None,
     )
     max_shard_size: int | str | None = field(
-        "Shard it into files of at most SIZE, such as 5GB or 1GiB, with an index.",
+        "Shard a new set into files of at most SIZE (such as 5GB or 1GiB), with an index.",
         "SIZE",
         default=None,
         unset="5GB",
         check=size,
     )
     dtype: Dtype | None = field(
-        f"Storage type of a new set: {', '.join(get_args(Dtype))}.",
+        f"Storage type of a new set ({', '.join(get_args(Dtype))}).",
         "TYPE",
         default=None,
-        unset="of each tensor, that in the first gradient that has it",
+        unset="for each tensor, that of the first gradient that has it",
     )
-    max_norm: float | None = field("Maximum norm of the sum; clip it before rounding.", "C", NOT_NEGATIVE, default=None)
+    max_norm: float | None = field(
+        "Clip the sum to a norm of at most C, before rounding.", "C", NOT_NEGATIVE, default=None
+    )
     clip_each: float | None = field(
-        "Maximum norm of each gradient; clip it before adding.", "C", NOT_NEGATIVE, default=None
+        "Clip each gradient to a norm of at most C, before adding.", "C", NOT_NEGATIVE, default=None
     )
     norm_type: float = _NORM_TYPE
     eps: float = field("Added to a norm before dividing by it.", "E", NOT_NEGATIVE_FINITE, default=1e-6)
-    per_gradient: bool = field("Report each gradient, too.", default=False)
+    per_gradient: bool = field("Also report each gradient.", default=False)
     nonfinite: Literal["error", "propagate", "skip"] = field(
-        "NaN and Inf: write nothing, continue, or skip the gradients that have any.", default="error"
+        "On NaN or Inf: write nothing, continue, or skip the gradients that contain any.", default="error"
     )
 
 
-class ZeroOptions(Located, Rewriting):
+class ZeroOptions(PathOptions, RewriteOptions):
     """The options of `zero`."""
 
     operation = "zero"
 
 
-class LayerNormOptions(Located, Rewriting):
+class LayerNormOptions(PathOptions, RewriteOptions):
     """The options of `layernorm_backward`."""
 
     operation = "layernorm_backward"
 
     kind: Literal["layernorm", "rmsnorm"] = field("Kind of layer.", default="layernorm")
     invertible: bool = field("Read Y (and bias) instead of X (and mean).", default=False)
-    affine: bool = field("Layers have a scale; without, it counts as 1 and gets no gradient.", default=True)
-    axis: int = field("First axis normalized over; negative ones count from the end.", "N", default=-1)
+    affine: bool = field("Layers have a scale. Without one, it counts as 1 and gets no gradient.", default=True)
+    axis: int = field("First normalized axis; negative ones count from the end.", "N", default=-1)
     norm_eps: float = field(
-        "Added to the variance, for statistics that are computed.", "E", NOT_NEGATIVE_FINITE, default=1e-5
+        "Added to the variance where the statistics are computed.", "E", NOT_NEGATIVE_FINITE, default=1e-5
     )
-    scale_offset: float = field("Added to scale: 1 if weights are stored as gamma - 1.", "S", FINITE, default=0.0)
+    scale_offset: float = field("Added to scale; 1 if weights are stored as gamma - 1.", "S", FINITE, default=0.0)
     nonfinite: Literal["error", "propagate"] = field(
-        "NaN and Inf in a result: write nothing, or continue.", default="error"
+        "On NaN or Inf in a result: write nothing, or continue.", default="error"
     )
-    prefix: Sequence[str] = field("Only the layer with this prefix; repeatable.", "PREFIX", default=())
+    prefix: Sequence[str] = field("Only process the layer with this prefix. Can be repeated.", "PREFIX", default=())
     y_grad: str = field("Name of the output gradient, after the prefix.", "NAME", default="Y_grad")
     x: str = field("Name of the input.", "NAME", default="X")
     y: str = field("Name of the output, read in the invertible form.", "NAME", default="Y")
@@ -418,27 +428,27 @@ class LayerNormOptions(Located, Rewriting):
     x_grad: str = field("Name for the gradient of X.", "NAME", default="X_grad")
     scale_grad: str = field("Name for the gradient of the weight.", "NAME", default="scale_grad")
     bias_grad: str = field("Name for the gradient of the bias.", "NAME", default="bias_grad")
-    x_grad_in_place: bool = field("Write X_grad in place of Y_grad, which is dropped.", default=False)
+    x_grad_in_place: bool = field("Replace Y_grad with X_grad.", default=False)
 
 
-class RecoverOptions(Located):
+class RecoverOptions(PathOptions):
     """The options of `recover`."""
 
     operation = "recover"
 
-    force: bool = field("Continue even if another program has written to a file since.", default=False)
+    force: bool = field("Recover even if another program has written to a file since the crash.", default=False)
 
 
-class CheckOptions(Located, Selection, Local, Callback):
+class CheckOptions(PathOptions, SelectionOptions, LocalComputeOptions, ProgressOptions):
     """The options of `check`."""
 
     operation = "check"
 
-    fast: bool = field("Read headers only, and no values.", default=False)
+    fast: bool = field("Read only headers, no values.", default=False)
     strict: bool = field("Treat notes as faults (exit code 1).", default=False)
 
 
-class InfoOptions(Located, Selection):
+class InfoOptions(PathOptions, SelectionOptions):
     """The options of `info`."""
 
     operation = "info"
@@ -449,8 +459,16 @@ class DoctorOptions(Options):
 
     operation = "doctor"
 
-    path: StrPath = field("Folder, or a file in it.", "PATH", default=".", unset="the current folder", kw_only=False)
+    path: StrPath = field(
+        "Folder to report on, or a file in it.", "PATH", default=".", unset="the current folder", kw_only=False
+    )
 
 
 # The options that several operations share, by the title that they have in help.
-SHARED = {"Selection": Selection, "Output": Writing, "Compute": Compute, GENERAL: Display, PYTHON: Callback}
+SHARED = {
+    "Selection": SelectionOptions,
+    "Output": WriteOptions,
+    "Compute": ComputeOptions,
+    GENERAL: DisplayOptions,
+    PYTHON: ProgressOptions,
+}

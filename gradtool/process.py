@@ -149,7 +149,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore signals from now on, because only the exit code is left to return; raise one that other code swallowed."""
+    """Ignore signals from now on, because only the exit code is left to return; raise a signal that was swallowed."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
     if pending:
@@ -185,8 +185,8 @@ def fail(error: Exception) -> int:
         error = _as_gradtool_error(error)
         return _print_failure(error.problems, error.exit_code, error.summary)
     notes = map(as_command, getattr(error, "__notes__", ()))
-    message = "; ".join([f"a bug in gradtool: {type(error).__name__}: {error}", *notes])
-    return _print_failure([Problem("bug", message, hint="set GRADTOOL_DEBUG=1 to see where")], EXIT_BUG)
+    message = "; ".join([f"bug in gradtool: {type(error).__name__}: {error}", *notes])
+    return _print_failure([Problem("bug", message, hint="set GRADTOOL_DEBUG=1 for a traceback")], EXIT_BUG)
 
 
 def interrupted(error: KeyboardInterrupt) -> int:
@@ -232,12 +232,12 @@ def _as_gradtool_error(error: GradtoolError | OSError | MemoryError | ImportErro
         hint = "install gradtool again, or raise the limit on memory (ulimit -v or -d)"
         return SystemRefusedError(f"cannot load {error.name or 'a module'}", hint=hint)
     if isinstance(error, MemoryError):
-        lower = say("lower {}, or raise the limit on memory (ulimit -v or -d)", option("threads"))
+        lower = say("reduce {}, or raise the limit on memory (ulimit -v or -d)", option("threads"))
         return SystemRefusedError("out of memory", hint=lower)
     if error.filename is not None:
         return from_os_error(error, os.fsdecode(error.filename))
     try:
         os.getcwd()  # noqa: PTH109 - pathlib is slow to import
     except OSError:
-        return SystemRefusedError("the current folder is gone", hint="change to another folder")
+        return SystemRefusedError("the current folder no longer exists", hint="change to another folder")
     return SystemRefusedError(f"the system refused: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""Values from a caller, converted to plain Python ones, or an error that names the option."""
+"""Converts values from a caller to plain Python ones, or raises an error that names the option."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ _REDUCTION = re.compile(r"sum|mean|median|trimmed=0{0,9}[1-9][0-9]{0,8}")
 _TOO_LARGE = 1 << 63
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+# For those who expect functions of arrays.
+_NOT_DATA = "expected paths of safetensors files, not arrays or other objects"
+_SAVE_FIRST = (
+    "save arrays with safetensors.numpy.save_file, or tensors with safetensors.torch.save_file, and pass the path"
+)
 
 
 class Range(NamedTuple):
-    """The values that an option may have: in words, and as a test; and why no others, where that is not plain."""
+    """The values that an option may have, in words and as a test, with the reason if that is not obvious."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -41,7 +46,7 @@ NOT_NEGATIVE_FINITE = Range("0 or more and finite", lambda value: 0 <= value < m
 # and 1 for adding the tiles. The norm is off by that times 1/P, and by 1e-13 for the last power.
 SMALLEST_ORDER = 0.01
 ORDER = Range(
-    f"{SMALLEST_ORDER} or more", lambda value: value >= SMALLEST_ORDER, "below, rounding errors grow beyond 1e-12"
+    f"{SMALLEST_ORDER} or more", lambda value: value >= SMALLEST_ORDER, "below that, rounding errors exceed 1e-12"
 )
 POSITIVE_FINITE = Range("above 0 and finite", lambda value: 0 < value < math.inf)
 AT_LEAST_ONE = Range("at least 1", lambda value: value >= 1)
@@ -91,9 +96,9 @@ def whole(option: str, value: Any) -> int:
 
 
 def _readable(value: Any) -> Any:
-    """Return a number or an ASCII text of one; raise `TypeError` for what only Python takes for one.
+    """Return a number, or ASCII text; raise `TypeError` for what only Python reads as a number.
 
-    That is 0 or 1 for a truth value, 10 for 1_0, and the digits of every script.
+    It would read 0 or 1 for a truth value, 10 for 1_0, and the digits of every script.
     """
     if isinstance(value, (bool, bytes)) or (isinstance(value, str) and ("_" in value or not value.isascii())):
         raise TypeError
@@ -113,19 +118,19 @@ def size(option: str, value: Any) -> int:
 
 
 def reduction(option: str, value: Any) -> str:
-    """Require a way to reduce several values to one."""
+    """Require a way to reduce several values to a single value."""
     text = value.lower() if isinstance(value, str) else ""
     if not _REDUCTION.fullmatch(text):
-        raise invalid(option, "sum, mean, median or trimmed=K, K being 1 or more", value)
+        raise invalid(option, "sum, mean, median or trimmed=K with K at least 1", value)
     return text
 
 
 def choice(option: str, value: Any, choices: Collection[str]) -> str:
     """Require a choice, given in upper or lower case."""
-    words = {choice.lower(): choice for choice in choices}
-    if not isinstance(value, str) or value.lower() not in words:
-        raise invalid(option, f"one of {', '.join(choices)}", value)
-    return words[value.lower()]
+    for word in choices:
+        if isinstance(value, str) and value.lower() == word.lower():
+            return word
+    raise invalid(option, f"one of {', '.join(choices)}", value)
 
 
 def word(option: str, value: Any) -> str:
@@ -142,7 +147,7 @@ def word(option: str, value: Any) -> str:
 def numbers(option: str, values: Any) -> list[float]:
     """Convert several numbers, or a single one."""
     if isinstance(values, (str, bytes)):
-        raise invalid(option, "numbers", values)
+        raise invalid(option, "a number or several", values)
     try:
         items = list(() if values is None else values)
     except TypeError:
@@ -155,13 +160,13 @@ def patterns(option: str, values: Any) -> list[str]:
     try:
         items = [values] if isinstance(values, str) else list(() if values is None else values)
     except TypeError as error:
-        raise invalid(option, "strings", values) from error
+        raise invalid(option, "a string or several", values) from error
     if not all(isinstance(item, str) for item in items):
-        raise invalid(option, "strings", values)
+        raise invalid(option, "a string or several", values)
     return [item and word(option, item) for item in items]
 
 
-def path(what: str, value: Any) -> str:
+def path(option: str, value: Any) -> str:
     """Require a path that the system accepts.
 
     An empty path would be the current folder, and is nearly always a shell variable that is unset.
@@ -171,18 +176,21 @@ def path(what: str, value: Any) -> str:
         text = os.fsdecode(value)
         nbytes = len(os.fsencode(text))
     except (TypeError, UnicodeError) as error:
-        raise invalid(what, "a string or a path object", value) from error
+        raise invalid(option, "a string or a path object", value) from error
     if not text:
-        raise UsageError(say("{} is empty", what), hint=Text("give a path", "check whether a shell variable is unset"))
+        raise UsageError(
+            say("{} is empty", option), hint=Text("give a path", "check whether a shell variable is unset")
+        )
     if "\0" in text:
-        raise UsageError(say("{} must not contain a NUL: {!r}", what, text))
+        raise UsageError(say("{} must not contain a NUL character: {!r}", option, text))
     if nbytes > MAX_PATH:
-        raise UsageError(say("{} has {:,} bytes, more than {:,}: {!r}", what, nbytes, MAX_PATH, shortened(text)))
+        message = say("{} is {:,} bytes long, above the limit of {:,}: {!r}", option, nbytes, MAX_PATH, shortened(text))
+        raise UsageError(message)
     return text
 
 
 def path_list(_argument: str, values: Any) -> list[str]:
-    """Require one path or many; a string is one."""
+    """Require a path or several; a string is a single path."""
     if isinstance(values, (str, bytes, os.PathLike)):
         return [path("a path", values)]
     _require_no_data(values)
@@ -192,20 +200,12 @@ def path_list(_argument: str, values: Any) -> list[str]:
         raise UsageError(_NOT_DATA, hint=_SAVE_FIRST) from error
 
 
-# For those who expect functions of arrays.
-_NOT_DATA = "paths must be those of safetensors files, not arrays or other objects"
-_SAVE_FIRST = (
-    "save a dict of arrays with safetensors.numpy.save_file, or of tensors with safetensors.torch.save_file, and give "
-    "the path of the file"
-)
-
-
 def _require_no_data(value: Any) -> None:
     """Raise `UsageError` for an array, a state dict or an open file in place of a path; numpy's strings are paths."""
     if isinstance(value, (str, bytes)):
         return
     # Iterating over an open file would take its lines for paths.
     if hasattr(value, "read"):
-        raise UsageError("paths must be those of safetensors files, not open files", hint="give the name of the file")
+        raise UsageError("expected paths of safetensors files, not open files", hint="pass the name of the file")
     if hasattr(value, "keys") or hasattr(value, "dtype"):
         raise UsageError(_NOT_DATA, hint=_SAVE_FIRST)

@@ -24,7 +24,7 @@ ARGUMENTS = {
 def options_of(name):
     """The options of a function, with their defaults."""
     parameters = inspect.signature(getattr(gradtool, name)).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -107,7 +107,7 @@ def test_progress_must_be_a_function_or_a_switch(tmp_path):
 
 
 def test_a_buffer_that_is_an_array_is_told_so_without_its_values():
-    with pytest.raises(gradtool.UsageError, match=r"^paths must be those of safetensors files, not arrays"):
+    with pytest.raises(gradtool.UsageError, match=r"^expected paths of safetensors files, not arrays"):
         gradtool.accumulate("x", into={"a": np.ones(2)})
 
 
@@ -115,7 +115,7 @@ def test_an_open_file_is_no_path_and_is_not_read(tmp_path):
     path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
     with path.open("rb") as file:
         for given in (file, [file]):
-            with pytest.raises(gradtool.UsageError, match="not open files; give the name of the file$"):
+            with pytest.raises(gradtool.UsageError, match="not open files; pass the name of the file$"):
                 gradtool.norm(given)
         assert file.tell() == 0
 

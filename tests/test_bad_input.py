@@ -54,7 +54,7 @@ BAD_INPUTS = {
     "pattern that is none": ("x.safetensors --include (", 2, "not a regular expression"),
     "NaN limit": ("x.safetensors --max-norm nan", 2, "not nan"),
     "negative limit": ("x.safetensors --max-norm -1", 2, "0 or more"),
-    "order too small": ("x.safetensors --norm-type 1e-5", 2, "0.01 or more, not 1e-05: below, rounding errors"),
+    "order too small": ("x.safetensors --norm-type 1e-5", 2, "0.01 or more, not 1e-05: below that, rounding errors"),
     "no number": ("x.safetensors --max-norm x", 2, "--max-norm"),
     "unknown option": ("x.safetensors --nope", 2, "--nope"),
     "unknown policy": ("x.safetensors --nonfinite x", 2, "--nonfinite"),

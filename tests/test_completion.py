@@ -85,9 +85,9 @@ class Shell:
 def shell(request, folder):
     if shutil.which(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    one = Shell(request.param, folder)
-    yield one
-    one.close()
+    shell = Shell(request.param, folder)
+    yield shell
+    shell.close()
 
 
 def test_a_shell_completes_commands_options_choices_and_paths(shell):
@@ -135,7 +135,7 @@ def test_what_is_offered(words, expected):
 def test_options_are_offered_with_their_help():
     env = {"_GRADTOOL_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     done = gradtool(env=env | {"_TYPER_COMPLETE_ARGS": "gradtool check --fa"})
-    assert done.stdout == "--fast\tRead headers only, and no values.\n"
+    assert done.stdout == "--fast\tRead only headers, no values.\n"
 
 
 @pytest.mark.parametrize("shell", [*SHELLS, "pwsh"])

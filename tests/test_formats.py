@@ -102,7 +102,7 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, github, not 'xml'\n"
     done = gradtool(*call, "--json", "--format", "github")
-    message, hint = "--json contradicts --format github", "remove one of them"
+    message, hint = "--json cannot be combined with --format github", "remove one of them"
     assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n  hint: {hint}\n")
     assert json.loads(done.stdout)["errors"] == [{"code": "usage", "message": message, "hint": hint}]
     assert snapshot(tmp_path) == before

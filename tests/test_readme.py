@@ -108,6 +108,17 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 
 
+def test_the_first_screen_of_the_readme_has_a_picture_figures_and_the_line_that_installs_it():
+    lines = README.read_text().splitlines()[:25]
+    assert [line for line in lines if line.startswith("![") and line.endswith("(docs/terminal.svg)")]
+    assert [line for line in lines if " s (" in line and "AMD" in line]
+    assert [line for line in lines if line.startswith("pip install . && gradtool clip")]
+
+
+def test_no_page_for_users_needs_what_only_tests_have():
+    assert [page.name for page in PAGES if "GRADTOOL_FAULT" in page.read_text()] == []
+
+
 def test_there_are_two_set_up_commands():
     assert len(re.findall(r"^```sh$", README.read_text(), re.MULTILINE)) == 2
 

@@ -49,8 +49,8 @@ def parts(schema):
     """A schema and all schemas in it."""
     if isinstance(schema, dict):
         yield schema
-    for one in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from parts(one)
+    for item in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from parts(item)
 
 
 def test_the_schema_is_valid_for_the_draft_that_it_names():
@@ -61,13 +61,13 @@ def test_the_schema_is_valid_for_the_draft_that_it_names():
 
 def test_every_object_is_closed_and_every_field_is_described():
     definitions = package_schema()["$defs"]
-    objects = [one for one in parts(definitions) if one.get("type") == "object" and "properties" in one]
+    objects = [item for item in parts(definitions) if item.get("type") == "object" and "properties" in item]
     assert len(objects) >= 14
-    for one in objects:
-        assert one["additionalProperties"] is False
-        for name, field in one["properties"].items():
+    for item in objects:
+        assert item["additionalProperties"] is False
+        for name, field in item["properties"].items():
             assert field["description"].endswith("."), name
-    referred = {one["$ref"].removeprefix("#/$defs/") for one in parts(package_schema()) if "$ref" in one}
+    referred = {item["$ref"].removeprefix("#/$defs/") for item in parts(package_schema()) if "$ref" in item}
     assert referred | {"line"} == definitions.keys()
 
 
@@ -207,14 +207,14 @@ def test_rows_may_extend_others_and_have_rows_themselves(generator):
     assert definitions["Result"]["description"] == "What was found; null is null."
     assert definitions["Result"]["required"] == ["counts", "shape", "per_bin", "per_tensor"]
     schema = {"$ref": "#/$defs/Result", "$defs": definitions}
-    one = {"exponent": 0, "count": 1}
-    rows = [{"name": None, "severity": "note"}, {"name": "a", "severity": "fault", "per_bin": [one]}]
-    good = {"counts": {"F32": 1}, "shape": None, "per_bin": [one], "per_tensor": rows}
+    row = {"exponent": 0, "count": 1}
+    rows = [{"name": None, "severity": "note"}, {"name": "a", "severity": "fault", "per_bin": [row]}]
+    good = {"counts": {"F32": 1}, "shape": None, "per_bin": [row], "per_tensor": rows}
     jsonschema.validate(good, schema)
     for wrong in (
         {"counts": {"F32": "1"}},
         {"shape": ["1"]},
-        {"per_bin": [one | {"type": "bin"}]},
+        {"per_bin": [row | {"type": "bin"}]},
         {"per_bin": [{"exponent": 0}]},
         {"per_tensor": [rows[0] | {"severity": "?"}]},
         {"per_tensor": [rows[0] | {"per_bin": [{}]}]},

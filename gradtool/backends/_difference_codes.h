@@ -73,8 +73,8 @@ static void round_codes(enum dtype dtype, const double *values, uint32_t *codes,
 /* The values of a side in float64. */
 static void widen(struct row row, int side, double *values)
 {
-    const char *found = load_values(row.dtype[side], row.data[side], 1, values, row.n);
-    if (found != (const char *)values) memcpy(values, found, 8 * (size_t)row.n);
+    const char *loaded = load_values(row.dtype[side], row.data[side], 1, values, row.n);
+    if (loaded != (const char *)values) memcpy(values, loaded, 8 * (size_t)row.n);
 }
 
 /* The codes of both sides, those of different types in the coarser one; with these, how many values differ. */

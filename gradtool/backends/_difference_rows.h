@@ -143,9 +143,9 @@ static struct row_facts add_part(int rows, const struct row *row, double (*lanes
     int64_t step[2] = {0, 0};
     for (int side = 0; side < 2; side++) {
         for (int r = 0; r < rows; r++) {
-            double *own = room[side][r];
-            data[side][r] = is_bf16(*row) ? load_codes(BF16, row[r].data[side], (char *)own, n)
-                                          : load_values(row->dtype[side], row[r].data[side], is_wide, own, n);
+            double *space = room[side][r];
+            data[side][r] = is_bf16(*row) ? load_codes(BF16, row[r].data[side], (char *)space, n)
+                                          : load_values(row->dtype[side], row[r].data[side], is_wide, space, n);
         }
         if (rows > 1) step[side] = data[side][1] - data[side][0];
     }

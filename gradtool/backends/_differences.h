@@ -11,7 +11,7 @@ enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS
 /* A tile of a, and the tile of b that it is compared with. With `drops`, what is not finite on both sides is 0. */
 struct pair { enum dtype dtype[2]; const char *data[2]; int64_t elements; int drops; };
 
-/* What is found in a tile. */
+/* The result for a tile. */
 struct difference {
     double sums[SUMS], max_abs, max_rel;
     uint64_t ulps;
@@ -57,7 +57,7 @@ static struct row row_from(struct pair pair, int64_t start, int width, struct ro
 }
 
 /* Counts the elements that are not finite on both sides. */
-static void count_nonfinite(struct pair pair, struct difference *found, int64_t start)
+static void count_nonfinite(struct pair pair, struct difference *result, int64_t start)
 {
     pair.drops = 0;
     struct row row = row_from(pair, start, LANES, NULL);
@@ -68,63 +68,63 @@ static void count_nonfinite(struct pair pair, struct difference *found, int64_t 
     for (int64_t j = 0; j < row.n; j++) {
         if (isfinite(x[j]) && isfinite(y[j])) continue;
         int is_same = x[j] == y[j] || (x[j] != x[j] && y[j] != y[j]);
-        found->counts[SAME_NONFINITE] += is_same;
-        found->counts[DIFFERING] += !is_same;
-        found->counts[NOT_CLOSE] += !is_same;
-        found->counts[ONLY_A] += !is_same && !isfinite(x[j]);
-        found->counts[ONLY_B] += !is_same && !isfinite(y[j]);
+        result->counts[SAME_NONFINITE] += is_same;
+        result->counts[DIFFERING] += !is_same;
+        result->counts[NOT_CLOSE] += !is_same;
+        result->counts[ONLY_A] += !is_same && !isfinite(x[j]);
+        result->counts[ONLY_B] += !is_same && !isfinite(y[j]);
         if (pair.dtype[0] == pair.dtype[1])
-            found->counts[BITS_DIFFER] += memcmp(at(pair, 0, start + j), at(pair, 1, start + j), size) != 0;
+            result->counts[BITS_DIFFER] += memcmp(at(pair, 0, start + j), at(pair, 1, start + j), size) != 0;
     }
 }
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
 /* Distances and counts, row after row. */
-static void compare_all_codes(struct pair pair, struct difference *found)
+static void compare_all_codes(struct pair pair, struct difference *result)
 {
     struct room room;
     int64_t row_of_longest = 0;
     for (int64_t start = 0; start < pair.elements; start += LANES) {
         struct code_facts facts = compare_codes(row_from(pair, start, LANES, &room));
-        found->counts[DIFFERING] += facts.differing;
-        found->counts[BITS_DIFFER] += facts.bits;
-        if (pair.drops) count_nonfinite(pair, found, start);
-        if (facts.longest <= found->ulps) continue;
-        found->ulps = facts.longest;
+        result->counts[DIFFERING] += facts.differing;
+        result->counts[BITS_DIFFER] += facts.bits;
+        if (pair.drops) count_nonfinite(pair, result, start);
+        if (facts.longest <= result->ulps) continue;
+        result->ulps = facts.longest;
         row_of_longest = start;
     }
-    if (found->ulps)
-        found->places[MAX_ULPS] = place_of_distance(row_from(pair, row_of_longest, LANES, &room), found->ulps);
+    if (result->ulps)
+        result->places[MAX_ULPS] = place_of_distance(row_from(pair, row_of_longest, LANES, &room), result->ulps);
 }
 
 /* A quotient that is looked for must be larger or, before the place of the largest one, as large. Without fma, the product
  * with it is rounded. */
-static double wanted_quotient(const struct difference *found, int64_t start)
+static double wanted_quotient(const struct difference *result, int64_t start)
 {
-    int may_be_equal = start < found->places[MAX_REL] || !HAS_FMA;
-    if (isinf(found->max_rel)) return 0;
-    return may_be_equal ? found->max_rel * (1 - 0x1p-50) : found->max_rel;
+    int may_be_equal = start < result->places[MAX_REL] || !HAS_FMA;
+    if (isinf(result->max_rel)) return 0;
+    return may_be_equal ? result->max_rel * (1 - 0x1p-50) : result->max_rel;
 }
 
 /* Adds the terms of one or two rows to the lanes, and takes their largest values; as the place of the largest gap, where
  * its row begins. Returns how many are far. */
-static int64_t compare_values(struct difference *found, int rows, const struct row *row, struct tolerance tolerance,
+static int64_t compare_values(struct difference *result, int rows, const struct row *row, struct tolerance tolerance,
                               double (*lanes)[PART])
 {
-    struct wanted wanted = {tolerance, wanted_quotient(found, row->start)};
+    struct wanted wanted = {tolerance, wanted_quotient(result, row->start)};
     struct row_facts facts = add_part(rows, row, lanes, wanted);
     for (int r = 0; r < rows; r++) {
         double largest = as_double((uint64_t)facts.largest[r]);
-        if (facts.above[r] >> 63) take_largest_quotient(row[r], &found->max_rel, &found->places[MAX_REL]);
-        if (IS_NEW(largest, found->max_abs, row[r].start, found->places[MAX_ABS]))
-            found->max_abs = largest, found->places[MAX_ABS] = row[r].start;
+        if (facts.above[r] >> 63) take_largest_quotient(row[r], &result->max_rel, &result->places[MAX_REL]);
+        if (IS_NEW(largest, result->max_abs, row[r].start, result->places[MAX_ABS]))
+            result->max_abs = largest, result->places[MAX_ABS] = row[r].start;
     }
     return facts.far;
 }
 
 /* Sums and largest values, part after part. Returns how many are far. */
-static int64_t compare_all_values(struct pair pair, struct difference *found, struct tolerance tolerance)
+static int64_t compare_all_values(struct pair pair, struct difference *result, struct tolerance tolerance)
 {
     struct room room[AT_ONCE];
     ALIGNED double lanes[SUMS][PART];
@@ -137,26 +137,26 @@ static int64_t compare_all_values(struct pair pair, struct difference *found, st
             rows = start + (AT_ONCE - 1) * LANES + PART <= pair.elements ? AT_ONCE : 1;
             struct row row[AT_ONCE];
             for (int r = 0; r < rows; r++) row[r] = row_from(pair, start + r * LANES, PART, &room[r]);
-            far += compare_values(found, (int)rows, row, tolerance, lanes);
+            far += compare_values(result, (int)rows, row, tolerance, lanes);
         }
         for (int sum = 0; sum < SUMS; sum++) parts[sum][part] = (is_in_halves ? fold_halves : fold)(lanes[sum], PART);
     }
-    for (int sum = 0; sum < SUMS; sum++) found->sums[sum] = fold(parts[sum], LANES / PART);
-    int64_t *place = &found->places[MAX_ABS];
-    if (found->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, room), found->max_abs);
+    for (int sum = 0; sum < SUMS; sum++) result->sums[sum] = fold(parts[sum], LANES / PART);
+    int64_t *place = &result->places[MAX_ABS];
+    if (result->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, room), result->max_abs);
     return far;
 }
 
 /* All but the exponents of a tile. Unless the pair drops them, it must have no NaN and no Inf. */
 static struct difference compare_rows(struct pair pair, struct tolerance tolerance)
 {
-    struct difference found = {{0}, 0, 0, 0, {0}, {0}};
+    struct difference result = {{0}, 0, 0, 0, {0}, {0}};
     int has_tolerance = tolerance.absolute > 0 || tolerance.relative > 0;
-    compare_all_codes(pair, &found);
-    int64_t far = compare_all_values(pair, &found, tolerance), unlike = found.counts[NOT_CLOSE];
-    found.counts[NOT_CLOSE] = has_tolerance ? unlike + far : found.counts[DIFFERING];
-    if (pair.dtype[0] != pair.dtype[1]) found.counts[BITS_DIFFER] = pair.elements;
-    return found;
+    compare_all_codes(pair, &result);
+    int64_t far = compare_all_values(pair, &result, tolerance), unlike = result.counts[NOT_CLOSE];
+    result.counts[NOT_CLOSE] = has_tolerance ? unlike + far : result.counts[DIFFERING];
+    if (pair.dtype[0] != pair.dtype[1]) result.counts[BITS_DIFFER] = pair.elements;
+    return result;
 }
 
 /* The values of an element, 0 unless both are finite. */
@@ -193,29 +193,29 @@ static void sum_divided(struct pair pair, double *sums, const int32_t *exponents
 
 static struct difference compare_tile(struct pair pair, struct tolerance tolerance, int32_t *exponents)
 {
-    struct difference found = compare_rows(pair, tolerance);
+    struct difference result = compare_rows(pair, tolerance);
     /* A NaN or Inf is in these sums, too. */
-    if (!isfinite(found.sums[SQUARES_A]) || !isfinite(found.sums[SQUARES_B])) {
+    if (!isfinite(result.sums[SQUARES_A]) || !isfinite(result.sums[SQUARES_B])) {
         pair.drops = 1;
-        found = compare_rows(pair, tolerance);
+        result = compare_rows(pair, tolerance);
     }
     exponents[0] = exponents[1] = exponents[2] = 0;
     /* Differences, magnitudes and squares of all other types are in range. */
-    if (pair.dtype[0] != F64 && pair.dtype[1] != F64) return found;
-    int is_same = found.max_abs == 0;
-    if ((is_same || is_in_range(found.sums[GAPS])) && is_in_range(found.sums[SQUARES_A]) && is_in_range(found.sums[SQUARES_B]))
-        return found;
+    if (pair.dtype[0] != F64 && pair.dtype[1] != F64) return result;
+    int is_same = result.max_abs == 0;
+    if ((is_same || is_in_range(result.sums[GAPS])) && is_in_range(result.sums[SQUARES_A]) && is_in_range(result.sums[SQUARES_B]))
+        return result;
     double largest[2] = {0, 0}, x, y;
     for (int64_t i = 0; i < pair.elements; i++) {
         values_at(pair, i, &x, &y);
         largest[0] = fabs(x) > largest[0] ? fabs(x) : largest[0];
         largest[1] = fabs(y) > largest[1] ? fabs(y) : largest[1];
     }
-    exponents[0] = exponent_for(found.sums[GAPS], found.max_abs);
-    exponents[1] = exponent_for(found.sums[SQUARES_A], largest[0]);
-    exponents[2] = exponent_for(found.sums[SQUARES_B], largest[1]);
-    if (exponents[0] || exponents[1] || exponents[2]) sum_divided(pair, found.sums, exponents);
-    return found;
+    exponents[0] = exponent_for(result.sums[GAPS], result.max_abs);
+    exponents[1] = exponent_for(result.sums[SQUARES_A], largest[0]);
+    exponents[2] = exponent_for(result.sums[SQUARES_B], largest[1]);
+    if (exponents[0] || exponents[1] || exponents[2]) sum_divided(pair, result.sums, exponents);
+    return result;
 }
 
 /* Where the results of tiles go: one entry each, of as many values as its struct has. */
@@ -234,11 +234,11 @@ static void compare_pieces(struct source *source, const int64_t *piece, const in
                 pair.data[side] = bytes_of(source + side, offset[side] + start * size, elements * size);
                 if (!pair.data[side]) return;
             }
-            struct difference found = compare_tile(pair, tolerance, to.exponents + 3 * tile);
-            memcpy(to.sums + SUMS * tile, found.sums, sizeof found.sums);
-            memcpy(to.places + MAXIMA * tile, found.places, sizeof found.places);
-            memcpy(to.counts + COUNTS * tile, found.counts, sizeof found.counts);
-            to.max_abs[tile] = found.max_abs, to.max_rel[tile] = found.max_rel, to.ulps[tile] = found.ulps;
+            struct difference result = compare_tile(pair, tolerance, to.exponents + 3 * tile);
+            memcpy(to.sums + SUMS * tile, result.sums, sizeof result.sums);
+            memcpy(to.places + MAXIMA * tile, result.places, sizeof result.places);
+            memcpy(to.counts + COUNTS * tile, result.counts, sizeof result.counts);
+            to.max_abs[tile] = result.max_abs, to.max_rel[tile] = result.max_rel, to.ulps[tile] = result.ulps;
         }
     }
 }

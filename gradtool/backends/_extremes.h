@@ -9,7 +9,7 @@ struct bounds { uint64_t normal, largest; };
 
 /* Adds the subnormal and the saturated values of a row. For a zero, 0 - 1 is the largest number there is. */
 #define EXTREMES(BITS)                                                                                                 \
-    static void row_extremes##BITS(const char *row, int n, struct bounds bounds, int64_t *found)                       \
+    static void row_extremes##BITS(const char *row, int n, struct bounds bounds, int64_t *counts)                      \
     {                                                                                                                  \
         const uint##BITS##_t mask = (uint##BITS##_t)(UINT##BITS##_MAX >> 1);                                           \
         const uint##BITS##_t below = (uint##BITS##_t)(bounds.normal - 1), most = (uint##BITS##_t)bounds.largest;       \
@@ -19,7 +19,7 @@ struct bounds { uint64_t normal, largest; };
             subnormal += (uint##BITS##_t)(magnitude - 1) < below;                                                      \
             saturated += magnitude == most;                                                                            \
         }                                                                                                              \
-        found[0] += subnormal, found[1] += saturated;                                                                  \
+        counts[0] += subnormal, counts[1] += saturated;                                                                \
     }
 
 EXTREMES(8)
@@ -28,16 +28,16 @@ EXTREMES(32)
 EXTREMES(64)
 
 /* Counts those of a piece. */
-static void count_extremes(const char *data, int64_t itemsize, int64_t elements, const uint64_t *bound, int64_t *found)
+static void count_extremes(const char *data, int64_t itemsize, int64_t elements, const uint64_t *bound, int64_t *counts)
 {
     struct bounds bounds = {bound[0], bound[1]};
     for (int64_t start = 0; start < elements; start += LANES) {
         int n = (int)(elements - start < LANES ? elements - start : LANES);
         const char *row = data + start * itemsize;
-        if (itemsize == 8) row_extremes64(row, n, bounds, found);
-        else if (itemsize == 4) row_extremes32(row, n, bounds, found);
-        else if (itemsize == 2) row_extremes16(row, n, bounds, found);
-        else row_extremes8(row, n, bounds, found);
+        if (itemsize == 8) row_extremes64(row, n, bounds, counts);
+        else if (itemsize == 4) row_extremes32(row, n, bounds, counts);
+        else if (itemsize == 2) row_extremes16(row, n, bounds, counts);
+        else row_extremes8(row, n, bounds, counts);
     }
 }
 

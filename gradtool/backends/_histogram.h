@@ -66,7 +66,7 @@ static struct extremes fields_of_halves(enum dtype dtype, const char *source, ui
     return all;
 }
 
-/* Field 1 is that of the exponent field `base`; the last one is that of NaN and Inf. All is found in the upper halves. */
+/* Field 1 is that of the exponent field `base`; the last one is that of NaN and Inf. All are in the upper halves. */
 static struct extremes fields_of_f64(const char *restrict source, uint8_t *restrict field, int n, int *base)
 {
     int32_t highest = 0;
@@ -110,8 +110,8 @@ static void count_all(const uint8_t *field, int n, int last, int64_t *count)
         uint64_t eight = load64((const char *)field + j);
         for (int k = 0; k < 8; k++) tables[k % TABLES][eight >> 8 * k & 0xff]++;
     }
-    for (int one = 1; one <= last; one++)
-        for (int table = 0; table < TABLES; table++) count[one] += tables[table][one];
+    for (int i = 1; i <= last; i++)
+        for (int table = 0; table < TABLES; table++) count[i] += tables[table][i];
 }
 
 /* Counts the fields of a chunk, which has CHUNK_ROOM bytes. */
@@ -121,8 +121,8 @@ static void count_chunk(uint8_t *field, int n, int largest, int64_t *count)
     memset(field + n, 0, (size_t)(whole - n));
     int64_t left = whole - count_byte(field, whole, 0);
     for (; left && last > 0 && last > largest - NEAR; last--) {
-        int64_t own = count_byte(field, whole, (uint8_t)last);
-        count[last] += own, left -= own;
+        int64_t same = count_byte(field, whole, (uint8_t)last);
+        count[last] += same, left -= same;
     }
     if (left && last > 0) count_all(field, whole, last, count);
 }
@@ -177,8 +177,8 @@ static void count_tile(enum dtype dtype, const char *data, int64_t elements, int
     ALIGNED uint8_t field[CHUNK_ROOM];
     for (int64_t start = 0; start < elements; start += CHUNK_ROOM, data += CHUNK_ROOM * ITEMSIZE[dtype]) {
         int n = (int)(elements - start < CHUNK_ROOM ? elements - start : CHUNK_ROOM);
-        double own = dtype == F64 ? histogram64(data, field, n, bin) : histogram32(dtype, data, field, n, bin);
-        if (own > *largest) *largest = own;
+        double piece_largest = dtype == F64 ? histogram64(data, field, n, bin) : histogram32(dtype, data, field, n, bin);
+        if (piece_largest > *largest) *largest = piece_largest;
     }
 }
 

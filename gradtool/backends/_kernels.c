@@ -183,7 +183,7 @@ static PyObject *unit_factors(PyObject *self, PyObject *args)
                           &limits.unscale, &factors))
         return NULL;
     int64_t units = factors.len / 8;
-    struct compared found = {0};
+    struct unit_counts counts = {0};
     const char *problem = size < 1 || size > INT64_MAX / 8 / (units + 1) ? "no such unit" : NULL;
     for (int i = 0; i < 2 && !problem; i++) {
         if (dtype[i] < 0 || dtype[i] >= DTYPES) problem = "no such storage type";
@@ -192,15 +192,15 @@ static PyObject *unit_factors(PyObject *self, PyObject *args)
     }
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
-        found = kernels->compare_units(side, units, size, limits, factors.buf);
+        counts = kernels->compute_factors(side, units, size, limits, factors.buf);
         Py_END_ALLOW_THREADS
     }
 
     Py_buffer *const all[] = {&view[0], &view[1], &factors};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
-    if (problem || found.out_of_range) return done(problem);
-    return Py_BuildValue("LLLL", (long long)found.clipped, (long long)found.changed, (long long)found.nonfinite,
-                         (long long)found.beyond);
+    if (problem || counts.out_of_range) return done(problem);
+    return Py_BuildValue("LLLL", (long long)counts.clipped, (long long)counts.changed, (long long)counts.nonfinite,
+                         (long long)counts.beyond);
 }
 
 /* The unit of the last element of a piece, counted from that of its first. */
@@ -290,10 +290,10 @@ static PyObject *extremes(PyObject *self, PyObject *args)
     for (Py_ssize_t i = 0; i < k && !problem; i++) problem = check_piece(&block, piece + 3 * i);
     if (!problem) {
         const uint64_t *bound = bounds.buf;
-        int64_t *found = counts.buf;
+        int64_t *count = counts.buf;
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < k; i++, piece += 3, bound += 2, found += 2)
-            kernels->count_extremes((const char *)block.buf + piece[1], ITEMSIZE[piece[0]], piece[2], bound, found);
+        for (Py_ssize_t i = 0; i < k; i++, piece += 3, bound += 2, count += 2)
+            kernels->count_extremes((const char *)block.buf + piece[1], ITEMSIZE[piece[0]], piece[2], bound, count);
         Py_END_ALLOW_THREADS
     }
 

@@ -20,11 +20,11 @@ struct level {
     void (*sum_gradients)(const struct patch *, int64_t, int64_t, double *, double *);
     void (*differentiate)(const struct patch *, const double *, const double *, int, const struct gradients *);
     void (*trim_all)(const struct trim *, double *, const char *, const struct addend *, const double *, int64_t);
-    struct compared (*compare_units)(const struct side *, int64_t, int64_t, struct unit_limits, double *);
+    struct unit_counts (*compute_factors)(const struct side *, int64_t, int64_t, struct unit_limits, double *);
     void (*scale_units)(char *, const struct units *, const double *, int64_t, int64_t *);
 };
 
 const struct level LEVEL = {
     LEVEL_NAME, run_pieces, compare_pieces, count_extremes, add_all, sum_rows, sum_gradients, differentiate, trim_all,
-    compare_units, scale_units,
+    compute_factors, scale_units,
 };

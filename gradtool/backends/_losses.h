@@ -41,16 +41,16 @@ SMALLEST(64)
 static double smallest(enum dtype dtype, const char *row, int n)
 {
     int size = ITEMSIZE[dtype];
-    uint64_t found = size == 8   ? smallest_code64(row, n)
-                     : size == 4 ? smallest_code32(row, n)
-                     : size == 2 ? smallest_code16(row, n)
-                                 : smallest_code8(row, n);
-    uint32_t code = (uint32_t)found;
-    if (!found) return INFINITY;
+    uint64_t bits = size == 8   ? smallest_code64(row, n)
+                    : size == 4 ? smallest_code32(row, n)
+                    : size == 2 ? smallest_code16(row, n)
+                                : smallest_code8(row, n);
+    uint32_t code = (uint32_t)bits;
+    if (!bits) return INFINITY;
     switch (dtype) {
 #define VALUE_OF(DTYPE, NAME, ...) case DTYPE: return NAME##_to_float(code);
     FLOAT_TYPES(VALUE_OF)
-    default: return as_double(found);
+    default: return as_double(bits);
     }
 }
 

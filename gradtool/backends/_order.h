@@ -34,9 +34,9 @@ struct trim {
     static void exchange_##NAME(TYPE *restrict low, TYPE *restrict high)                                               \
     {                                                                                                                  \
         for (int j = 0; j < COLUMNS; j++) {                                                                            \
-            TYPE one = low[j], other = high[j];                                                                        \
-            low[j] = one < other ? one : other;                                                                        \
-            high[j] = one < other ? other : one;                                                                       \
+            TYPE a = low[j], b = high[j];                                                                              \
+            low[j] = a < b ? a : b;                                                                                    \
+            high[j] = a < b ? b : a;                                                                                   \
         }                                                                                                              \
     }                                                                                                                  \
     static void finish_##NAME(const TYPE *rows, const TYPE *poison, const struct trim *trim, double *restrict values,  \

@@ -46,10 +46,10 @@ static void add_all(double *sums, const char *source, const struct addend *adden
             if (first[same].at != first->at || first[same].elements != first->elements) break;
         for (int64_t start = 0; start < first->elements; start += LANES) {
             int n = (int)(first->elements - start < LANES ? first->elements - start : LANES);
-            for (int64_t one = 0; one < same; one++) {
-                enum dtype dtype = (enum dtype)first[one].dtype;
-                const char *row = source + first[one].offset + start * ITEMSIZE[dtype];
-                row_add(sums + first->at + start, dtype, row, weight[i + one], n, fresh);
+            for (int64_t j = 0; j < same; j++) {
+                enum dtype dtype = (enum dtype)first[j].dtype;
+                const char *row = source + first[j].offset + start * ITEMSIZE[dtype];
+                row_add(sums + first->at + start, dtype, row, weight[i + j], n, fresh);
             }
         }
     }

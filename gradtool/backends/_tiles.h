@@ -123,10 +123,10 @@ static void run_pieces(struct job job, struct source *source, const int64_t *pie
             int64_t size = elements - start < TILE ? elements - start : TILE;
             char *data = bytes_of(source, piece[1] + start * itemsize, size * itemsize);
             if (!data) return;
-            struct facts own = sum_tile(job, dtype, data, size, sum++, exponent++);
-            if (own.max_abs > facts->max_abs) facts->max_abs = own.max_abs;
-            facts->nan += own.nan, facts->inf += own.inf, facts->zeros += own.zeros;
-            if (facts->first < 0 && own.nan + own.inf) facts->first = start + first_nonfinite(dtype, data, size);
+            struct facts tile = sum_tile(job, dtype, data, size, sum++, exponent++);
+            if (tile.max_abs > facts->max_abs) facts->max_abs = tile.max_abs;
+            facts->nan += tile.nan, facts->inf += tile.inf, facts->zeros += tile.zeros;
+            if (facts->first < 0 && tile.nan + tile.inf) facts->first = start + first_nonfinite(dtype, data, size);
             if (job.wide) job.wide += size;
             if (to.bin) count_tile(dtype, data, size, to.bin, to.largest + i);
         }

@@ -13,7 +13,7 @@ struct side { const char *data; enum dtype dtype; };
 struct unit_limits { double ratio, eps, unscale; };
 
 /* The counts of UnitFactors; and whether the sum of a unit is out of range, so that all is to be done another way. */
-struct compared { int64_t clipped, changed, nonfinite, beyond; int out_of_range; };
+struct unit_counts { int64_t clipped, changed, nonfinite, beyond; int out_of_range; };
 
 /* Units whose norms are compared at once. */
 enum { UNITS_AT_ONCE = 256 };
@@ -56,7 +56,7 @@ HELPER int is_beyond(double factor, int is_wide)
 }
 
 static void count_factors(const double *factors, const double *params, int64_t count, int is_wide, double unscale,
-                          int64_t first, struct compared *found)
+                          int64_t first, struct unit_counts *counts)
 {
     double unclipped = round_factor(1 / unscale, is_wide);
     int64_t clipped = 0, changed = 0, nonfinite = 0, beyond = 0;
@@ -67,23 +67,23 @@ static void count_factors(const double *factors, const double *params, int64_t c
         nonfinite += !(params[i] < INFINITY);
         beyond += is_beyond(factors[i], is_wide);
     }
-    found->clipped += clipped, found->changed += changed, found->nonfinite += nonfinite;
-    for (int64_t i = 0; i < count && beyond && found->beyond < 0; i++)
-        if (is_beyond(factors[i], is_wide)) found->beyond = first + i;
+    counts->clipped += clipped, counts->changed += changed, counts->nonfinite += nonfinite;
+    for (int64_t i = 0; i < count && beyond && counts->beyond < 0; i++)
+        if (is_beyond(factors[i], is_wide)) counts->beyond = first + i;
 }
 
-static struct compared compare_units(const struct side *side, int64_t units, int64_t size, struct unit_limits limits,
+static struct unit_counts compute_factors(const struct side *side, int64_t units, int64_t size, struct unit_limits limits,
                                      double *factors)
 {
-    struct compared found = {.beyond = -1};
-    for (int64_t first = 0; first < units && !found.out_of_range; first += UNITS_AT_ONCE) {
+    struct unit_counts counts = {.beyond = -1};
+    for (int64_t first = 0; first < units && !counts.out_of_range; first += UNITS_AT_ONCE) {
         ALIGNED double norms[2][UNITS_AT_ONCE];
         int64_t count = units - first < UNITS_AT_ONCE ? units - first : UNITS_AT_ONCE;
-        for (int i = 0; i < 2; i++) found.out_of_range |= set_norms(side[i], first, count, size, norms[i]);
+        for (int i = 0; i < 2; i++) counts.out_of_range |= set_norms(side[i], first, count, size, norms[i]);
         set_factors(norms[0], norms[1], count, limits, factors + first);
-        count_factors(factors + first, norms[1], count, side->dtype == F64, limits.unscale, first, &found);
+        count_factors(factors + first, norms[1], count, side->dtype == F64, limits.unscale, first, &counts);
     }
-    return found;
+    return counts;
 }
 
 /* ---- their products --------------------------------------------------------------------------------------------- */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from array import array
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING
 from gradtool import tuning
 from gradtool.arrays import np
 from gradtool.backends.protocol import Addend, Piece, group_addends
-from gradtool.backends.storage import STORAGE, narrowed, widened
+from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import count_exponents, count_extremes, count_losses, sum_pieces
 from gradtool.reduction import fold
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
@@ -188,10 +188,14 @@ class NumpyBackend:
                 sums += grads[:, group]
 
     def widen(self, view: memoryview, dtype: str, offset: float = -0.0) -> array[float]:
-        return widened(view, dtype, offset)
+        storage = STORAGE[dtype]
+        with np.errstate(all="ignore"):
+            values = storage.values_at(view, 0, len(view) // storage.itemsize).astype(np.float64) + offset
+        return array("d", values.tobytes())
 
     def narrow(self, values: array[float], dtype: str) -> memoryview:
-        return narrowed(values, dtype)
+        with np.errstate(all="ignore"):
+            return STORAGE[dtype].narrow_wide(np.asarray(values)).view(np.uint8).data
 
     def _add(self, sums: Array, source: memoryview, addends: Sequence[Addend], *, fresh: bool = False) -> None:
         for dtype, offset, elements, at, weight in addends:

@@ -1,4 +1,4 @@
-"""How two blocks differ, in numpy: this defines the bits.
+"""The differences of two blocks, in numpy: this defines the bits.
 
 The results for a tile are over the elements that are finite on both sides; all others count as +0. The four sums are
 canonical tile sums (`gradtool.reduction`) of float64 terms. Where Σa² is out of range, though not all a are 0, a is

@@ -1,4 +1,4 @@
-"""What every backend can do, and the values that go in and out.
+"""The arithmetic that every backend has, and the values that go in and out.
 
 A block is a part of a file in memory; its pieces are the parts of tensors in it, each starting on a tile boundary. A
 backend knows no path and no policy; to read a block itself, it gets a descriptor. The numpy backend (`cpu`) is the
@@ -71,7 +71,7 @@ class AddMode(NamedTuple):
 
 
 class Trim(NamedTuple):
-    """How many of the smallest and of the largest values are `dropped` before the mean; None for all but the middle.
+    """The number of smallest and of largest values `dropped` before the mean; None for all but the middle.
 
     The middle of an even number of values is two of them, so that their mean is the median. If all must be `finite`,
     any other value makes the mean NaN.
@@ -104,7 +104,7 @@ class TypedView(NamedTuple):
 
 
 class UnitLimits(NamedTuple):
-    """The norm |G| of a unit of gradients, divided by `unscale`, is limited to ratio · max(|W|, eps).
+    """The limit ratio · max(|W|, eps) of the norm |G| of a unit of gradients, divided by `unscale`.
 
     |W| is the norm of its parameters.
     """
@@ -115,7 +115,7 @@ class UnitLimits(NamedTuple):
 
 
 class UnitCounts(NamedTuple):
-    """How many units are above their limit, have a factor that changes values, or parameters whose norm is not finite.
+    """The number of units above their limit, with a factor that changes values, and with parameters of no finite norm.
 
     `beyond` is the first factor that is out of range for the type it is rounded to, or -1.
     """
@@ -177,7 +177,7 @@ def _statistic(typecode: str, merge: Literal["sum", "max", "first"], *, signed: 
 
 
 class Statistics:
-    """What a pass over a block measures in each piece, beside its sums. The kernels have structs of the same order.
+    """The statistics of each piece that a pass over a block measures. The kernels have structs of the same order.
 
     `max_abs` ignores NaN, and Inf too if it is dropped. `first_nonfinite` is an index into the piece, or -1.
 
@@ -245,7 +245,7 @@ class FileBlock(NamedTuple):
 
 
 class BlockHistogram(NamedTuple):
-    """How many values have which binary exponent: the bins of each piece, piece after piece.
+    """The number of values with each binary exponent: the bins of each piece, piece after piece.
 
     The bins of a type are in `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
     """
@@ -255,7 +255,7 @@ class BlockHistogram(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """For each piece of a block, how many of its values are subnormal, and how many have the largest magnitude."""
+    """The number of subnormal values, and of values of the largest magnitude, for each piece of a block."""
 
     subnormal: array[int]
     saturated: array[int]
@@ -269,7 +269,7 @@ class Tolerance(NamedTuple):
 
 
 class BlockDifferences(NamedTuple):
-    """How two blocks differ, tile by tile; `gradtool.backends.differences` defines them.
+    """The differences of two blocks, tile by tile; `gradtool.backends.differences` defines them.
 
     `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
     two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
@@ -287,7 +287,7 @@ class BlockDifferences(NamedTuple):
 
     @property
     def maxima(self) -> list[array[Any]]:
-        """The three of which `places` has the places."""
+        """The maxima of which `places` has the places."""
         return [self.max_abs, self.max_rel, self.ulps]
 
 

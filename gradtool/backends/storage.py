@@ -198,17 +198,3 @@ def _narrow_small(storage: Storage, values: NDArray[np.float32]) -> NDArray[Any]
     unsigned = np.where(is_subnormal, subnormal, normal)
     codes: NDArray[Any] = np.where(unsigned == storage.quiet_nan, unsigned, sign | unsigned).astype(storage.bits)
     return codes
-
-
-def widened(view: memoryview, dtype: str, offset: float) -> array[float]:
-    """Return stored values as float64, as `Backend.widen`."""
-    storage = STORAGE[dtype]
-    with np.errstate(all="ignore"):
-        values = storage.values_at(view, 0, len(view) // storage.itemsize).astype(np.float64) + offset
-    return array("d", values.tobytes())
-
-
-def narrowed(values: array[float], dtype: str) -> memoryview:
-    """Return float64 values as a type stores them, as `Backend.narrow`."""
-    with np.errstate(all="ignore"):
-        return STORAGE[dtype].narrow_wide(np.asarray(values)).view(np.uint8).data

@@ -1,1 +1,1 @@
-"""Engines run passes over files: in the threads of this process (`threads`), or in other processes (`executor`)."""
+"""Engines run passes over files: in the threads of this process (`threads`), or in other processes (`cluster`)."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
     from gradtool.engines.cluster.engine import Workers
     from gradtool.engines.threads import Progress
-    from gradtool.options import Compute, Local
+    from gradtool.options import ComputeOptions, LocalComputeOptions
 
-    # What runs the passes of a call: threads of this process do their tasks, or other processes their parts.
+    # An engine runs the passes of a call: the threads of this process do tasks, workers elsewhere do parts.
     Engine = Threads | Workers
 
 # More would only take memory.
@@ -33,20 +33,20 @@ def requested_engine(name: str | None) -> tuple[str, str | None]:
     return name, address or None
 
 
-def choose(options: Compute, progress: Progress | None) -> tuple[Engine, Choice | None]:
-    """Return the engine of complete options; and the backend, if it is chosen here and not by workers."""
+def choose(options: ComputeOptions, progress: Progress | None) -> tuple[Engine, Choice | None]:
+    """Return the engine of complete options, and the backend unless workers choose it."""
     name, address = requested_engine(options.engine)
     if address is None:
         return local(options, progress)
     from gradtool.engines.cluster.engine import Workers  # not needed by threads
 
     threads = None if options.threads is None else min(options.threads, MAX_THREADS)
-    # What the environment says here counts for the workers too.
+    # The environment of this process counts for the workers, too.
     options = options.replace(backend=requested_backend(options.backend), threads=threads)
     return Workers(name, address, options, progress), None
 
 
-def local(options: Local, progress: Progress | None) -> tuple[Threads, Choice]:
+def local(options: LocalComputeOptions, progress: Progress | None) -> tuple[Threads, Choice]:
     """Return the threads of this process, and their backend."""
     choice = choose_backend(options.backend, options.device)
     count = min(options.threads or default_threads(), MAX_THREADS)

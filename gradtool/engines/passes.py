@@ -1,4 +1,4 @@
-"""Passes and tallies: what is done with tensors block by block, and the statistics that this collects.
+"""Passes and tallies: the work on tensors, block by block, and the statistics that it collects.
 
 A pass is a value: it can be pickled, and its parts can run in any process. A tally has columns, which say how the
 values of parts of a tensor are merged. Locking, merging and what processes send each other are written once, here: a
@@ -202,7 +202,7 @@ class Part(NamedTuple):
     It reads the files `reads`, and writes all of the new file for `writes`, unless that is None.
     """
 
-    work: Pass[Any]
+    pass_: Pass[Any]
     places: Places
     reads: Sequence[Shard]
     writes: Shard | None
@@ -211,7 +211,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pass(Generic[Result]):
-    """A pass over the blocks of tensors, which it sums as `spec` says; it may read others beside them.
+    """A pass over the blocks of tensors, which it sums as `spec` says; it may read more tensors beside them.
 
     A subclass says what to collect (`tally`), and what to do with a block (`work`). This class does nothing, so that
     the destination alone writes: headers, copies and zeros.
@@ -260,7 +260,7 @@ class Pass(Generic[Result]):
         return backend.block_bytes
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
-        """Yield what to work on, in any order: the blocks."""
+        """Yield the tasks, in any order: the blocks."""
         return destination.blocks(by_shard(self.selected), TILE, self.block_bytes(backend, destination))
 
     def halves(self, task: Any) -> Sequence[Any]:
@@ -268,17 +268,17 @@ class Pass(Generic[Result]):
         return halved(task, TILE) if isinstance(task, Block) else ()
 
     def parts(self, destination: WrittenFiles) -> Iterator[Part]:
-        """Yield a part for each new file; or, where nothing is written, for a stretch of a file or several small ones.
+        """Yield a part for each new file; where nothing is written, for a stretch of a file or several small files.
 
-        What reads tensors beside others has a part for each file.
+        A pass that reads tensors beside the selected has a part for each file.
         """
         tensors, by_file = by_shard(self.selected), destination.shards or self.beside or not self.reads_selected
         for shard in destination.shards or (tensors if by_file else ()):
             places = [(number, 0) for number, _ in tensors.get(shard, ())]
-            work = self.restricted_to([self.selected[number] for number, _ in places], places)
-            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in work.beside)]
-            nbytes = shard.size + sum(tensor.nbytes for _, tensor in work.beside)
-            yield Part(work, places, _files_of(shards), shard if destination.shards else None, nbytes)
+            pass_ = self.restricted_to([self.selected[number] for number, _ in places], places)
+            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in pass_.beside)]
+            nbytes = shard.size + sum(tensor.nbytes for _, tensor in pass_.beside)
+            yield Part(pass_, places, _files_of(shards), shard if destination.shards else None, nbytes)
         blocks = () if by_file else DISCARD.blocks(tensors, TILE, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 MAX_DEFAULT_THREADS = 16
 _HEARTBEAT_SECONDS = 0.2
 # Most of a small task is Python's own work, which threads cannot share and slow down for each other. As long as tasks
-# are small and quick, as those of many small files in the page cache are, one thread does them. One may be delayed.
+# are small and quick, such as those of many small files in the page cache, a single thread does them. A single delay is
+# forgiven.
 _SMALL_BYTES = 512 << 10
 _QUICK_SECONDS, _SPARE_SECONDS = 0.0003, 0.002
 # Of all threads together; a process may usually have 1,024, on some systems 256.
@@ -68,16 +69,16 @@ class Threads:
         """Return the destination whose files this process writes."""
         return NewFiles({new.shard: (new, staging.stage(new)) for new in staging.files})
 
-    def run(self, work: Pass[Result], destination: Any = DISCARD) -> Result:
+    def run(self, pass_: Pass[Result], destination: Any = DISCARD) -> Result:
         """Run a pass, and write what the destination needs besides. The first exception stops all threads."""
-        tally, nbytes = work.tally(), work.nbytes(destination)
+        tally, nbytes = pass_.tally(), pass_.nbytes(destination)
         budget = min(_MAX_OPEN_FILES, system.descriptors_left())
         # A thread for less than a few blocks costs more than it saves.
         threads = max(1, min(self.count, nbytes >> 20, budget))
-        tasks = (partial(work.work, task, tally=tally) for task in work.tasks(self.backend, destination))
+        tasks = (partial(pass_.work, task, tally=tally) for task in pass_.tasks(self.backend, destination))
         open_worker = partial(Worker, max(1, budget // threads), self.backend, destination, self._resident)
-        progress = None if self.progress is None else partial(self.progress, work.title)
-        queue = _Queue(chain(destination.tasks(), tasks), open_worker, work.halves, progress, nbytes)
+        progress = None if self.progress is None else partial(self.progress, pass_.title)
+        queue = _Queue(chain(destination.tasks(), tasks), open_worker, pass_.halves, progress, nbytes)
         try:
             # This thread works itself, unless it must be free to handle Ctrl-C while others work.
             are_small = nbytes <= self._files * _SMALL_BYTES
@@ -98,7 +99,7 @@ class Threads:
         return tally
 
     def close(self) -> None:
-        """Free what is left on the device for a pass that did not come."""
+        """Free the blocks that wait on the device for a pass that did not come."""
         self._resident.clear()
 
 

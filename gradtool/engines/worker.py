@@ -1,4 +1,4 @@
-"""What a task works with: its thread's way to the files, the backend, and where results go."""
+"""A worker is what a task works with: the open files of its thread, the backend, and the destination."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerSummary(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A block in memory of its own: as it was read, or will be written, and where the backend works."""
+    """A block: its bytes as they were read, or will be written, and the same data where the backend works."""
 
     block: Block
     view: memoryview
@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
 class Worker(Channel):
     """A thread's channel, which hands blocks to the backend. `resident` are blocks that a pass has left on the device.
 
-    Memory that a task gets from it belongs to the task until the end of a `with` block, and to another one afterwards.
+    A task owns the memory that it gets until the end of the `with` block; then the next task gets it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Worker(Channel):
 
     @contextlib.contextmanager
     def load(self, block: Block) -> Iterator[Loaded]:
-        """Read a block, and move it to where the backend works; unless it is still there, and then only there."""
+        """Read a block, and move it to where the backend works. A block that is still there is not read again."""
         with self.memory(block.end - block.begin) as view:
             data = self._resident.pop((block.shard, block.begin, block.end), None)
             if data is not None:
@@ -71,7 +71,7 @@ class Worker(Channel):
 
     @contextlib.contextmanager
     def make(self, block: Block, *, zeros: bool) -> Iterator[Loaded]:
-        """Begin a block without reading it: with `zeros`, or whatever is in the memory."""
+        """Provide memory for a block without reading it; with `zeros`, it is zeroed."""
         with self.memory(block.end - block.begin) as view:
             if zeros:
                 view[:] = bytes(len(view))
@@ -80,7 +80,7 @@ class Worker(Channel):
 
     @contextlib.contextmanager
     def view(self, block: Block, spec: NormSpec) -> Iterator[Data]:
-        """Have a block for the backend to look at, which it may read itself."""
+        """Provide a block for the backend to look at; the backend may read it itself."""
         if reads_files(self.backend, self.destination, spec, [block.shard]):
             with self.file_block(block) as data:
                 yield data
@@ -90,7 +90,7 @@ class Worker(Channel):
 
     @contextlib.contextmanager
     def file_block(self, block: Block, sides: int = 1) -> Iterator[FileBlock]:
-        """Have a block for the backend to read, by itself or as one of some `sides`; their memory stays in the cache.
+        """Provide a block for the backend to read; where it reads several `sides` at once, all stay in the cache.
 
         Raises:
             SystemRefusedError: reading failed, or the file changed since its header was read.
@@ -109,7 +109,7 @@ class Worker(Channel):
             self._resident[block.shard, block.begin, block.end] = data
 
     def store(self, loaded: Loaded) -> None:
-        """Write a block, unless nothing is to be written."""
+        """Write a block, if there is a destination."""
         if not self.destination.shards:
             return
         if loaded.block.spans:
@@ -118,5 +118,6 @@ class Worker(Channel):
 
 
 def reads_files(backend: Backend, destination: Destination, spec: NormSpec, shards: Iterable[Shard]) -> bool:
-    """Check whether the backend reads blocks of shards that are looked at: not where they are written afterwards."""
-    return not destination.shards and backend.reads_files(spec) and all(shard.has_fd for shard in shards)
+    """Check whether the backend reads blocks of these shards itself; it does not where they are written afterwards."""
+    is_possible = not destination.shards and backend.reads_files(spec)
+    return is_possible and all(shard.source.status is not None for shard in shards)

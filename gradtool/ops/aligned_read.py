@@ -99,7 +99,7 @@ def _batches(
 
 
 def _load(parts: Sequence[_Part], view: memoryview, targets: Sequence[Selected], channel: Channel) -> list[Addend]:
-    """Read parts into memory, one behind the other, and return where each is."""
+    """Read parts into memory, one after another, and return where each is."""
     addends, offset = [], 0
     # Where bytes are, and where they go. Neighbours in the block are mostly neighbours there, and read in one go.
     ranges: list[tuple[Shard, int, int, int]] = []

@@ -12,7 +12,7 @@ from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import MAX_THREADS, choose, requested_engine
 from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
-from gradtool.options import Rewriting
+from gradtool.options import RewriteOptions
 from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from gradtool.errors import Text
     from gradtool.ops.passes import Measurement
-    from gradtool.options import Compute, DiffOptions, Reading, StrPath, Writing
+    from gradtool.options import ComputeOptions, DiffOptions, ReadOptions, StrPath, WriteOptions
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.selection import Renames
     from gradtool.store.io.destination import NewFile, WrittenFiles
@@ -47,7 +47,7 @@ class Call:
     def __init__(
         self,
         paths: Sequence[str],
-        options: Reading | DiffOptions,
+        options: ReadOptions | DiffOptions,
         *,
         dtypes: Sequence[str] | None = tuple(STORAGE),
         unique_names: bool = False,
@@ -55,7 +55,7 @@ class Call:
         may_repeat: bool = False,
     ) -> None:
         self._began, self._commit_seconds = perf_counter(), 0.0
-        if isinstance(options, Rewriting) and options.in_place:
+        if isinstance(options, RewriteOptions) and options.in_place:
             _check_in_place(options)
         files_from: StrPath | None = getattr(options, "files_from", None)
         listed = None if files_from is None else read_path_list(os.fspath(files_from))
@@ -77,10 +77,10 @@ class Call:
 
     @contextlib.contextmanager
     def open_to_write(
-        self, options: Writing, plan: WritePlan = EVERYTHING, opened: OpenSets | None = None
+        self, options: WriteOptions, plan: WritePlan = EVERYTHING, opened: OpenSets | None = None
     ) -> Iterator[Output]:
         """Open what the call names, unless it was `opened` without a lock, and lock it where it is written."""
-        from gradtool.store.transaction.open import open_to_write  # not needed by what only reads
+        from gradtool.store.transaction.open import open_to_write  # operations that only read do without it
 
         with quiet(), open_to_write(self.inputs, options, plan, opened) as (sets, output), self._prepared(sets, output):
             yield output
@@ -102,8 +102,8 @@ class Call:
         indexes: Sequence[SmallFile] | None = None,
         state: SmallFile | None = None,
     ) -> Iterator[WrittenFiles]:
-        """Write as `Output.writing` does; the engine writes new files. The time that it takes to commit counts."""
-        from gradtool.store.transaction.output import Staging  # not needed by what only reads
+        """Write as `Output.writing` does; the engine writes new files. The time of the commit is counted."""
+        from gradtool.store.transaction.output import Staging  # operations that only read do without it
 
         with output.writing(files, indexes, state) as staging:
             destination = self.engine.destination(staging) if isinstance(staging, Staging) else staging
@@ -162,11 +162,11 @@ class Call:
             "max_abs": max(before.max_abs, default=0.0) / unscale,
             "nan": sum(before.nan),
             "inf": sum(before.inf),
-            "zeros": sum((after or before).zeros),
+            "zeros": sum((before if after is None else after).zeros),
         }
 
 
-def _check_in_place(options: Rewriting) -> None:
+def _check_in_place(options: RewriteOptions) -> None:
     """Raise `UsageError` where workers would overwrite files."""
     engine, address = requested_engine(options.engine)
     if address is not None:
@@ -175,7 +175,7 @@ def _check_in_place(options: Rewriting) -> None:
         raise UsageError(say(message, option("write", "inplace"), option("engine", "threads")), hint=hint)
 
 
-def require_this_machine(options: Compute, command: Text) -> None:
+def require_this_machine(options: ComputeOptions, command: Text) -> None:
     """Raise `UsageError` if an engine is requested that cannot do the work of a command."""
     engine, address = requested_engine(options.engine)
     if address is not None:

@@ -142,24 +142,23 @@ class CountExponents(Pass[Histograms]):
 def rows_of(
     opened: OpenSets, paths: Sequence[str], options: NormOptions, measurement: Measurement, norms: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the rows that the options of a call ask for, from the norms of tensors if these are among them."""
-    tensors = [_tensor_row(opened.selected[number], measurement, number, norm) for number, norm in enumerate(norms)]
+    """Return the rows that the options of a call ask for; rows of tensors where their norms are given."""
+    rows: dict[str, Any] = {}
+    row: type[TensorNorm] = TensorNorm
+    if isinstance(measurement, Histograms):
+        row, counts = TensorHistogram, measurement.exponents(0, len(measurement))
+        ranges = storage_ranges(counts, max(measurement.largest_finite, default=0.0))
+        rows |= {"histogram": _exponent_rows(counts), "per_dtype": tuple(ranges)}
+    tensors = [
+        row(tensor.name, shard.name, tensor.dtype, tensor.shape, norm, **_statistics(measurement, number, number + 1))
+        for number, ((shard, tensor), norm) in enumerate(zip(opened.selected, norms, strict=False))
+    ]
     if options.top is not None:
         tensors = sorted(tensors, key=lambda row: (not math.isnan(row.norm), -row.norm))[: options.top]
-    rows: dict[str, Any] = {"per_tensor": tuple(tensors)}
+    rows["per_tensor"] = tuple(tensors)
     if options.by_file:
         rows["per_file"] = tuple(_file_rows(opened, paths, measurement))
-    if isinstance(measurement, Histograms):
-        counts, largest = measurement.exponents(0, len(measurement)), max(measurement.largest_finite, default=0.0)
-        rows |= {"histogram": _exponent_rows(counts), "per_dtype": tuple(storage_ranges(counts, largest))}
     return rows
-
-
-def _tensor_row(selected: Selected, measurement: Measurement, number: int, norm: float) -> TensorNorm:
-    shard, tensor = selected
-    fields = _statistics(measurement, number, number + 1)
-    row = TensorHistogram if isinstance(measurement, Histograms) else TensorNorm
-    return row(name=tensor.name, file=shard.name, dtype=tensor.dtype, shape=tensor.shape, norm=norm, **fields)
 
 
 def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement) -> Iterator[FileNorm]:
@@ -167,8 +166,8 @@ def _file_rows(opened: OpenSets, paths: Sequence[str], measurement: Measurement)
     for path, gradset in zip(paths, opened.sets, strict=True):
         sums = totals(opened.selected_in(gradset))
         end = first + sums["tensors"]
-        norm, fields = measurement.part(range(first, end)).norms().whole, _statistics(measurement, first, end)
-        yield row(file=path, tensors=sums["tensors"], elements=sums["elements"], norm=norm, **fields)
+        norm = measurement.part(range(first, end)).norms().whole
+        yield row(path, sums["tensors"], sums["elements"], norm, **_statistics(measurement, first, end))
         first = end
 
 

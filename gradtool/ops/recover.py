@@ -61,14 +61,14 @@ def recover(options: RecoverOptions) -> RecoverResult:
         raise UsageError("no path is given", hint="name a file, a folder or an index")
     require_local(options.named)
     rows: list[RunRow] = []
-    problems: list[Problem] = []
+    scopes, problems = _scopes(options.named)
     removed = 0
-    for scope, was_there in _scopes(options.named, problems).items():
+    for scope, existed in scopes.items():
         try:
             with signals.deferred():
                 outcomes, orphans = recover_at(scope, force=options.force)
         except GradtoolError as error:
-            if was_there and not os.path.lexists(scope.folder):
+            if existed and not os.path.lexists(scope.folder):
                 continue  # A crashed run had made this folder, and its recovery has just removed it.
             outcomes, orphans = [error], 0
         except KeyboardInterrupt as error:
@@ -107,12 +107,13 @@ def _error(problems: Iterable[Problem], rows: Iterable[RunRow]) -> GradtoolError
     return error
 
 
-def _scopes(paths: Iterable[str], problems: list[Problem]) -> dict[Scope, bool]:
-    """Return the scopes of the paths, and whether their folders exist; add a problem for each path that is refused."""
+def _scopes(paths: Iterable[str]) -> tuple[dict[Scope, bool], list[Problem]]:
+    """Return the scopes of the paths, and whether their folders exist; and problems of paths that have none."""
     scopes: dict[Scope, bool] = {}
+    problems: list[Problem] = []
     for path in paths:
         try:
             scopes |= {scope: os.path.lexists(scope.folder) for scope in scopes_of(path)}
         except SystemRefusedError as error:
             problems += error.problems
-    return scopes
+    return scopes, problems

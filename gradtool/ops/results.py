@@ -1,4 +1,4 @@
-"""What the results of all operations have in common."""
+"""The fields that the results of all operations share, and the problems and warnings that follow from values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.channel import Clock
 
-# So small a part of the values may become 0 or subnormal without a warning: one in a thousand.
+# One value in so many may become 0 or subnormal without a warning.
 _LOSSES = 1000
 
 
@@ -59,10 +59,10 @@ def _speed(nbytes: int, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class CallSummary:
-    """What every call reports: how much it was about, what did it, and how long it took.
+    """The summary of a call: how much it was about, what did it, and how long it took.
 
-    `threads` counts those that got work; with workers on other machines, those of one of them. `workers` and `hosts`
-    count processes and machines, and `retries` waits for late files and tasks that were moved.
+    `threads` counts those that got work; with workers on other machines, those of a single worker. `workers` and
+    `hosts` count processes and machines, and `retries` waits for late files and tasks that were moved.
     """
 
     files: int
@@ -83,7 +83,7 @@ class CallSummary:
 
 @dataclass(frozen=True)
 class OutputSummary:
-    """What a call wrote. `wrote` are the paths that were written, as the caller named them."""
+    """A summary of what a call wrote. `wrote` are the paths that were written, as the caller named them."""
 
     wrote: tuple[str, ...]
     dry_run: bool
@@ -95,9 +95,9 @@ class OutputSummary:
 # dataclass generates costs 0.1 ms of every start.
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Result:
-    """What an operation returns: a summary of the call, which JSON does not nest, and fields of its own."""
+    """The result of an operation: a summary of the call, which JSON does not nest, and fields of its own."""
 
-    # What users call for. It is printed first, and alone in the repr.
+    # The fields that users ask for first: printed first, and alone in the repr.
     headline: ClassVar[tuple[str, ...]] = ()
 
     call: CallSummary

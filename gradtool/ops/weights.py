@@ -112,7 +112,7 @@ def has_values(tensor: Tensor) -> bool:
 def replace_total(
     gradients: GradientSet | None, key: str | None, new: Weight | None, hint: str | None
 ) -> tuple[Metadata, list[Problem]]:
-    """Return the metadata that store a total under a key in all shards of a set, with a warning if an old one is lost.
+    """Return the metadata that store a total under a key in all shards of a set, and a warning if an old one is lost.
 
     Without a key, and without a total that gradtool stored, nothing changes. A new set is None, with nothing to remove.
     """

@@ -48,7 +48,7 @@ def zero(options: ZeroOptions) -> ZeroResult:
     backend that is asked for must be available.
 
     Raises:
-        UsageError: an option is invalid, or contradicts another one.
+        UsageError: an option is invalid, or contradicts another option.
         BadInputError: a file, index or tensor is invalid.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.errors import Problem
-    from gradtool.options import Display
+    from gradtool.options import DisplayOptions
     from gradtool.report.fields import Result
 
 # The module and the function of each format; imported only for that format.
@@ -52,14 +52,14 @@ def show(form: str, outcome: Outcome) -> None:
     getattr(import_module(f"gradtool.report.{module}"), function)(outcome)
 
 
-def format_from(display: Display) -> str:
+def format_from(display: DisplayOptions) -> str:
     """Return the format that options ask for, by default that of GRADTOOL_FORMAT or "text".
 
     Raises:
         UsageError: GRADTOOL_FORMAT names no format, or two options contradict each other.
     """
     if display.json and display.format not in {None, "json"}:
-        message = say("{} contradicts {}", option("json", True), option("format", display.format))
+        message = say("{} cannot be combined with {}", option("json", True), option("format", display.format))
         raise UsageError(message, hint="remove one of them")
     name = display.format or choice(_VARIABLE, os.environ.get(_VARIABLE) or "text", _PRINTERS)
     return "json" if display.json else name

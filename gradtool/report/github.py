@@ -113,7 +113,9 @@ def _section(outcome: Outcome, room: int) -> bytes:
             [key, _cell(value, as_text)] for key, value in summary_of(result, data, verbose=outcome.verbose).items()
         ]
         lines += [*_head(["field", "value"]), *map(_row, fields), ""]
-    errors, warnings = ([problem.as_command() for problem in some] for some in (outcome.problems, outcome.warnings))
+    errors, warnings = (
+        [problem.as_command() for problem in problems] for problems in (outcome.problems, outcome.warnings)
+    )
     messages = [f"error: {line}" for line in _first([problem.line for problem in errors])]
     messages += [] if outcome.summary is None else [f"error: {as_command(outcome.summary)}"]
     messages += [f"warning: {line}" for line in _first([problem.line for problem in warnings])]

@@ -71,7 +71,7 @@ def test_what_is_hard_to_round_is_rounded_once(backend, dtype):
 def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(backend):
     for dtype in VALUE_TYPES[1:]:
         block, pieces = block_of(encode([0, 0, 0], dtype))
-        found = backend.accumulate(
+        result = backend.accumulate(
             block, pieces, iter([whole(np.array([1e300, -1e300, np.nan]))]), AddMode(), NormSpec()
         )
         values = stored(block, pieces[0]).astype(float)
@@ -79,7 +79,7 @@ def test_beyond_the_largest_value_is_infinite_and_f8_e4m3_has_a_nan_instead(back
             assert bits_of(stored(block, pieces[0])).tolist() == [0x7F, 0x7F, 0x7F]
         else:
             assert np.array_equal(values, [math.inf, -math.inf, math.nan], equal_nan=True)
-        assert found.nan[0] + found.inf[0] == 3
+        assert result.nan[0] + result.inf[0] == 3
         assert bits_of(stored(block, pieces[0]))[2] == STORAGE[dtype].quiet_nan
 
 
@@ -118,12 +118,12 @@ def test_a_factor_multiplies_before_the_rounding(backend):
 def test_unrounded_sums_are_measured_and_nothing_is_written(backend):
     block, pieces = block_of(encode([60_000, 1], "F16"), encode([2], "F16"))
     before = bytes(block)
-    found = backend.accumulate(
+    result = backend.accumulate(
         block, pieces, iter([whole(encode([60_000, 2, 2], "F16"))]), AddMode(rounds=False), NormSpec()
     )
     assert bytes(block) == before
-    assert (found.sums.tolist(), found.max_abs.tolist()) == ([120_000.0**2 + 9, 16.0], [120_000.0, 4.0])
-    assert found.inf.tolist() == [0, 0]
+    assert (result.sums.tolist(), result.max_abs.tolist()) == ([120_000.0**2 + 9, 16.0], [120_000.0, 4.0])
+    assert result.inf.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -135,9 +135,9 @@ def test_sums_that_become_zero_or_subnormal_by_rounding_are_counted(backend, bat
     source, (piece,) = block_of(np.concatenate([[1e-50], wide, wide * 1e-310]))
     batch = source, [Addend("F64", piece.offset, 6001, 0, 1 / batches)]
     for rounds in (True, False):
-        found = backend.accumulate(block, pieces, iter([batch] * batches), AddMode(False, rounds=rounds), NormSpec())
+        result = backend.accumulate(block, pieces, iter([batch] * batches), AddMode(False, rounds=rounds), NormSpec())
         expected = [[1, 1, 0], [0, 1, 0]] if rounds else [[0, 0, 0], [0, 0, 0]]
-        assert [getattr(found, fact).tolist() for fact in LOSSES] == expected
+        assert [getattr(result, fact).tolist() for fact in LOSSES] == expected
 
 
 def test_a_source_may_have_parts_in_any_order_and_leave_some_out(backend):
@@ -198,14 +198,14 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, 
     expected = None
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=3)
-        found = one.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, spec)
-        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
-        expected = expected or (facts, found.sums)
+        result = one.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, spec)
+        facts = [bytes(block), *(getattr(result, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
+        expected = expected or (facts, result.sums)
         assert facts == expected[0]
-        assert np.array_equal(found.sums, expected[1], equal_nan=True)
+        assert np.array_equal(result.sums, expected[1], equal_nan=True)
 
 
 def test_pieces_may_be_none_at_all(backend):
-    found = backend.accumulate(memoryview(bytearray(8)), [], iter(()), AddMode(), NormSpec())
-    assert found.sums.tolist() == []
+    result = backend.accumulate(memoryview(bytearray(8)), [], iter(()), AddMode(), NormSpec())
+    assert result.sums.tolist() == []
     assert backend.tile_sums(memoryview(bytearray(8)), [Piece("F32", 0, 0)], NormSpec()).sums.tolist() == []

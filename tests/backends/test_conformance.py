@@ -36,14 +36,14 @@ SIZES = [1, 2, 37, 199, 760, 2047, 2048, 2049, 4096, 65_535, 65_536, 65_537, 131
 def test_tile_sums_are_the_canonical_ones(backend, dtype, elements, norm_type):
     array = gaussian(elements, dtype)
     block, pieces = block_of(array)
-    found = backend.tile_sums(block, pieces, NormSpec(norm_type))
+    result = backend.tile_sums(block, pieces, NormSpec(norm_type))
     values = np.abs(array.astype(np.float64)).tolist()
     expected = canonical_tile_sums([x * x if norm_type == 2 else x for x in values])
-    assert found.sums.tolist() == expected
-    assert found.max_abs.tolist() == [max(values)]
-    assert found.zeros.tolist() == [values.count(0.0)]
-    assert found.nan.tolist() == found.inf.tolist() == [0]
-    assert found.first_nonfinite.tolist() == [-1]
+    assert result.sums.tolist() == expected
+    assert result.max_abs.tolist() == [max(values)]
+    assert result.zeros.tolist() == [values.count(0.0)]
+    assert result.nan.tolist() == result.inf.tolist() == [0]
+    assert result.first_nonfinite.tolist() == [-1]
 
 
 @pytest.mark.parametrize("norm_type", [0.5, 3.0, 7.25])
@@ -57,9 +57,9 @@ def test_other_orders_are_within_1e_12_of_the_truth(backend, norm_type):
 
 def test_the_maximum_norm_sums_nothing_and_still_finds_the_maximum(backend):
     block, pieces = block_of(encode([3, -7, 2], "BF16"))
-    found = backend.tile_sums(block, pieces, NormSpec(math.inf))
-    assert found.max_abs.tolist() == [7.0]
-    assert found.sums.tolist() == [0.0]
+    result = backend.tile_sums(block, pieces, NormSpec(math.inf))
+    assert result.max_abs.tolist() == [7.0]
+    assert result.sums.tolist() == [0.0]
 
 
 SMALL_TYPES = [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4]
@@ -112,11 +112,11 @@ def test_what_overflows_is_infinite_and_f8_e4m3_has_a_nan_without_a_sign_instead
     values = every_value(dtype)
     largest = float(values[np.isfinite(values)].max())
     block, pieces = block_of(encode([largest, -largest, math.nan, -math.nan, 1, -1], dtype))
-    found = backend.scale(block, pieces, [2.0], math.inf, NormSpec())
+    result = backend.scale(block, pieces, [2.0], math.inf, NormSpec())
     nan, two = QUIET_NANS[dtype], encode([2.0, -2.0], dtype)
     overflow = [nan, nan] if dtype == "F8_E4M3" else bits_of(encode([math.inf, -math.inf], dtype)).tolist()
     assert bits_of(stored(block, pieces[0])).tolist() == [*overflow, nan, nan, *bits_of(two).tolist()]
-    assert (found.nan[0], found.inf[0]) == ((4, 0) if dtype == "F8_E4M3" else (2, 2))
+    assert (result.nan[0], result.inf[0]) == ((4, 0) if dtype == "F8_E4M3" else (2, 2))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F64"])
@@ -138,10 +138,10 @@ def test_subnormals_are_not_flushed_and_minus_zero_stays(backend, dtype):
     codes = np.array([1, 2, 3], STORAGE[dtype].bits)
     array = np.concatenate([codes.view(NUMPY_TYPES[dtype]), encode([-0.0, 0.0], dtype)])
     block, pieces = block_of(array)
-    found = backend.scale(block, pieces, [1.0], math.inf, NormSpec())
+    result = backend.scale(block, pieces, [1.0], math.inf, NormSpec())
     assert stored(block, pieces[0]).tobytes() == array.tobytes()
-    assert found.max_abs[0] == float(array[2].astype(np.float64)) > 0
-    assert found.zeros[0] == 2
+    assert result.max_abs[0] == float(array[2].astype(np.float64)) > 0
+    assert result.zeros[0] == 2
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -186,21 +186,21 @@ def test_nonfinite_values_are_counted_and_the_first_is_found(backend, dtype):
     values = np.ones(70_000)
     values[[66_000, 66_001, 69_999]] = [np.inf, np.nan, -np.inf]
     block, pieces = block_of(encode(np.ones(5), dtype), encode(values, dtype), lead=1)
-    found = backend.tile_sums(block, pieces, NormSpec())
-    assert found.nan.tolist() == [0, 1]
-    assert found.inf.tolist() == [0, 2]
-    assert found.first_nonfinite.tolist() == [-1, 66_000]
-    assert found.max_abs.tolist() == [1.0, math.inf]
-    assert math.isnan(found.sums[2])
+    result = backend.tile_sums(block, pieces, NormSpec())
+    assert result.nan.tolist() == [0, 1]
+    assert result.inf.tolist() == [0, 2]
+    assert result.first_nonfinite.tolist() == [-1, 66_000]
+    assert result.max_abs.tolist() == [1.0, math.inf]
+    assert math.isnan(result.sums[2])
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
 def test_dropped_values_are_counted_but_summed_and_written_as_zero(backend, dtype):
     block, pieces = block_of(encode([3, np.nan, 4, np.inf], dtype))
     spec = NormSpec(drop_nonfinite=True)
-    found = backend.tile_sums(block, pieces, spec)
-    assert found.sums.tolist() == [25.0]
-    assert (found.nan[0], found.inf[0], found.max_abs[0]) == (1, 1, 4.0)
+    result = backend.tile_sums(block, pieces, spec)
+    assert result.sums.tolist() == [25.0]
+    assert (result.nan[0], result.inf[0], result.max_abs[0]) == (1, 1, 4.0)
     written = backend.scale(block, pieces, [0.5], math.inf, spec)
     assert stored(block, pieces[0]).astype(float).tolist() == [1.5, 0.0, 2.0, 0.0]
     assert (written.sums[0], written.nan[0], written.inf[0]) == (6.25, 0, 0)
@@ -213,22 +213,22 @@ def test_rows_with_and_without_nan_are_scaled_alike(backend, dtype, drops):
     array = gaussian(2 * 2048 + 37, dtype)
     array[[2100, 3000]] = encode([math.nan, -math.nan], dtype)
     block, pieces = block_of(array)
-    found = backend.scale(block, pieces, [0.377], 1.5, NormSpec(drop_nonfinite=drops))
+    result = backend.scale(block, pieces, [0.377], 1.5, NormSpec(drop_nonfinite=drops))
     values = array.astype(np.float64)
     if drops:
         values[np.isnan(values)] = 0
     expected = np.clip(rounded_once(values * float(np.float32(0.377)), dtype).astype(np.float64), -1.5, 1.5)
     assert np.array_equal(stored(block, pieces[0]).astype(np.float64), expected, equal_nan=True)
-    assert (found.nan[0], found.max_abs[0]) == (0 if drops else 2, float(np.nanmax(np.abs(expected))))
-    assert found.zeros[0] == np.count_nonzero(expected == 0)
+    assert (result.nan[0], result.max_abs[0]) == (0 if drops else 2, float(np.nanmax(np.abs(expected))))
+    assert result.zeros[0] == np.count_nonzero(expected == 0)
 
 
 def test_a_piece_may_lie_at_any_address(backend):
     arrays = [gaussian(n, dtype) for n, dtype in ((5, "F8_E4M3"), (2100, "F64"), (3, "BF16"), (70_001, "F32"))]
     for lead in range(1, 9):
         block, pieces = block_of(*arrays, lead=lead)
-        found = backend.scale(block, pieces, [0.5] * 4, math.inf, NormSpec())
-        assert len(found.sums) == 5
+        result = backend.scale(block, pieces, [0.5] * 4, math.inf, NormSpec())
+        assert len(result.sums) == 5
         for piece, array in zip(pieces, arrays, strict=True):
             expected = (array.astype(np.float64) * 0.5).astype(array.dtype)
             assert stored(block, piece).tobytes() == expected.tobytes()
@@ -245,8 +245,8 @@ def test_a_signalling_nan_is_a_nan_like_any_other(backend, dtype):
     bits = {"F64": [0x7FF0_0000_0000_0001, 0x4014_0000_0000_0000], "F32": [0x7F80_0001, 0x40A0_0000]}[dtype]
     array = np.array(bits, STORAGE[dtype].bits).view(NUMPY_TYPES[dtype])
     block, pieces = block_of(array)
-    found = backend.tile_sums(block, pieces, NormSpec())
-    assert (found.max_abs[0], found.nan[0]) == (5.0, 1)
+    result = backend.tile_sums(block, pieces, NormSpec())
+    assert (result.max_abs[0], result.nan[0]) == (5.0, 1)
     backend.scale(block, pieces, [1.0], 1.0, NormSpec())
     assert bits_of(stored(block, pieces[0])).tolist() == [
         STORAGE[dtype].quiet_nan,
@@ -261,8 +261,8 @@ def test_a_limit_of_zero_keeps_the_sign(backend):
         assert np.signbit(stored(block, piece).astype(float)).tolist() == [True, True, False, False]
 
 
-def losses_of(found):
-    return [getattr(found, fact).tolist() for fact in LOSSES]
+def losses_of(result):
+    return [getattr(result, fact).tolist() for fact in LOSSES]
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -272,14 +272,14 @@ def test_a_write_says_how_many_values_it_loses(backend, dtype):
     values = np.zeros(5000)
     values[[7, 2048, 2049, 3000, 4999]] = [least, -normal / 2, normal, -1.5 * normal, 8 * normal]
     block, pieces = block_of(encode(values, dtype), encode(values, dtype), lead=1)
-    found = backend.scale(block, pieces, [0.25, 0.0], math.inf, NormSpec())
+    result = backend.scale(block, pieces, [0.25, 0.0], math.inf, NormSpec())
     after = stored(block, pieces[0]).astype(float)
     subnormal = np.count_nonzero((after != 0) & (np.abs(after) < normal))
     zeros = 5 - np.count_nonzero(after)
     assert subnormal > 0
     assert zeros > 0
     # What is multiplied by 0 is meant to be 0.
-    assert losses_of(found) == [[zeros, 0], [subnormal - 2, 0]]
+    assert losses_of(result) == [[zeros, 0], [subnormal - 2, 0]]
 
 
 # Of each type, the codes of the smallest normal value and of the smallest one.
@@ -312,7 +312,7 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed, no
     expected_block, pieces = block_of(*arrays, lead=3)
     expected = NumpyBackend().scale(expected_block, pieces, factors, limit, spec)
     block, pieces = block_of(*arrays, lead=3)
-    found = backend.scale(block, pieces, factors, limit, spec)
+    result = backend.scale(block, pieces, factors, limit, spec)
     assert bytes(block) == bytes(expected_block)
     for fact in (*FACTS, *LOSSES):
-        assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), fact
+        assert np.array_equal(getattr(result, fact), getattr(expected, fact), equal_nan=True), fact

@@ -23,10 +23,10 @@ def test_a_piece_may_lie_beyond_4_gib_of_its_block(shim):
     block, (piece,) = block_of(array)
     far = 5 << 30
     held = shim.to_device(block)
-    found = shim.tile_sums(
+    result = shim.tile_sums(
         DeviceBlock(held.buffer, held.address - far, far), [piece._replace(offset=far)], NormSpec(1.0)
     )
-    assert found.sums.tolist() == canonical_tile_sums(np.abs(array.astype(float)).tolist())
+    assert result.sums.tolist() == canonical_tile_sums(np.abs(array.astype(float)).tolist())
 
 
 def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
@@ -52,17 +52,17 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
     )
     shim.device.launch("F32", "measure_absolute", 2, cuda_jobs.THREADS, job)
     shim.device.wait()
-    found = tiles.unpack(results)
-    assert found.sums[0] == canonical_tile_sums(np.abs(array[:65_536].astype(float)).tolist())[0]
-    assert (found.nan[0], found.first_nonfinite[0]) == (1, (1 << 33) + 65_540)
+    result = tiles.unpack(results)
+    assert result.sums[0] == canonical_tile_sums(np.abs(array[:65_536].astype(float)).tolist())[0]
+    assert (result.nan[0], result.first_nonfinite[0]) == (1, (1 << 33) + 65_540)
 
 
 def test_addends_are_cut_at_the_pieces_they_are_for():
     pieces = [Piece("F32", 0, 3), Piece("BF16", 12, 0), Piece("F32", 16, 5)]
     addends = [Addend("F64", 100, 4, 1, 0.5), Addend("BF16", 0, 3, 5, 2.0)]
-    found = cuda_jobs.Additions.from_addends(pieces, [0, 3, 3, 8], addends)
-    assert found.addends.tolist() == [(0, 100, 1, 2, 0.5), (0, 116, 0, 2, 0.5), (3, 0, 2, 3, 2.0)]
-    ((dtype, (targets, blocks)),) = found.targets.items()
+    result = cuda_jobs.Additions.from_addends(pieces, [0, 3, 3, 8], addends)
+    assert result.addends.tolist() == [(0, 100, 1, 2, 0.5), (0, 116, 0, 2, 0.5), (3, 0, 2, 3, 2.0)]
+    ((dtype, (targets, blocks)),) = result.targets.items()
     assert (dtype, blocks) == ("F32", 2)
     # Offset, elements, first block, first sum, first addend, addends, number.
     assert targets.tolist() == [(0, 3, 0, 0, 0, 1, 0), (16, 5, 1, 3, 1, 2, 2)]

@@ -172,8 +172,8 @@ def cupy(monkeypatch, nvrtc):  # noqa: ARG001 - one is not asked for without the
 
 def norm_facts(backend):
     block, pieces = block_of(gaussian(70_001, "BF16"), gaussian(37, "F32"))
-    found = backend.scale(block, pieces, [0.5, 0.25], 1.0, NormSpec())
-    return bytes(block), [part.tolist() for part in vars(found).values()]
+    result = backend.scale(block, pieces, [0.5, 0.25], 1.0, NormSpec())
+    return bytes(block), [part.tolist() for part in vars(result).values()]
 
 
 def test_a_device_does_what_it_is_asked_for(cupy):

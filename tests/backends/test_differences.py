@@ -28,10 +28,10 @@ def compare(backend, a, b, tolerance=NONE, lead=(0, 0)):
         block_of(*([one] if isinstance(one, np.ndarray) else one), lead=at)
         for one, at in zip((a, b), lead, strict=True)
     ]
-    found = backend.differences(*blocks[0], *blocks[1], tolerance)
+    result = backend.differences(*blocks[0], *blocks[1], tolerance)
     shapes = {"sums": (-1, 4), "exponents": (-1, 3), "places": (-1, 3), "counts": (-1, 6)}
-    return found._replace(
-        **{name: np.array(one).reshape(shapes.get(name, -1)) for name, one in found._asdict().items()}
+    return result._replace(
+        **{name: np.array(one).reshape(shapes.get(name, -1)) for name, one in result._asdict().items()}
     )
 
 
@@ -75,26 +75,26 @@ def test_sums_maxima_and_counts_of_several_tiles(backend, dtype):
 def check(backend, ours, theirs, elements):
     a = gaussian(elements, ours)
     b = near(a, theirs)
-    found = compare(backend, a, b, Tolerance(1e-4, 1e-3), lead=(3, 5))
+    result = compare(backend, a, b, Tolerance(1e-4, 1e-3), lead=(3, 5))
     x, y = (one.astype(np.float64).tolist() for one in (a, b))
     pairs = list(zip(x, y, strict=True))
     terms = [(p - q) ** 2 for p, q in pairs], [p * p for p in x], [q * q for q in y], [p * q for p, q in pairs]
-    assert found.sums.T.tolist() == [canonical_tile_sums(one) for one in terms]
-    assert not found.exponents.any()
-    for tile in range(len(found.sums)):
+    assert result.sums.T.tolist() == [canonical_tile_sums(one) for one in terms]
+    assert not result.exponents.any()
+    for tile in range(len(result.sums)):
         own = pairs[tile * TILE : (tile + 1) * TILE]
         gaps = [abs(p - q) for p, q in own]
         quotients = [gap and (gap / abs(q) if q else math.inf) for gap, (_, q) in zip(gaps, own, strict=True)]
-        assert found.max_abs[tile] == max(gaps)
-        assert found.max_rel[tile] == max(quotients)
-        assert found.places[tile, MAX_ABS] == gaps.index(max(gaps))
-        assert found.places[tile, MAX_REL] == quotients.index(max(quotients))
-        assert found.counts[tile, DIFFERING] == sum(p != q for p, q in own)
-        assert found.counts[tile, NOT_CLOSE] == sum(abs(p - q) > 1e-4 + 1e-3 * abs(q) for p, q in own)
+        assert result.max_abs[tile] == max(gaps)
+        assert result.max_rel[tile] == max(quotients)
+        assert result.places[tile, MAX_ABS] == gaps.index(max(gaps))
+        assert result.places[tile, MAX_REL] == quotients.index(max(quotients))
+        assert result.counts[tile, DIFFERING] == sum(p != q for p, q in own)
+        assert result.counts[tile, NOT_CLOSE] == sum(abs(p - q) > 1e-4 + 1e-3 * abs(q) for p, q in own)
         part = slice(tile * TILE, (tile + 1) * TILE)
         bits = np.count_nonzero(bits_of(a[part]) != bits_of(b[part])) if ours == theirs else len(own)
-        assert found.counts[tile, BITS] == bits
-        assert found.counts[tile, ONLY_A:].tolist() == [0, 0, 0]
+        assert result.counts[tile, BITS] == bits
+        assert result.counts[tile, ONLY_A:].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if NUMPY_TYPES[one].itemsize < 4])
@@ -110,7 +110,7 @@ def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
     wide = a.astype(np.float64) * rng.choice([1, 1, 1.01, 3, -1, 0, 1e9], 5000)
     limit = {"F16": 65504, "F8_E4M3": 448, "F8_E5M2": 57344}.get(other, 3e38)
     b = encode(np.clip(wide, -limit, limit), other)
-    found = compare(backend, a, b)
+    result = compare(backend, a, b)
 
     def numbers(values):
         wide = values.astype(np.float64)
@@ -120,8 +120,8 @@ def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
         return [place[value] for value in signed.tolist()]
 
     distances = [abs(p - q) for p, q in zip(numbers(a), numbers(b), strict=True)]
-    assert found.ulps.tolist() == [max(distances)]
-    assert found.places[0, ULPS] == distances.index(max(distances))
+    assert result.ulps.tolist() == [max(distances)]
+    assert result.places[0, ULPS] == distances.index(max(distances))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0, 5e-324, -1e-310, 2.0**-1022, 1.7e308, 0.1])
@@ -130,8 +130,8 @@ def test_ulps_of_f64_are_steps_of_nextafter(backend, value):
         other = value
         for _ in range(count):
             other = math.nextafter(other, -math.inf)
-        found = compare(backend, np.array([value]), np.array([other]))
-        assert found.ulps.tolist() == [count] == [steps(other, value)]
+        result = compare(backend, np.array([value]), np.array([other]))
+        assert result.ulps.tolist() == [count] == [steps(other, value)]
 
 
 def test_ulps_of_f32_are_steps_of_nextafter(backend):
@@ -140,8 +140,8 @@ def test_ulps_of_f32_are_steps_of_nextafter(backend):
     b, counts = a.copy(), rng.integers(0, 40, 3000)
     for number in range(40):
         b = np.where(counts > number, np.nextafter(b, np.float32(np.inf)), b)
-    found = compare(backend, a, b)
-    assert (found.ulps[0], found.places[0, ULPS]) == (counts.max(), counts.argmax())
+    result = compare(backend, a, b)
+    assert (result.ulps[0], result.places[0, ULPS]) == (counts.max(), counts.argmax())
     # F64 is rounded to F32 first; what overflows it is one step above its largest value.
     wide = np.array([1.0 + 2.0**-24, 1.0 + 2.0**-23, 1e300, -1e300])
     largest = np.finfo(np.float32).max
@@ -169,46 +169,46 @@ def test_nan_and_inf_count_as_nothing_but_are_counted(backend, dtype, at):
     places = (at + 7000 * np.arange(len(pairs))) % TILE
     x[places], y[places] = encode([p for p, _ in pairs], dtype), encode([q for _, q in pairs], dtype)
     a[places] = b[places] = 0
-    found, expected = compare(backend, x, y), compare(backend, a, b)
-    assert found.counts[0, ONLY_A:].tolist() == [4, 4, 3]
-    assert found.counts[0, DIFFERING] == expected.counts[0, DIFFERING] + 6
-    assert found.counts[0, NOT_CLOSE] == expected.counts[0, NOT_CLOSE] + 6
-    assert found.counts[0, BITS] == np.count_nonzero(bits_of(x) != bits_of(y))
+    result, expected = compare(backend, x, y), compare(backend, a, b)
+    assert result.counts[0, ONLY_A:].tolist() == [4, 4, 3]
+    assert result.counts[0, DIFFERING] == expected.counts[0, DIFFERING] + 6
+    assert result.counts[0, NOT_CLOSE] == expected.counts[0, NOT_CLOSE] + 6
+    assert result.counts[0, BITS] == np.count_nonzero(bits_of(x) != bits_of(y))
     for fact in ("sums", "exponents", "max_abs", "max_rel", "ulps", "places"):
-        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
+        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
 
 
 def test_f8_e4m3_has_a_nan_only(backend):
-    found = compare(backend, encode([math.nan, math.nan, 1], "F8_E4M3"), encode([math.nan, 2, math.nan], "F8_E4M3"))
-    assert found.counts[0, ONLY_A:].tolist() == [1, 1, 1]
-    assert not found.sums.any()
+    result = compare(backend, encode([math.nan, math.nan, 1], "F8_E4M3"), encode([math.nan, 2, math.nan], "F8_E4M3"))
+    assert result.counts[0, ONLY_A:].tolist() == [1, 1, 1]
+    assert not result.sums.any()
 
 
 def test_a_nan_is_the_same_whatever_its_payload_but_has_other_bits(backend):
     a, b = (np.array([code, 0x3F800000], np.uint32).view(np.float32) for code in (0x7FC00000, 0xFFC00001))
-    found = compare(backend, a, b)
-    assert found.counts.tolist() == [[0, 1, 0, 0, 0, 1]]
+    result = compare(backend, a, b)
+    assert result.counts.tolist() == [[0, 1, 0, 0, 0, 1]]
 
 
 def test_zeros_of_both_signs_are_equal_and_have_other_bits(backend):
     for dtype in VALUE_TYPES:
-        found = compare(backend, encode([0.0, -0.0, 0.0], dtype), encode([-0.0, 0.0, 0.0], dtype))
-        assert found.counts.tolist() == [[0, 2, 0, 0, 0, 0]]
-        assert (found.ulps.tolist(), found.max_rel.tolist()) == ([0], [0.0])
+        result = compare(backend, encode([0.0, -0.0, 0.0], dtype), encode([-0.0, 0.0, 0.0], dtype))
+        assert result.counts.tolist() == [[0, 2, 0, 0, 0, 0]]
+        assert (result.ulps.tolist(), result.max_rel.tolist()) == ([0], [0.0])
 
 
 def test_a_difference_from_zero_is_infinite_relatively(backend):
-    found = compare(backend, encode([0, 5, 0, 1e-3], "F32"), encode([0, 4, 0, 0], "F32"))
-    assert (found.max_rel.tolist(), found.places[0, MAX_REL]) == ([math.inf], 3)
-    assert (found.max_abs.tolist(), found.places[0, MAX_ABS]) == ([1.0], 1)
+    result = compare(backend, encode([0, 5, 0, 1e-3], "F32"), encode([0, 4, 0, 0], "F32"))
+    assert (result.max_rel.tolist(), result.places[0, MAX_REL]) == ([math.inf], 3)
+    assert (result.max_abs.tolist(), result.places[0, MAX_ABS]) == ([1.0], 1)
 
 
 def test_a_relative_difference_beyond_float64_is_infinite(backend):
     a, b = np.ones(700), np.ones(700)
     a[0] = 4
     a[600], b[600] = 1.7e308, -1.7e308
-    found = compare(backend, a, b)
-    assert (found.max_rel.tolist(), found.places.tolist()) == ([math.inf], [[600, 600, 600]])
+    result = compare(backend, a, b)
+    assert (result.max_rel.tolist(), result.places.tolist()) == ([math.inf], [[600, 600, 600]])
 
 
 def test_the_first_of_equal_maxima_is_named(backend):
@@ -226,10 +226,10 @@ def test_the_first_of_equal_maxima_is_named(backend):
 def test_quotients_of_subnormals(backend):
     rng = np.random.default_rng(8)
     a, b = (rng.integers(-9, 9, 4096).astype(np.uint64).astype(np.int64) * 5e-324 for _ in range(2))
-    found = compare(backend, a, b)
+    result = compare(backend, a, b)
     with np.errstate(all="ignore"):
         quotients = np.where(a == b, 0, np.abs(a - b) / np.abs(b))
-    assert (found.max_rel[0], found.places[0, MAX_REL]) == (quotients.max(), quotients.argmax())
+    assert (result.max_rel[0], result.places[0, MAX_REL]) == (quotients.max(), quotients.argmax())
 
 
 RANGES = {"huge": 1e300, "largest": 1.7e308, "tiny": 1e-200, "subnormal": 1e-310, "ordinary": 1.0}
@@ -240,11 +240,11 @@ RANGES = {"huge": 1e300, "largest": 1.7e308, "tiny": 1e-200, "subnormal": 1e-310
 def test_sums_out_of_range_are_those_of_values_that_are_divided(backend, ours, theirs):
     rng = np.random.default_rng(6)
     a, b = ((2 * rng.random(5000) - 1) * RANGES[one] for one in (ours, theirs))
-    found = compare(backend, a, b)
+    result = compare(backend, a, b)
     expected = compare(NumpyBackend(), a, b)
-    for fact in found._fields:
-        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
-    gaps, m, n = (int(one) for one in found.exponents[0])
+    for fact in result._fields:
+        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
+    gaps, m, n = (int(one) for one in result.exponents[0])
     for exponent, values in ((m, a), (n, b)):
         squares = canonical_tile_sums([x * x for x in values.tolist()])[0]
         assert exponent == (0 if 2.0**-900 <= squares <= 2.0**1000 else math.frexp(np.abs(values).max())[1] - 1)
@@ -252,15 +252,15 @@ def test_sums_out_of_range_are_those_of_values_that_are_divided(backend, ours, t
     with np.errstate(over="ignore"):
         apart = np.where(np.isfinite(a - b), (a - b) / 2.0**gaps, a / 2.0**gaps - b / 2.0**gaps)
     terms = [one.tolist() for one in (apart * apart, x * x, y * y, x * y)]
-    assert found.sums[0].tolist() == [canonical_tile_sums(one)[0] for one in terms]
-    assert np.isfinite(found.sums).all()
+    assert result.sums[0].tolist() == [canonical_tile_sums(one)[0] for one in terms]
+    assert np.isfinite(result.sums).all()
 
 
 def test_a_difference_beyond_float64_is_infinite_and_its_sum_is_not(backend):
-    found = compare(backend, np.array([1.7e308, 1.0]), np.array([-1.7e308, 1.0]))
-    assert found.max_abs.tolist() == [math.inf]
-    assert found.exponents[0].tolist() == [1023, 1023, 1023]
-    assert found.sums[0, 0] == (3.4 * (1e308 / 2.0**1023)) ** 2
+    result = compare(backend, np.array([1.7e308, 1.0]), np.array([-1.7e308, 1.0]))
+    assert result.max_abs.tolist() == [math.inf]
+    assert result.exponents[0].tolist() == [1023, 1023, 1023]
+    assert result.sums[0, 0] == (3.4 * (1e308 / 2.0**1023)) ** 2
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_a_difference_beyond_float64_is_infinite_and_its_sum_is_not(backend):
     [([1.0, 0.0], [1.0, 5e-324], -1074), ([1e10, 1e-300], [1e10, 2e-300], -997), ([1.7e308, 1], [1.7e308, 1], 0)],
 )
 def test_a_tiny_difference_beside_large_elements_is_divided_and_not_they(backend, a, b, exponent):
-    found = compare(backend, np.array(a), np.array(b))
-    assert found.exponents[0, 0] == exponent
-    assert found.sums[0, 0] == ((a[1] - b[1]) / 2.0**exponent) ** 2
+    result = compare(backend, np.array(a), np.array(b))
+    assert result.exponents[0, 0] == exponent
+    assert result.sums[0, 0] == ((a[1] - b[1]) / 2.0**exponent) ** 2
 
 
 def extreme(rng):
@@ -299,11 +299,11 @@ def extreme_tiles():
 
 def test_sums_of_extreme_tiles_are_those_of_exact_arithmetic(backend):
     tiles = extreme_tiles()
-    found = compare(backend, [a for a, _, _ in tiles], [b for _, b, _ in tiles])
+    result = compare(backend, [a for a, _, _ in tiles], [b for _, b, _ in tiles])
     expected = compare(NumpyBackend(), [a for a, _, _ in tiles], [b for _, b, _ in tiles])
-    for fact in found._fields:
-        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
-    for (_, _, exact), sums, (k, m, n) in zip(tiles, found.sums.tolist(), found.exponents.tolist(), strict=True):
+    for fact in result._fields:
+        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
+    for (_, _, exact), sums, (k, m, n) in zip(tiles, result.sums.tolist(), result.exponents.tolist(), strict=True):
         of_gaps, of_a, of_b, products = (
             Fraction(sum_) * Fraction(2) ** scale
             for sum_, scale in zip(sums, (2 * k, 2 * m, 2 * n, m + n), strict=True)
@@ -312,8 +312,8 @@ def test_sums_of_extreme_tiles_are_those_of_exact_arithmetic(backend):
             assert abs(square - truth) <= truth / 10**14
         # By the inequality of Cauchy and Schwarz, what is lost is small beside both norms.
         assert (products - exact[3]) ** 2 <= exact[1] * exact[2] / 10**28
-    assert {int(np.sign(one)) for one in found.exponents[:, 0]} == {-1, 0, 1}
-    assert 1023 in found.exponents[:, 0]
+    assert {int(np.sign(one)) for one in result.exponents[:, 0]} == {-1, 0, 1}
+    assert 1023 in result.exponents[:, 0]
 
 
 SHAPES = st.lists(
@@ -337,10 +337,10 @@ def test_every_backend_finds_what_the_reference_finds(backend, shapes, seed):
         if one.dtype == other.dtype and seed % 2:
             other[: other.size // 2] = one[: one.size // 2]
     tolerance = Tolerance(0.1 * (seed % 3), 0.5 * (seed % 4))
-    found, expected = (compare(which, a, b, tolerance, lead=(1, 2)) for which in (backend, NumpyBackend()))
-    for fact in found._fields:
-        assert getattr(found, fact).dtype == getattr(expected, fact).dtype
-        assert getattr(found, fact).tolist() == getattr(expected, fact).tolist(), fact
+    result, expected = (compare(which, a, b, tolerance, lead=(1, 2)) for which in (backend, NumpyBackend()))
+    for fact in result._fields:
+        assert getattr(result, fact).dtype == getattr(expected, fact).dtype
+        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
 
 
 def test_pieces_may_be_none_or_empty(backend):

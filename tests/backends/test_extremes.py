@@ -21,9 +21,9 @@ def counted(array):
 
 def found_in(backend, *arrays, lead=0):
     block, pieces = block_of(*arrays, lead=lead)
-    found = backend.extremes(block, pieces)
-    assert found.subnormal.typecode == found.saturated.typecode == "q"
-    return list(zip(found.subnormal.tolist(), found.saturated.tolist(), strict=True))
+    result = backend.extremes(block, pieces)
+    assert result.subnormal.typecode == result.saturated.typecode == "q"
+    return list(zip(result.subnormal.tolist(), result.saturated.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -66,8 +66,8 @@ def test_any_number_of_values_at_any_address_is_counted(backend, dtype, elements
 
 def test_no_pieces_and_empty_pieces_count_nothing(backend):
     assert backend.extremes(memoryview(bytearray(8)), []).subnormal.tolist() == []
-    found = backend.extremes(memoryview(bytearray(8)), [Piece("F32", 4, 0)])
-    assert (found.subnormal.tolist(), found.saturated.tolist()) == ([0], [0])
+    result = backend.extremes(memoryview(bytearray(8)), [Piece("F32", 4, 0)])
+    assert (result.subnormal.tolist(), result.saturated.tolist()) == ([0], [0])
 
 
 @pytest.mark.parametrize(

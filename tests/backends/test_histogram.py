@@ -36,14 +36,14 @@ def histogram(backend, block, pieces):
 def counted(backend, *arrays, lead=0):
     """What a backend counts in each array."""
     block, pieces = block_of(*arrays, lead=lead)
-    found, at, counts = histogram(backend, block, pieces), 0, []
+    result, at, counts = histogram(backend, block, pieces), 0, []
     for piece in pieces:
         bins = STORAGE[piece.dtype].bins
-        own = found.counts[at : at + len(bins)].tolist()
+        own = result.counts[at : at + len(bins)].tolist()
         counts.append({exponent: count for exponent, count in zip(bins, own, strict=True) if count})
         at += len(bins)
-    assert at == len(found.counts)
-    return list(zip(counts, found.largest.tolist(), strict=True))
+    assert at == len(result.counts)
+    return list(zip(counts, result.largest.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", SMALL_TYPES)
@@ -116,8 +116,8 @@ def test_a_block_on_the_device_is_counted_there(backend, dtype):
     array = gaussian(70_001, dtype)
     block, pieces = block_of(array)
     expected, data = histogram(backend, block, pieces), backend.to_device(block)
-    found = histogram(backend, data, pieces)
-    assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
+    result = histogram(backend, data, pieces)
+    assert [one.tobytes() for one in result] == [one.tobytes() for one in expected]
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -67,9 +67,9 @@ def test_a_trimmed_mean_adds_what_is_left_in_ascending_order(backend, dropped):
         for value in rest:
             total += value
         expected.append(total / (9 - 2 * dropped))
-    found = means(backend, arrays, Trim(dropped)).tolist()
-    assert found == expected
-    for mean, column in zip(found, zip(*arrays, strict=True), strict=True):
+    result = means(backend, arrays, Trim(dropped)).tolist()
+    assert result == expected
+    for mean, column in zip(result, zip(*arrays, strict=True), strict=True):
         left = sorted(map(Fraction, column))[dropped : 9 - dropped]
         assert abs(Fraction(mean) - sum(left) / len(left)) < 9 * Fraction(2) ** -50
 
@@ -84,9 +84,9 @@ def test_types_and_weights_may_differ(backend):
 def test_a_nan_makes_the_median_nan_and_infinities_are_in_order(backend):
     inf, nan = math.inf, math.nan
     arrays = [np.array(row, np.float32) for row in ([nan, inf, inf, inf], [1, -inf, inf, -inf], [2, 5, 0, -inf])]
-    found = means(backend, arrays)
-    assert np.array_equal(found, [nan, 5, inf, -inf], equal_nan=True)
-    assert np.array_equal(found, np.median(np.stack(arrays), axis=0), equal_nan=True)
+    result = means(backend, arrays)
+    assert np.array_equal(result, [nan, 5, inf, -inf], equal_nan=True)
+    assert np.array_equal(result, np.median(np.stack(arrays), axis=0), equal_nan=True)
     both = means(backend, arrays, Trim(0))
     assert np.array_equal(both, [nan, nan, inf, nan], equal_nan=True)
 
@@ -96,15 +96,15 @@ def test_if_all_must_be_finite_any_other_value_makes_the_mean_nan(backend, dtype
     largest = float(np.finfo(NUMPY_TYPES[dtype]).max)
     rows = [[math.inf, math.nan, 1, largest], [2, 2, 2, largest], [-math.inf, 3, 3, -largest]]
     arrays = [np.array(row, NUMPY_TYPES[dtype]) for row in rows]
-    found = means(backend, arrays, Trim(None, finite=True))
-    assert np.array_equal(found, [math.nan, math.nan, 2, largest], equal_nan=True)
+    result = means(backend, arrays, Trim(None, finite=True))
+    assert np.array_equal(result, [math.nan, math.nan, 2, largest], equal_nan=True)
 
 
 @pytest.mark.parametrize("order", [(0.0, -0.0, -0.0), (-0.0, 0.0, -0.0), (-0.0, -0.0, 0.0)])
 def test_minus_zero_counts_as_zero_in_any_order(backend, order):
     for dtype in (np.float32, np.float64):
-        found = means(backend, [np.array([value], dtype) for value in order])
-        assert math.copysign(1, found[0]) == 1
+        result = means(backend, [np.array([value], dtype) for value in order])
+        assert math.copysign(1, result[0]) == 1
     smallest = means(backend, [np.array([-5e-324]), np.array([0.0]), np.array([0.0])], Trim(0))
     assert math.copysign(1, smallest[0]) == 1
 
@@ -113,8 +113,8 @@ def test_elements_that_fewer_have_are_means_of_fewer_and_those_of_none_are_zero(
     block, pieces = block_of(*[np.array([value, value], np.float32) for value in (5, 1, 3)])
     one, two, three = (Addend("F32", piece.offset, 2, 0, 1.0) for piece in pieces)
     later = [one._replace(at=4), two._replace(at=4, elements=2)]
-    found = backend.trimmed_means(block, [one, two, three, *later, three._replace(at=6)], Trim(), 9)
-    assert found.tolist() == [3, 3, 0, 0, 3, 3, 3, 3, 0]
+    result = backend.trimmed_means(block, [one, two, three, *later, three._replace(at=6)], Trim(), 9)
+    assert result.tolist() == [3, 3, 0, 0, 3, 3, 3, 3, 0]
 
 
 @given(
@@ -131,7 +131,7 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, count, elements,
     arrays = [rng.integers(0, 256, elements * one.itemsize, np.uint8).view(one) for one in types]
     trim = Trim([None, 0, (count - 1) // 2, (count - 1) // 3][seed % 4], finite=finite)
     expected = means(NumpyBackend(), arrays, trim, [weight] * count)
-    found = means(backend, arrays, trim, [weight] * count)
-    assert np.array_equal(found, expected, equal_nan=True)
+    result = means(backend, arrays, trim, [weight] * count)
+    assert np.array_equal(result, expected, equal_nan=True)
     numbers = ~np.isnan(expected)
-    assert found[numbers].tobytes() == expected[numbers].tobytes()
+    assert result[numbers].tobytes() == expected[numbers].tobytes()

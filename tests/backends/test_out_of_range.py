@@ -35,8 +35,8 @@ def measured(backend, array, spec):
     return backend.tile_sums(block, pieces, spec)
 
 
-def norm_from(found, order):
-    return norm_of(found.sums, found.exponents, order)
+def norm_from(result, order):
+    return norm_of(result.sums, result.exponents, order)
 
 
 def integers(array):
@@ -58,8 +58,8 @@ def assert_within_one_ulp(norm, array, order):
 def test_norms_are_within_one_unit_in_the_last_place(backend, order, exponent, elements):
     # Of more than some values near the end of float64, the norm is beyond it.
     array = spread(1 if exponent == 1023 else elements, exponent)
-    found = measured(backend, array, NormSpec(order))
-    assert_within_one_ulp(norm_from(found, order), array, order)
+    result = measured(backend, array, NormSpec(order))
+    assert_within_one_ulp(norm_from(result, order), array, order)
 
 
 CASES = {
@@ -79,12 +79,12 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, sizes, exponents
         expected_block, pieces = block_of(*arrays, lead=5)
         expected = NumpyBackend().scale(expected_block, pieces, [factor] * len(pieces), limit, spec)
         block, pieces = block_of(*arrays, lead=5)
-        found = backend.scale(block, pieces, [factor] * len(pieces), limit, spec)
+        result = backend.scale(block, pieces, [factor] * len(pieces), limit, spec)
         assert bytes(block) == bytes(expected_block)
         again = backend.tile_sums(block, pieces, spec._replace(drop_nonfinite=False))
         for fact in FACTS:
-            assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), fact
-            assert any(found.inf) or np.array_equal(getattr(found, fact), getattr(again, fact)), fact
+            assert np.array_equal(getattr(result, fact), getattr(expected, fact), equal_nan=True), fact
+            assert any(result.inf) or np.array_equal(getattr(result, fact), getattr(again, fact)), fact
 
 
 @settings(max_examples=40)
@@ -104,8 +104,8 @@ def test_a_split_changes_nothing(backend, sizes, exponents, width, seed, order):
 @pytest.mark.parametrize("elements", [37, 70_001])
 def test_the_sums_are_the_canonical_ones_of_the_divided_values(backend, order, exponent, elements):
     array = np.ldexp(np.random.default_rng(5).standard_normal(elements), exponent)
-    found = measured(backend, array, NormSpec(order))
-    for tile, (sum_, scale) in enumerate(zip(found.sums.tolist(), found.exponents.tolist(), strict=True)):
+    result = measured(backend, array, NormSpec(order))
+    for tile, (sum_, scale) in enumerate(zip(result.sums.tolist(), result.exponents.tolist(), strict=True)):
         own = np.abs(array[tile * TILE : (tile + 1) * TILE])
         assert scale == math.frexp(own.max())[1] - 1 != 0
         divided = [value / 2.0**scale for value in own.tolist()]
@@ -122,24 +122,24 @@ def test_only_what_is_out_of_range_gets_an_exponent(backend, order, lowest, high
         (2.0**highest * (1 + 2.0**-51), highest),
         (0.0, 0),
     ):
-        found = measured(backend, np.array([-value, 0.0]), NormSpec(order))
-        assert found.exponents.tolist() == [exponent]
-        assert found.sums.tolist() == [(value / 2.0**exponent) ** order]
+        result = measured(backend, np.array([-value, 0.0]), NormSpec(order))
+        assert result.exponents.tolist() == [exponent]
+        assert result.sums.tolist() == [(value / 2.0**exponent) ** order]
 
 
 @pytest.mark.parametrize("value", [5e-324, 3e-310, 1e-200, 1e200, 1.7976931348623157e308])
 def test_the_exponent_is_that_of_the_largest_magnitude(backend, value):
     mantissa, exponent = math.frexp(value)
-    found = measured(backend, np.array([0.0, -value]), NormSpec(2.0))
-    assert found.exponents.tolist() == [exponent - 1]
-    assert found.sums.tolist() == [(2 * mantissa) ** 2]
+    result = measured(backend, np.array([0.0, -value]), NormSpec(2.0))
+    assert result.exponents.tolist() == [exponent - 1]
+    assert result.sums.tolist() == [(2 * mantissa) ** 2]
 
 
 def test_every_exponent_there_is_divides_to_1(backend):
     exponents = range(-1074, 1024)
     block, pieces = block_of(*(np.array([math.ldexp(1, k)]) for k in exponents))
-    found = backend.tile_sums(block, pieces, NormSpec())
-    for k, sum_, exponent in zip(exponents, found.sums.tolist(), found.exponents.tolist(), strict=True):
+    result = backend.tile_sums(block, pieces, NormSpec())
+    for k, sum_, exponent in zip(exponents, result.sums.tolist(), result.exponents.tolist(), strict=True):
         assert (sum_, exponent) == ((4.0**k, 0) if -450 <= k <= 500 else (1.0, k))
 
 
@@ -153,23 +153,23 @@ def test_a_tile_that_is_not_finite_is_not_summed_again_unless_that_is_dropped(ba
     array = np.concatenate([spread(TILE, 1005), spread(TILE, -960), spread(10, 0)])
     dropped = array.copy()
     array[[5, TILE + 5]], dropped[[5, TILE + 5]] = odd, 0
-    found = measured(backend, array, NormSpec(order))
-    assert found.exponents.tolist() == [0, 0, 0]
-    assert np.isfinite(found.sums).tolist() == [False, False, True]
-    found = measured(backend, array, NormSpec(order, drop_nonfinite=True))
+    result = measured(backend, array, NormSpec(order))
+    assert result.exponents.tolist() == [0, 0, 0]
+    assert np.isfinite(result.sums).tolist() == [False, False, True]
+    result = measured(backend, array, NormSpec(order, drop_nonfinite=True))
     expected = measured(backend, dropped, NormSpec(order))
-    assert found.exponents.tolist() == expected.exponents.tolist()
-    assert [one != 0 for one in found.exponents] == [True, True, False]
-    assert found.sums.tolist() == expected.sums.tolist()
+    assert result.exponents.tolist() == expected.exponents.tolist()
+    assert [one != 0 for one in result.exponents] == [True, True, False]
+    assert result.sums.tolist() == expected.sums.tolist()
 
 
 @pytest.mark.parametrize("factor", [1e-160, 1e-250, 1.0])
 def test_only_written_values_decide_whether_a_sum_is_out_of_range(backend, factor):
     block, pieces = block_of(spread(70_001, 0), spread(40, 300))
-    found = backend.scale(block, pieces, [factor, factor], math.inf, NormSpec())
+    result = backend.scale(block, pieces, [factor, factor], math.inf, NormSpec())
     written = np.concatenate([stored(block, piece) for piece in pieces])
-    assert_within_one_ulp(norm_from(found, 2.0), written, 2.0)
-    assert bool(found.exponents[0]) == (factor < 1e-130)
+    assert_within_one_ulp(norm_from(result, 2.0), written, 2.0)
+    assert bool(result.exponents[0]) == (factor < 1e-130)
 
 
 @pytest.mark.parametrize("rounds", [True, False])
@@ -180,19 +180,19 @@ def test_sums_that_are_added_up_are_measured_alike(backend, rounds, order):
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(old, spread(9, -800))
         sources = [(block_of(grad)[0], [Addend("F64", 0, grad.size, 0, 0.5)])]
-        found = one.accumulate(block, pieces, iter(sources), AddMode(rounds=rounds), NormSpec(order))
-        answers.append([getattr(found, fact).tolist() for fact in FACTS])
+        result = one.accumulate(block, pieces, iter(sources), AddMode(rounds=rounds), NormSpec(order))
+        answers.append([getattr(result, fact).tolist() for fact in FACTS])
     assert answers[0] == answers[1]
-    assert [one != 0 for one in found.exponents] == [order == 2] * 3
+    assert [one != 0 for one in result.exponents] == [order == 2] * 3
     added = np.concatenate([old + 0.5 * grad, spread(9, -800)])
-    assert_within_one_ulp(norm_from(found, order), added, order)
+    assert_within_one_ulp(norm_from(result, order), added, order)
 
 
 def test_float64_sums_of_small_types_are_scaled(backend):
     block, pieces = block_of(encode([1, 2], "F16"))
     sources = [(block_of(np.array([3e200, -4e200]))[0], [Addend("F64", 0, 2, 0, 1.0)])]
-    found = backend.accumulate(block, pieces, iter(sources), AddMode(rounds=False), NormSpec())
-    assert norm_from(found, 2.0) == pytest.approx(5e200, rel=1e-15)
+    result = backend.accumulate(block, pieces, iter(sources), AddMode(rounds=False), NormSpec())
+    assert norm_from(result, 2.0) == pytest.approx(5e200, rel=1e-15)
 
 
 def true_norm(array, order):
@@ -214,8 +214,8 @@ def _true_norm(values, order):
 def test_other_orders_are_within_1e_12_of_the_truth(backend, dtype, order):
     for exponent in {"F64": [-1074, -800, -12, 0, 800, 1024], "F32": [-140, 120]}.get(dtype, [0, 12]):
         array = encode(spread(50, exponent, width=2), dtype)
-        found = measured(backend, array, NormSpec(order))
-        assert norm_from(found, order) == pytest.approx(true_norm(array, order), rel=1e-12, abs=1e-323)
+        result = measured(backend, array, NormSpec(order))
+        assert norm_from(result, order) == pytest.approx(true_norm(array, order), rel=1e-12, abs=1e-323)
 
 
 @pytest.mark.parametrize("order", [0.01, 0.010000001, 0.0103, 0.011, 0.0127, 0.0155, 0.0211, 0.037, 0.07])
@@ -225,14 +225,14 @@ def test_orders_near_the_smallest_are_within_1e_12_of_the_truth(backend, order):
         count = min(int(2 ** ((900 - exponent) * order)), 1000)
         for size in {1, 2, count // 2 + 1, count}:
             array = spread(size, exponent, seed, width=40 if exponent > -1000 else 1)
-            found = measured(backend, array, NormSpec(order))
-            assert norm_from(found, order) == pytest.approx(true_norm(array, order), rel=1e-12, abs=1e-323)
+            result = measured(backend, array, NormSpec(order))
+            assert norm_from(result, order) == pytest.approx(true_norm(array, order), rel=1e-12, abs=1e-323)
 
 
 @pytest.mark.parametrize("order", [3.0, 100.0, 2000.0])
 def test_tiles_of_another_order_are_merged_within_1e_12(backend, order):
     array = np.concatenate([np.full(TILE, 3e200), np.full(TILE, -2.9e200), np.full(7, 1e-200), np.zeros(5)])
-    found = measured(backend, array, NormSpec(order))
+    result = measured(backend, array, NormSpec(order))
     ratio = (2.9 / 3) ** order
     expected = 3e200 * (TILE * (1 + ratio)) ** (1 / order)
-    assert norm_from(found, order) == pytest.approx(expected, rel=1e-12, abs=0)
+    assert norm_from(result, order) == pytest.approx(expected, rel=1e-12, abs=0)

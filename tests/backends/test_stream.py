@@ -43,15 +43,15 @@ def streamed(backend, data, pieces, spec=SPEC, **options):
     """What a backend finds in a block of a file, and the bytes that it read."""
     reads(backend, spec)
     with in_file(data, **options) as block:
-        found = backend.tile_sums(block, pieces, spec)
+        result = backend.tile_sums(block, pieces, spec)
         block.check()
         assert block.report[1] >= 0
-        return found, block.report[0]
+        return result, block.report[0]
 
 
-def assert_found(found, expected):
+def assert_found(result, expected):
     for fact in FACTS:
-        assert np.array_equal(getattr(found, fact), getattr(expected, fact), equal_nan=True), fact
+        assert np.array_equal(getattr(result, fact), getattr(expected, fact), equal_nan=True), fact
 
 
 def block_with_gaps(shapes, rng):
@@ -86,8 +86,8 @@ SHAPES = st.lists(
 def test_what_is_streamed_has_the_bits_of_the_reference(backend, shapes, seed, order, lead, room):
     data, pieces = block_with_gaps(shapes, np.random.default_rng(seed))
     spec = NormSpec(order, drop_nonfinite=seed % 2 == 1)
-    found = streamed(backend, data, pieces, spec, lead=lead, room=room)[0]
-    assert_found(found, NumpyBackend().tile_sums(data, pieces, spec))
+    result = streamed(backend, data, pieces, spec, lead=lead, room=room)[0]
+    assert_found(result, NumpyBackend().tile_sums(data, pieces, spec))
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -97,15 +97,15 @@ def test_tiles_out_of_range_are_divided_before_the_next_is_read(backend, dtype, 
     values = np.ldexp(rng.standard_normal(200_003), exponent if dtype == "F64" else 0)
     data, pieces = block_of(encode(values, dtype), encode(values[:70_000], dtype))
     for order in (1.0, 2.0):
-        found = streamed(backend, data, pieces, NormSpec(order), lead=3)[0]
-        assert_found(found, NumpyBackend().tile_sums(data, pieces, NormSpec(order)))
+        result = streamed(backend, data, pieces, NormSpec(order), lead=3)[0]
+        assert_found(result, NumpyBackend().tile_sums(data, pieces, NormSpec(order)))
 
 
 def test_many_tiny_tensors_are_read_at_once(backend):
     rng = np.random.default_rng(6)
     data, pieces = block_with_gaps([(VALUE_TYPES[i % 6], i % 5, i % 3) for i in range(3000)], rng)
-    found, nbytes = streamed(backend, data, pieces, lead=1)
-    assert_found(found, NumpyBackend().tile_sums(data, pieces, SPEC))
+    result, nbytes = streamed(backend, data, pieces, lead=1)
+    assert_found(result, NumpyBackend().tile_sums(data, pieces, SPEC))
     # All but the gap before the first value.
     assert nbytes == len(data) - pieces[1].offset
 
@@ -126,14 +126,14 @@ def test_pieces_may_come_in_any_order_and_overlap(backend):
 def test_a_gap_that_is_longer_than_the_room_is_not_read(backend):
     data = memoryview(bytes(4 * ROOM))
     pieces = [Piece("F32", 0, 1), Piece("F32", len(data) - 4, 1)]
-    found, nbytes = streamed(backend, data, pieces)
+    result, nbytes = streamed(backend, data, pieces)
     assert nbytes == ROOM + 4
-    assert found.zeros.tolist() == [1, 1]
+    assert result.zeros.tolist() == [1, 1]
 
 
 def test_nothing_is_read_where_there_is_no_value(backend):
-    found, nbytes = streamed(backend, memoryview(b""), [Piece("F32", 0, 0)])
-    assert (nbytes, found.sums.tolist()) == (0, [])
+    result, nbytes = streamed(backend, memoryview(b""), [Piece("F32", 0, 0)])
+    assert (nbytes, result.sums.tolist()) == (0, [])
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
@@ -142,8 +142,8 @@ def test_the_first_nan_is_found_wherever_it_is(backend, dtype):
     for first in (699_999, 400_000, 131_072, 131_071, 0):
         values[first] = math.nan
         data, pieces = block_of(encode(np.ones(5), dtype), encode(values, dtype))
-        found = streamed(backend, data, pieces, lead=1)[0]
-        assert found.first_nonfinite.tolist() == [-1, first]
+        result = streamed(backend, data, pieces, lead=1)[0]
+        assert result.first_nonfinite.tolist() == [-1, first]
 
 
 @pytest.mark.parametrize("cut", [1, 4, 500_000, 800_000])
@@ -209,10 +209,10 @@ def compared(backend, a, b, tolerance=Tolerance(), **options):  # noqa: B008 - a
     reads(backend)
     (left, pieces), (right, others) = a, b
     with in_file(left, **options) as x, in_file(right, lead=3, cut=options.get("cut", 0)) as y:
-        found = backend.differences(x, pieces, y, others, tolerance)
+        result = backend.differences(x, pieces, y, others, tolerance)
         for one in (x, y):
             one.check()
-    return found, x.report[0], y.report[0]
+    return result, x.report[0], y.report[0]
 
 
 PAIRS = st.lists(
@@ -232,9 +232,9 @@ def test_two_files_that_are_read_side_by_side_differ_as_in_the_reference(backend
     rng = np.random.default_rng(seed)
     a, b = two_blocks(shapes, rng)
     tolerance = Tolerance(*rng.choice([0, 1e-3], 2).tolist())
-    found, *_ = compared(backend, a, b, tolerance, lead=lead, room=room)
+    result, *_ = compared(backend, a, b, tolerance, lead=lead, room=room)
     expected = NumpyBackend().differences(*a, *b, tolerance)
-    assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
+    assert [one.tobytes() for one in result] == [one.tobytes() for one in expected]
 
 
 def test_every_byte_of_both_files_is_read_once(backend):
@@ -285,8 +285,8 @@ from gradtool.arrays import int64s
 from gradtool.backends.protocol import FileBlock, NormSpec, Piece
 with open(sys.argv[1], "rb") as file:
     block = FileBlock(file.fileno(), 3, 2_400_000, bytes_of_memory(tuning.STREAM_BYTES), int64s(3))
-    found = backends()["compiled"]().tile_sums(block, [Piece("F64", 0, 300_000)], NormSpec())
-print(block.report[0], [one.hex() for one in found.sums.tolist()])
+    result = backends()["compiled"]().tile_sums(block, [Piece("F64", 0, 300_000)], NormSpec())
+print(block.report[0], [one.hex() for one in result.sums.tolist()])
 """
 
 

@@ -20,12 +20,12 @@ def test_each_element_is_multiplied_by_the_factor_of_its_unit(backend, dtype, si
     factors = np.random.default_rng(1).random((start + 5000) // size + 1)
     block, pieces = block_of(values, lead=3)
     units = [Units(size, start % size, start // size)]
-    found = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
+    result = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
     own = factors if dtype == "F64" else factors.astype(np.float32).astype(np.float64)
     products = values.astype(np.float64) * own[np.arange(start, start + 5000) // size]
     assert stored(block, pieces[0]).tobytes() == rounded_once(products, dtype).tobytes()
     again = backend.tile_sums(block, pieces, NormSpec())
-    assert found.sums.tobytes() == again.sums.tobytes()
+    assert result.sums.tobytes() == again.sums.tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 7, 300])
@@ -36,11 +36,11 @@ def test_what_units_lose_is_counted_for_each_piece(backend, size):
     # In units 0 and 2 of the second, what is subnormal becomes 0, and all else subnormal; unit 1 is meant to be 0.
     factors = np.array([1.0, 0.3, 0.0, *[0.3] * 1200])
     units = [Units(1, 0, 0), Units(size, 0, 1), Units(size, 0, 1)]
-    found = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
+    result = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
     lost = np.arange(1200) // size != 1
     became_zero, is_subnormal = int(lost[::2].sum()), int(lost[1::2].sum())
-    assert found.new_zeros.tolist() == [0, became_zero, 0]
-    assert found.new_subnormals.tolist() == [0, is_subnormal - became_zero, 0]
+    assert result.new_zeros.tolist() == [0, became_zero, 0]
+    assert result.new_subnormals.tolist() == [0, is_subnormal - became_zero, 0]
 
 
 PIECES = st.lists(
@@ -65,11 +65,11 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed):
     expected = None
     for one in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=1)
-        found = one.scale_units(block, pieces, units, memoryview(factors), NormSpec())
-        facts = [bytes(block), *(getattr(found, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
-        expected = expected or (facts, found.sums)
+        result = one.scale_units(block, pieces, units, memoryview(factors), NormSpec())
+        facts = [bytes(block), *(getattr(result, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
+        expected = expected or (facts, result.sums)
         assert facts == expected[0]
-        assert np.array_equal(found.sums, expected[1], equal_nan=True)
+        assert np.array_equal(result.sums, expected[1], equal_nan=True)
 
 
 def sides_of(dtypes, rows, size, seed):
@@ -95,9 +95,9 @@ def sides_of(dtypes, rows, size, seed):
 )
 def test_factors_have_the_bits_of_the_reference(backend, dtypes, rows, size, limits, seed):
     sides = sides_of(dtypes, rows, size, seed)
-    expected, found = (factors_of(one, sides, size, limits) for one in (NumpyBackend(), backend))
-    assert found[1] == expected[1]
-    assert np.array_equal(found[0], expected[0], equal_nan=True)
+    expected, result = (factors_of(one, sides, size, limits) for one in (NumpyBackend(), backend))
+    assert result[1] == expected[1]
+    assert np.array_equal(result[0], expected[0], equal_nan=True)
 
 
 def factors_of(backend, sides, size, limits):

@@ -19,11 +19,11 @@ SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.5]
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
 def test_values_are_widened_without_rounding(backend, dtype):
     stored = encode([*SPECIAL, *np.random.default_rng(7).standard_normal(3000)], dtype)
-    found = backend.widen(memoryview(stored.tobytes()), dtype)
-    assert isinstance(found, array)
+    result = backend.widen(memoryview(stored.tobytes()), dtype)
+    assert isinstance(result, array)
     expected = stored.astype(np.float64)
-    assert np.where(np.isnan(found), 0, found).tobytes() == np.where(np.isnan(expected), 0, expected).tobytes()
-    assert np.isnan(found).tolist() == np.isnan(expected).tolist()
+    assert np.where(np.isnan(result), 0, result).tobytes() == np.where(np.isnan(expected), 0, expected).tobytes()
+    assert np.isnan(result).tolist() == np.isnan(expected).tolist()
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import NUMPY_TYPES, file_at, write
 
-from gradtool import SystemRefusedError
+from gradtool import SystemRefusedError, tuning
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.engines import threads as stream
 from gradtool.errors import DeviceMemoryError
@@ -82,7 +82,7 @@ def test_every_block_is_worked_on_once_and_arrives_at_the_destination(tmp_path, 
             seen.append(block.begin)
         view[0] ^= 255
 
-    blocks = list(plan(shard, enumerate(shard.tensors), UNIT, whole=True))
+    blocks = list(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES, whole=True))
     run(rewriting(blocks, work, {shard: file_at(target)}), threads=threads)
     assert sorted(seen) == [block.begin for block in blocks]
     expected = bytearray(path.read_bytes())
@@ -94,7 +94,7 @@ def test_every_block_is_worked_on_once_and_arrives_at_the_destination(tmp_path, 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_first_error_of_a_worker_is_raised_and_stops_the_others(tmp_path, threads):
     shard = shard_of(tmp_path, [("F64", 2_000_000)])
-    blocks = iter(list(plan(shard, enumerate(shard.tensors), UNIT)))
+    blocks = iter(list(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES)))
     failed = threading.Event()
 
     def work(_block, _view):
@@ -117,7 +117,7 @@ def test_short_reads_and_writes_are_carried_on(tmp_path, monkeypatch):
     read_some, write_some = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read_some(fd, [views[0][:700_001]], at))
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write_some(fd, [views[0][:300_007]], at))
-    blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES, whole=True)
     run(rewriting(blocks, lambda *_: None, {shard: file_at(target)}), threads=1)
     assert target.read_bytes() == path.read_bytes()
 
@@ -131,7 +131,7 @@ def test_reads_and_writes_that_fail_name_the_file(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, refuse)
-    blocks = plan(shard, enumerate(shard.tensors), UNIT, whole=True)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES, whole=True)
     with pytest.raises(SystemRefusedError, match="No space left") as caught:
         run(rewriting(blocks, lambda *_: None, {shard: file_at(target)}), threads=2)
     assert caught.value.problems[0].file == str(Path(shard.name) if call == "preadv" else target)
@@ -144,28 +144,33 @@ def test_where_no_thread_can_be_had_the_work_is_done_without(tmp_path, monkeypat
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    run(rewriting(plan(shard, enumerate(shard.tensors), UNIT), lambda block, _: seen.append(block), {}), threads=8)
+    run(
+        rewriting(
+            plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES), lambda block, _: seen.append(block), {}
+        ),
+        threads=8,
+    )
     assert len(seen) == 4
 
 
 def test_a_file_that_changes_during_a_pass_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
     with pytest.raises(SystemRefusedError, match="changed by another program"):
-        blocks = plan(shard, enumerate(shard.tensors), UNIT)
+        blocks = plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES)
         run(rewriting(blocks, lambda *_: os.utime(Path(shard.name), ns=(0, 0)), {}), threads=1)
 
 
 def test_progress_counts_every_byte(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000), ("F32", 3)])
     counts = []
-    blocks = plan(shard, enumerate(shard.tensors), UNIT)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES)
     run(rewriting(blocks, lambda *_: None, {}), threads=2, progress=lambda *count: counts.append(count))
     assert counts[-1] == ("testing", 900_000 * 8 + 12, 1 << 30)
 
 
 def test_a_file_that_was_replaced_or_cut_since_it_was_opened_is_refused(tmp_path):
     shard = shard_of(tmp_path, [("F64", 900_000)])
-    blocks = list(plan(shard, enumerate(shard.tensors), UNIT))
+    blocks = list(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES))
     with Path(shard.name).open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(SystemRefusedError, match="changed"):
@@ -180,7 +185,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
             file.truncate(100_000)
 
     with pytest.raises(SystemRefusedError, match="shorter"):
-        run(rewriting(plan(shard, enumerate(shard.tensors), UNIT), cut, {}), threads=1)
+        run(rewriting(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES), cut, {}), threads=1)
 
 
 def test_a_signal_while_threads_are_started_stops_them_and_does_not_wait_for_ever(tmp_path, monkeypatch):
@@ -194,7 +199,7 @@ def test_a_signal_while_threads_are_started_stops_them_and_does_not_wait_for_eve
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    blocks = plan(shard, enumerate(shard.tensors), UNIT)
+    blocks = plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES)
     with pytest.raises(KeyboardInterrupt):
         run(rewriting(blocks, lambda *_: None, {}), threads=8)
     assert len(started) == 5
@@ -251,7 +256,7 @@ def test_a_block_that_the_device_has_no_room_for_is_done_in_halves_in_order(tmp_
             raise DeviceMemoryError("no room")
         seen.append((block.begin - shard.data_start) // UNIT)
 
-    run(rewriting(list(plan(shard, enumerate(shard.tensors), UNIT)), work, {}), threads=threads)
+    run(rewriting(list(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES)), work, {}), threads=threads)
     assert seen == [0, 2, 3]
 
 
@@ -262,4 +267,4 @@ def test_a_block_too_small_to_be_halved_is_an_error(tmp_path):
         raise DeviceMemoryError("no room")
 
     with pytest.raises(DeviceMemoryError, match="no room"):
-        run(rewriting(list(plan(shard, enumerate(shard.tensors), UNIT)), work, {}), threads=1)
+        run(rewriting(list(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES)), work, {}), threads=1)

@@ -295,7 +295,7 @@ def test_many_small_tensors_are_a_few_launches(tmp_path, use, shim, monkeypatch)
 def test_blocks_are_halved_between_tensors_and_at_tiles(tmp_path, unit):
     arrays = {f"t{i}": np.zeros(n, np.float32) for i, n in enumerate([100, 3, 64, 7])}
     shard = blocks_of(write(tmp_path / "x.safetensors", arrays))
-    (whole,) = blocks.plan(shard, enumerate(shard.tensors), unit)
+    (whole,) = blocks.plan(shard, enumerate(shard.tensors), unit, tuning.BLOCK_BYTES)
     pending, smallest = [whole], []
     while pending:
         block = pending.pop()

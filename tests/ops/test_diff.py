@@ -550,18 +550,18 @@ def test_a_comparison_can_run_elsewhere_in_parts(tmp_path):
     expected = Threads(NumpyBackend()).run(one)
     whole = one.tally()
     for part in one.parts(DISCARD):
-        whole.merge_part(part.places, Threads(NumpyBackend()).run(part.work).compact())
+        whole.merge_part(part.places, Threads(NumpyBackend()).run(part.pass_).compact())
     assert whole.metrics() == expected.metrics()
     for name in whole.columns:
         assert getattr(whole, name).tolist() == getattr(expected, name).tolist()
     # Not even a lie has figures that fail.
     lies = [(0, -1.0, "negative"), (2, -1.0, "negative"), (3, math.inf, "not finite"), (1, math.nan, "not finite")]
     for which, value, message in lies:
-        lie = part.work.tally()
+        lie = part.pass_.tally()
         lie.tile_sums[which].extend([0], [value], [0])
         with pytest.raises(ValueError, match=message):
             whole.merge_part(part.places, lie)
-    lie = part.work.tally()
+    lie = part.pass_.tally()
     lie.tile_sums[1].extend([len(part.places)], [1.0], [0])
     with pytest.raises(ValueError, match="sums of other tensors"):
         whole.merge_part(part.places, lie)

@@ -243,7 +243,7 @@ def test_parts_are_put_where_they_belong(opened):
     profile = CountExponents(opened.selected, NormSpec())
     put = profile.tally()
     for part in profile.parts(DISCARD):
-        put.merge_part(part.places, unpacked(packed(counted(part.work).compact()), part.work.tally()))
+        put.merge_part(part.places, unpacked(packed(counted(part.pass_).compact()), part.pass_.tally()))
     counts = [put.exponents(number, number + 1) for number in range(3)]
     assert [sum(one.values()) for one in counts] == [
         one.tensor.elements - int(put.zeros[number]) for number, one in enumerate(opened.selected)

@@ -266,7 +266,7 @@ def test_parts_of_a_pass_are_read_by_other_processes(tmp_path, monkeypatch):
         for part in parts:
             call = work.call_for(work.Job(part._replace(places=()), None, None, 1, None))
             outcome = wire.unpacked(pickle.loads(call), work.empty_outcome(part))  # noqa: S301 - of this process
-            assert outcome.read == [work.fingerprint(shard) for shard in part.reads]
+            assert outcome.fingerprints == [work.fingerprint(shard) for shard in part.reads]
             tally.merge_part(part.places, outcome.tally)
         norms.append(tally.norms().whole)
     assert {Path(shard.name).name for part in parts for shard in part.reads} == {f"{n}.safetensors" for n in range(3)}

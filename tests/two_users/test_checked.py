@@ -15,7 +15,7 @@ def test_a_file_that_may_not_be_read_has_exit_code_5_and_does_not_hide_other_pro
     write(folder / "x.safetensors", {"a": encode([math.nan], "F32")})
     answer = run_as(MALLORY, "check", folder)
     assert answer.code == 5
-    assert "0.safetensors: Permission denied: this file may not be read" in answer.err
+    assert "0.safetensors: Permission denied: cannot read this file" in answer.err
     assert "x.safetensors: tensor 'a': 1 NaN" in answer.err
 
 

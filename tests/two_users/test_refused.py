@@ -4,9 +4,9 @@ import pytest
 from neighbours import folder_of, grads, state
 from users import ALICE, run_as
 
-ENTERED = "this folder may not be entered"
-LISTED = "this folder may not be listed"
-WRITTEN = "this folder may not be written to"
+ENTERED = "cannot enter this folder"
+LISTED = "cannot list this folder"
+WRITTEN = "cannot write to this folder"
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def files_of(place):
 
 # By the arguments: the file or folder that is named, and what may not be done to it.
 REFUSED = {
-    "norm open/sealed.safetensors": ("open/sealed.safetensors", "this file may not be read"),
-    "norm open": ("open/sealed.safetensors", "this file may not be read"),
+    "norm open/sealed.safetensors": ("open/sealed.safetensors", "cannot read this file"),
+    "norm open": ("open/sealed.safetensors", "cannot read this file"),
     "norm shut/x.safetensors": ("shut", ENTERED),
     "norm shut/in/missing": ("shut", ENTERED),
     "norm shut/in/": ("shut", ENTERED),
@@ -50,7 +50,7 @@ REFUSED = {
     "zero blind/x.safetensors --no-fsync": ("blind", LISTED),
     "clip --max-norm 1 open/fixed.safetensors --write inplace": (
         "open/fixed.safetensors",
-        "this file may not be written to",
+        "cannot write to this file",
     ),
     "clip --max-norm 1 open/x.safetensors --output fixed/y": ("fixed", WRITTEN),
     "clip --max-norm 1 open/x.safetensors --output shut/y": ("shut", ENTERED),

@@ -80,36 +80,36 @@ template <class Value> DEVICE void keep(Value value, unsigned long long at, Valu
     if (value > largest || (value == largest && at < place)) largest = value, place = at;
 }
 
-// What is found in 256 threads, in the first of them.
-DEVICE void fold_maxima(Difference &found)
+// The maxima and counts of 256 threads, in the first of them.
+DEVICE void fold_maxima(Difference &result)
 {
     __shared__ double gaps[WARPS], quotients[WARPS];
     __shared__ unsigned long long ulps[WARPS], places[MAXIMA][WARPS], counts[COUNTS][WARPS];
     for (int step = 16; step; step /= 2) {
-        const double gap = __shfl_down_sync(0xffffffffu, found.max_abs, step);
-        const double quotient = __shfl_down_sync(0xffffffffu, found.max_rel, step);
-        const unsigned long long distance = __shfl_down_sync(0xffffffffu, found.ulps, step);
+        const double gap = __shfl_down_sync(0xffffffffu, result.max_abs, step);
+        const double quotient = __shfl_down_sync(0xffffffffu, result.max_rel, step);
+        const unsigned long long distance = __shfl_down_sync(0xffffffffu, result.ulps, step);
         unsigned long long at[MAXIMA];
-        for (int i = 0; i < MAXIMA; i++) at[i] = __shfl_down_sync(0xffffffffu, found.places[i], step);
-        keep(gap, at[MAX_ABS], found.max_abs, found.places[MAX_ABS]);
-        keep(quotient, at[MAX_REL], found.max_rel, found.places[MAX_REL]);
-        keep(distance, at[MAX_ULPS], found.ulps, found.places[MAX_ULPS]);
+        for (int i = 0; i < MAXIMA; i++) at[i] = __shfl_down_sync(0xffffffffu, result.places[i], step);
+        keep(gap, at[MAX_ABS], result.max_abs, result.places[MAX_ABS]);
+        keep(quotient, at[MAX_REL], result.max_rel, result.places[MAX_REL]);
+        keep(distance, at[MAX_ULPS], result.ulps, result.places[MAX_ULPS]);
     }
     for (int i = 0; i < COUNTS; i++)
-        for (int step = 16; step; step /= 2) found.counts[i] += __shfl_down_sync(0xffffffffu, found.counts[i], step);
+        for (int step = 16; step; step /= 2) result.counts[i] += __shfl_down_sync(0xffffffffu, result.counts[i], step);
     const int warp = (int)threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) {
-        gaps[warp] = found.max_abs, quotients[warp] = found.max_rel, ulps[warp] = found.ulps;
-        for (int i = 0; i < MAXIMA; i++) places[i][warp] = found.places[i];
-        for (int i = 0; i < COUNTS; i++) counts[i][warp] = found.counts[i];
+        gaps[warp] = result.max_abs, quotients[warp] = result.max_rel, ulps[warp] = result.ulps;
+        for (int i = 0; i < MAXIMA; i++) places[i][warp] = result.places[i];
+        for (int i = 0; i < COUNTS; i++) counts[i][warp] = result.counts[i];
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int i = 1; i < WARPS; i++) {
-        keep(gaps[i], places[MAX_ABS][i], found.max_abs, found.places[MAX_ABS]);
-        keep(quotients[i], places[MAX_REL][i], found.max_rel, found.places[MAX_REL]);
-        keep(ulps[i], places[MAX_ULPS][i], found.ulps, found.places[MAX_ULPS]);
-        for (int count = 0; count < COUNTS; count++) found.counts[count] += counts[count][i];
+        keep(gaps[i], places[MAX_ABS][i], result.max_abs, result.places[MAX_ABS]);
+        keep(quotients[i], places[MAX_REL][i], result.max_rel, result.places[MAX_REL]);
+        keep(ulps[i], places[MAX_ULPS][i], result.ulps, result.places[MAX_ULPS]);
+        for (int count = 0; count < COUNTS; count++) result.counts[count] += counts[count][i];
     }
 }
 
@@ -135,38 +135,38 @@ DEVICE void add_terms(double (&lanes)[SUMS][WIDTH], int lane, double gap, double
 
 // Counts an element that is not finite on both sides.
 DEVICE void count_nonfinite(const DifferencesJob &job, const TilePair &tile, int i, double x, double y,
-                            Difference &found)
+                            Difference &result)
 {
     const bool is_same = x == y || (x != x && y != y);
-    found.counts[SAME_NONFINITE] += is_same;
-    found.counts[DIFFERING] += !is_same;
-    found.counts[NOT_CLOSE] += !is_same;
-    found.counts[ONLY_A] += !is_same && !is_finite(x);
-    found.counts[ONLY_B] += !is_same && !is_finite(y);
-    if (tile.pair.dtype_a == tile.pair.dtype_b) found.counts[BITS_DIFFER] += !has_same_bytes(job, tile, i);
+    result.counts[SAME_NONFINITE] += is_same;
+    result.counts[DIFFERING] += !is_same;
+    result.counts[NOT_CLOSE] += !is_same;
+    result.counts[ONLY_A] += !is_same && !is_finite(x);
+    result.counts[ONLY_B] += !is_same && !is_finite(y);
+    if (tile.pair.dtype_a == tile.pair.dtype_b) result.counts[BITS_DIFFER] += !has_same_bytes(job, tile, i);
 }
 
 DEVICE void compare_one(const DifferencesJob &job, const TilePair &tile, int i, int lane,
-                        double (&lanes)[SUMS][WIDTH], Difference &found)
+                        double (&lanes)[SUMS][WIDTH], Difference &result)
 {
     double x, y;
     load_pair(job, tile, i, x, y);
-    if (tile.pair.dtype_a != tile.pair.dtype_b) found.counts[BITS_DIFFER]++;
+    if (tile.pair.dtype_a != tile.pair.dtype_b) result.counts[BITS_DIFFER]++;
     if (!is_finite(x) || !is_finite(y)) {
-        count_nonfinite(job, tile, i, x, y, found);
+        count_nonfinite(job, tile, i, x, y, result);
         return;
     }
     const double gap = fabs(x - y);
     add_terms(lanes, lane, gap, x, y);
-    if (tile.pair.dtype_a == tile.pair.dtype_b) found.counts[BITS_DIFFER] += as_bits64(x) != as_bits64(y);
+    if (tile.pair.dtype_a == tile.pair.dtype_b) result.counts[BITS_DIFFER] += as_bits64(x) != as_bits64(y);
     if (gap == 0) return;
     const unsigned long long at = (unsigned long long)i;
     const long long coarser = tile.pair.dtype_a > tile.pair.dtype_b ? tile.pair.dtype_a : tile.pair.dtype_b;
-    found.counts[DIFFERING]++;
-    found.counts[NOT_CLOSE] += gap > job.absolute + job.relative * fabs(y);
-    keep(gap, at, found.max_abs, found.places[MAX_ABS]);
-    keep(gap / fabs(y), at, found.max_rel, found.places[MAX_REL]);
-    keep(ulps_between(coarser, x, y), at, found.ulps, found.places[MAX_ULPS]);
+    result.counts[DIFFERING]++;
+    result.counts[NOT_CLOSE] += gap > job.absolute + job.relative * fabs(y);
+    keep(gap, at, result.max_abs, result.places[MAX_ABS]);
+    keep(gap / fabs(y), at, result.max_rel, result.places[MAX_REL]);
+    keep(ulps_between(coarser, x, y), at, result.ulps, result.places[MAX_ULPS]);
 }
 
 #ifndef GRADTOOL_STORAGE
@@ -176,18 +176,18 @@ KERNEL(THREADS, differences, DifferencesJob)
 {
     const TilePair tile = tile_of(job);
     double lanes[SUMS][WIDTH] = {};
-    Difference found = {};
-    for (int i = 0; i < MAXIMA; i++) found.places[i] = TILE;
+    Difference result = {};
+    for (int i = 0; i < MAXIMA; i++) result.places[i] = TILE;
     for (int row = (int)threadIdx.x * WIDTH; row < tile.elements; row += LANES)
         for (int lane = 0; lane < WIDTH && row + lane < tile.elements; lane++)
-            compare_one(job, tile, row + lane, lane, lanes, found);
-    fold_sums(lanes, found.sums);
-    fold_maxima(found);
+            compare_one(job, tile, row + lane, lane, lanes, result);
+    fold_sums(lanes, result.sums);
+    fold_maxima(result);
     if (threadIdx.x != 0) return;
     // Where nothing differs.
     for (int i = 0; i < MAXIMA; i++)
-        if (found.places[i] == TILE) found.places[i] = 0;
-    job.results[blockIdx.x] = found;
+        if (result.places[i] == TILE) result.places[i] = 0;
+    job.results[blockIdx.x] = result;
 }
 
 // The largest magnitudes of a and b in a tile, known to all threads.
@@ -225,16 +225,16 @@ DEVICE int exponent_for(double sum, double largest)
 // Sums those tiles again whose values must be divided first. Launched after the kernel above, where a type is F64.
 KERNEL(THREADS, differences_again, DifferencesJob)
 {
-    Difference &found = job.results[blockIdx.x];
-    if (is_in_range(found.sums[GAPS]) && is_in_range(found.sums[SQUARES_A]) && is_in_range(found.sums[SQUARES_B])) return;
+    Difference &result = job.results[blockIdx.x];
+    if (is_in_range(result.sums[GAPS]) && is_in_range(result.sums[SQUARES_A]) && is_in_range(result.sums[SQUARES_B])) return;
     const TilePair tile = tile_of(job);
     // The magnitudes, differences and squares of all other types are in range.
     if (tile.pair.dtype_a != F64 && tile.pair.dtype_b != F64) return;
     double largest[2], lanes[SUMS][WIDTH] = {}, sums[SUMS];
     largest_pair(job, tile, largest);
-    const int k = exponent_for(found.sums[GAPS], found.max_abs);
-    const int m = exponent_for(found.sums[SQUARES_A], largest[0]);
-    const int n = exponent_for(found.sums[SQUARES_B], largest[1]);
+    const int k = exponent_for(result.sums[GAPS], result.max_abs);
+    const int m = exponent_for(result.sums[SQUARES_A], largest[0]);
+    const int n = exponent_for(result.sums[SQUARES_B], largest[1]);
     if (!k && !m && !n) return;
     const double divisor = power_of_two(k), divisor_a = power_of_two(m), divisor_b = power_of_two(n);
     for (int row = (int)threadIdx.x * WIDTH; row < tile.elements; row += LANES)
@@ -247,8 +247,8 @@ KERNEL(THREADS, differences_again, DifferencesJob)
         }
     fold_sums(lanes, sums);
     if (threadIdx.x != 0) return;
-    for (int i = 0; i < SUMS; i++) found.sums[i] = sums[i];
-    found.exponents[0] = k, found.exponents[1] = m, found.exponents[2] = n;
+    for (int i = 0; i < SUMS; i++) result.sums[i] = sums[i];
+    result.exponents[0] = k, result.exponents[1] = m, result.exponents[2] = n;
 }
 
 #endif

@@ -1,9 +1,9 @@
 // Subnormal and saturated values, counted by their bits. A thread block counts those of one tile.
 
-// The codes of the smallest normal value and of the largest finite one; `found` has two counts for each piece.
+// The codes of the smallest normal value and of the largest finite one; `counts` has two counts for each piece.
 struct ExtremesJob {
     const char *block;
-    unsigned long long *found;
+    unsigned long long *counts;
     const Piece *piece;
     long long normal, largest, pieces;
 };
@@ -33,8 +33,8 @@ template <int DTYPE> DEVICE void count_extremes(const ExtremesJob &job)
         saturated += __shfl_down_sync(0xffffffffu, saturated, step);
     }
     if (threadIdx.x % 32) return;
-    if (subnormal) atomicAdd(&job.found[2 * piece.number], (unsigned long long)subnormal);
-    if (saturated) atomicAdd(&job.found[2 * piece.number + 1], (unsigned long long)saturated);
+    if (subnormal) atomicAdd(&job.counts[2 * piece.number], (unsigned long long)subnormal);
+    if (saturated) atomicAdd(&job.counts[2 * piece.number + 1], (unsigned long long)saturated);
 }
 
 #ifdef GRADTOOL_STORAGE

@@ -99,13 +99,13 @@ template <class Terms> DEVICE void sum_chunks(const PatchJob &job, long long row
 {
     const int chunks = (int)chunks_of(job.columns), lane_number = (int)threadIdx.x % 32;
     for (int unit = (int)threadIdx.x / 32; unit < rows * chunks; unit += TEAM_WARPS) {
-        const int one = unit / chunks, begin = (unit - one * chunks) * CHUNK, columns = (int)job.columns;
-        const Row own = row_of(job, row + one);
+        const int number = unit / chunks, begin = (unit - number * chunks) * CHUNK, columns = (int)job.columns;
+        const Row data = row_of(job, row + number);
         double lane[2] = {0, 0};
         #pragma unroll 1
         for (int i = begin; i < begin + CHUNK && i < columns; i += AHEAD * ROW_LANES) {
-            if (i + AHEAD * ROW_LANES <= columns) add_columns<Terms, true>(job, own, i + lane_number, lane);
-            else add_columns<Terms, false>(job, own, i + lane_number, lane);
+            if (i + AHEAD * ROW_LANES <= columns) add_columns<Terms, true>(job, data, i + lane_number, lane);
+            else add_columns<Terms, false>(job, data, i + lane_number, lane);
         }
         for (int which = 0; which < 2; which++) {
             double sum = fold_warp(lane[which]);
@@ -183,20 +183,20 @@ template <class X, bool INVERTED> DEVICE void differentiate(const PatchJob &job)
         if (!job.has_means) sum_chunks<Projections<X, INVERTED> >(job, row, rows, sums);
         __syncthreads();
         if ((int)threadIdx.x < 2 * rows) {
-            const int one = (int)threadIdx.x / 2, which = (int)threadIdx.x % 2;
-            if (job.has_means) means[one][which] = (which ? job.projected : job.weighted)[row + one];
-            else means[one][which] = job.rms && !which ? 0 : sum_of(job, one, which, sums) / (double)job.columns;
+            const int number = (int)threadIdx.x / 2, which = (int)threadIdx.x % 2;
+            if (job.has_means) means[number][which] = (which ? job.projected : job.weighted)[row + number];
+            else means[number][which] = job.rms && !which ? 0 : sum_of(job, number, which, sums) / (double)job.columns;
         }
         __syncthreads();
         prefetch_rows(job, job.x, X::itemsize(job.x_dtype), row + at_once, last);
         prefetch_rows(job, job.y_grad, X::itemsize(job.y_grad_dtype), row + at_once, last);
         #pragma unroll 1
         for (int i = 0; i < rows; i++) {
-            const Row own = row_of(job, row + i);
+            const Row data = row_of(job, row + i);
             #pragma unroll
             for (int k = 0; k < COLUMNS; k += BESIDE) {
                 const int column = (int)slice + k * TEAM + (int)threadIdx.x;
-                differentiate_columns<X, INVERTED>(job, own, means[i], column, scale_grad + k, bias_grad + k);
+                differentiate_columns<X, INVERTED>(job, data, means[i], column, scale_grad + k, bias_grad + k);
             }
         }
     }

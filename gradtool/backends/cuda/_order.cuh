@@ -29,9 +29,9 @@ DEVICE double trimmed_mean(const TrimJob &job, const Addend *addend, long long i
     }
     for (long long k = 0; k < job.pairs; k++) {
         double *low = column + job.pair[2 * k] * job.threads, *high = column + job.pair[2 * k + 1] * job.threads;
-        const double one = *low, other = *high;
-        *low = one < other ? one : other;
-        *high = one < other ? other : one;
+        const double a = *low, b = *high;
+        *low = a < b ? a : b;
+        *high = a < b ? b : a;
     }
     double total = column[job.dropped * job.threads];
     for (long long k = job.dropped + 1; k < job.count - job.dropped; k++) total += column[k * job.threads];

@@ -120,7 +120,7 @@ static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const P
     typedef typename S::Work Work;
     typedef typename Special<Work>::Bits Bits;
     const Bits infinite = Special<Work>::INFINITE;
-    Facts found = {};
+    Facts local = {};
     for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
         typename S::Code codes[WIDTH];
         int count = elements - i < WIDTH ? elements - i : WIDTH;
@@ -128,19 +128,19 @@ static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const P
         for (int j = 0; j < count; j++) {
             Bits magnitude = magnitude_bits(S::widen(codes[j]));
             unsigned long long left = NEVER - (unsigned long long)(start + i + j);
-            if (magnitude >= infinite && left > found.first) found.first = left;
-            found.nan += magnitude > infinite;
-            found.inf += magnitude == infinite;
+            if (magnitude >= infinite && left > local.first) local.first = left;
+            local.nan += magnitude > infinite;
+            local.inf += magnitude == infinite;
             if (magnitude > infinite || (job.drops && magnitude == infinite)) continue;
             unsigned long long bits = as_bits64(magnitude_of(magnitude));
-            found.max_abs = bits > found.max_abs ? bits : found.max_abs;
+            local.max_abs = bits > local.max_abs ? bits : local.max_abs;
         }
     }
     Facts *facts = job.facts + piece.number;
-    atomicMax(&facts->max_abs, found.max_abs);
-    if (found.nan) atomicAdd(&facts->nan, found.nan);
-    if (found.inf) atomicAdd(&facts->inf, found.inf);
-    if (found.first) atomicMax(&facts->first, found.first);
+    atomicMax(&facts->max_abs, local.max_abs);
+    if (local.nan) atomicAdd(&facts->nan, local.nan);
+    if (local.inf) atomicAdd(&facts->inf, local.inf);
+    if (local.first) atomicMax(&facts->first, local.first);
 }
 
 template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob &job)

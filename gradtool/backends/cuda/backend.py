@@ -15,7 +15,14 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends.cpu import NumpyBackend, sorting_network
 from gradtool.backends.cuda import jobs
-from gradtool.backends.cuda.device import DeviceBlock, allocate_block, upload_arrays, upload_vectors
+from gradtool.backends.cuda.device import (
+    DeviceBlock,
+    allocate_block,
+    allocate_zeros,
+    download_words,
+    upload_arrays,
+    upload_vectors,
+)
 from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, group_addends
 from gradtool.backends.storage import STORAGE
 
@@ -89,23 +96,23 @@ class CudaBackend(NumpyBackend):
         tiles.table["first_sum"] = np.cumsum(bins) - bins
         # The counts, and the largest magnitudes behind them.
         total = int(bins.sum())
-        results, (_table, parts) = self._cleared(total + len(pieces)), self._parts(tiles)
+        results, (_table, parts) = allocate_zeros(self.device, total + len(pieces)), self._parts(tiles)
         addresses = {"block": data.address, "counts": results.address, "largest": results.address + 8 * total}
         for dtype, blocks, rows in parts:
             job = jobs.job(jobs.HISTOGRAM_JOB, **addresses, **rows)
             self.device.launch(dtype, "histogram", blocks, jobs.THREADS, job)
-        counts, largest = np.split(self._words(results, total + len(pieces)), [total])
+        counts, largest = np.split(download_words(self.device, results, total + len(pieces)), [total])
         histogram = BlockHistogram(array("q", counts.tobytes()), array("d", largest.tobytes()))
         return self.tile_sums(data, pieces, spec), histogram
 
     def extremes(self, block: Data, pieces: Pieces) -> Extremes:
-        data, results = self._on_device(block), self._cleared(2 * len(pieces))
+        data, results = self._on_device(block), allocate_zeros(self.device, 2 * len(pieces))
         _table, parts = self._parts(jobs.Tiles.from_pieces(pieces))
         for dtype, blocks, rows in parts:
             bounds = dict(zip(("normal", "largest"), STORAGE[dtype].bounds, strict=True))
             job = jobs.job(jobs.EXTREMES_JOB, block=data.address, counts=results.address, **bounds, **rows)
             self.device.launch(dtype, "extremes", blocks, jobs.THREADS, job)
-        counts = array("q", self._words(results, 2 * len(pieces)).tobytes())
+        counts = array("q", download_words(self.device, results, 2 * len(pieces)).tobytes())
         return Extremes(counts[::2], counts[1::2])
 
     def scale(self, block: Data, pieces: Pieces, factors: Sequence[float], limit: float, spec: NormSpec) -> BlockSums:
@@ -138,22 +145,42 @@ class CudaBackend(NumpyBackend):
 
     def accumulate(self, block: Data, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec) -> BlockSums:
         data, starts = self._on_device(block), [0, *accumulate(piece.elements for piece in pieces)]
-        losses = self._cleared(2 * len(pieces))
+        losses = allocate_zeros(self.device, 2 * len(pieces))
         wide = self._add_batches(data, pieces, starts, sources, mode, losses=losses)
         if wide is not None:
             wide_pieces = [Piece("F64", 8 * at, piece.elements) for piece, at in zip(pieces, starts, strict=False)]
             return self._sum(wide, wide_pieces, spec)
         sums = self._sum(data, pieces, spec)
-        counts = array("q", self._words(losses, 2 * len(pieces)).tobytes())
+        counts = array("q", download_words(self.device, losses, 2 * len(pieces)).tobytes())
         self._copy_back(data, block)
         sums.new_zeros, sums.new_subnormals = counts[::2], counts[1::2]
         return sums
 
     def trimmed_means(self, source: memoryview, addends: Sequence[Addend], trim: Trim, elements: int) -> Array:
-        data, means = self.to_device(source), self._cleared(elements)
+        data, means = self.to_device(source), allocate_zeros(self.device, elements)
         for groups in group_addends(addends):
-            self._trim_columns(data, means, jobs.Columns.from_groups(groups), trim)
-        return self._words(means, elements).view(np.float64)
+            columns = jobs.Columns.from_groups(groups)
+            dropped, threads = trim.dropped_from(columns.height), columns.blocks * jobs.THREADS
+            pairs = sorting_network(columns.height, dropped)
+            table = upload_arrays(self.device, columns.groups, columns.addends, pairs)
+            scratch = self.device.allocate(8 * threads * columns.height)
+            job = jobs.job(
+                jobs.TRIM_JOB,
+                **dict(zip(("group", "addend", "pair"), table.addresses, strict=True)),
+                source=data.address,
+                means=means.address,
+                scratch=scratch.address,
+                groups=len(columns.groups),
+                elements=columns.elements,
+                pairs=len(pairs),
+                count=columns.height,
+                dropped=dropped,
+                finite=trim.finite,
+                threads=threads,
+            )
+            self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job)
+            self.device.wait()
+        return download_words(self.device, means, elements).view(np.float64)
 
     def differences(
         self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerance: Tolerance
@@ -175,7 +202,7 @@ class CudaBackend(NumpyBackend):
         )
         for kernel in ("differences", "differences_again")[: 1 + pairs.has_f64]:
             self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job)
-        return pairs.unpack(self._words(results, pairs.nbytes // 8))
+        return pairs.unpack(download_words(self.device, results, pairs.nbytes // 8))
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         if not rows or not columns:
@@ -192,7 +219,7 @@ class CudaBackend(NumpyBackend):
             weighted=sums.address,
         )
         self.device.launch(dtype, "row_sums", jobs.row_blocks(rows, columns), jobs.TEAM, job)
-        return self._words(sums, rows).view(np.float64)
+        return download_words(self.device, sums, rows).view(np.float64)
 
     def layer_norm_sums(self, patch: Patch) -> tuple[Array, Array]:
         if not patch.rows or not patch.columns:
@@ -202,7 +229,7 @@ class CudaBackend(NumpyBackend):
         job["weighted"], job["projected"] = sums.address, sums.address + 8 * patch.rows
         module = jobs.layer_module(patch.x_dtype, patch.y_grad_dtype)
         self.device.launch(module, "layer_norm_sums", jobs.row_blocks(patch.rows, patch.columns), jobs.TEAM, job)
-        weighted, projected = self._words(sums, 2 * patch.rows).view(np.float64).reshape(2, patch.rows)
+        weighted, projected = download_words(self.device, sums, 2 * patch.rows).view(np.float64).reshape(2, patch.rows)
         return weighted, projected
 
     def layer_norm_grads(
@@ -251,7 +278,7 @@ class CudaBackend(NumpyBackend):
     ) -> BlockSums:
         """Sum the pieces of a block; with factors, multiply and clamp them in place first."""
         tiles = jobs.Tiles.from_pieces(pieces, factors)
-        results, (_table, parts) = self._cleared(tiles.results), self._parts(tiles)
+        results, (_table, parts) = allocate_zeros(self.device, tiles.results), self._parts(tiles)
         for dtype, blocks, rows in parts:
             job = jobs.job(
                 jobs.TILES_JOB,
@@ -266,20 +293,7 @@ class CudaBackend(NumpyBackend):
             )
             for kernel in jobs.tile_kernels(dtype, spec.order, writes=factors is not None):
                 self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)
-        return tiles.unpack(self._words(results, tiles.results))
-
-    def _cleared(self, words: int) -> Buffer:
-        """Allocate room for results of 8 bytes, all zero."""
-        buffer = self.device.allocate(8 * words + 1)
-        self.device.clear(buffer.address, 8 * words)
-        return buffer
-
-    def _words(self, buffer: Buffer, count: int) -> NDArray[np.int64]:
-        """Copy results from the device, and wait for them."""
-        words = np.empty(count, np.int64)
-        self.device.download(buffer.address, words)
-        self.device.wait()
-        return words
+        return tiles.unpack(download_words(self.device, results, tiles.results))
 
     def _parts(self, tiles: jobs.Tiles) -> tuple[Table, list[tuple[str, int, dict[str, int]]]]:
         """Upload the pieces; return for each storage type the number of thread blocks, and where its pieces are.
@@ -334,29 +348,6 @@ class CudaBackend(NumpyBackend):
             self.device.wait()
             is_first = False
         return None if mode.rounds else sums
-
-    def _trim_columns(self, data: DeviceBlock, means: Buffer, columns: jobs.Columns, trim: Trim) -> None:
-        """Set the means of groups of equally many addends."""
-        dropped, threads = trim.dropped_from(columns.height), columns.blocks * jobs.THREADS
-        pairs = sorting_network(columns.height, dropped)
-        table = upload_arrays(self.device, columns.groups, columns.addends, pairs)
-        scratch = self.device.allocate(8 * threads * columns.height)
-        job = jobs.job(
-            jobs.TRIM_JOB,
-            **dict(zip(("group", "addend", "pair"), table.addresses, strict=True)),
-            source=data.address,
-            means=means.address,
-            scratch=scratch.address,
-            groups=len(columns.groups),
-            elements=columns.elements,
-            pairs=len(pairs),
-            count=columns.height,
-            dropped=dropped,
-            finite=trim.finite,
-            threads=threads,
-        )
-        self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job)
-        self.device.wait()
 
     def _patch_job(self, patch: Patch) -> tuple[NDArray[Any], Any]:
         """Return the job of a layer norm's kernel, and the memory that must live until the kernel is done."""

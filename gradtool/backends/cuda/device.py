@@ -223,6 +223,21 @@ def allocate_block(device: Device, nbytes: int, align: int = 0) -> DeviceBlock:
     return DeviceBlock(buffer, buffer.address + -align % _ALIGNMENT, nbytes)
 
 
+def allocate_zeros(device: Device, words: int) -> Buffer:
+    """Allocate room for results of 8 bytes, all zero."""
+    buffer = device.allocate(8 * words + 1)
+    device.clear(buffer.address, 8 * words)
+    return buffer
+
+
+def download_words(device: Device, buffer: Buffer, count: int) -> NDArray[np.int64]:
+    """Copy results from the device, and wait for them."""
+    words = np.empty(count, np.int64)
+    device.download(buffer.address, words)
+    device.wait()
+    return words
+
+
 def upload_arrays(device: Device, *arrays: NDArray[Any]) -> Table:
     """Copy arrays to the device, in order."""
     content = b"".join(array.tobytes() for array in arrays)

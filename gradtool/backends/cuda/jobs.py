@@ -96,7 +96,7 @@ class Tiles(NamedTuple):
 
     @property
     def results(self) -> int:
-        """The number of 8-byte results: the sums of all tiles, their exponents, and the facts of each piece."""
+        """The number of 8-byte results: the sums of all tiles, their exponents, and the statistics of each piece."""
         return 2 * self.total + len(STATISTICS) * len(self.table)
 
     def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
@@ -186,7 +186,7 @@ class PiecePairs(NamedTuple):
 
     @property
     def has_f64(self) -> bool:
-        """Whether a sum may be out of range."""
+        """True where a sum may be out of range."""
         code = STORAGE["F64"].code
         return bool((self.table["dtype_a"] == code).any() or (self.table["dtype_b"] == code).any())
 

@@ -1,1 +1,1 @@
-"""The engine of worker processes on other machines: what exists for a cluster alone."""
+"""The engine of worker processes on other machines."""

@@ -130,7 +130,7 @@ class Dask:
 
 
 def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """Ask Dask, which may wait for ever, in another thread, while this thread handles signals.
+    """Ask Dask, which may never answer, in another thread, while this thread handles signals.
 
     Raises:
         TimeoutError: there is no answer for so many seconds.
@@ -169,7 +169,11 @@ def _muted() -> Iterator[None]:
 def _address_in(path: str, timeout: float) -> str:
     """Read the address from a scheduler's file, as soon as the scheduler has written it."""
     deadline = monotonic() + timeout
-    while not _size_of(path):
+    while True:
+        # The scheduler's file is empty until it is written.
+        with os_errors_about(path), contextlib.suppress(FileNotFoundError):
+            if Path(path).stat().st_size:
+                break
         if monotonic() > deadline:
             message = f"no scheduler has written it for {timeout:g} s"
             raise SystemRefusedError(message, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
@@ -181,13 +185,6 @@ def _address_in(path: str, timeout: float) -> str:
             return address
     hint = say("start one with {}, or correct {}", _START_WITH_FILE, option("engine"))
     raise SystemRefusedError("is not the file of a Dask scheduler", file=path, code="engine", hint=hint)
-
-
-def _size_of(path: str) -> int:
-    """Measure a file; a missing file is empty, and so is a device."""
-    with os_errors_about(path), contextlib.suppress(FileNotFoundError):
-        return Path(path).stat().st_size
-    return 0
 
 
 # Whether pickles are for `Dask`. A process may have other clients, or workers. Dask's own tasks inherit this.
@@ -252,7 +249,7 @@ def _client_class() -> Any:
 
 
 def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:
-    """End a call with an error. Dask would wait for ever where the error is none, or its traceback."""
+    """End a call with an error. Dask would never end it where the error or its traceback cannot be read."""
     try:
         error: Any = _Reader(io.BytesIO(exception)).load()  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - bytes that are no pickle may raise anything

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gradtool.engines.cluster.work import Outcome
     from gradtool.engines.passes import Part, Pass, Result
     from gradtool.engines.threads import Progress
-    from gradtool.options import Compute
+    from gradtool.options import ComputeOptions
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
@@ -51,7 +51,7 @@ _HEARTBEAT_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 # Until a worker that has not answered is known to be busy, and not silent.
 _GRACE_SECONDS = 2.0
-# So many workers may be lost that had the same task, before the task is taken for what they die of.
+# When more workers that had the same task are lost, the task is what they die of.
 _MAX_LOSSES = 3
 
 
@@ -147,7 +147,7 @@ class Workers:
 
     _membership: Membership
 
-    def __init__(self, name: str, address: str, options: Compute, progress: Progress | None = None) -> None:
+    def __init__(self, name: str, address: str, options: ComputeOptions, progress: Progress | None = None) -> None:
         self.name, self._address, self._options, self._progress = name, address, options, progress
         # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
         self._total, self._processes, self._retries = Clock(), set[tuple[str, str]](), 0
@@ -190,10 +190,10 @@ class Workers:
         """Return the destination whose files the workers write."""
         return RemoteFiles(staging)
 
-    def run(self, work: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
+    def run(self, pass_: Pass[Result], destination: WrittenFiles = DISCARD) -> Result:
         """Run a pass, part by part."""
-        tally, total, done = work.tally(), work.nbytes(destination), 0
-        left, tasks, waiting = total, map(_Task, work.parts(destination)), list[_Task]()
+        tally, total, done = pass_.tally(), pass_.nbytes(destination), 0
+        left, tasks, waiting = total, map(_Task, pass_.parts(destination)), list[_Task]()
         while True:
             if self._membership.watch():
                 waiting += self._lost_tasks()
@@ -214,7 +214,7 @@ class Workers:
                     done += task.part.nbytes
                     if self._progress is not None:
                         counts = number_of(self.workers.workers, "worker"), number_of(self.workers.hosts, "host")
-                        self._progress(", ".join([work.title, *counts]), done, max(done, total))
+                        self._progress(", ".join([pass_.title, *counts]), done, max(done, total))
             signals.deliver()
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class Workers:
             self._membership.cluster.close()
 
     def _free_worker(self, part: Part, left: int) -> str | None:
-        """Return the worker to give a part to, if possible one that may have its data in memory; None if all are busy.
+        """Return the worker to give a part to, if possible with its data still in memory; None if all are busy.
 
         Each has several tasks for each of its threads, so as not to wait for the next; fewer near the end of the pass,
         when `left` bytes are left for all.
@@ -250,9 +250,9 @@ class Workers:
         return task
 
     def _lost_tasks(self) -> list[_Task]:
-        """Take back the tasks of workers that are lost; raises `SystemRefusedError` if many were that had the same.
+        """Take back the tasks of lost workers; raises `SystemRefusedError` if a task was lost too often.
 
-        If such a worker goes on, nobody takes its answer.
+        If such a worker goes on, its answer is ignored.
         """
         before, self._missed = self._missed, self._load.keys() - self._membership.fit.keys()
         lost = before & self._missed
@@ -286,7 +286,7 @@ class Workers:
     def _add(self, task: _Task, outcome: Outcome, tally: Any) -> None:
         """Add a result, if it is about the same files and fits into the tally."""
         part = task.part
-        for shard, seen in zip(part.reads, outcome.read, strict=True):
+        for shard, seen in zip(part.reads, outcome.fingerprints, strict=True):
             if fingerprint(shard) != seen:
                 raise changed_meanwhile(shard.name)
         try:

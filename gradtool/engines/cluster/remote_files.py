@@ -34,7 +34,7 @@ waits: list[float] = []
 
 
 class BuildRequest(NamedTuple):
-    """A new file, and the temporary that one worker is to write it to."""
+    """A new file, and the temporary that a worker is to write it to."""
 
     new: NewFile
     path: Path

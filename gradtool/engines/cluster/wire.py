@@ -2,7 +2,7 @@
 
 A pickle can run code where it is read. So an answer holds numbers, strings, lists and arrays only. It is read into an
 empty answer of the expected kind, which says what types may come, and how much. No number may be negative but counts in
-an array that is one of `signed_names`, binary exponents, and sums, which whoever adds them up has to check.
+an array among `signed_names`, binary exponents, and sums, which are checked where they are added up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def packed_error(error: GradtoolError) -> bytes:
 
 
 def unpacked(data: object, empty: Answer) -> Answer:
-    """Unpack an answer into an empty one.
+    """Unpack an answer into an empty answer.
 
     Raises:
         GradtoolError: that is what was packed.

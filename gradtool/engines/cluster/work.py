@@ -1,6 +1,6 @@
 """What a worker process does: it checks whether it is fit, and does parts of passes on files that it opens by path.
 
-A call is sent as one pickle that makes the call when it is read, so that whoever passes it on needs no gradtool. Files
+A call is sent as a pickle that makes the call when it is read, so that processes between need no gradtool. Files
 are sent as paths, and looked at where the pickle is read: they must be those that the command has read the headers of.
 What comes back is never a pickle (`gradtool.engines.cluster.wire`).
 """
@@ -101,7 +101,7 @@ class Outcome(NamedTuple):
     """
 
     tally: Any
-    read: list[str]
+    fingerprints: list[str]
     clock: Clock
     host: str = ""
     process: str = ""
@@ -122,20 +122,20 @@ class Job(NamedTuple):
         part, request = self.part, self.request
         threads = Threads(_backend(self.backend, self.device).backend, self.threads or default_threads())
         if request is None:
-            tally = threads.run(part.work)
+            tally = threads.run(part.pass_)
         else:
             with request.opened() as file:
                 threads.progress = partial(_require_there, file)
-                tally = threads.run(part.work, NewFiles({request.new.shard: (request.new, file)}))
+                tally = threads.run(part.pass_, NewFiles({request.new.shard: (request.new, file)}))
         threads.close()
-        read = [fingerprint(shard) for shard in part.reads]
+        fingerprints = [fingerprint(shard) for shard in part.reads]
         waited, waits[:] = len(waits), []
-        return Outcome(tally.compact(), read, threads.clock, HOST, f"{os.getpid()}-{_SALT}", waited)
+        return Outcome(tally.compact(), fingerprints, threads.clock, HOST, f"{os.getpid()}-{_SALT}", waited)
 
 
 def empty_outcome(part: Part) -> Outcome:
     """Return the outcome that an answer about a part is read into."""
-    return Outcome(part.work.tally(), [""] * len(part.reads), Clock())
+    return Outcome(part.pass_.tally(), [""] * len(part.reads), Clock())
 
 
 def call_for(task: Check | Job) -> bytes:

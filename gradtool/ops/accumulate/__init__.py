@@ -86,7 +86,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a sum overflows its type; nothing is written.
-        UsageError: an option is invalid, or contradicts another one.
+        UsageError: an option is invalid, or contradicts another option.
         BadInputError: a file, index, tensor or weight is invalid.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: reading or writing failed; nothing is written.

@@ -109,7 +109,7 @@ class Buffer(NamedTuple):
         return Measurement(self.targets, spec).updated(unchanged, part)
 
     def files(self, output: Output, changed: Sequence[Selected], metadata: Metadata | None = None) -> list[NewFile]:
-        """Return the files to be written: those of a new set, or those in which tensors or metadata change."""
+        """Return the files to write: all of a new set, or those in which tensors or metadata change."""
         if self.existing is None:
             return [NewFile(shard, shard.size, header, copies=()) for header, shard in self.layouts]
         # Where the output is elsewhere, these are all files.
@@ -188,7 +188,7 @@ class Add(Pass[Tallies[Any]]):
             worker.store(loaded)
 
     def mode_of(self, block: Block) -> AddMode:
-        """Return the rule for the targets of a block."""
+        """Return the mode for the targets of a block, with their divisor."""
         return self.mode._replace(divisor=self.divisors[block.spans[0].tensor]) if self.divisors else self.mode
 
     def addends(self, block: Block, worker: Worker) -> Iterator[tuple[memoryview, list[Addend]]]:

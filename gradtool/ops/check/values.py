@@ -96,7 +96,7 @@ class DtypeCounts:
 def counts_by_dtype(
     selected: Sequence[Selected], valued: Sequence[Selected], counts: Measurement | None
 ) -> list[DtypeCounts]:
-    """Return a row for each type, the one with most bytes first; the counts are those of the `valued` tensors."""
+    """Return a row for each type, the type with most bytes first; the counts are those of the `valued` tensors."""
     rows = []
     for dtype in dict.fromkeys(tensor.dtype for _, tensor in selected):
         numbers = [number for number, (_, tensor) in enumerate(valued) if tensor.dtype == dtype]

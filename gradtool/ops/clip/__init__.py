@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorClip:
-    """What was done to one tensor."""
+    """A tensor before and after clipping."""
 
     name: str
     file: str
@@ -42,9 +42,9 @@ class TensorClip:
 
 @dataclass(frozen=True)
 class GroupClip:
-    """What was done to the tensors that a regular expression matches; without one, to those in no group.
+    """The tensors that a regular expression matches, before and after clipping; `group` is None for those in no group.
 
-    `coef` is None where nothing limits them.
+    `coef` is None where their norm has no limit.
     """
 
     group: str | None
@@ -57,13 +57,13 @@ class GroupClip:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ClipResult(Statistics):
-    """What was found and what was done; norms and `max_abs` are those of the unscaled gradient.
+    """The result of `clip`; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None where there is no single one (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on
-    the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is what the rule of
-    `limit` came to, None where `z` does not clip, and `steps` counts the norms that its state has seen. `zeros` counts
-    what was written, and `zeros_before` what was there. A norm above `skip_above` is one of the `problems`; then
-    nothing was written.
+    `coef` is None where tensors have different coefficients (`per_tensor`, `group`, `max_value`, `agc`). `norm_after`
+    is measured on the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is the
+    maximum norm that the rule of `limit` gave, None where `z` does not clip, and `steps` counts the norms in its
+    history. `zeros_before` counts zeros before clipping, and `zeros` those after it. A norm above `skip_above` is one
+    of the `problems`; then nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -98,10 +98,10 @@ def clip(options: ClipOptions) -> ClipResult:
     float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
     `gradtool.norm`.
 
-    A `group` REGEX:C clips the tensors whose name matches REGEX to C, by their own norm; all other tensors are clipped
-    to `max_norm`, by theirs, or are left as they are without it.
+    A `group` REGEX:C clips the tensors whose name matches REGEX to a norm of C. All other tensors are clipped to a norm
+    of `max_norm`, or stay unchanged without it.
 
-    A `limit` follows from the norms of earlier calls, which the file `state` keeps: "z=2.5" is ZClip (arXiv
+    A `limit` is computed from the norms of earlier calls, which the file `state` stores: "z=2.5" is ZClip (arXiv
     2504.02507), "percentile=10" is AutoClip (arXiv 2007.14469); `gradtool.ops.clip.limits` has their formulas. With
     `max_norm` too, the smaller one counts. The state is written together with the gradients, or by itself where nothing
     is clipped.
@@ -184,7 +184,7 @@ def clip(options: ClipOptions) -> ClipResult:
 def _write(
     call: Call, output: Output, options: ClipOptions, decision: Decision
 ) -> tuple[WrittenFiles, Measurement, Sequence[Problem]]:
-    """Write what changes, and the state; return where it was written, what all tensors are now, and what to warn of."""
+    """Write what changes, and the state; return the destination, the statistics of all tensors now, and warnings."""
     if decision.scaling is None:
         return DISCARD, decision.before, ()
     work: Pass[Measurement] = decision.scaling
@@ -203,6 +203,6 @@ def _write(
         if problems:
             hint = say("use a larger {}", option("unscale"))
             raise NonFiniteError("results overflow their type; nothing written", problems, hint)
-    # All is lost on purpose where values are limited to 0.
+    # Where values are limited to 0, all are lost on purpose.
     losses = () if options.max_value == 0 else loss_warnings(targets, after)
     return destination, decision.before.updated(decision.numbers, after), losses

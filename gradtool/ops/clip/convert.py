@@ -12,19 +12,17 @@ from gradtool.backends.storage import STORAGE
 from gradtool.ops.passes import Measurement, Scaling, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
-from gradtool.store.format.index import reindexed
-from gradtool.store.format.layout import lay_out, new_tensor
+from gradtool.store.format.layout import new_tensor
 from gradtool.store.format.tensors import BITS
-from gradtool.store.io.destination import NewFile
+from gradtool.store.io.destination import FilePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.backends.protocol import Backend
     from gradtool.engines.worker import Worker
-    from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block
-    from gradtool.store.io.destination import Destination
+    from gradtool.store.io.destination import Destination, NewFile
     from gradtool.store.source import SmallFile
     from gradtool.store.transaction.output import Output
 
@@ -38,31 +36,20 @@ def convert(output: Output, scaling: Scaling, dtype: str) -> tuple[Convert, list
     Raises:
         BadInputError: the header of a new file would be beyond the limits of what is read.
     """
-    selected, files = set(scaling.selected), []
-    places: dict[Selected, Selected] = {}
-    tensors: dict[Shard, Sequence[Tensor]] = {}
+    selected = scaling.selected
+    new = {entry: entry._replace(tensor=new_tensor(entry.tensor.name, dtype, entry.tensor.shape)) for entry in selected}
+    plan, from_pass = FilePlan(), set(new.values())
     for shard in output.shards:
-        changed = {old.name for old in shard.tensors if Selected(shard, old) in selected}
-        order = [new_tensor(old.name, dtype, old.shape) if old.name in changed else old for old in shard.tensors]
-        header, new, copies = b"", shard, [(0, shard.data_start, 0)]
+        order = [new.get(entry, entry).tensor for entry in (Selected(shard, tensor) for tensor in shard.tensors)]
         if any(tensor.dtype != old.dtype for tensor, old in zip(order, shard.tensors, strict=True)):
             # As the format's writers have it: larger elements first, so that every tensor is aligned.
             order.sort(key=lambda tensor: -BITS[tensor.dtype])
-            (header, new), copies = lay_out(shard.name, order, shard.metadata), []
-        by_name = {tensor.name: tensor for tensor in new.tensors}
-        copies += [(old.begin, old.end, by_name[old.name].begin) for old in shard.tensors if old.name not in changed]
-        places |= {Selected(shard, old): Selected(shard, by_name[old.name]) for old in shard.tensors}
-        files.append(NewFile(shard, new.size, header, copies))
-        tensors[shard] = new.tensors
-    indexes = [
-        reindexed(index, {shard.file_name: tensors[shard] for shard in owner.shards})
-        for owner in output.sets
-        if (index := owner.read_index()) is not None
-    ]
+        plan.add(shard, order, from_pass)
     # The pass measures what is stored, so nothing needs to be summed where it scales.
     unmeasured = replace(scaling, spec=NormSpec(math.inf, scaling.spec.drop_nonfinite))
-    targets = [places[entry] for entry in scaling.selected]
-    return Convert(scaling.selected, scaling.spec, unmeasured, targets), files, indexes
+    targets = [plan.places[new[entry]] for entry in selected]
+    files, indexes = list(plan.files.values()), plan.indexes(output.sets, is_elsewhere=True)
+    return Convert(selected, scaling.spec, unmeasured, targets), files, indexes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

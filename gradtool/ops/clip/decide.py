@@ -32,7 +32,7 @@ _SMALLEST_NORMAL32 = 2.0**-126
 _LIMITS = ("max_norm", "max_value", "group", "limit", "agc")
 _REQUIRES = {"params": "agc", "agc_eps": "agc", "agc": "params", "limit": "state", "state": "limit"}
 _AGC = "max_norm max_value norm_type eps per_tensor total_norm group limit state warmup window skip_above"
-# What an option does, and those that this excludes.
+# What an option does, and the options that this excludes.
 _EXCLUDES = {
     "agc": ("limits each unit by the L2 norm of its parameters", _AGC),
     "max_value": ("uses no norm", "max_norm limit per_tensor group total_norm eps"),
@@ -86,11 +86,11 @@ def check_finite(
 
 
 class Decision(NamedTuple):
-    """What was measured, and what follows: the coefficient of each tensor, whether it is clipped, and the pass to run.
+    """The measured gradients, the coefficient of each tensor, whether each is clipped, and the pass that clips them.
 
-    The pass rewrites the tensors with these `numbers`; with `problems` there is none. `coef` is that of all tensors, or
-    None where they have different ones, and `limit` that of the rule, whose state is in `state_file`. `units` are how
-    many there are, and how many are clipped.
+    The pass rewrites the tensors with these `numbers`; with `problems` there is none. `coef` is None where tensors have
+    different coefficients. `limit` is that of the rule, whose state is in `state_file`. `units` counts all units, and
+    those that are clipped.
     """
 
     before: Measurement

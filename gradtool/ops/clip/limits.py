@@ -76,7 +76,7 @@ class ZScore:
     name = "z"
 
     def learn(self, state: State, norm: float) -> tuple[float, State]:
-        """Return the limit of a norm, infinite where nothing is clipped, and the state once that norm has been seen.
+        """Return the limit of a norm, infinite where nothing is clipped, and the state after that norm.
 
         A norm that is not finite leaves the state as it is.
         """
@@ -118,7 +118,7 @@ class Percentile:
     name = "percentile"
 
     def learn(self, state: State, norm: float) -> tuple[float, State]:
-        """Return the limit of a norm, infinite where no norm is known, and the state once that norm has been seen.
+        """Return the limit of a norm, infinite where no norm is known, and the state after that norm.
 
         A norm that is not finite leaves the state as it is.
         """
@@ -135,12 +135,12 @@ class Percentile:
         return near if part < 0.5 else above - (above - below) * (1 - part), state  # noqa: PLR2004
 
 
-Rule = ZScore | Percentile
+LimitRule = ZScore | Percentile
 _Z, _PERCENTILE = option("limit", "z=T"), option("limit", "percentile=P")
 
 
-def rule_from_options(options: ClipOptions) -> Rule | None:
-    """Return the rule of `limit`, if there is one; raises `UsageError` for one that is unknown, or others' options."""
+def rule_from_options(options: ClipOptions) -> LimitRule | None:
+    """Return the rule of `limit`, if it is given; raise `UsageError` for an unknown rule or options of another rule."""
     text, warmup, window = options.limit or "", options.warmup, options.window
     name, _, value = text.partition("=")
     for key, count, rule, form in (("warmup", warmup, "z", _Z), ("window", window, "percentile", _PERCENTILE)):
@@ -160,7 +160,7 @@ def rule_from_options(options: ClipOptions) -> Rule | None:
 
 
 def state_path(options: ClipOptions) -> Path | None:
-    """Return the path of the state, if there is one; raises `UsageError` if it is a folder or has a set's name."""
+    """Return the path of the state, if it is given; raise `UsageError` if it is a folder or has the name of a set."""
     if options.state is None:
         return None
     path = os.fspath(options.state)
@@ -176,12 +176,12 @@ class StateFile(NamedTuple):
     """The state of a rule, and the small JSON file that it was read from."""
 
     file: SmallFile
-    rule: Rule
+    rule: LimitRule
     state: State
 
     @classmethod
-    def read(cls, path: Path, rule: Rule, norm_type: float) -> Self:
-        """Read the state of a rule for norms of an order; it knows nothing if the file does not exist.
+    def read(cls, path: Path, rule: LimitRule, norm_type: float) -> Self:
+        """Read the state of a rule for norms of an order; it is empty if the file does not exist.
 
         Raises:
             BadInputError: the file is not a state, or that of another rule or order.
@@ -201,7 +201,7 @@ class StateFile(NamedTuple):
             raise BadInputError(message, file=path, code="state", hint=hint) from error
 
     def content(self) -> SmallFile:
-        """Return the file as it is to be written."""
+        """Return the file with the state as its content."""
         document = {"gradtool_state": _VERSION} | vars(self.state)
         if math.isinf(self.state.norm_type):
             document["norm_type"] = _INFINITY  # JSON has no such number.
@@ -226,7 +226,7 @@ def _parse(content: bytes, new: State) -> State:
     rule, order, steps = document["rule"], document["norm_type"], document["steps"]
     order = math.inf if order == _INFINITY else _number(order)
     if (rule, order) != (new.rule, new.norm_type):
-        raise ValueError(f"it is that of limit {rule} for norms of order {order}")
+        raise ValueError(f"it belongs to limit {rule} and norms of order {order}")
     norms = tuple(map(_number, document["norms"]))
     mean, variance = (None if document[key] is None else _number(document[key]) for key in ("mean", "variance"))
     # Only the z-score has moments, and none of norms whose squares overflow.
@@ -234,7 +234,7 @@ def _parse(content: bytes, new: State) -> State:
     is_sound = (mean is None) == (variance is None) and max(norms, default=0.0) <= largest
     is_sound = is_sound and (mean or 0.0) <= largest and (variance or 0.0) <= largest**2
     if type(steps) is not int or not len(norms) <= min(steps, _MAX_NORMS) or not is_sound:
-        raise ValueError("its values do not fit together")
+        raise ValueError("its values are inconsistent")
     return State(rule, order, steps, mean, variance, norms)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.output import Output
 
-    # Consecutive units: the number of their tensor, that of the first, their factors, and what is counted of them.
+    # Consecutive units: the number of their tensor, the number of the first unit, their factors, and their counts.
     UnitFactors = tuple[int, int, Factors, UnitCounts]
 
 
@@ -152,7 +152,7 @@ class FactorFile:
             raise SystemRefusedError(message, file=self._folder, hint="set TMPDIR to another folder") from error
 
 
-class UnitTally(Tally):
+class _UnitTally(Tally):
     """Counts of the units of gradients, as in `UnitCounts`; units take the place of elements."""
 
     clipped: array[int]
@@ -166,7 +166,7 @@ class UnitTally(Tally):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
+class ComputeUnitFactors(Pass[tuple[Measurement, _UnitTally]]):
     """Measures gradients, and writes the factors of their units; `params` are the parameters in the same places."""
 
     title = "comparing"
@@ -178,14 +178,14 @@ class ComputeUnitFactors(Pass[tuple[Measurement, UnitTally]]):
 
     @property
     def beside(self) -> Sequence[Selected]:
-        """The parameters."""
+        """The parameters of the gradients."""
         return self.params
 
-    def tally(self) -> tuple[Measurement, UnitTally]:
+    def tally(self) -> tuple[Measurement, _UnitTally]:
         """Begin with nothing, of all gradients and of all units."""
-        return Measurement(self.selected, self.spec), UnitTally(self.selected)
+        return Measurement(self.selected, self.spec), _UnitTally(self.selected)
 
-    def work(self, block: Block, worker: Worker, tally: tuple[Measurement, UnitTally]) -> None:
+    def work(self, block: Block, worker: Worker, tally: tuple[Measurement, _UnitTally]) -> None:
         """Compute the factors of the units that begin in a block."""
         with worker.load(block) as loaded, contextlib.ExitStack() as stack:
             sums = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)

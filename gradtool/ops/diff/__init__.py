@@ -209,7 +209,7 @@ def _maxima(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
 def _rows(
     a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison, options: DiffOptions
 ) -> tuple[TensorDiff, ...]:
-    """Return a row for each tensor, or for the `top` ones with the largest rel_l2, NaN or Inf on one side first."""
+    """Return a row for each tensor, or the `top` tensors by rel_l2, those with NaN or Inf on one side first."""
     if options.top is None and not options.per_tensor:
         return ()
     rows = []

@@ -51,7 +51,7 @@ class LayerRow:
 
 @dataclass(frozen=True, repr=False)
 class LayerNormResult(Result):
-    """What was computed; `tensors`, `elements` and `bytes` are those that were read."""
+    """The result of `layernorm_backward`; `tensors`, `elements` and `bytes` count what was read."""
 
     headline = ("layers",)
 
@@ -98,12 +98,13 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         layers = find_layers(call.opened, options)
         for layer in layers:
             if output_files is not None and layer.y_grad.shard.name not in output_files:
-                # It had none when the files to be locked were chosen.
+                # When the files to be locked were chosen, it had no Y_grad.
                 raise changed_meanwhile(layer.y_grad.shard.name)
-        results, files = place_results(layers, options)
+        results, plan = place_results(layers, options)
         inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
-        with call.writing(output, list(files.new.values()), files.new_indexes(output)) as destination:
-            patches = [Patches(options, *entry, files.places) for entry in zip(layers, results, strict=True)]
+        indexes = plan.indexes(output.sets, is_elsewhere=options.is_elsewhere)
+        with call.writing(output, list(plan.files.values()), indexes) as destination:
+            patches = [Patches(options, *entry, plan.places) for entry in zip(layers, results, strict=True)]
             for entry in patches:
                 entry.sum_wide_rows(call)
             reads = [tensor for entry in patches for tensor in entry.reads]
@@ -132,7 +133,6 @@ def _nonfinite_error(call: Call, inputs: Sequence[Selected], gradients: Gradient
 
 
 def _rows(layers: Sequence[Layer], gradients: Gradients) -> list[LayerRow]:
-    """Return a row for each layer."""
     norms, rows = iter(gradients.norms(per_tensor=True).tensors), []
     for layer, seconds in zip(layers, gradients.seconds, strict=True):
         x_grad, *weight_grads = [next(norms) for _ in layer.outputs]

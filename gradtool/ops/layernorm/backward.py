@@ -69,19 +69,19 @@ class Backward(Pass["Gradients"]):
                 for group, stretch in product(range(patches.groups), patches.stretches):
                     yield Groups(layer, stretch, group, 1, sums=False)
             if patches.has_weights or not patches.is_wide:
-                # Without any group, there are sums of none.
+                # Without any group, the sums are zeros.
                 for stretch, group in product(patches.stretches, range(0, max(1, patches.groups), size)):
                     count = min(size, patches.groups - group)
                     yield Groups(layer, stretch, group, count, writes=not patches.is_wide, sums=patches.has_weights)
 
     def work(self, task: Groups, worker: Worker, tally: Gradients) -> None:
-        """Compute the gradients of some groups; of half of them, then the others, where the device has no room."""
+        """Compute the gradients of some groups; half of them at a time where the device has no room."""
         if not task.groups:
             self._finish(task, worker, tally)
             return
         patches, began = self.layers[task.layer], perf_counter()
         with ExitStack() as stack:
-            # Not left to the engine: what comes after the gradients must not be repeated.
+            # The engine must not halve the task: it would repeat what comes after the gradients.
             try:
                 view, data, sums = self._gradients(task, worker, stack)
             except DeviceMemoryError:
@@ -116,7 +116,7 @@ class Backward(Pass["Gradients"]):
         tally.spend(task.layer, math.inf)
 
     def _gradients(self, task: Groups, worker: Worker, stack: ExitStack) -> tuple[memoryview, Data, Data]:
-        """Compute the gradient of X, in memory of the stack and where the backend works; and the sums of others."""
+        """Compute the gradient of X, in memory of the stack and of the backend, and sums for scale and bias."""
         patches, backend = self.layers[task.layer], worker.backend
         patch = stack.enter_context(patches.read(task.stretch, task.first, worker, task.groups))
         inputs = patch.x, patch.y_grad
@@ -128,7 +128,7 @@ class Backward(Pass["Gradients"]):
         sums = backend.layer_norm_grads(patch, patches.means(task.first), data, dtype)
         backend.to_host(data, view)
         if task.writes:
-            # What stays in a new file is written from memory, and not read again; once, when the device had room.
+            # Inputs that stay in a new file are written from memory, and not read again; only once the device had room.
             for place, values in zip(patches.inputs, inputs, strict=True):
                 if place is not None:
                     _write(place, patches.start(task.stretch, task.first), values, worker)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The same for every batch, so that any path may have them; all else belongs to one Y_grad.
 _WEIGHTS = ("scale", "bias")
 _STATISTICS = ("mean", "inv_std_dev")
-# What tensors are for that only some forms need.
+# Why some forms need tensors that others do not.
 _PURPOSES = {"bias": " to invert the layer", "inv_std_dev": " because it cannot be computed without X"}
 # Sets that a message names.
 _MAX_NAMED = 5
@@ -75,9 +75,9 @@ def _has_role(options: LayerNormOptions, role: str) -> bool:
 
 
 def check_options(options: LayerNormOptions) -> None:
-    """Raise `UsageError` if options contradict each other, or a result has the name of another one, or of an input.
+    """Raise `UsageError` if options contradict each other, or a result has the name of another result or of an input.
 
-    X_grad may be called as Y_grad, which it replaces then. Results elsewhere may be called as inputs.
+    X_grad may have the name of Y_grad, which it then replaces. Results elsewhere may have names of inputs.
     """
     if not options.affine and options.scale_offset:
         raise UsageError(say("{} requires a scale, and {} has none", option("scale_offset"), option("affine", False)))
@@ -123,7 +123,7 @@ class Lookup:
                     self._places.setdefault(selected.tensor.name, {})[number] = selected
 
     def matches(self) -> Iterator[Match]:
-        """Yield the selected gradients of layers' outputs, of the prefixes asked for or all, in their order."""
+        """Yield the selected Y_grads, of the requested prefixes or of all, in their order."""
         suffix, prefixes = self._options.y_grad, self._options.prefix
         selected = set(self._opened.selected)
         for number, owner in enumerate(self._opened.sets):
@@ -169,7 +169,7 @@ class Lookup:
     def _is_prefix(self, prefix: str) -> bool:
         """Check whether a name is cut at a separator, and not in the middle of a word."""
         if prefix.endswith("_"):
-            # It may be either; X decides.
+            # The underscore may be part of a word: it is a separator if there is an X with this prefix.
             return prefix + (self._options.y if self._options.invertible else self._options.x) in self._places
         return not prefix or not prefix[-1].isalnum()
 
@@ -180,16 +180,16 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def files_with_layers(opened: OpenSets, options: LayerNormOptions) -> set[str]:
-    """Find the files that have a layer's gradient of the output, which are those that get results."""
+    """Return the files that have a layer's Y_grad: only these get results."""
     return {match.y_grad.shard.name for match in Lookup(opened, options).matches()}
 
 
 def find_layers(opened: OpenSets, options: LayerNormOptions) -> list[Layer]:
-    """Find the layers whose gradient of the output is among the selected tensors, in the order of the files.
+    """Return the layers whose Y_grad is among the selected tensors, in the order of the files.
 
     Raises:
-        BadInputError: there is none, or none of a prefix that is asked for; a tensor is missing, or its type or size
-            does not fit; two results would have one name.
+        BadInputError: there is no layer, or no layer of a requested prefix; a tensor is missing, or its type or size
+            does not fit; two results would have the same name.
     """
     lookup = Lookup(opened, options)
     matches = list(lookup.matches())

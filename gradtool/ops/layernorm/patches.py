@@ -91,7 +91,7 @@ class Patches:
             )
 
     def with_statistics(self, patch: Patch, backend: Backend) -> Patch:
-        """Return a patch with the statistics of its rows computed where the files have none; wide rows have theirs."""
+        """Return a patch with statistics that the files do not have; those of wide rows were computed before."""
         if self.is_wide or not self.lacks_statistics:
             return patch
         mean = np.zeros(patch.rows)
@@ -110,7 +110,7 @@ class Patches:
         )
 
     def sum_wide_rows(self, call: Call) -> None:
-        """Read wide rows, if there are any, for what their gradients need."""
+        """Read wide rows, if there are any, and sum what their gradients need."""
         layer = self.layer
         if not self.is_wide or not layer.rows:
             return
@@ -125,12 +125,11 @@ class Patches:
         self._means = zeros if self._rms else weighted, projected
 
     def _row_sums(self, call: Call, *reads: Selected, center: Floats | None = None) -> Floats:
-        """Return one or two sums of each wide row, of which those of stretches are added in order.
+        """Return sums of each wide row, of X, of its squared distances from a center, or of X and Y_grad.
 
-        So the chunks of a wide row are not simply added from the first to the last; docs/numerics.md has the whole
-        order.
+        The sums of stretches are added in order; docs/numerics.md says why that is not the order of all chunks.
         """
-        stretches = call.run(SumWideRows(reads, NormSpec(), self, center))
+        stretches = call.run(_SumWideRows(reads, NormSpec(), self, center))
         with np.errstate(all="ignore"):
             return sum(stretches, np.zeros((2, self.layer.rows)))
 
@@ -170,7 +169,7 @@ class Patches:
             if layer.scale is not None and 0.0 in scale:
                 subject = say("plus {} is", option("scale_offset")) if self._options.scale_offset else "is"
                 column = first + scale.index(0.0)
-                message = say("{} 0 in column {}, by which the invertible form divides", subject, column)
+                message = say("{} 0 in column {}, but the invertible form divides by it", subject, column)
                 shard, tensor = layer.scale
                 raise BadInputError(message, file=shard.name, tensor=tensor.name, code="zero-scale")
         self._weights = stretch, scale, bias
@@ -178,7 +177,7 @@ class Patches:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SumWideRows(Pass["Floats"]):
+class _SumWideRows(Pass["Floats"]):
     """Sums the stretches of wide rows: of X, of its squared distances from a center, or with Y_grad, for its means."""
 
     title: ClassVar = "summing rows"
@@ -187,15 +186,13 @@ class SumWideRows(Pass["Floats"]):
     center: Floats | None
 
     def tally(self) -> Floats:
-        """Begin with zeros: for each stretch, one or two sums of each row."""
+        # For each stretch, one or two sums of each row.
         return np.zeros((len(self.patches.stretches), 2, self.patches.layer.rows))
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[tuple[int, int]]:  # noqa: ARG002
-        """Yield each stretch of each row."""
         return product(range(len(self.patches.stretches)), range(self.patches.layer.rows))
 
     def work(self, task: tuple[int, int], worker: Worker, tally: Floats) -> None:
-        """Sum a stretch of a row."""
         (number, row), backend, patches = task, worker.backend, self.patches
         rows, stretch, x = slice(row, row + 1), patches.stretches[number], patches.layer.x
         if len(self.selected) > 1:
@@ -209,7 +206,7 @@ class SumWideRows(Pass["Floats"]):
 
 @contextlib.contextmanager
 def _stored(selected: Selected, start: int, count: int, worker: Worker) -> Iterator[memoryview]:
-    """Read so many values of a tensor, from element `start` on."""
+    """Read `count` values of a tensor, from element `start` on."""
     itemsize = STORAGE[selected.tensor.dtype].itemsize
     with worker.memory(count * itemsize) as view:
         worker.read(selected.shard, selected.tensor.begin + start * itemsize, view)

@@ -1,18 +1,17 @@
-"""Where the gradients of layers go: into the files of their layers, or into new files of their own; and the indexes."""
+"""Where the gradients of layers go: into the files of their layers, or into new files with nothing else."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradtool.errors import BadInputError, option, say
 from gradtool.store.format.gradset import Selected
-from gradtool.store.format.index import mapped_in, reindexed
-from gradtool.store.format.layout import lay_out
+from gradtool.store.format.index import mapped_in
 from gradtool.store.format.tensors import BITS
-from gradtool.store.io.destination import NewFile
+from gradtool.store.io.destination import FilePlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -20,42 +19,12 @@ if TYPE_CHECKING:
     from gradtool.ops.layernorm.layers import Layer
     from gradtool.options import LayerNormOptions
     from gradtool.store.format.tensors import Shard, Tensor
-    from gradtool.store.source import SmallFile
-    from gradtool.store.transaction.output import Output
 
     # By shard and name of an old tensor: the result that takes its place, or None if it goes.
     Replacements = Mapping[tuple[Shard, str], Tensor | None]
 
 
-class Files(NamedTuple):
-    """The new files and their tensors, by the shard whose place they take.
-
-    `places` says where the tensors that the pass writes are in them: results, by the shard that they go to, and inputs
-    that stay, which are then not read again to be copied.
-    """
-
-    new: dict[Shard, NewFile]
-    tensors: dict[Shard, Sequence[Tensor]]
-    places: dict[Selected, Selected]
-
-    def new_indexes(self, output: Output) -> list[SmallFile]:
-        """Return the indexes that must be written: those that change, or all in another folder."""
-        indexes = []
-        for owner in output.sets:
-            # With results in one file, there is no set with an index.
-            if (index := owner.read_index()) is not None:
-                tensors = {
-                    shard.file_name: self.tensors.get(shard, shard.tensors)
-                    for shard in owner.shards
-                    if shard in self.tensors or not output.options.is_elsewhere
-                }
-                new = reindexed(index, tensors)
-                if output.options.is_elsewhere or new != index:
-                    indexes.append(new)
-        return indexes
-
-
-def place_results(layers: Sequence[Layer], options: LayerNormOptions) -> tuple[list[list[Selected]], Files]:
+def place_results(layers: Sequence[Layer], options: LayerNormOptions) -> tuple[list[list[Selected]], FilePlan]:
     """Choose the shards that the results of each layer go to, and plan the new files.
 
     Elsewhere, files have nothing but the gradients: one for each file that has a layer's Y_grad. Otherwise the
@@ -68,16 +37,16 @@ def place_results(layers: Sequence[Layer], options: LayerNormOptions) -> tuple[l
     if options.is_elsewhere:
         results = [[Selected(layer.y_grad.shard, output) for output in layer.outputs] for layer in layers]
         sources = dict.fromkeys(layer.y_grad.shard for layer in layers)
-        files = _files(results, {(shard, tensor.name): None for shard in sources for tensor in shard.tensors}, ())
-        return results, files
+        plan = _plan(results, {(shard, tensor.name): None for shard in sources for tensor in shard.tensors}, ())
+        return results, plan
     results, replacements = _beside_inputs(layers, options)
     inputs = {selected for layer in layers for selected in (layer.x, layer.y_grad)}
-    files = _files(results, replacements, () if options.in_place else inputs)
+    plan = _plan(results, replacements, () if options.in_place else inputs)
     _check_inputs_stay(layers)
-    _check_indexes(layers, files)
+    _check_indexes(layers, plan)
     if options.in_place:
-        _check_in_place(layers, results, files)
-    return results, files
+        _check_in_place(layers, results, plan)
+    return results, plan
 
 
 def _beside_inputs(
@@ -106,32 +75,17 @@ def _beside_inputs(
     return results, replacements
 
 
-def _files(results: Sequence[Sequence[Selected]], replacements: Replacements, inputs: Collection[Selected]) -> Files:
-    """Plan the files that get results, or lose a tensor; the pass writes the `inputs`, too."""
+def _plan(results: Sequence[Sequence[Selected]], replacements: Replacements, inputs: Collection[Selected]) -> FilePlan:
+    """Plan the files that get results, or lose a tensor; the pass writes the `inputs`, too, so they are read once."""
     results_of: dict[Shard, list[Tensor]] = {}
     for shard, output in chain.from_iterable(results):
         results_of.setdefault(shard, []).append(output)
     for shard, _ in replacements:
         results_of.setdefault(shard, [])
-    files = Files({}, {}, {})
+    plan, from_pass = FilePlan(), {*chain.from_iterable(results), *inputs}
     for shard, outputs in results_of.items():
-        order = _order(shard, outputs, replacements)
-        header, new = b"", shard
-        if [tensor[:3] for tensor in order] != [tensor[:3] for tensor in shard.tensors]:
-            header, new = lay_out(shard.name, order, shard.metadata)
-        copies, computed = [] if header else [(0, shard.data_start, 0)], set(outputs)
-        for old, tensor in zip(order, new.tensors, strict=True):
-            selected = Selected(shard, old)
-            if old in computed or selected in inputs:
-                files.places[selected] = Selected(shard, tensor)
-            elif copies and copies[-1][1] == old.begin and copies[-1][2] - copies[-1][0] == tensor.begin - old.begin:
-                # What lies side by side in both files is copied at once.
-                copies[-1] = (copies[-1][0], old.end, copies[-1][2])
-            elif old.nbytes:
-                copies.append((old.begin, old.end, tensor.begin))
-        changes = sum(output.nbytes for output in outputs)
-        files.new[shard], files.tensors[shard] = NewFile(shard, new.size, header, copies, changes=changes), new.tensors
-    return files
+        plan.add(shard, _order(shard, outputs, replacements), from_pass)
+    return plan
 
 
 def _order(shard: Shard, outputs: Sequence[Tensor], replacements: Replacements) -> list[Tensor]:
@@ -153,7 +107,7 @@ def _order(shard: Shard, outputs: Sequence[Tensor], replacements: Replacements) 
 
 
 def _check_inputs_stay(layers: Sequence[Layer]) -> None:
-    """Raise `BadInputError` if a result beside the inputs has the name of one, but for an X_grad like its Y_grad."""
+    """Raise `BadInputError` if a result would take the name of an input; only X_grad may, that of a Y_grad like it."""
     sets = {shard: layer.owner.name for layer in layers for shard in layer.owner.shards}
     results = {(layer.owner.name, output.name): (layer, output) for layer in layers for output in layer.outputs}
     for layer in layers:
@@ -171,24 +125,24 @@ def _check_inputs_stay(layers: Sequence[Layer]) -> None:
             raise BadInputError(message, file=shard.name, tensor=tensor.name, hint=hint)
 
 
-def _check_indexes(layers: Sequence[Layer], files: Files) -> None:
+def _check_indexes(layers: Sequence[Layer], plan: FilePlan) -> None:
     """Raise `BadInputError` if tensors are added to a file of an index that was not named, and would not have them."""
     # A folder of many layers is searched once.
     mapped = cache(mapped_in)
     for owner in {layer.owner.name: layer.owner for layer in layers}.values():
         shard = owner.shards[0]
-        if owner.index is None and len(owner.shards) == 1 and shard in files.new and files.new[shard].header:
+        if owner.index is None and len(owner.shards) == 1 and shard in plan.files and plan.files[shard].header:
             index = mapped(os.path.dirname(shard.name)).get(shard.file_name)  # noqa: PTH120 - may be ""
             if index is not None:
                 message = f"is a shard of {index.name}, which must map added tensors"
                 raise BadInputError(message, file=owner.name, hint="name the index instead")
 
 
-def _check_in_place(layers: Sequence[Layer], results: Sequence[Sequence[Selected]], files: Files) -> None:
+def _check_in_place(layers: Sequence[Layer], results: Sequence[Sequence[Selected]], plan: FilePlan) -> None:
     """Raise `BadInputError` for what cannot be done in place: tensors that are added, inputs that are overwritten."""
     inputs = {(shard, tensor.name) for layer in layers for shard, tensor in layer.inputs}
     for shard, tensor in chain.from_iterable(results):
-        if files.new[shard].header:
+        if plan.files[shard].header:
             message, hint = "is not in the file yet, and cannot be added in place", "leave out {} the first time"
         elif (shard, tensor.name) in inputs:
             message, hint = "is an input, and would be overwritten", "leave out {}"

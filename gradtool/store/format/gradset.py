@@ -71,23 +71,22 @@ def open_sets(
     if not paths:
         raise no_path_error()
     sets: list[GradientSet] = []
-    # The first shard of each file, with its path and the place of that path; no file is read twice.
+    # The first shard of each file, with its path and the place of that in the list; no file is read twice.
     firsts: dict[Hashable, tuple[Shard, str, str]] = {}
     for number, path in enumerate([os.fspath(path) for path in paths]):
         place = "" if listed is None else listed.place_of(len(paths) - number)
         reader = SetReader(path)
         for error in reader.errors():
-            from gradtool.store.format import hints  # only needed for the error
+            from gradtool.store.format.hints import path_error  # only needed for the error
 
-            raise hints.path_error(error, path, place, (listed.where, listed.head) if listed and place else None)
+            raise path_error(error, path, place, (listed.where, listed.head) if listed and place else None)
         sets.append(reader.gradset)
         for shard in () if may_repeat else sets[-1].shards:
-            first, first_path, first_place = firsts.setdefault(shard.source.identity, (shard, path, place))
-            if first is not shard:
-                from gradtool.store.format import hints  # only needed for the error
+            first = firsts.setdefault(shard.source.identity, (shard, path, place))
+            if first[0] is not shard:
+                from gradtool.store.format.hints import named_twice_error  # only needed for the error
 
-                named, first_named = hints.named_path(path, place), hints.named_path(first_path, first_place)
-                raise hints.named_twice_error(shard.name, named, first.name, first_named)
+                raise named_twice_error((shard, path, place), first)
     return sets
 
 
@@ -221,12 +220,7 @@ class SetReader:
 
 
 def _list_path(path: str) -> tuple[list[Path], Path | None]:
-    """List the files that a path names, or those of a folder in name order, and its index. A file need not exist.
-
-    Raises:
-        BadInputError: there is no such folder, it has no safetensors file, or it has several indexes.
-        SystemRefusedError: the folder cannot be listed.
-    """
+    """List the files that a path names, or those of a folder in name order, and its index. A file need not exist."""
     named = Path(path)
     parts = parts_in(named)
     # A Path drops the slash, and with it that a folder is meant.

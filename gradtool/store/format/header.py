@@ -44,8 +44,8 @@ _MAX_RANK = 64
 _MAX_NUMBER = 2**64 - 1
 # Strings, so that their content is not matched; empty lists; and numbers below 10**19 and so 2**64. A string need not
 # end, because otherwise every quote in it would be tried as the start of a string.
-_OUTSIDE_STRINGS = re.compile(
-    rb'"(?:[^"\\]++|\\.)*+"?|\[[ \t\r\n]*\]|(?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-])', re.DOTALL
+_TOKEN = re.compile(
+    rb'("(?:[^"\\]++|\\.)*+"?)|(\[[ \t\r\n]*\])|((?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-]))', re.DOTALL
 )
 
 
@@ -90,10 +90,8 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
 def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
     """Check a new header, for so many bytes of data, as that of an input; return its bytes and the file they describe.
 
-    Every header that is written is made here: what gradtool writes, it can read again.
-
-    Raises:
-        BadInputError: it would be beyond the limits, or refused by the safetensors library.
+    Every header that is written is made here, so that gradtool can read what it writes: a header that it would refuse
+    is a `BadInputError`.
     """
     path, size = Path(path), 8 + len(text) + nbytes
     try:
@@ -116,11 +114,7 @@ def encoded(value: object, indent: int | None = None) -> bytes:
 
 
 def read_text(shard: Shard) -> bytes:
-    """Read the JSON of a shard's header once more.
-
-    Raises:
-        SystemRefusedError: it cannot be read, or the file is no longer the one that was read.
-    """
+    """Read the JSON of a shard's header once more; raise `SystemRefusedError` if it changed or cannot be read."""
     with os_errors_about(shard.name), contextlib.closing(shard.source.open()) as reader:
         text = read_range(reader, 8, shard.data_start - 8)
         if not reader.is_unchanged:
@@ -272,19 +266,13 @@ def emptied(text: bytes) -> bytes:
 
     A number that is not valid there, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
     """
-    return _OUTSIDE_STRINGS.sub(_emptied_token, text)
-
-
-def _emptied_token(token: re.Match[bytes]) -> bytes:
-    start = token[0][:1]
-    return token[0] if start == b'"' else b"[0]" if start == b"[" else b"0"
+    return _TOKEN.sub(lambda token: token[1] or (b"[0]" if token[2] else b"0"), text)
 
 
 def _check_offsets(path: Path, text: bytes, size: int) -> None:
     """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
 
-    Raises:
-        ValueError: a number is wrong in a way that only the library can describe.
+    If a number is wrong in a way that only the library can describe, raise `ValueError`.
     """
     header, expected = json.loads(text), 0
     check_name_lengths(path, header)

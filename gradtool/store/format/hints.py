@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.errors import GradtoolError
+    from gradtool.store.format.tensors import Shard
 
     # A message, and perhaps a hint.
     Explanation = tuple[str, str | None]
@@ -164,13 +165,6 @@ def _stem(name: str) -> str:
     return name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").lower()
 
 
-def named_path(path: str, place: str) -> str:
-    """Say what a path of a call is, and its place in a list of paths, if it has one."""
-    is_folder = os.path.isdir(path)  # noqa: PTH112 - Path's own raises without permission
-    kind = "folder" if is_folder else "index" if path.endswith(INDEX_SUFFIX) else "path"
-    return f"the {kind} {path}{place}"
-
-
 def path_error(error: GradtoolError, path: str, place: str, listed: tuple[str, bytes] | None) -> GradtoolError:
     """Return the error for a path of a call: that the list it comes from is none, or why it leads nowhere.
 
@@ -191,10 +185,18 @@ def path_error(error: GradtoolError, path: str, place: str, listed: tuple[str, b
     return BadInputError.from_problems([replace(explanation, message=message)])
 
 
-def named_twice_error(file: str, named: str, first: str, first_named: str) -> BadInputError:
-    """Return the error for a file that two paths of a call lead to, the first perhaps by another name."""
-    same = "" if file == first else f"is the same file as {first} and "
-    by = f"both times by {named}" if named == first_named else f"by {first_named} and by {named}"
+def named_twice_error(second: tuple[Shard, str, str], first: tuple[Shard, str, str]) -> BadInputError:
+    """Return the error for a file to which two paths of a call lead, perhaps by two names.
+
+    Each is its shard, the path, and the place of the path in a list of paths.
+    """
+    file, names = second[0].name, []
+    for _, path, place in (first, second):
+        is_folder = os.path.isdir(path)  # noqa: PTH112 - Path's own raises without permission
+        kind = "folder" if is_folder else "index" if path.endswith(INDEX_SUFFIX) else "path"
+        names.append(f"the {kind} {path}{place}")
+    same = "" if file == first[0].name else f"is the same file as {first[0].name} and "
+    by = f"both times by {names[0]}" if names[0] == names[1] else f"by {names[0]} and by {names[1]}"
     return BadInputError(f"{same}is named twice: {by}", file=file, code="duplicate-file", hint="name each file once")
 
 

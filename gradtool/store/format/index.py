@@ -40,10 +40,9 @@ def reindexed(index: SmallFile, files: Mapping[str, Sequence[Tensor]]) -> SmallF
 
 
 def new_index(path: Path, document: Mapping[str, Any]) -> bytes:
-    """Return the content of a new index, checked as that of an input. Every index that is written is made here.
+    """Return the content of a new index; raise `BadInputError` if it could not be read again.
 
-    Raises:
-        BadInputError: it could not be read again.
+    Every index that is written is made here.
     """
     text = encoded(document, indent=2) + b"\n"
     check_length(path, "the index", len(text))
@@ -105,8 +104,7 @@ def is_file_name(name: Any) -> bool:
 def mapped_in(folder: str) -> dict[str, Path]:
     """Return the files that indexes in a folder map to, each with its index; an index that cannot be read is ignored.
 
-    Raises:
-        BadInputError: the indexes together are larger than an index may be.
+    If the indexes together are larger than an index may be, raise `BadInputError`.
     """
     # By device and inode: an index may have many names.
     indexes: dict[tuple[int, int], tuple[Path, int]] = {}

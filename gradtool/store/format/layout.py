@@ -49,8 +49,7 @@ def new_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def lay_out(path: Path | str, tensors: Iterable[Tensor], metadata: Mapping[str, str], *, spare: int = 0) -> Layout:
     """Lay out a file of these tensors, in this order, with new offsets, and `spare` bytes in its header.
 
-    Raises:
-        BadInputError: a name occurs twice, or the file could not be read again.
+    If a name occurs twice, or the file could not be read again, raise `BadInputError`.
     """
     entries: dict[str, object] = {METADATA: dict(metadata)}
     end = 0
@@ -136,8 +135,7 @@ class NewSet(NamedTuple):
     def files(self, selected: Sequence[Selected]) -> dict[Path, list[Tensor]]:
         """Return the tensors of each file, without a place yet: for each name, as the first that is selected has it.
 
-        Raises:
-            BadInputError: the set `like` has no such tensor; each one is named.
+        If the set `like` has no place for some, raise `BadInputError`, which names them all.
         """
         firsts: dict[str, Selected] = {}
         for each in selected:
@@ -155,11 +153,7 @@ class NewSet(NamedTuple):
         return {self.path / name: part for name, part in zip(names, parts, strict=True)}
 
     def index_over(self, files: Mapping[Path, Sequence[Tensor]]) -> tuple[Path, bytes] | None:
-        """Return the index of these files and its content; None if there is none: for one file, or if `like` has none.
-
-        Raises:
-            BadInputError: it would be beyond the limits of what is read.
-        """
+        """Return the index of these files and its content; None for a single file, or if `like` has no index."""
         if self.folder is None:
             return None
         like = None if self.like is None else self.like.index

@@ -32,8 +32,7 @@ class PathList(NamedTuple):
 def is_there(path: str) -> bool:
     """Check whether there is something at a path, if only a broken link.
 
-    Raises:
-        SystemRefusedError: a folder on the way may not be entered.
+    If a folder on the way may not be entered, raise `SystemRefusedError`.
     """
     try:
         os.lstat(path)

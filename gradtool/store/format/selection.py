@@ -114,11 +114,7 @@ def matching(names: set[str], pattern: re.Pattern[str], name: str) -> set[str]:
 def _applied(
     pattern: re.Pattern[str], function: Callable[[str], _T], names: Iterable[str], option_name: str
 ) -> list[tuple[str, _T]]:
-    """Return each name with the result of a function that uses a pattern of an option.
-
-    Raises:
-        BadInputError: it takes too long; the error names the tensor.
-    """
+    """Return each name with the result of a function that uses a pattern of an option, unless it takes too long."""
     name, results = "", []
     try:
         with _limited(LIMIT):
@@ -211,11 +207,7 @@ class Renames(NamedTuple):
 
     @classmethod
     def parse(cls, texts: Sequence[str], sets: slice) -> Self:
-        """Parse rules REGEX=REPLACEMENT, as re.sub has them; the last = ends the pattern.
-
-        Raises:
-            UsageError: a text is no rule.
-        """
+        """Parse rules REGEX=REPLACEMENT, as re.sub has them; the last = ends the pattern. Else raise `UsageError`."""
         rules = []
         for text in texts:
             pattern, equals, replacement = text.rpartition("=")

@@ -78,11 +78,6 @@ class Shard:
         yield self, begin, slice(nbytes)
 
     @property
-    def has_fd(self) -> bool:
-        """Whether it has a descriptor, by which the backend may read it."""
-        return self.source.status is not None
-
-    @property
     def size(self) -> int:
         """Its bytes, with those of the header."""
         return self.source.size

@@ -37,13 +37,7 @@ class Block(NamedTuple):
 
 
 def plan(
-    shard: Shard,
-    tensors: Iterable[tuple[int, Tensor]],
-    unit: int,
-    *,
-    whole: bool = False,
-    start: int = 0,
-    nbytes: int | None = None,
+    shard: Shard, tensors: Iterable[tuple[int, Tensor]], unit: int, nbytes: int, *, whole: bool = False, start: int = 0
 ) -> Iterator[Block]:
     """Cut tensors of a file into blocks, each tensor only at multiples of `unit` elements.
 
@@ -51,7 +45,6 @@ def plan(
     other bytes from byte `start` on, for a copy of the file. No block covers a tensor of number -1, which is a piece of
     a split tensor and belongs to another block. A block has at most `nbytes`, which must have room for a unit.
     """
-    nbytes = tuning.BLOCK_BYTES if nbytes is None else nbytes
     begin = position = start
     spans: list[Span] = []
     for number, tensor in tensors:

@@ -61,14 +61,12 @@ class Clock:
 class Channel:
     """Reads shards and writes files, for a thread, with at most `max_files` open at a time.
 
-    Memory comes from `allocate`, and is used again. `on_bytes` is told of all bytes that were processed.
+    Memory comes from `allocate`, and is used again. `on_bytes` is told of all bytes that were processed. What opens,
+    reads or writes a file raises `SystemRefusedError` if that fails, or the file changed since its header was read.
     """
 
     def __init__(
-        self,
-        max_files: int,
-        allocate: Callable[[int], memoryview],
-        on_bytes: Callable[[int], None] | None = None,
+        self, max_files: int, allocate: Callable[[int], memoryview], on_bytes: Callable[[int], None] | None = None
     ) -> None:
         self.clock = Clock()
         self.on_bytes = on_bytes or (lambda _nbytes: None)
@@ -100,11 +98,7 @@ class Channel:
             self._memory[at] = memory
 
     def read(self, shard: Shard, begin: int, view: memoryview, *, counts: bool = True) -> None:
-        """Fill `view` with the bytes of a shard from `begin` on; they count unless they are read again.
-
-        Raises:
-            SystemRefusedError: reading failed, or the file changed since its header was read.
-        """
+        """Fill `view` with the bytes of a shard from `begin` on; they count unless they are read again."""
         began = perf_counter()
         for file, at, part in shard.runs(begin, len(view)):
             fill(self._reader(file), at, view[part])
@@ -122,11 +116,7 @@ class Channel:
 
     @contextlib.contextmanager
     def borrow_fd(self, shard: Shard) -> Iterator[int]:
-        """Borrow the descriptor of a shard, a local file, to read it elsewhere and then report that to `record_read`.
-
-        Raises:
-            SystemRefusedError: reading failed, or the file changed since its header was read.
-        """
+        """Borrow the descriptor of a local file, to read it elsewhere and then report that to `record_read`."""
         began = perf_counter()
         fd = self._reader(shard).fileno
         self.clock.read += perf_counter() - began
@@ -141,20 +131,12 @@ class Channel:
             self._borrowed.remove(shard)
 
     def touch(self, shard: Shard) -> None:
-        """Open a shard for `check` to examine, though nothing of it is read.
-
-        Raises:
-            SystemRefusedError: the file changed since its header was read.
-        """
+        """Open a shard for `check` to examine, though nothing of it is read."""
         for file in shard.files:
             self._reader(file)
 
     def write(self, file: File, begin: int, parts: Sequence[bytes | memoryview], nbytes: int = 0) -> None:
-        """Write parts one after another into a file, from byte `begin` on; `nbytes` of them count as results.
-
-        Raises:
-            SystemRefusedError: writing failed.
-        """
+        """Write parts one after another into a file, from byte `begin` on; `nbytes` of them count as results."""
         began = perf_counter()
         with os_errors_about(file.path):
             fs.write_all(self._reader(file).fileno, parts, begin)

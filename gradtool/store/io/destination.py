@@ -11,17 +11,21 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from gradtool import tuning
+from gradtool.store.format.gradset import Selected
+from gradtool.store.format.index import reindexed
+from gradtool.store.format.layout import lay_out
 from gradtool.store.format.tensors import Tensor
 from gradtool.store.io.blocks import covered, plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.store.format.gradset import Selected
+    from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
     from gradtool.store.io.redolog import RedoLog
+    from gradtool.store.source import SmallFile
 
     # The tensors of each file that a pass works on, with their numbers, in the order of their bytes.
     TensorsByShard = Mapping[Shard, Sequence[tuple[int, Tensor]]]
@@ -64,6 +68,56 @@ class NewFile(NamedTuple):
         return header + copied if self.zeros else None
 
 
+class FilePlan:
+    """New files with other tensors than the shards that they replace: a pass writes some tensors, others are copied.
+
+    `tensors` are those of each new file, and `places` says where the tensors that the pass writes are in them.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[Shard, NewFile] = {}
+        self.tensors: dict[Shard, Sequence[Tensor]] = {}
+        self.places: dict[Selected, Selected] = {}
+
+    def add(self, shard: Shard, order: Sequence[Tensor], from_pass: Collection[Selected]) -> None:
+        """Plan a file with tensors in this order. The header is new, unless names, types and shapes stay the same.
+
+        Raises:
+            BadInputError: a name occurs twice, or the file could not be read again.
+        """
+        header, new, changes = b"", shard, 0
+        if [tensor[:3] for tensor in order] != [tensor[:3] for tensor in shard.tensors]:
+            header, new = lay_out(shard.name, order, shard.metadata)
+        copies = [] if header else [(0, shard.data_start, 0)]
+        for old, tensor in zip(order, new.tensors, strict=True):
+            selected = Selected(shard, old)
+            if selected in from_pass:
+                self.places[selected] = Selected(shard, tensor)
+                changes += tensor.nbytes
+            elif copies and copies[-1][1] == old.begin and copies[-1][2] - copies[-1][0] == tensor.begin - old.begin:
+                # What lies side by side in both files is copied at once.
+                copies[-1] = (copies[-1][0], old.end, copies[-1][2])
+            elif old.nbytes:
+                copies.append((old.begin, old.end, tensor.begin))
+        self.files[shard] = NewFile(shard, new.size, header, copies, changes=changes)
+        self.tensors[shard] = new.tensors
+
+    def indexes(self, sets: Iterable[GradientSet], *, is_elsewhere: bool) -> list[SmallFile]:
+        """Return the indexes that must be written: those that change, or all in another folder."""
+        indexes = []
+        for gradset in sets:
+            if (index := gradset.read_index()) is not None:
+                tensors = {
+                    shard.file_name: self.tensors.get(shard, shard.tensors)
+                    for shard in gradset.shards
+                    if shard in self.tensors or not is_elsewhere
+                }
+                new = reindexed(index, tensors)
+                if is_elsewhere or new != index:
+                    indexes.append(new)
+        return indexes
+
+
 class WrittenFiles(Protocol):
     """The files that a pass writes, here or elsewhere."""
 
@@ -102,7 +156,7 @@ class Destination:
         pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
         for shard, tensors in tensors_of.items():
             if shard not in self._files:
-                yield from plan(shard, tensors, unit, nbytes=nbytes)
+                yield from plan(shard, tensors, unit, nbytes)
                 ranges = (shard.ranges(tensor) for _, tensor in tensors) if shard not in shard.files else ()
                 for file, begin, end in chain.from_iterable(ranges):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
@@ -112,7 +166,7 @@ class Destination:
                 start = shard.data_start if new.header else 0
                 if shard in pieces:
                     tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
-                yield from plan(shard, tensors, unit, whole=is_whole, start=start, nbytes=nbytes)
+                yield from plan(shard, tensors, unit, nbytes, whole=is_whole, start=start)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         """Write a block that a pass has changed."""

@@ -61,7 +61,10 @@ class Entry(NamedTuple):
 
 
 class RedoLog:
-    """The redo log of a run, of so many bytes. Threads add entries side by side."""
+    """The redo log of a run, of so many bytes. Threads add entries side by side.
+
+    All methods raise `SystemRefusedError` if the log or a target cannot be read or written, or the log is damaged.
+    """
 
     def __init__(self, file: File, size: int = 0) -> None:
         self.file, self.size = file, size
@@ -73,11 +76,7 @@ class RedoLog:
         self._is_checked = False
 
     def add(self, channel: Channel, number: int, begin: int, old: memoryview, new: memoryview, *, parts: Parts) -> None:
-        """Add a range of a target, whose `parts` will change from `old` to `new`.
-
-        Raises:
-            SystemRefusedError: writing failed.
-        """
+        """Add a range of a target, whose `parts` will change from `old` to `new`."""
         tables = [_PART.pack(*part) for part in parts]
         head = b"".join([_HEADER.pack(number, begin, len(new), len(parts)), *tables, sector_sums(old, begin).tobytes()])
         head = _checksum(self._run, head, new) + head
@@ -89,11 +88,7 @@ class RedoLog:
         channel.write(self.file, at, [head, new], nbytes)
 
     def entries(self, fd: int) -> Iterator[Entry]:
-        """Yield the entries, whose content is not read; `fd` is the open log.
-
-        Raises:
-            SystemRefusedError: the log is damaged.
-        """
+        """Yield the entries, whose content is not read; `fd` is the open log."""
         at = 0
         while at < self.size:
             header = os.pread(fd, _HEADER_BYTES, at)
@@ -112,11 +107,7 @@ class RedoLog:
             at += length
 
     def apply(self, targets: Sequence[File]) -> None:
-        """Copy everything into the targets, on several threads; `finish` goes on where this fails.
-
-        Raises:
-            SystemRefusedError: reading or writing failed, or a target was replaced.
-        """
+        """Copy everything into the targets, on several threads; `finish` goes on where this fails."""
         errors: list[BaseException] = []
         with os_errors_about(self.file.path), fs.closing(self.file.open(os.O_RDONLY)) as fd:
             budget = system.descriptors_left()
@@ -166,8 +157,7 @@ class RedoLog:
     def finish(self, targets: Mapping[int, tuple[File, int]], *, force: bool = False) -> None:
         """Copy into the targets what they do not have yet, after a `check`, and sync them; may be repeated.
 
-        Raises:
-            SystemRefusedError: as `check`, unless with `force`; what was written since then is not overwritten either.
+        It raises the errors of `check`, too, unless with `force`: another program may have written since.
         """
         ensure(self._is_checked, "a redo log would be copied that was not checked")
         for entry, file, content, now in self._compared(targets):

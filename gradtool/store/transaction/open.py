@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from gradtool.options import Writing
+    from gradtool.options import WriteOptions
     from gradtool.store.transaction.runs import Scope
 
 _NOTHING_CAN_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -41,7 +41,7 @@ _PATIENCE_SECONDS = 1.0
 
 @contextlib.contextmanager
 def open_to_write(
-    inputs: Inputs, options: Writing, plan: WritePlan, opened: OpenSets | None = None
+    inputs: Inputs, options: WriteOptions, plan: WritePlan, opened: OpenSets | None = None
 ) -> Iterator[tuple[OpenSets, Output]]:
     """Open inputs, unless they were `opened` without a lock, and lock the files that will be written.
 
@@ -82,7 +82,7 @@ def open_to_write(
         yield opened, output._replace(transaction=None if refusal else transaction, refusal=refusal)
 
 
-def open_unlocked(inputs: Inputs, options: Writing) -> OpenSets:
+def open_unlocked(inputs: Inputs, options: WriteOptions) -> OpenSets:
     """Open inputs for `open_to_write`, but lock nothing: what they hold decides which of them are written.
 
     Another run may be replacing them right now, and what a crashed run left half changed is recovered.

@@ -22,7 +22,7 @@ from gradtool.store.transaction.commit import Commit, Target
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.options import Writing
+    from gradtool.options import WriteOptions
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
@@ -41,7 +41,7 @@ class Output(NamedTuple):
     exist. `transaction` holds the locks, unless there was a `refusal`. A state of the plan is written with the sets.
     """
 
-    options: Writing
+    options: WriteOptions
     sets: Sequence[GradientSet]
     sources: Sequence[Source]
     created: Sequence[Path] = ()
@@ -51,7 +51,7 @@ class Output(NamedTuple):
     states: Sequence[Path] = ()
 
     @classmethod
-    def from_options(cls, options: Writing, opened: OpenSets, plan: WritePlan) -> Self:
+    def from_options(cls, options: WriteOptions, opened: OpenSets, plan: WritePlan) -> Self:
         """Return the output of a call to open sets, or to a new set.
 
         Raises:
@@ -209,7 +209,7 @@ class Staging(NamedTuple):
         return self.commit.stage(target, new.size, original, new.ranges, is_new=options.no_clobber)
 
 
-def _with_new_header(file: NewFile, options: Writing) -> NewFile:
+def _with_new_header(file: NewFile, options: WriteOptions) -> NewFile:
     new = file.with_header(rewritten(file.shard, file.metadata or {}))
     if options.in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
@@ -218,7 +218,7 @@ def _with_new_header(file: NewFile, options: Writing) -> NewFile:
     return new
 
 
-def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: Writing) -> list[GradientSet]:
+def _sets_with(files: Collection[str], sets: Sequence[GradientSet], options: WriteOptions) -> list[GradientSet]:
     """Return the sets that have some of the files; where the output is elsewhere, only those files of them."""
     sets = [gradset for gradset in sets if any(shard.name in files for shard in gradset.shards)]
     if not options.is_elsewhere:
@@ -240,7 +240,7 @@ def _target(transaction: Transaction, file: NewFile) -> Target:
     return Target(File(folder, name, status.st_dev, status.st_ino), status, file.changes)
 
 
-def check_options(options: Writing, state: Path | None) -> None:
+def check_options(options: WriteOptions, state: Path | None) -> None:
     """Check what does not depend on the inputs.
 
     Raises:

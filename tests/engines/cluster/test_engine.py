@@ -90,9 +90,9 @@ def workers(pool, change=lambda result: result):
 
 def twice(tmp_path, seed):
     """Two copies of a random set."""
-    sizes = random_set(tmp_path / "ours", seed)
-    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
-    return tmp_path / "ours", tmp_path / "theirs", sizes
+    sizes = random_set(tmp_path / "remote", seed)
+    shutil.copytree(tmp_path / "remote", tmp_path / "local")
+    return tmp_path / "remote", tmp_path / "local", sizes
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, np.inf, 600.0])
@@ -141,51 +141,51 @@ def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_clip_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
-    ours, theirs, _ = twice(tmp_path, seed)
+    remote, local, _ = twice(tmp_path, seed)
     options = [{"max_norm": 1e-3}, {"max_value": 1e-4}, {"max_norm": 1e-4, "per_tensor": True}][seed % 3]
     options |= [{}, {"unscale": 8.0, "include": ["t0", "t1", "t7"]}][seed % 2]
     if seed == 0:
         options |= {"group": ["t[1-3]:1e-4"]}
     with workers(pool) as there:
-        result = gradtool.clip(ours, **options, **there)
-    assert facts_of(result) == facts_of(gradtool.clip(theirs, **options))
-    assert content_of(ours) == content_of(theirs)
+        result = gradtool.clip(remote, **options, **there)
+    assert facts_of(result) == facts_of(gradtool.clip(local, **options))
+    assert content_of(remote) == content_of(local)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "BF16"])
 def test_a_conversion_is_the_same_for_any_shards_and_types(tmp_path, pool, dtype):
-    ours, theirs, _ = twice(tmp_path, 4)
+    remote, local, _ = twice(tmp_path, 4)
     options = {"max_norm": 1e-3, "per_tensor": True, "dtype": dtype, "exclude": ["t2"]}
     with workers(pool) as there:
-        result = gradtool.clip(ours, output_dir=tmp_path / "a", **options, **there)
-        dry = gradtool.clip(ours, output_dir=tmp_path / "a", dry_run=True, **options, **there)
-    expected = gradtool.clip(theirs, output_dir=tmp_path / "b", **options)
+        result = gradtool.clip(remote, output_dir=tmp_path / "a", **options, **there)
+        dry = gradtool.clip(remote, output_dir=tmp_path / "a", dry_run=True, **options, **there)
+    expected = gradtool.clip(local, output_dir=tmp_path / "b", **options)
     assert facts_of(result) == facts_of(expected)
-    assert [one.code for one in dry.call.warnings] == [one.code for one in expected.call.warnings]
+    assert [warning.code for warning in dry.call.warnings] == [warning.code for warning in expected.call.warnings]
     assert (dry.zeros, dry.norm_after) == (expected.zeros, expected.norm_after)
     assert content_of(tmp_path / "a") == content_of(tmp_path / "b")
 
 
 def test_a_limit_that_learns_has_the_same_state(tmp_path, pool):
-    ours, theirs, _ = twice(tmp_path, 3)
+    remote, local, _ = twice(tmp_path, 3)
     with workers(pool) as there:
-        for folder, engine in ((ours, there), (theirs, {})):
+        for folder, engine in ((remote, there), (local, {})):
             for _ in range(3):
                 state = tmp_path / f"{folder.name}.json"
                 gradtool.clip(folder, limit="percentile=40", max_norm=0.5, state=state, **engine)
-    assert content_of(ours) == content_of(theirs)
-    assert (tmp_path / "ours.json").read_bytes() == (tmp_path / "theirs.json").read_bytes()
+    assert content_of(remote) == content_of(local)
+    assert (tmp_path / "remote.json").read_bytes() == (tmp_path / "local.json").read_bytes()
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, pool):
-    ours, _, sizes = twice(tmp_path, 2)
+    remote, _, sizes = twice(tmp_path, 2)
     random_set(tmp_path / "g", 7, like=sizes)
     before = snapshot(tmp_path)
     with workers(pool) as there:
         for operation, path, options in (
-            (gradtool.clip, ours, {"max_norm": 1e-3}),
-            (gradtool.accumulate, tmp_path / "g", {"into": ours, "max_norm": 1e-2}),
-            (gradtool.accumulate, tmp_path / "g", {"output": ours / "new"}),
+            (gradtool.clip, remote, {"max_norm": 1e-3}),
+            (gradtool.accumulate, tmp_path / "g", {"into": remote, "max_norm": 1e-2}),
+            (gradtool.accumulate, tmp_path / "g", {"output": remote / "new"}),
         ):
             result = operation(path, **options, **there, dry_run=True)
             assert facts_of(result) == facts_of(operation(path, **options, dry_run=True))
@@ -211,14 +211,14 @@ def test_progress_counts_workers_and_hosts(tmp_path, pool):
 
 
 def test_clip_into_a_folder_copies_what_does_not_change(tmp_path, pool):
-    ours, _, _ = twice(tmp_path, 1)
-    before = snapshot(ours)
+    remote, _, _ = twice(tmp_path, 1)
+    before = snapshot(remote)
     options = {"max_norm": 1e-3, "include": ["t0"]}
     with workers(pool) as there:
-        gradtool.clip(ours, **options, output_dir=tmp_path / "a" / "b", **there)
-    gradtool.clip(ours, **options, output_dir=tmp_path / "c")
+        gradtool.clip(remote, **options, output_dir=tmp_path / "a" / "b", **there)
+    gradtool.clip(remote, **options, output_dir=tmp_path / "c")
     assert content_of(tmp_path / "a" / "b") == content_of(tmp_path / "c")
-    assert snapshot(ours) == before
+    assert snapshot(remote) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Python has extended attributes only on Linux")
@@ -251,33 +251,33 @@ ACCUMULATIONS = {
 @pytest.mark.parametrize("name", ACCUMULATIONS)
 @pytest.mark.parametrize("where", ["into", "output", "output_dir"])
 def test_accumulate_is_the_same_for_any_shards_and_types(tmp_path, pool, name, where):
-    ours, theirs, sizes = twice(tmp_path, 3)
+    remote, local, sizes = twice(tmp_path, 3)
     for seed in (11, 12):
         lacks_some = seed == 12 and "missing" in ACCUMULATIONS[name]
         random_set(tmp_path / f"g{seed}", seed, like=sizes[:4] if lacks_some else sizes)
     gradients = [tmp_path / "g11", tmp_path / "g12"]
     options = dict(ACCUMULATIONS[name])
     if where != "into":
-        ours, theirs = ours / "new", theirs / "new"
+        remote, local = remote / "new", local / "new"
         options |= {"dtype": "BF16"} | ({"max_shard_size": 100_000} if where == "output_dir" else {})
         options.pop("overwrite", None)
     with workers(pool) as there:
-        result = gradtool.accumulate(gradients, **{where: ours}, **options, **there)
-    assert facts_of(result) == facts_of(gradtool.accumulate(gradients, **{where: theirs}, **options))
-    if where == "output_dir" and ours.exists():
-        assert content_of(ours) == content_of(theirs)
+        result = gradtool.accumulate(gradients, **{where: remote}, **options, **there)
+    assert facts_of(result) == facts_of(gradtool.accumulate(gradients, **{where: local}, **options))
+    if where == "output_dir" and remote.exists():
+        assert content_of(remote) == content_of(local)
     elif where != "output_dir":
-        assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
+        assert content_of(tmp_path / "remote") == content_of(tmp_path / "local")
 
 
 def test_a_nan_in_a_gradient_is_named_and_nothing_is_written(tmp_path, pool):
-    ours, _, sizes = twice(tmp_path, 3)
+    remote, _, sizes = twice(tmp_path, 3)
     random_set(tmp_path / "g", 4, like=sizes)
     bad = write(tmp_path / "bad.safetensors", {"t0": np.full(sizes[0], np.nan, np.float32)})
     before = snapshot(tmp_path)
     with workers(pool) as there, pytest.raises(gradtool.NonFiniteError) as error:
-        gradtool.accumulate([tmp_path / "g", bad], into=ours, missing="skip", **there)
-    assert [(one.file, one.tensor) for one in error.value.problems] == [(str(bad), "t0")]
+        gradtool.accumulate([tmp_path / "g", bad], into=remote, missing="skip", **there)
+    assert [(problem.file, problem.tensor) for problem in error.value.problems] == [(str(bad), "t0")]
     assert snapshot(tmp_path) == before
 
 
@@ -300,7 +300,7 @@ def test_a_file_that_a_worker_sees_changed_is_an_error_that_names_it_as_the_call
             gradtool.clip(path, max_norm=1.0, output_dir="out", **there)
     (problem,) = error.value.problems
     assert (problem.code, problem.file) == ("changed", "x.safetensors")
-    assert [one.name for one in tmp_path.iterdir()] == ["x.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_a_path_with_two_dots_behind_a_link_is_the_same_for_workers(tmp_path, pool, monkeypatch):
@@ -459,9 +459,9 @@ def test_what_is_sent_holds_no_open_file_and_little_else(tmp_path, pool):
     sent = []
     dumps = pickle.dumps
 
-    def count(one, *rest):
-        sent.append(len(dumps(one, *rest)))
-        return dumps(one, *rest)
+    def count(value, *rest):
+        sent.append(len(dumps(value, *rest)))
+        return dumps(value, *rest)
 
     with mock.patch("gradtool.engines.cluster.work.pickle.dumps", count), workers(pool) as there:
         gradtool.norm(tmp_path, include=["^t7$"], **there)
@@ -488,10 +488,10 @@ def test_a_task_and_what_it_finds_are_small_to_send(tmp_path):
     path = write(tmp_path / "x.safetensors", {"a": encode([], "F32")})
     tensor = Tensor("a", "F32", (1 << 28,), 0, 1 << 30)
     shard = Inputs([str(path)]).open().shards[0]
-    one = Measure([Selected(shard, tensor)], NormSpec())
-    (part,) = one.parts(DISCARD)
+    measure = Measure([Selected(shard, tensor)], NormSpec())
+    (part,) = measure.parts(DISCARD)
     assert len(work.call_for(work.Job(part._replace(places=()), None, None, None, None))) < 800
-    found = one.tally()
-    found.tile_sums[0].extend([0] * 4096, np.random.default_rng(1).random(4096), [0] * 4096)
-    assert len(wire.packed(found)) > 40_000
-    assert len(wire.packed(found.compact())) < 1_100
+    tally = measure.tally()
+    tally.tile_sums[0].extend([0] * 4096, np.random.default_rng(1).random(4096), [0] * 4096)
+    assert len(wire.packed(tally)) > 40_000
+    assert len(wire.packed(tally.compact())) < 1_100

@@ -102,7 +102,7 @@ def test_a_file_that_is_shown_late_is_waited_for(tmp_path, monkeypatch, shown):
     monkeypatch.setattr(remote_files.time, "sleep", lambda _: new.replace(path) if new.exists() else None)
     remote_files.waits.clear()
     done = performed(part, payload)
-    assert (done.waits, done.read) == (1, [work.fingerprint(Inputs([str(path)]).open().shards[0])])
+    assert (done.waits, done.fingerprints) == (1, [work.fingerprint(Inputs([str(path)]).open().shards[0])])
 
 
 def test_a_file_that_a_worker_never_sees_is_named_with_its_host(tmp_path, monkeypatch):

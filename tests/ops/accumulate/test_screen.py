@@ -20,7 +20,7 @@ def in_parts(threads, run, one, destination=DISCARD):
         return run(threads, one, destination)
     found = one.tally()
     for part in one.parts(destination):
-        found.merge_part(part.places, unpacked(packed(run(threads, part.work).compact()), part.work.tally()))
+        found.merge_part(part.places, unpacked(packed(run(threads, part.pass_).compact()), part.pass_.tally()))
     return found
 
 

@@ -23,7 +23,7 @@ def shard_of(folder, tensors, padding=0):
 def test_blocks_hold_every_wanted_element_once_and_cut_only_at_tiles(tmp_path_factory, tensors, every, whole, padding):
     shard = shard_of(tmp_path_factory.getbasetemp(), tensors, padding)
     wanted = list(enumerate(shard.tensors))[::every]
-    found = list(plan(shard, wanted, UNIT, whole=whole))
+    found = list(plan(shard, wanted, UNIT, tuning.BLOCK_BYTES, whole=whole))
     done = dict.fromkeys((number for number, _ in wanted), 0)
     for block in found:
         assert 0 < block.end - block.begin <= tuning.BLOCK_BYTES
@@ -46,10 +46,10 @@ def test_blocks_hold_every_wanted_element_once_and_cut_only_at_tiles(tmp_path_fa
 
 def test_tiny_tensors_share_a_block(tmp_path):
     shard = shard_of(tmp_path, [("F32", 10)] * 2000)
-    assert len(list(plan(shard, enumerate(shard.tensors), UNIT))) == 1
+    assert len(list(plan(shard, enumerate(shard.tensors), UNIT, tuning.BLOCK_BYTES))) == 1
 
 
 def test_a_hole_is_skipped_when_it_is_large(tmp_path):
     shard = shard_of(tmp_path, [("F32", 10), ("F32", 10), ("F32", 200_000), ("F32", 10)])
     wanted = [(0, shard.tensors[0]), (1, shard.tensors[1]), (3, shard.tensors[3])]
-    assert [len(block.spans) for block in plan(shard, wanted, UNIT)] == [2, 1]
+    assert [len(block.spans) for block in plan(shard, wanted, UNIT, tuning.BLOCK_BYTES)] == [2, 1]

@@ -219,7 +219,7 @@ main()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 70
     assert done.stderr.splitlines() == [
-        f"gradtool: error: a bug in gradtool: BugError: broken; {note}",
-        "  hint: set GRADTOOL_DEBUG=1 to see where",
+        f"gradtool: error: bug in gradtool: BugError: broken; {note}",
+        "  hint: set GRADTOOL_DEBUG=1 for a traceback",
     ]
     assert recover(paths[0].parent).finished == (place == "RedoLog.apply")

@@ -652,7 +652,7 @@ _STRANGERS = (
         """\
     if (now.st_size, now.st_mtime_ns) != (move.size, move.mtime_ns):
         return False
-    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes
+    return now.st_ctime_ns == move.ctime_ns or attributes_of(now) != move.attributes
 """,
         """\
     return True
@@ -751,7 +751,7 @@ PAST: tuple[Mutation, ...] = (
         "date-set-back-after-a-crash",
         "Another program writes to a file after a run was killed, sets back its date, and recovery renames over it.",
         STAGING,
-        "    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes\n",
+        "    return now.st_ctime_ns == move.ctime_ns or attributes_of(now) != move.attributes\n",
         "    return True\n",
     ),
     _slip(
@@ -1154,6 +1154,14 @@ PAST: tuple[Mutation, ...] = (
         SIGNALS,
         'for note in getattr(error.__context__, "__notes__", [WRITTEN] * _is_committed):',
         'for note in getattr(error.__context__, "__notes__", ()):',
+    ),
+    _slip(
+        "private-file-made-public-by-recovery",
+        "A run is killed when it is ready, and its target is then made private: recovery renames a file with the old"
+        " mode over it.",
+        RECOVERY,
+        "            self._narrow(move)\n",
+        "",
     ),
     _slip(
         "folder-above-a-new-one-not-synced",

@@ -58,7 +58,7 @@ class Staged:
     def move(self, folder: int) -> Move:
         """Return what the log says of the rename, in the folder of that number, when all is ready."""
         now = self._status
-        version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, _attributes(now))
+        version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, attributes_of(now))
         return Move(folder, self.number, self.name, self.temporary.inode, *version)
 
     def finish(self, sources: Sequence[Rights], *, fsync: bool) -> None:
@@ -175,10 +175,10 @@ def is_replaceable(now: os.stat_result, move: Move) -> bool:
     """Check whether a target is still what it was when the run was ready, as `is_same` does."""
     if (now.st_size, now.st_mtime_ns) != (move.size, move.mtime_ns):
         return False
-    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes
+    return now.st_ctime_ns == move.ctime_ns or attributes_of(now) != move.attributes
 
 
-def _attributes(status: os.stat_result) -> int:
+def attributes_of(status: os.stat_result) -> int:
     """Return what explains that an inode has changed though its content has not, as a number."""
     return zlib.crc32(repr(links_and_rights(status)).encode())
 

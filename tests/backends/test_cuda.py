@@ -45,7 +45,7 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
         block=held.address - 4 * (1 << 33),
         sums=results.ctypes.data,
         exponents=results.ctypes.data + 8 * tiles.total,
-        facts=results.ctypes.data + 16 * tiles.total,
+        statistics=results.ctypes.data + 16 * tiles.total,
         piece=rows.ctypes.data,
         pieces=1,
         order=1.0,
@@ -73,9 +73,9 @@ def test_what_was_there_is_added_once():
     for divisor, when in ((None, 0), (3.0, 2)):
         rule = AddMode(divisor=divisor, factor=1.0)
         flags = [cuda_jobs.add_flags(rule, is_first=k == 0, is_last=k == 2) for k in range(3)]
-        assert [bool(one & keeps) for one in flags] == [k == when for k in range(3)]
-        assert [one & 3 for one in flags] == [first, 0, last]
-        assert [bool(one & divides) for one in flags] == [False, False, divisor is not None]
+        assert [bool(batch & keeps) for batch in flags] == [k == when for k in range(3)]
+        assert [batch & 3 for batch in flags] == [first, 0, last]
+        assert [bool(batch & divides) for batch in flags] == [False, False, divisor is not None]
     both = cuda_jobs.add_flags(AddMode(include_buffer=False, factor=0.5, rounds=False), is_first=True, is_last=True)
     assert both == first | last | 16
 

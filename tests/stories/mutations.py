@@ -160,7 +160,7 @@ _SYNCS = (
         " second folder is blocked for good.",
         TRANSACTION,
         """\
-        if self.fsync and (len(self.targets.folders) > 1 or self.targets.missing):
+        if self.fsync and (len(self.targets.names) > 1 or self.targets.missing):
             fs.sync(fd)
             self.log_folder.sync()
 """,
@@ -319,7 +319,7 @@ _STEPS = (
         "A run with two folders that is killed during its clean-up, or a power cut after it, leaves a log that counts"
         " as unfinished and whose pointer is gone.",
         TRANSACTION,
-        "if always or len(self.targets.folders) > 1 or self._has_markers:",
+        "if always or len(self.targets.names) > 1 or self._has_markers:",
         "if always or self._has_markers:",
     ),
     _slip(
@@ -652,7 +652,7 @@ _STRANGERS = (
         """\
     if (now.st_size, now.st_mtime_ns) != (move.size, move.mtime_ns):
         return False
-    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes
+    return now.st_ctime_ns == move.ctime_ns or attributes_of(now) != move.attributes
 """,
         """\
     return True
@@ -751,7 +751,7 @@ PAST: tuple[Mutation, ...] = (
         "date-set-back-after-a-crash",
         "Another program writes to a file after a run was killed, sets back its date, and recovery renames over it.",
         STAGING,
-        "    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes\n",
+        "    return now.st_ctime_ns == move.ctime_ns or attributes_of(now) != move.attributes\n",
         "    return True\n",
     ),
     _slip(
@@ -822,7 +822,7 @@ PAST: tuple[Mutation, ...] = (
         """\
                 raise self._created() from error
             return False
-        self.folder.unlink(self.temporary.name)
+        self.temporary.folder.unlink(self.temporary.name)
         return True
 """,
     ),
@@ -975,7 +975,7 @@ PAST: tuple[Mutation, ...] = (
         STAGING,
         """\
             try:
-                os.close(self.folder.open(self.name, os.O_WRONLY))
+                os.close(self.temporary.folder.open(self.name, os.O_WRONLY))
             except OSError as error:
                 # A file that just may not be written to can be replaced.
                 if error.errno == errno.EPERM:
@@ -987,7 +987,7 @@ PAST: tuple[Mutation, ...] = (
         "In a sticky folder, the second of two files is another user's: its rename is refused when the first is new,"
         " and so is that of recovery.",
         STAGING,
-        "if is_sticky and os.geteuid() not in (0, now.st_uid, self.folder.owner):",
+        "if is_sticky and os.geteuid() not in (0, now.st_uid, self.temporary.folder.owner):",
         "if is_sticky and now.st_uid < 0:",
     ),
     _slip(
@@ -996,7 +996,7 @@ PAST: tuple[Mutation, ...] = (
         " has made.",
         TRANSACTION,
         """\
-        for folder in self.targets.folders:
+        for folder in self.targets.names:
             # Otherwise, this run could not see others, nor remove what it has made.
             with os_errors_about(folder.path):
                 folder.names()
@@ -1137,7 +1137,7 @@ PAST: tuple[Mutation, ...] = (
         " the status of that write, and recovery overwrites it and says finished.",
         STAGING,
         "        now = self._status\n",
-        "        now = self.folder.status(self.name)\n",
+        "        now = self.temporary.folder.status(self.name)\n",
     ),
     _slip(
         "signal-hides-what-became-of-the-files",
@@ -1154,6 +1154,14 @@ PAST: tuple[Mutation, ...] = (
         SIGNALS,
         'for note in getattr(error.__context__, "__notes__", [WRITTEN] * _is_committed):',
         'for note in getattr(error.__context__, "__notes__", ()):',
+    ),
+    _slip(
+        "private-file-made-public-by-recovery",
+        "A run is killed when it is ready, and its target is then made private: recovery renames a file with the old"
+        " mode over it.",
+        RECOVERY,
+        "            self._narrow(move)\n",
+        "",
     ),
     _slip(
         "folder-above-a-new-one-not-synced",

@@ -285,7 +285,7 @@ class CudaBackend(NumpyBackend):
                 block=data.address,
                 sums=results.address,
                 exponents=results.address + 8 * tiles.total,
-                facts=results.address + 16 * tiles.total,
+                statistics=results.address + 16 * tiles.total,
                 **rows,
                 limit=STORAGE[dtype].rounded(limit),
                 order=spec.order,

@@ -30,7 +30,7 @@ def record(*fields: str) -> np.dtype[Any]:
 _PIECE = record("offset", "elements", "first_block", "first_sum", "number", "*factor")
 _TARGET = record("offset", "elements", "first_block", "at", "first_addend", "addends", "number")
 _ADDEND = record("dtype", "offset", "start", "elements", "*weight")
-TILES_JOB = record("block", "sums", "exponents", "facts", "piece", "*limit", "*order", "drops", "pieces")
+TILES_JOB = record("block", "sums", "exponents", "statistics", "piece", "*limit", "*order", "drops", "pieces")
 EXTREMES_JOB = record("block", "counts", "piece", "normal", "largest", "pieces")
 HISTOGRAM_JOB = record("block", "counts", "largest", "piece", "pieces")
 ADD_JOB = record("block", "source", "sums", "losses", "target", "addend", "*divisor", "*factor", "flags", "targets")

@@ -155,9 +155,9 @@ class Commit:
         for staged in self.staged:
             staged.finish(sources, fsync=self._transaction.fsync)
             staged.require_replaceable()
-        folders = self._transaction.targets.folders
+        folders = list(self._transaction.targets.names)
         with os_errors_about(self._transaction.log_folder.path):
-            moves = [staged.move(folders.index(staged.folder)) for staged in self.staged]
+            moves = [staged.move(folders.index(staged.temporary.folder)) for staged in self.staged]
             changes, redo = ([], None) if self._in_place is None else self._in_place.finish()
             self._transaction.check_ready([*changes, *moves])
             if not is_atomic:
@@ -231,7 +231,7 @@ class InPlace:
         with os_errors_about(self.log.file.path), fs.closing(self.log.file.open(os.O_RDONLY)) as fd:
             if self._transaction.fsync:
                 fs.sync(fd)
-        folders = self._transaction.targets.folders
+        folders = list(self._transaction.targets.names)
         changes = []
         for target in self._targets:
             _require_writable(target, fsync=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from dataclasses import dataclass
@@ -102,15 +101,10 @@ class Inputs(NamedTuple):
 
     def scopes(self, error: GradtoolError | None = None) -> list[Scope]:
         """Return where the paths lead, whether they can be opened or not; or the files that an error is about."""
-        from gradtool.store.transaction.runs import scopes_of  # only needed for errors, and to write
+        from gradtool.store.transaction.runs import all_scopes_of  # only needed for errors, and to write
 
         files = [problem.file for problem in error.problems if problem.file] if error else []
-        scopes: dict[Scope, None] = {}
-        for path in files or self.paths:
-            # Where the current folder is gone, a relative path leads nowhere.
-            with contextlib.suppress(OSError):
-                scopes |= dict.fromkeys(scopes_of(path))
-        return list(scopes)
+        return all_scopes_of(files or self.paths)
 
 
 def open_to_read(inputs: Inputs) -> OpenSets:
@@ -159,7 +153,7 @@ def _may_have_logs(folder: Folder) -> bool:
     # A folder that cannot be listed may.
     try:
         return any(name.startswith(PREFIX) for name in folder.names())
-    except PermissionError as error:
+    except OSError as error:
         if error.errno != errno.EACCES:
             raise
         return True

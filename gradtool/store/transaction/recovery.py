@@ -18,7 +18,7 @@ from gradtool.store.io.redolog import RedoLog, changed_since
 from gradtool.store.transaction.locks import InUse, claim, lock
 from gradtool.store.transaction.log import FINISHED, HOST, MARKER, UNTOUCHED, append_step, is_trusted, read_log
 from gradtool.store.transaction.runs import follow_pointer, runs_in
-from gradtool.store.transaction.staging import is_new, is_replaceable
+from gradtool.store.transaction.staging import attributes_of, is_new, is_replaceable
 from gradtool.store.transaction.transaction import clear
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ class _Crashed:
         if redo is not None:
             redo.finish(targets, force=self._force)
         for move in moves:
+            self._narrow(move)
             self._folders[move.folder].rename(f"{log.run}-{move.number}.tmp", move.name)
         # Renames of the run itself may not be on the disk either.
         for folder in self._folders.values():
@@ -225,6 +226,20 @@ class _Crashed:
         if now is not None and not self._force and not is_replaceable(now, move):
             raise changed_since(folder.path / move.name)
         return stat.S_ISREG(built.st_mode)
+
+    def _narrow(self, move: Move) -> None:
+        """Take the permissions from a temporary that its target has lost since the run was ready."""
+        folder, name = self._folders[move.folder], f"{self._log.run}-{move.number}.tmp"
+        target, built = folder.status(move.name), folder.status(name)
+        if target is None or built is None or attributes_of(target) == move.attributes:
+            return
+        lost = stat.S_IMODE(built.st_mode & ~target.st_mode)
+        if target.st_gid != built.st_gid:
+            lost |= stat.S_IRWXG
+        if lost:
+            with fs.closing(File(folder, name, built.st_dev, built.st_ino).open(os.O_RDONLY)) as fd:
+                fs.change_mode(fd, stat.S_IMODE(built.st_mode) & ~lost)
+                fs.sync(fd)
 
     def _clear(self) -> None:
         name = self._log.path.name

@@ -44,11 +44,15 @@ class Run(NamedTuple):
 def runs_in(folder: Folder, names: Collection[str] | None = None, except_run: str | None = None) -> list[Run]:
     """Return the runs that write to files of those names in a folder, or to any files, and the orphans there.
 
+    The run with the ID `except_run`, which asks, is left out.
+
     Raises:
         SystemRefusedError: the folder cannot be listed or read; its logs are too large; or a log is malformed.
     """
     files = files_by_run(folder)
     files.pop(except_run or "", None)
+    if not files:
+        return []
     with os_errors_about(folder.path):
         logs = _logs_in(folder, files)
         orphans = [run for run in files if run not in logs and read_log(folder, f"{run}.run") is None]
@@ -172,6 +176,16 @@ def scopes_of(path: str) -> list[Scope]:
     return scopes
 
 
+def all_scopes_of(paths: Iterable[str]) -> list[Scope]:
+    """Return the scopes of several paths, each once, without those that lead nowhere or are refused."""
+    scopes: dict[Scope, None] = {}
+    for path in paths:
+        # A link of another user is no way to a folder; and without the current folder, a relative path leads nowhere.
+        with contextlib.suppress(OSError):
+            scopes |= dict.fromkeys(scopes_of(path))
+    return list(scopes)
+
+
 def require_finished_in(folder: Folder, files: Mapping[str, Path], except_run: str | None = None) -> None:
     """Raise `SystemRefusedError` if a run may have changed half of the files, which are given by name."""
     for run in runs_seen_in(folder, files.keys(), except_run):
@@ -219,14 +233,9 @@ def leftovers_at(paths: Iterable[str]) -> tuple[list[Leftover], list[GradtoolErr
 
     Nothing is locked. So a new process with the ID of a crashed process passes for it.
     """
-    scopes: dict[Scope, None] = {}
-    for path in paths:
-        # A link of another user is no way to a folder; and without the current folder, a relative path leads nowhere.
-        with contextlib.suppress(OSError):
-            scopes |= dict.fromkeys(scopes_of(path))
     leftovers: dict[Path, Leftover] = {}
     errors: dict[str, GradtoolError] = {}
-    for scope in scopes:
+    for scope in all_scopes_of(paths):
         try:
             with Folder.at(scope.folder) as folder:
                 for run in runs_seen_in(folder, scope.names):

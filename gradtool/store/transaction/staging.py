@@ -58,13 +58,8 @@ class Staged:
     def move(self, folder: int) -> Move:
         """Return what the log says of the rename, in the folder of that number, when all is ready."""
         now = self._status
-        version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, _attributes(now))
+        version = (None,) * 4 if now is None else (now.st_size, now.st_mtime_ns, now.st_ctime_ns, attributes_of(now))
         return Move(folder, self.number, self.name, self.temporary.inode, *version)
-
-    @property
-    def folder(self) -> Folder:
-        """The folder of the temporary and the target."""
-        return self.temporary.folder
 
     def finish(self, sources: Sequence[Rights], *, fsync: bool) -> None:
         """Copy the attributes that the replaced file has now, if that was not done, and sync the content.
@@ -77,7 +72,7 @@ class Staged:
         """
         with os_errors_about(self.target):
             for _ in range(_TRIES):
-                now = self.folder.status(self.name)
+                now = self.temporary.folder.status(self.name)
                 if self.original is not None and (now is None or not is_same(now, self.original)):
                     break
                 if self.is_new and now is not None:
@@ -94,7 +89,7 @@ class Staged:
         with fs.closing(self.temporary.open(os.O_RDONLY)) as fd:
             if self.original is not None and now is not None:
                 self.original = now
-                copy_attributes(fd, self.folder, self.name, now)
+                copy_attributes(fd, self.temporary.folder, self.name, now)
                 mode = stat.S_IMODE(now.st_mode)
                 if now.st_uid != os.geteuid():
                     mode &= ~(stat.S_ISUID | stat.S_ISGID)
@@ -102,7 +97,7 @@ class Staged:
                 # It may have got an access control list since it was made.
                 fs.remove_acl(fd)
                 if now is not None:
-                    sources = [*sources, rights_of(self.name, within=self.folder.fd)]
+                    sources = [*sources, rights_of(self.name, within=self.temporary.folder.fd)]
                 mode = new_mode(os.fstat(fd).st_gid, sources)
             # Last, because it may forbid even us to write.
             fs.change_mode(fd, mode)
@@ -115,14 +110,14 @@ class Staged:
         That is so for a file that cannot be changed (`chattr +i`) and, in a sticky folder, for another user's file.
         """
         with os_errors_about(self.target):
-            now = self.folder.status(self.name)
+            now = self.temporary.folder.status(self.name)
             if now is None:
                 return
-            is_sticky = bool(self.folder.mode & stat.S_ISVTX)
-            if is_sticky and os.geteuid() not in (0, now.st_uid, self.folder.owner):
+            is_sticky = bool(self.temporary.folder.mode & stat.S_ISVTX)
+            if is_sticky and os.geteuid() not in (0, now.st_uid, self.temporary.folder.owner):
                 raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
             try:
-                os.close(self.folder.open(self.name, os.O_WRONLY))
+                os.close(self.temporary.folder.open(self.name, os.O_WRONLY))
             except OSError as error:
                 # A file that just may not be written to can be replaced.
                 if error.errno == errno.EPERM:
@@ -140,7 +135,7 @@ class Staged:
             if self.is_new and self._link():
                 return
             try:
-                self.folder.rename(self.temporary.name, self.name)
+                self.temporary.folder.rename(self.temporary.name, self.name)
             except OSError:
                 # A server may lose its answer, and fail when it is asked again.
                 if not self.is_in_place:
@@ -154,13 +149,13 @@ class Staged:
     def _link(self) -> bool:
         """Link the target, which replaces nothing, unlike a rename; return False on file systems without links."""
         try:
-            self.folder.link(self.temporary.name, self.name)
+            self.temporary.folder.link(self.temporary.name, self.name)
         except OSError as error:
             if self.is_in_place:
                 return True
             if error.errno not in (errno.EEXIST, errno.EPERM, *system.UNSUPPORTED):
                 raise
-            if error.errno == errno.EEXIST or self.folder.status(self.name) is not None:
+            if error.errno == errno.EEXIST or self.temporary.folder.status(self.name) is not None:
                 raise self._created() from error
             return False
         return True
@@ -180,10 +175,10 @@ def is_replaceable(now: os.stat_result, move: Move) -> bool:
     """Check whether a target is still what it was when the run was ready, as `is_same` does."""
     if (now.st_size, now.st_mtime_ns) != (move.size, move.mtime_ns):
         return False
-    return now.st_ctime_ns == move.ctime_ns or _attributes(now) != move.attributes
+    return now.st_ctime_ns == move.ctime_ns or attributes_of(now) != move.attributes
 
 
-def _attributes(status: os.stat_result) -> int:
+def attributes_of(status: os.stat_result) -> int:
     """Return what explains that an inode has changed though its content has not, as a number."""
     return zlib.crc32(repr(links_and_rights(status)).encode())
 

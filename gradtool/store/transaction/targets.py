@@ -61,11 +61,6 @@ class Targets:
             self.close()
             raise
 
-    @property
-    def folders(self) -> list[Folder]:
-        """The folders of the targets, the log folder first."""
-        return list(self.names)
-
     def locate(self, target: Path) -> tuple[Folder, str]:
         """Return the folder and the name of a target; raise `SystemRefusedError` if its path leads elsewhere now."""
         if target in self.located:
@@ -79,7 +74,7 @@ class Targets:
         """Make the missing folders, outermost first, and move the targets there."""
         if not self.missing or self.made:
             return
-        inner = self.folders[0]
+        inner = next(iter(self.names))
         for name in self.missing:
             with os_errors_about(inner.path / name):
                 inner = inner.make(name)
@@ -103,12 +98,13 @@ class Targets:
         if missing:
             # Behind a folder that is missing, `..` leads nowhere.
             folder, links = self._open_folder(os.fspath(new_folder if os.pardir in missing else above))
-            _check_way(new_folder, links, folder, missing[-1])
+            if links:
+                _check_way(new_folder, links, folder, missing[-1])
             self.names[folder] = set()
         return tuple(reversed(missing))
 
     def _add(self, path: Path, *, is_new: bool) -> None:
-        folder, name = (self.folders[0], path.name) if is_new else self._follow(path)
+        folder, name = (next(iter(self.names)), path.name) if is_new else self._follow(path)
         if name.startswith(PREFIX):
             # Recovery would take it for what a run has left, and remove it.
             message = "names that begin with {} are those of temporary files, which {} removes"
@@ -136,7 +132,8 @@ class Targets:
             place = folder.path / target
         else:
             raise from_os_error(loop(), place)
-        _check_way(path, links, folder, name)
+        if links:
+            _check_way(path, links, folder, name)
         return folder, name
 
     def _open_folder(self, path: str) -> tuple[Folder, Sequence[Link]]:
@@ -172,8 +169,6 @@ def check_links_of(path: str) -> None:
 
 def _check_way(path: Path, links: Sequence[Link], folder: Folder, name: str) -> None:
     """Raise `SystemRefusedError` if the links of a path may not lead to a name in a folder."""
-    if not links:
-        return
     with os_errors_about(path):
         status = folder.status(name)
     kind = "folder" if status is None or stat.S_ISDIR(status.st_mode) else "file"

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import stat
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from gradtool.errors import GradtoolError, SystemRefusedError, call, changed_meanwhile, ensure, os_errors_about, say
@@ -45,7 +46,7 @@ class Transaction:
 
     def __init__(self, targets: Targets, *, fsync: bool) -> None:
         self.targets, self.fsync = targets, fsync
-        self.log_folder = targets.folders[0]
+        self.log_folder = next(iter(targets.names))
         self.id = ""
         # The files may have changed while we waited for other runs.
         self.may_be_stale = False
@@ -67,16 +68,13 @@ class Transaction:
         if error is not None and self.leaves_files:
             error.add_note(_NOTE)
         if isinstance(error, GradtoolError) and self.needs_recovery:
-            problem, hint = error.problems[0], self.hint_to_recover
-            if problem.hint != hint:
-                file, tensor = problem.file, problem.tensor
-                raise SystemRefusedError(
-                    problem.message, file=file, tensor=tensor, code="unfinished", hint=hint
-                ) from error
+            problem = replace(error.problems[0], code="unfinished", hint=self.hint_to_recover)
+            if problem.hint != error.problems[0].hint:
+                raise SystemRefusedError.from_problems([problem]) from error
 
     @property
     def hint_to_recover(self) -> str:
-        """How to complete this run, once it has ended."""
+        """A hint that says how to complete this run, once it has ended."""
         return say("run {}", call("recover", str(self.log_folder.path)))
 
     def register(self) -> None:
@@ -85,7 +83,7 @@ class Transaction:
         located = self.targets.located
         path = next(reversed(located), self.log_folder.path)
         encode_step(path, ready=[[[name, *_LONGEST] for _, name in located.values()], [], None])
-        for folder in self.targets.folders:
+        for folder in self.targets.names:
             # Otherwise, this run could not see others, nor remove what it has made.
             with os_errors_about(folder.path):
                 folder.names()
@@ -95,12 +93,12 @@ class Transaction:
         for folder in self.targets.made if self.fsync else ():
             with os_errors_about(folder.path):
                 folder.sync()
-        for folder in self.targets.folders[1:]:
+        for folder in [*self.targets.names][1:]:
             with os_errors_about(folder.path):
                 self._create_pointer(folder)
 
     def withdraw(self) -> None:
-        """Undo `register`, so that others can go first."""
+        """Undo `register`, so that another run can go first."""
         if self._size:
             # Removing all pointers may take a while; no other run need wait for that.
             with contextlib.suppress(OSError):
@@ -127,9 +125,10 @@ class Transaction:
 
     def check_ready(self, steps: list[Change | Move]) -> None:
         """Raise an error where recovery would refuse to do the steps, or another run may take this run for dead."""
-        named, listed = [(step.folder, step.name) for step in steps], enumerate(self.targets.names.values())
-        ensure(len(set(named)) == len(named), "a file would be written twice")
-        ensure({*named} <= {(folder, name) for folder, names in listed for name in names}, "the log lacks a file")
+        files = [(step.folder, step.name) for step in steps]
+        targets = {(number, name) for number, names in enumerate(self.targets.names.values()) for name in names}
+        ensure(len(set(files)) == len(files), "a file would be written twice")
+        ensure({*files} <= targets, "the log lacks a file")
         lock = f"{self.id}.lock"
         if not is_file_at(self._lock, self.log_folder, lock):
             raise changed_meanwhile(self.log_folder.path / lock)
@@ -150,12 +149,12 @@ class Transaction:
 
     def sync_folders(self) -> None:
         """Sync the names in all folders."""
-        for folder in self.targets.folders if self.fsync else ():
+        for folder in self.targets.names if self.fsync else ():
             folder.sync()
 
     def end(self, *, always: bool) -> None:
         """Log that all files are new and only the clean-up is left; unless `always`, not if that is just the log."""
-        if always or len(self.targets.folders) > 1 or self._has_markers:
+        if always or len(self.targets.names) > 1 or self._has_markers:
             self.append(ended=FINISHED)
 
     def close(self) -> None:
@@ -180,7 +179,7 @@ class Transaction:
         # Other users must be able to read it; but not while it is empty, or they could lock it.
         fs.change_mode(fd, 0o644)
         # In a power cut, no pointer may outlive what it points to.
-        if self.fsync and (len(self.targets.folders) > 1 or self.targets.missing):
+        if self.fsync and (len(self.targets.names) > 1 or self.targets.missing):
             fs.sync(fd)
             self.log_folder.sync()
 
@@ -205,7 +204,7 @@ class Transaction:
         entry |= {"boot": boot_id(), "files": sorted(self.targets.names[folder])}
         if folder is not self.log_folder:
             return entry | {"home": os.path.relpath(self.log_folder.path / f"{self.id}.run", folder.path)}
-        paths = [folder.path for folder in self.targets.folders[1:]]
+        paths = [folder.path for folder in [*self.targets.names][1:]]
         if missing := self.targets.missing:
             entry["missing"] = list(missing)
             paths += [] if self.targets.made else [self.log_folder.path.joinpath(*missing)]

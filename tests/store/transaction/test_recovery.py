@@ -425,3 +425,26 @@ def test_a_link_that_leads_nowhere_is_no_failure(tmp_path):
     (tmp_path / "lost.safetensors").symlink_to(tmp_path / "gone" / "x")
     assert recover(tmp_path).finished == 1
     assert content_of(paths) == new
+
+
+@pytest.mark.parametrize(("mode", "recovered"), [(0o600, 0o600), (0o640, 0o640), (0o666, 0o644), (0o755, 0o644)])
+def test_recovery_takes_permissions_that_a_file_lost_since_its_run_was_ready(tmp_path, mode, recovered):
+    paths = files_in(tmp_path)
+    for path in paths:
+        path.chmod(0o644)
+    new = half_replaced(paths)
+    paths[0].chmod(mode)
+    recover(tmp_path)
+    assert content_of(paths) == new
+    assert [path.stat().st_mode & 0o777 for path in paths] == [recovered, 0o644]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to any group")
+def test_recovery_takes_permissions_of_a_group_from_a_file_that_has_another_since(tmp_path):
+    (path,) = paths = files_in(tmp_path, 1)
+    path.chmod(0o664)
+    paths += files_in(tmp_path / "b", 1)
+    half_replaced(paths)
+    os.chown(path, -1, 4321)
+    recover(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o604

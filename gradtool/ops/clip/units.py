@@ -210,8 +210,10 @@ class ComputeUnitFactors(Pass[tuple[Measurement, _UnitTally]]):
             return
         params = {span.tensor: self.params[span.tensor] for span, _, _ in spans}
         view, addends = stack.enter_context(read_beside(params, self.selected, loaded.block, worker))
+        # Memory is asked for once, because a block may have thousands of tensors.
+        memory = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in spans))).cast("d")
         for (span, size, units), param in zip(spans, addends, strict=True):
-            factors = stack.enter_context(worker.memory(8 * len(units))).cast("d")
+            factors, memory = memory[: len(units)], memory[len(units) :]
             start, count = units.start * size - span.start, len(units) * size
             grad_values = _part(loaded.view, span.dtype, span.offset, start, count)
             param_values = _part(view, param.dtype, param.offset, start, count)

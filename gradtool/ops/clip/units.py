@@ -178,15 +178,12 @@ class ComputeUnitFactors(Pass[tuple[Measurement, _UnitTally]]):
 
     @property
     def beside(self) -> Sequence[Selected]:
-        """The parameters of the gradients."""
         return self.params
 
     def tally(self) -> tuple[Measurement, _UnitTally]:
-        """Begin with nothing, of all gradients and of all units."""
         return Measurement(self.selected, self.spec), _UnitTally(self.selected)
 
     def work(self, block: Block, worker: Worker, tally: tuple[Measurement, _UnitTally]) -> None:
-        """Compute the factors of the units that begin in a block."""
         with worker.load(block) as loaded, contextlib.ExitStack() as stack:
             sums = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
             units = [*self._cut_unit(block, worker, stack), *self._whole_units(loaded, worker, stack)]

@@ -12,7 +12,6 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    NamedTuple,
     NoReturn,
     ParamSpec,
     Self,
@@ -44,21 +43,30 @@ _CHECKS: dict[Any, Callable[[Any, Any], Any]] = {
 }
 
 
-class Declared(NamedTuple):
-    """An option, or an argument: what `field` is told, then what `declared_of` adds."""
+class Declared:
+    """An option or an argument, as a class declares it: its name, type and group in help come from the class."""
 
-    help: str
-    metavar: str
-    range: validators.Range | None
-    default: Any
-    group: str
-    unset: str = ""
-    short: str = ""
-    check: Callable[[Text, Any], Any] | None = None
-    name: str = ""
-    hint: Any = None
-    types: tuple[Any, ...] = ()
-    choices: tuple[str, ...] = ()
+    def __init__(
+        self,
+        help: str,  # noqa: A002
+        metavar: str = "",
+        range: validators.Range | None = None,  # noqa: A002
+        *,
+        default: Any = Parameter.empty,
+        kw_only: bool = True,
+        unset: str = "",
+        short: str = "",
+        check: Callable[[Text, Any], Any] | None = None,
+    ) -> None:
+        self.help, self.metavar, self.range, self.default = help, metavar, range, default
+        self.group, self.unset, self.short, self.check = "" if kw_only else ARGUMENTS, unset, short, check
+
+    def __set_name__(self, owner: type[Options], name: str) -> None:
+        self.name, self.hint = name, owner.__annotations__[name]
+        self.types = get_args(self.hint) if get_origin(self.hint) in {Union, UnionType} else (self.hint,)
+        self.choices = get_args(self.types[0]) if get_origin(self.types[0]) is Literal else ()
+        self.metavar = self.metavar or "|".join(self.choices)
+        self.group = self.group or vars(owner).get("title", OPTIONS)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -104,21 +112,13 @@ class Declared(NamedTuple):
         return checked
 
 
-def field(
-    help: str,  # noqa: A002
-    metavar: str = "",
-    range: validators.Range | None = None,  # noqa: A002
-    *,
-    default: Any = Parameter.empty,
-    kw_only: bool = True,
-    **more: Any,
-) -> Any:
-    """Declare an option, or an argument if it is not `kw_only`.
+def field(*given: Any, **more: Any) -> Any:
+    """Declare an option, or an argument if it is not `kw_only`; for type checkers, it is a value of any type.
 
     `unset` says what None stands for, `short` is a short flag, and `check` converts a value whose type does not say
     how.
     """
-    return Declared(help, metavar, range, default, "" if kw_only else ARGUMENTS, **more)
+    return Declared(*given, **more)
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, frozen_default=True, field_specifiers=(field,))
@@ -162,26 +162,16 @@ class Options:
 
 
 def _cached(function: Callable[[type[Options]], _Result]) -> Callable[[type[Options]], _Result]:
-    """Cache a function of a class, which mypy does not take for hashable."""
+    # A class, which mypy does not take for hashable.
     return functools.cache(function)  # type: ignore[return-value]
 
 
 @_cached
 def declared_of(options: type[Options]) -> dict[str, Declared]:
     """Return the declarations of a class by name: arguments, its own options, then the shared ones, group by group."""
-    declared = []
     # All bases but Options and object.
-    for base in reversed(options.__mro__[:-2]):
-        for name, hint in base.__annotations__.items():
-            entry = vars(base)[name]
-            types = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
-            choices = get_args(types[0]) if get_origin(types[0]) is Literal else ()
-            group = entry.group or vars(base).get("title", OPTIONS)
-            metavar = entry.metavar or "|".join(choices)
-            declared.append(
-                entry._replace(name=name, hint=hint, types=types, choices=choices, metavar=metavar, group=group)
-            )
-    return {entry.name: entry for entry in sorted(declared, key=lambda entry: GROUPS.index(entry.group))}
+    declared = {name: vars(base)[name] for base in reversed(options.__mro__[:-2]) for name in base.__annotations__}
+    return dict(sorted(declared.items(), key=lambda entry: GROUPS.index(entry[1].group)))
 
 
 @_cached

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 _STDERR = 2
+# Many short lines of JSON are few system calls, and `| head -1` rarely breaks the pipe.
+_BUFFER_BYTES = 1 << 16
 # More files than any run opens.
 _OPEN_FILES = 65_536
 # A signal that has arrived and is not reported yet: Typer would turn it into a bare exit code.
@@ -89,7 +91,7 @@ def replace_std_streams() -> None:
     sys.stdout, sys.stderr = (
         # A name that the terminal's encoding lacks must not fail a call after its files are written.
         io.TextIOWrapper(
-            io.BufferedWriter(_File(fd, "w", closefd=False)),
+            io.BufferedWriter(_File(fd, "w", closefd=False), _BUFFER_BYTES),
             encoding="utf-8" if before is None else before.encoding,
             errors="backslashreplace",
             line_buffering=fd == _STDERR,

@@ -51,7 +51,7 @@ ONES = np.ones(2, np.float32)
 # What a write has lost.
 LOSSES = ("new_zeros", "new_subnormals")
 # What else a backend finds in a block.
-FACTS = ("sums", "exponents", *(name for name in protocol.STATISTICS if name not in LOSSES))
+STATISTICS = ("sums", "exponents", *(name for name in protocol.STATISTICS if name not in LOSSES))
 
 
 def backends():

@@ -14,7 +14,7 @@
 /* A row on the stack begins at a cache line. Elsewhere its vectors cross lines, which costs up to a fifth of the speed. */
 #define ALIGNED _Alignas(64)
 
-/* Not a plain `inline`, so that every loop over them is one that the compiler can vectorize. */
+/* Not a plain `inline`, so that the compiler can vectorize every loop over them. */
 #if defined(__GNUC__)
 #define HELPER static inline __attribute__((always_inline))
 #else
@@ -28,7 +28,7 @@ enum { HAS_FMA = 1 };
 enum { HAS_FMA = 0 };
 #endif
 
-/* Codes, whatever their size, that are compared in one stretch; a whole number of vectors. */
+/* Codes, whatever their size, that are compared in a stretch; a whole number of vectors. */
 enum { SIDE_BY_SIDE = 64 };
 
 /* A tensor can have any address. */

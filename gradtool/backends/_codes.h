@@ -1,4 +1,4 @@
-/* The storage types, one value at a time; storage.py is the plain twin.
+/* The storage types, a value at a time; storage.py is the reference.
  *
  * Shared by the C and the CUDA kernels. HELPER are the declaration specifiers of a small function: of C in _base.h, of CUDA
  * in _device.cuh, which precedes this text in every module. */
@@ -10,7 +10,7 @@
 #endif
 
 enum { LANES = 2048, ROWS = 32, TILE = LANES * ROWS };
-/* Row sums: lanes, and the columns whose lanes are folded into one value. */
+/* Row sums: lanes, and the columns whose lanes are folded into a value. */
 enum { ROW_LANES = 32, CHUNK = 1024 };
 enum term { MAXIMUM, ABSOLUTE, SQUARE };
 
@@ -60,7 +60,7 @@ HELPER uint32_t quiet_nan_of(int exponent_bits, int mantissa_bits, int has_infin
 }
 
 /* Subnormal codes are converted as integers, because float subnormals make multiplication slow. With the exponents of
- * float32, a code is the upper part of one. */
+ * float32, a code is the upper part of a float32. */
 HELPER uint32_t widen_small(uint32_t code, int exponent_bits, int mantissa_bits, int has_infinity)
 {
     int bias = bias_of(exponent_bits), shift = 23 - mantissa_bits;
@@ -142,7 +142,7 @@ HELPER uint32_t round_product(float value, float factor, struct format format)
     return as_bits(fmaf(fabsf(value), fabsf(factor), anchor) - anchor);
 }
 
-/* The code of a value that needs no rounding; every NaN becomes the quiet one. */
+/* The code of a value that needs no rounding; every NaN becomes the quiet NaN. */
 HELPER uint32_t float_to_f32(float value) { return value == value ? as_bits(value) : 0x7fc00000u; }
 HELPER uint64_t double_to_f64(double value) { return value == value ? as_bits64(value) : 0x7ff8000000000000u; }
 

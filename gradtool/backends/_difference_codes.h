@@ -8,9 +8,9 @@
 struct row { enum dtype dtype[2]; const char *data[2]; int n; int64_t start; };
 
 /* Of a row: the longest distance, and how many values and how many stored codes differ. */
-struct code_facts { uint64_t longest; int64_t differing, bits; };
+struct code_summary { uint64_t longest; int64_t differing, bits; };
 
-/* How many codes lie between two of one sign, or on both sides of zero; -0 is 0. Counts of a row fit 16 bits; bytes are
+/* How many codes lie between two of the same sign, or on both sides of zero; -0 is 0. Counts of a row fit 16 bits; bytes are
  * widened for that. */
 #define COMPARE_CODES(NAME, BITS, STORED)                                                                              \
     HELPER uint##BITS##_t distance_##NAME(const char *a, const char *b, int64_t j)                                     \
@@ -22,7 +22,7 @@ struct code_facts { uint64_t longest; int64_t differing, bits; };
         gap = (int##BITS##_t)(gap < 0 ? -gap : gap);                                                                   \
         return (int##STORED##_t)(x ^ y) < 0 ? sum : (uint##BITS##_t)gap;                                               \
     }                                                                                                                  \
-    static struct code_facts compare_##NAME(const char *a, const char *b, int n)                                       \
+    static struct code_summary compare_##NAME(const char *a, const char *b, int n)                                       \
     {                                                                                                                  \
         uint##BITS##_t longest = 0, differing = 0, bits = 0;                                                           \
         for (int64_t j = 0; j < n; j++) {                                                                              \
@@ -31,7 +31,7 @@ struct code_facts { uint64_t longest; int64_t differing, bits; };
             differing += distance != 0;                                                                                \
             bits += load##STORED(a + STORED / 8 * j) != load##STORED(b + STORED / 8 * j);                              \
         }                                                                                                              \
-        return (struct code_facts){longest, (int64_t)differing, (int64_t)bits};                                        \
+        return (struct code_summary){longest, (int64_t)differing, (int64_t)bits};                                        \
     }                                                                                                                  \
     static int64_t first_##NAME(const char *a, const char *b, int n, uint64_t distance)                                \
     {                                                                                                                  \
@@ -77,7 +77,7 @@ static void widen(struct row row, int side, double *values)
     if (loaded != (const char *)values) memcpy(values, loaded, 8 * (size_t)row.n);
 }
 
-/* The codes of both sides, those of different types in the coarser one; with these, how many values differ. */
+/* The codes of both sides, those of different types in the coarser type; for these, how many values differ. */
 static int64_t codes_in_one_type(struct row row, uint32_t (*codes)[LANES])
 {
     enum dtype coarser = row.dtype[0] > row.dtype[1] ? row.dtype[0] : row.dtype[1];
@@ -91,14 +91,14 @@ static int64_t codes_in_one_type(struct row row, uint32_t (*codes)[LANES])
     return differing;
 }
 
-/* Compares codes; those of different types are rounded to the coarser one, and all their bits differ. */
-static struct code_facts compare_codes(struct row row)
+/* Compares codes; those of different types are rounded to the coarser type, and all their bits differ. */
+static struct code_summary compare_codes(struct row row)
 {
     const char *a = row.data[0], *b = row.data[1];
     ALIGNED uint32_t codes[2][LANES];
     if (row.dtype[0] != row.dtype[1]) {
         int64_t differing = codes_in_one_type(row, codes);
-        return (struct code_facts){compare_codes32((char *)codes[0], (char *)codes[1], row.n).longest, differing, row.n};
+        return (struct code_summary){compare_codes32((char *)codes[0], (char *)codes[1], row.n).longest, differing, row.n};
     }
     switch (ITEMSIZE[row.dtype[0]]) {
     case 8: return compare_codes64(a, b, row.n);

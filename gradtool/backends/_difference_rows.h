@@ -16,9 +16,9 @@ struct tolerance { double absolute, relative; };
 /* A quotient that is larger is looked for, if there may be one. */
 struct wanted { struct tolerance tolerance; double quotient; };
 
-/* Facts of one or two rows: the bits of the largest |x - y| of each, and whether a quotient may be above the wanted one; and
- * how many are far. */
-struct row_facts { int64_t largest[AT_ONCE]; uint64_t above[AT_ONCE]; int64_t far; };
+/* A summary of a row, or of two: the bits of the largest |x - y| of each, whether a quotient may be above the wanted
+ * quotient, and how many elements are far. */
+struct row_summary { int64_t largest[AT_ONCE]; uint64_t above[AT_ONCE]; int64_t far; };
 
 /* The terms of a lane. */
 struct terms { double gaps, a, b, products; };
@@ -41,19 +41,19 @@ HELPER double add_product(double sum, double x, double y, int is_wide)
 }
 
 /* Adds the terms of an element, and looks at it. */
-HELPER struct terms add_terms(struct terms terms, double x, double y, struct wanted wanted, struct row_facts *facts,
+HELPER struct terms add_terms(struct terms terms, double x, double y, struct wanted wanted, struct row_summary *summary,
                               int64_t row, int is_wide, int has_tolerance)
 {
     double gap = fabs(x - y), magnitude = fabs(y);
     /* The first has the sign of the exact result. Of the second, `wanted` leaves room for the rounding. */
     double under = HAS_FMA ? fma(wanted.quotient, magnitude, -gap) : wanted.quotient * magnitude - gap;
     int64_t gap_bits = (int64_t)as_bits64(gap);
-    facts->largest[row] = gap_bits > facts->largest[row] ? gap_bits : facts->largest[row];
-    facts->above[row] |= as_bits64(under);
-    /* Near underflow either may have been rounded to zero, and an infinity less an infinity has no sign; the gaps of other
+    summary->largest[row] = gap_bits > summary->largest[row] ? gap_bits : summary->largest[row];
+    summary->above[row] |= as_bits64(under);
+    /* Near underflow, either may have been rounded to zero, and an infinity less an infinity has no sign; the gaps of other
      * types are in between. */
-    if (is_wide) facts->above[row] |= (uint64_t)(((gap < 0x1p-900) & (gap != 0)) | (gap > DBL_MAX)) << 63;
-    if (has_tolerance) facts->far += gap > wanted.tolerance.absolute + wanted.tolerance.relative * magnitude;
+    if (is_wide) summary->above[row] |= (uint64_t)(((gap < 0x1p-900) & (gap != 0)) | (gap > DBL_MAX)) << 63;
+    if (has_tolerance) summary->far += gap > wanted.tolerance.absolute + wanted.tolerance.relative * magnitude;
     terms.gaps += gap * gap;
     terms.a = add_product(terms.a, x, x, is_wide);
     terms.b = add_product(terms.b, y, y, is_wide);
@@ -61,61 +61,61 @@ HELPER struct terms add_terms(struct terms terms, double x, double y, struct wan
     return terms;
 }
 
-/* These add the parts of one row to the lanes, or of two whole ones at once, the second `step` bytes behind the first on
+/* Add the parts of a row to the lanes, or of two whole rows at once, the second `step` bytes behind the first on
  * each side: with two, the lanes are loaded and stored half as often. */
-HELPER struct row_facts add_rows64(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
+HELPER struct row_summary add_rows64(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
                                    double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
 {
-    struct row_facts facts = {{0}, {0}, 0};
+    struct row_summary summary = {{0}, {0}, 0};
     for (int64_t j = 0; j < n; j++) {
         struct terms terms = terms_of(lanes, j);
         for (int64_t r = 0; r < rows; r++) {
             double a = as_double(load64(x + 8 * j + r * step[0])), b = as_double(load64(y + 8 * j + r * step[1]));
-            terms = add_terms(terms, a, b, wanted, &facts, r, 1, has_tolerance);
+            terms = add_terms(terms, a, b, wanted, &summary, r, 1, has_tolerance);
         }
         set_terms(lanes, j, terms);
     }
-    return facts;
+    return summary;
 }
 
-HELPER struct row_facts add_rows32(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
+HELPER struct row_summary add_rows32(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
                                    double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
 {
-    struct row_facts facts = {{0}, {0}, 0};
+    struct row_summary summary = {{0}, {0}, 0};
     for (int64_t j = 0; j < n; j++) {
         struct terms terms = terms_of(lanes, j);
         for (int64_t r = 0; r < rows; r++) {
             double a = as_float(load32(x + 4 * j + r * step[0])), b = as_float(load32(y + 4 * j + r * step[1]));
-            terms = add_terms(terms, a, b, wanted, &facts, r, 0, has_tolerance);
+            terms = add_terms(terms, a, b, wanted, &summary, r, 0, has_tolerance);
         }
         set_terms(lanes, j, terms);
     }
-    return facts;
+    return summary;
 }
 
-/* Of BF16, two values of each side are the halves of a word; the lanes of even numbers come before all odd ones. */
-HELPER struct row_facts add_rows16(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
+/* Of BF16, two values of each side are the halves of a word; the lanes of even numbers come before all odd lanes. */
+HELPER struct row_summary add_rows16(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
                                    double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
 {
-    struct row_facts facts = {{0}, {0}, 0};
+    struct row_summary summary = {{0}, {0}, 0};
     for (int64_t j = 0; j < n / 2; j++) {
         struct terms lower = terms_of(lanes, j), upper = terms_of(lanes, PART / 2 + j);
         for (int64_t r = 0; r < rows; r++) {
             uint32_t a = load32(x + 4 * j + r * step[0]), b = load32(y + 4 * j + r * step[1]);
             double first = as_float(a << 16), second = as_float(b << 16);
-            lower = add_terms(lower, first, second, wanted, &facts, r, 0, has_tolerance);
+            lower = add_terms(lower, first, second, wanted, &summary, r, 0, has_tolerance);
             first = as_float(a & 0xffff0000u), second = as_float(b & 0xffff0000u);
-            upper = add_terms(upper, first, second, wanted, &facts, r, 0, has_tolerance);
+            upper = add_terms(upper, first, second, wanted, &summary, r, 0, has_tolerance);
         }
         set_terms(lanes, j, lower);
         set_terms(lanes, PART / 2 + j, upper);
     }
-    return facts;
+    return summary;
 }
 
-/* One loop for each number of rows, with and without a tolerance. */
+/* A loop for each number of rows, with and without a tolerance. */
 #define ADD_ROWS(BITS)                                                                                                 \
-    static struct row_facts add_part##BITS(int rows, const char *x, const char *y, const int64_t *step,                \
+    static struct row_summary add_part##BITS(int rows, const char *x, const char *y, const int64_t *step,                \
                                            double (*lanes)[PART], struct wanted wanted, int n)                         \
     {                                                                                                                  \
         int has_tolerance = wanted.tolerance.absolute > 0 || wanted.tolerance.relative > 0;                            \
@@ -135,7 +135,7 @@ static int is_bf16(struct row row)
 }
 
 /* Two rows are both whole parts; the second begins LANES elements behind the first. */
-static struct row_facts add_part(int rows, const struct row *row, double (*lanes)[PART], struct wanted wanted)
+static struct row_summary add_part(int rows, const struct row *row, double (*lanes)[PART], struct wanted wanted)
 {
     ALIGNED double room[2][AT_ONCE][PART];
     int is_wide = row->dtype[0] == F64 || row->dtype[1] == F64, n = row->n;
@@ -156,7 +156,7 @@ static struct row_facts add_part(int rows, const struct row *row, double (*lanes
 
 /* ---- largest values, each with its first place --------------------------------------------------------------------- */
 
-/* Whether a row from `start` on whose largest value is this one has a place for it. */
+/* Whether a row from `start` on has a new largest value, or the same at an earlier place. */
 #define IS_NEW(VALUE, LARGEST, START, PLACE) ((VALUE) > (LARGEST) || ((VALUE) == (LARGEST) && (START) < (PLACE)))
 
 /* The first place of the largest |x - y| of a row. */
@@ -183,18 +183,18 @@ static int64_t row_relative(const double *restrict x, const double *restrict y, 
 }
 
 /* Takes the largest quotient of a row and its first place, if it is new. */
-static void take_largest_quotient(struct row row, double *most, int64_t *place)
+static void take_largest_quotient(struct row row, double *maximum, int64_t *place)
 {
     ALIGNED double x[PART], y[PART], quotients[PART];
     int64_t j = 0;
-    if (isinf(*most) && row.start > *place) return;
+    if (isinf(*maximum) && row.start > *place) return;
     widen(row, 0, x);
     widen(row, 1, y);
     double largest = as_double((uint64_t)row_relative(x, y, quotients, row.n));
-    if (!IS_NEW(largest, *most, row.start, *place)) return;
+    if (!IS_NEW(largest, *maximum, row.start, *place)) return;
     while (j < row.n - 1 && quotients[j] != largest) j++;
-    if (!IS_NEW(largest, *most, row.start + j, *place)) return;
-    *most = largest;
+    if (!IS_NEW(largest, *maximum, row.start + j, *place)) return;
+    *maximum = largest;
     *place = row.start + j;
 }
 

@@ -1,4 +1,4 @@
-/* What tells two blocks apart, in one pass over both; differences.py is the plain twin, and says what each figure is. */
+/* The differences of two blocks, in a single pass over both; differences.py is the reference, and defines each result. */
 #ifndef GRADTOOL_DIFFERENCES_H
 #define GRADTOOL_DIFFERENCES_H
 
@@ -86,19 +86,19 @@ static void compare_all_codes(struct pair pair, struct difference *result)
     struct room room;
     int64_t row_of_longest = 0;
     for (int64_t start = 0; start < pair.elements; start += LANES) {
-        struct code_facts facts = compare_codes(row_from(pair, start, LANES, &room));
-        result->counts[DIFFERING] += facts.differing;
-        result->counts[BITS_DIFFER] += facts.bits;
+        struct code_summary summary = compare_codes(row_from(pair, start, LANES, &room));
+        result->counts[DIFFERING] += summary.differing;
+        result->counts[BITS_DIFFER] += summary.bits;
         if (pair.drops) count_nonfinite(pair, result, start);
-        if (facts.longest <= result->ulps) continue;
-        result->ulps = facts.longest;
+        if (summary.longest <= result->ulps) continue;
+        result->ulps = summary.longest;
         row_of_longest = start;
     }
     if (result->ulps)
         result->places[MAX_ULPS] = place_of_distance(row_from(pair, row_of_longest, LANES, &room), result->ulps);
 }
 
-/* A quotient that is looked for must be larger or, before the place of the largest one, as large. Without fma, the product
+/* The wanted quotient must be larger or, before the place of the largest quotient, as large. Without fma, the product
  * with it is rounded. */
 static double wanted_quotient(const struct difference *result, int64_t start)
 {
@@ -107,20 +107,20 @@ static double wanted_quotient(const struct difference *result, int64_t start)
     return may_be_equal ? result->max_rel * (1 - 0x1p-50) : result->max_rel;
 }
 
-/* Adds the terms of one or two rows to the lanes, and takes their largest values; as the place of the largest gap, where
+/* Adds the terms of a row, or of two, to the lanes, and takes their largest values; as the place of the largest gap, where
  * its row begins. Returns how many are far. */
 static int64_t compare_values(struct difference *result, int rows, const struct row *row, struct tolerance tolerance,
                               double (*lanes)[PART])
 {
     struct wanted wanted = {tolerance, wanted_quotient(result, row->start)};
-    struct row_facts facts = add_part(rows, row, lanes, wanted);
+    struct row_summary summary = add_part(rows, row, lanes, wanted);
     for (int r = 0; r < rows; r++) {
-        double largest = as_double((uint64_t)facts.largest[r]);
-        if (facts.above[r] >> 63) take_largest_quotient(row[r], &result->max_rel, &result->places[MAX_REL]);
+        double largest = as_double((uint64_t)summary.largest[r]);
+        if (summary.above[r] >> 63) take_largest_quotient(row[r], &result->max_rel, &result->places[MAX_REL]);
         if (IS_NEW(largest, result->max_abs, row[r].start, result->places[MAX_ABS]))
             result->max_abs = largest, result->places[MAX_ABS] = row[r].start;
     }
-    return facts.far;
+    return summary.far;
 }
 
 /* Sums and largest values, part after part. Returns how many are far. */
@@ -202,9 +202,8 @@ static struct difference compare_tile(struct pair pair, struct tolerance toleran
     exponents[0] = exponents[1] = exponents[2] = 0;
     /* Differences, magnitudes and squares of all other types are in range. */
     if (pair.dtype[0] != F64 && pair.dtype[1] != F64) return result;
-    int is_same = result.max_abs == 0;
-    if ((is_same || is_in_range(result.sums[GAPS])) && is_in_range(result.sums[SQUARES_A]) && is_in_range(result.sums[SQUARES_B]))
-        return result;
+    int gaps_in_range = result.max_abs == 0 || is_in_range(result.sums[GAPS]);
+    if (gaps_in_range && is_in_range(result.sums[SQUARES_A]) && is_in_range(result.sums[SQUARES_B])) return result;
     double largest[2] = {0, 0}, x, y;
     for (int64_t i = 0; i < pair.elements; i++) {
         values_at(pair, i, &x, &y);
@@ -218,17 +217,18 @@ static struct difference compare_tile(struct pair pair, struct tolerance toleran
     return result;
 }
 
-/* Where the results of tiles go: one entry each, of as many values as its struct has. */
+/* Where the results of tiles go: an entry for each tile, of as many values as its struct has. */
 struct results { double *sums, *max_abs, *max_rel; int32_t *exponents; uint64_t *ulps; int64_t *places, *counts; };
 
-/* Stops where one of the sources does. */
-static void compare_pieces(struct source *source, const int64_t *piece, const int64_t *other, int64_t k,
+/* Stops where a source does. */
+static void compare_pieces(struct source *source, const int64_t *a_piece, const int64_t *b_piece, int64_t k,
                            struct tolerance tolerance, struct results to)
 {
-    for (int64_t i = 0, tile = 0; i < k; i++, piece += 3, other += 3) {
-        for (int64_t start = 0; start < piece[2]; start += TILE, tile++) {
-            int64_t elements = piece[2] - start < TILE ? piece[2] - start : TILE, offset[2] = {piece[1], other[1]};
-            struct pair pair = {{(enum dtype)piece[0], (enum dtype)other[0]}, {NULL, NULL}, elements, 0};
+    for (int64_t i = 0, tile = 0; i < k; i++, a_piece += 3, b_piece += 3) {
+        for (int64_t start = 0; start < a_piece[2]; start += TILE, tile++) {
+            int64_t elements = a_piece[2] - start < TILE ? a_piece[2] - start : TILE;
+            int64_t offset[2] = {a_piece[1], b_piece[1]};
+            struct pair pair = {{(enum dtype)a_piece[0], (enum dtype)b_piece[0]}, {NULL, NULL}, elements, 0};
             for (int side = 0; side < 2; side++) {
                 int64_t size = ITEMSIZE[pair.dtype[side]];
                 pair.data[side] = bytes_of(source + side, offset[side] + start * size, elements * size);

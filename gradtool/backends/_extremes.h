@@ -1,10 +1,10 @@
-/* Values at the ends of what a storage type holds; tiles.py is the plain twin, storage.py has the codes of the bounds. */
+/* Values at the ends of what a storage type holds; tiles.py is the reference, storage.py has the codes of the bounds. */
 #ifndef GRADTOOL_EXTREMES_H
 #define GRADTOOL_EXTREMES_H
 
 #include "_storage.h"
 
-/* The codes of the smallest normal value and of the largest finite one. */
+/* The codes of the smallest normal value and of the largest finite value. */
 struct bounds { uint64_t normal, largest; };
 
 /* Adds the subnormal and the saturated values of a row. For a zero, 0 - 1 is the largest number there is. */
@@ -12,12 +12,12 @@ struct bounds { uint64_t normal, largest; };
     static void row_extremes##BITS(const char *row, int n, struct bounds bounds, int64_t *counts)                      \
     {                                                                                                                  \
         const uint##BITS##_t mask = (uint##BITS##_t)(UINT##BITS##_MAX >> 1);                                           \
-        const uint##BITS##_t below = (uint##BITS##_t)(bounds.normal - 1), most = (uint##BITS##_t)bounds.largest;       \
+        const uint##BITS##_t below = (uint##BITS##_t)(bounds.normal - 1), highest = (uint##BITS##_t)bounds.largest;       \
         int subnormal = 0, saturated = 0;                                                                              \
         for (int64_t j = 0; j < n; j++) {                                                                              \
             uint##BITS##_t magnitude = load##BITS(row + BITS / 8 * j) & mask;                                          \
             subnormal += (uint##BITS##_t)(magnitude - 1) < below;                                                      \
-            saturated += magnitude == most;                                                                            \
+            saturated += magnitude == highest;                                                                            \
         }                                                                                                              \
         counts[0] += subnormal, counts[1] += saturated;                                                                \
     }

@@ -61,18 +61,18 @@ HELPER void narrow_step(const float *row, char *target) { store16(target, float_
 
 #endif
 
-static void widen_f16(const char *restrict source, float *restrict row, int n)
+HELPER void widen_f16(const char *restrict source, float *restrict row, int n)
 {
     int64_t j = 0;
     for (; j <= n - STEP; j += STEP) widen_step(source + 2 * j, row + j);
-    for (; j < n; j++) row[j] = f16_to_float(load16(source + 2 * j));
+    for (; STEP > 1 && j < n; j++) row[j] = f16_to_float(load16(source + 2 * j));
 }
 
 static void narrow_f16(const float *restrict row, char *restrict target, int n)
 {
     int64_t j = 0;
     for (; j <= n - STEP; j += STEP) narrow_step(row + j, target + 2 * j);
-    for (; j < n; j++) store16(target + 2 * j, float_to_f16(row[j]));
+    for (; STEP > 1 && j < n; j++) store16(target + 2 * j, float_to_f16(row[j]));
     /* Processors keep the sign and the upper bits of a NaN. */
     for (j = 0; j < n; j++) {
         uint16_t code = load16(target + 2 * j);

@@ -1,23 +1,23 @@
 /* Counts of binary exponents: x has the exponent e of frexp, 2^(e-1) <= |x| < 2^e. tiles.py has the reference.
  *
  * The exponent fields of a chunk are laid out as bytes, of which compilers compare many at once. Most values are not much
- * smaller than the largest one, so one field after another is counted, from the largest one down, until none is left. */
+ * smaller than the largest one, so field after field is counted, from the largest down, until none is left. */
 #ifndef GRADTOOL_HISTOGRAM_H
 #define GRADTOOL_HISTOGRAM_H
 
 #include "_storage.h"
 
-/* The bins of a number: the subnormal ones first, by the length of their mantissa, then the others by their exponent field.
+/* The bins of a number: first subnormal numbers, by the length of their mantissa, then all others by their exponent field.
  * All types but F64 have the bins of float32. */
 enum { SUBNORMAL_BINS32 = 22, BINS32 = SUBNORMAL_BINS32 + 255, SUBNORMAL_BINS64 = 51, BINS64 = SUBNORMAL_BINS64 + 2047 };
 /* Values whose fields are laid out at a time, in a quarter of the L1 cache or less. */
 enum { CHUNK_ROOM = 8192 };
 /* The values of a byte; tables to count them in; the fields that are counted at once, of all others together. */
 enum { FIELDS = 256, TABLES = 4, NEAR = 24 };
-/* Field 0 is that of zeros and subnormal values, the last one that of values that are not finite. */
+/* Field 0 is that of zeros and subnormal values, the last field that of values that are not finite. */
 enum { NOT_FINITE = FIELDS - 1 };
 
-/* Of some values: the code of the largest finite magnitude, and whether there is one other than 0 below all fields. */
+/* The code of the largest finite magnitude of values, and whether any but 0 is below all fields. */
 struct extremes { uint64_t largest; int has_small; };
 
 /* Lays out the exponent fields that values have in float32, where the subnormal values of F16 are normal. INFINITE is the
@@ -66,7 +66,7 @@ static struct extremes fields_of_halves(enum dtype dtype, const char *source, ui
     return all;
 }
 
-/* Field 1 is that of the exponent field `base`; the last one is that of NaN and Inf. All are in the upper halves. */
+/* Field 1 is that of the exponent field `base`; the last field is that of NaN and Inf. All are in the upper halves. */
 static struct extremes fields_of_f64(const char *restrict source, uint8_t *restrict field, int n, int *base)
 {
     int32_t highest = 0;
@@ -90,7 +90,7 @@ static struct extremes fields_of_f64(const char *restrict source, uint8_t *restr
     return (struct extremes){(uint64_t)highest << 32 | lowest, small != 0};
 }
 
-/* How many of some bytes have a value; SIDE_BY_SIDE of them at a time, whose counts, one for each, are bytes, too. They are
+/* How many bytes have a value: SIDE_BY_SIDE of them at a time, whose counts are bytes, too. They are
  * CHUNK_ROOM at most. */
 static int64_t count_byte(const uint8_t *restrict bytes, int n, uint8_t value)
 {
@@ -167,7 +167,7 @@ static double histogram64(const char *data, uint8_t *field, int n, int64_t *bin)
     return as_double(seen.largest);
 }
 
-/* Where pieces are counted: the bins of one after those of another, and the largest magnitude of each. */
+/* Where pieces are counted: bins after bins, and the largest magnitude of each. */
 struct histogram { int64_t *bin; double *largest; };
 
 static int64_t bins_of(enum dtype dtype) { return dtype == F64 ? BINS64 : BINS32; }

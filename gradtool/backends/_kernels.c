@@ -45,7 +45,7 @@ static const struct level *level_at(int i)
 static const struct level *level_at(int i) { return i ? NULL : &level_any; }
 #endif
 
-/* Checks one row of a table of pieces. Returns what is wrong with it, or NULL; so do the next functions. */
+/* Checks a row of a table of pieces. Returns what is wrong with it, or NULL; so do the next functions. */
 static const char *check_piece(const Py_buffer *block, const int64_t *piece)
 {
     if (piece[0] < 0 || piece[0] >= DTYPES) return "no such storage type";
@@ -54,7 +54,7 @@ static const char *check_piece(const Py_buffer *block, const int64_t *piece)
     return NULL;
 }
 
-/* A block that is only looked at may be in memory, or in a file. Of that, `memory` has no bytes and `room` what is read at a
+/* A block that is only read may be in memory, or in a file. Of that, `memory` has no bytes and `room` what is read at a
  * time; `report` says how the reading went. */
 struct block { struct source source; Py_buffer memory, room, report; };
 
@@ -122,25 +122,25 @@ static const char *check_results(const int64_t *piece, Py_ssize_t k, const Py_bu
         elements += (Py_ssize_t)piece[2];
         count += piece[0] == F64 ? BINS64 : BINS32;
     }
-    if (wide->buf && wide->len != 8 * elements) return "one wide value an element is needed";
-    if (bins->buf && bins->len != 8 * count) return "one count a bin is needed";
-    return sums->len == 8 * tiles && exponents->len == 4 * tiles ? NULL : "one sum and one exponent a tile are needed";
+    if (wide->buf && wide->len != 8 * elements) return "one wide value per element is needed";
+    if (bins->buf && bins->len != 8 * count) return "one count per bin is needed";
+    return sums->len == 8 * tiles && exponents->len == 4 * tiles ? NULL : "one sum and one exponent per tile are needed";
 }
 
-/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, facts, bins, largest): pieces is int64 (k, 3) of
- * dtype code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one for each
- * element, to be rounded into the block first, or None; sums float64 and exponents int32, one a tile; facts zeros, k times
- * struct facts. bins int64, added to, are BINS64 for each piece of F64 and BINS32 for each other one, and largest float64
- * (k,) the largest finite magnitudes; or both are None. Only the bounds are checked. */
+/* run(block, pieces, factors, wide, limit, term, drops, sums, exponents, statistics, bins, largest): pieces is int64 (k, 3)
+ * of dtype code, byte offset and elements; factors float64 (k,), or None to multiply nothing; wide float64, one per element,
+ * to be rounded into the block first, or None; sums float64 and exponents int32, one per tile; statistics zeros, k times
+ * struct statistics. bins int64, added to, are BINS64 for each piece of F64 and BINS32 for any other piece, and largest
+ * float64 (k,) the largest finite magnitudes; or both are None. Only the bounds are checked. */
 static PyObject *run(PyObject *self, PyObject *args)
 {
     struct block block;
-    Py_buffer pieces, factors, wide, sums, exponents, facts, bins, largest;
+    Py_buffer pieces, factors, wide, sums, exponents, statistics, bins, largest;
     struct job job = {SQUARE, 0, 0, 1, INFINITY, NULL, NULL};
     int term;
     (void)self;
     if (!PyArg_ParseTuple(args, "O&y*z*z*dipw*w*w*z*z*", to_block, &block, &pieces, &factors, &wide, &job.limit, &term,
-                          &job.drops, &sums, &exponents, &facts, &bins, &largest))
+                          &job.drops, &sums, &exponents, &statistics, &bins, &largest))
         return NULL;
 
     job.term = (enum term)term;
@@ -149,26 +149,26 @@ static PyObject *run(PyObject *self, PyObject *args)
     Py_ssize_t k = pieces.len / 24;
     const char *problem = check_block(&block, pieces.buf, k);
     if (!problem) problem = check_results(pieces.buf, k, &sums, &exponents, &wide, &bins);
-    if (job.writes && factors.len != 8 * k) problem = "one factor a piece is needed";
+    if (job.writes && factors.len != 8 * k) problem = "one factor per piece is needed";
     if ((job.writes || job.wide) && block.memory.readonly) problem = "a writable block is needed";
-    if (facts.len != (Py_ssize_t)sizeof(struct facts) * k) problem = "one entry a piece is needed";
+    if (statistics.len != (Py_ssize_t)sizeof(struct statistics) * k) problem = "one entry per piece is needed";
     if (bins.buf && (largest.len != 8 * k || bins.readonly || largest.readonly)) problem = "writable bins are needed";
     if (!problem) {
         struct histogram to = {bins.buf, largest.buf};
         Py_BEGIN_ALLOW_THREADS
-        kernels->run_pieces(job, &block.source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, facts.buf,
+        kernels->run_pieces(job, &block.source, pieces.buf, k, factors.buf, sums.buf, exponents.buf, statistics.buf,
                             to);
         Py_END_ALLOW_THREADS
         report(&block);
     }
 
-    Py_buffer *const all[] = {&pieces, &factors, &wide, &sums, &exponents, &facts, &bins, &largest};
+    Py_buffer *const all[] = {&pieces, &factors, &wide, &sums, &exponents, &statistics, &bins, &largest};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) PyBuffer_Release(all[i]);
     to_block(NULL, &block);
     return done(problem);
 }
 
-/* unit_factors(grads, dtype, params, dtype, size, ratio, eps, unscale, factors): factors float64, one for each unit of
+/* unit_factors(grads, dtype, params, dtype, size, ratio, eps, unscale, factors): factors float64, one per unit of
  * `size` elements. Returns how many are clipped, change values, or have parameters whose norm is not finite, and which is
  * the first that is out of range, or -1; or None, where a sum is out of range and the factors are not to be used. */
 static PyObject *unit_factors(PyObject *self, PyObject *args)
@@ -212,7 +212,7 @@ static int64_t last_unit(const struct units *piece)
 
 /* scale_units(block, pieces, factors, losses): pieces is int64 (k, 6) of dtype code, byte offset, elements, the number of
  * the first element in its unit, elements of a unit, and the index of its factor; factors float64; losses int64 (k, 2),
- * added to, of values that become 0 and more subnormal ones. */
+ * added to, of new zeros and of new subnormal values. */
 static PyObject *scale_units_of(PyObject *self, PyObject *args)
 {
     Py_buffer block, pieces, factors, losses;
@@ -221,13 +221,13 @@ static PyObject *scale_units_of(PyObject *self, PyObject *args)
 
     const struct units *piece = pieces.buf;
     Py_ssize_t k = pieces.len / (Py_ssize_t)sizeof *piece;
-    const char *problem = losses.len == 16 * k ? NULL : "two losses a piece are needed";
+    const char *problem = losses.len == 16 * k ? NULL : "two losses per piece are needed";
     for (Py_ssize_t i = 0; i < k && !problem; i++) {
         problem = check_piece(&block, &piece[i].dtype);
         if (problem || !piece[i].elements) continue;
         if (piece[i].columns < 1 || piece[i].phase < 0 || piece[i].phase >= piece[i].columns) problem = "no such unit";
-        else if (piece[i].first < 0 || piece[i].first >= factors.len / 8) problem = "one factor a unit is needed";
-        else if (last_unit(piece + i) >= factors.len / 8 - piece[i].first) problem = "one factor a unit is needed";
+        else if (piece[i].first < 0 || piece[i].first >= factors.len / 8) problem = "one factor per unit is needed";
+        else if (last_unit(piece + i) >= factors.len / 8 - piece[i].first) problem = "one factor per unit is needed";
     }
     if (!problem) {
         Py_BEGIN_ALLOW_THREADS
@@ -240,12 +240,12 @@ static PyObject *scale_units_of(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-/* Checks the sizes of what is added to sums. */
+/* Checks that addends lie inside their source and the sums. */
 static const char *check_addends(const Py_buffer *sums, const Py_buffer *source, const Py_buffer *addends,
                                  const Py_buffer *weights)
 {
     Py_ssize_t k = addends->len / 32;
-    const char *problem = weights->len == 8 * k ? NULL : "one weight an addend is needed";
+    const char *problem = weights->len == 8 * k ? NULL : "one weight per addend is needed";
     const int64_t *addend = addends->buf;
     for (Py_ssize_t i = 0; i < k && !problem; i++) {
         problem = check_piece(source, addend + 4 * i);
@@ -277,7 +277,7 @@ static PyObject *add(PyObject *self, PyObject *args)
 }
 
 /* extremes(block, pieces, bounds, counts): pieces is int64 (k, 3) as for `run`; bounds uint64 (k, 2), the codes of the
- * smallest normal value and of the largest finite one; counts int64 (k, 2) of subnormal and saturated values, added to. */
+ * smallest normal value and of the largest finite value; counts int64 (k, 2) of subnormal and saturated values, added to. */
 static PyObject *extremes(PyObject *self, PyObject *args)
 {
     Py_buffer block, pieces, bounds, counts;
@@ -285,7 +285,7 @@ static PyObject *extremes(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*y*y*w*", &block, &pieces, &bounds, &counts)) return NULL;
 
     Py_ssize_t k = pieces.len / 24;
-    const char *problem = bounds.len == 16 * k && counts.len == 16 * k ? NULL : "one entry a piece is needed";
+    const char *problem = bounds.len == 16 * k && counts.len == 16 * k ? NULL : "one entry per piece is needed";
     const int64_t *piece = pieces.buf;
     for (Py_ssize_t i = 0; i < k && !problem; i++) problem = check_piece(&block, piece + 3 * i);
     if (!problem) {
@@ -302,9 +302,9 @@ static PyObject *extremes(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-/* differences(a, pieces, b, others, absolute, relative, sums, exponents, max_abs, max_rel, ulps, places, counts): pieces as
- * in `run`, those of a and of b as many and as long; then per tile: sums float64 (4,), exponents int32 (3,), max_abs and
- * max_rel float64, ulps uint64, places int64 (3,), counts int64 (6,). */
+/* differences(a, a_pieces, b, b_pieces, absolute, relative, sums, exponents, max_abs, max_rel, ulps, places, counts): pieces
+ * as in `run`, of a and of b as many and as long; then per tile: sums float64 (4,), exponents int32 (3,), max_abs and max_rel
+ * float64, ulps uint64, places int64 (3,), counts int64 (6,). */
 static PyObject *differences(PyObject *self, PyObject *args)
 {
     struct block a, b;
@@ -316,22 +316,22 @@ static PyObject *differences(PyObject *self, PyObject *args)
         return NULL;
 
     static const Py_ssize_t bytes[7] = {8 * SUMS, 12, 8, 8, 8, 8 * MAXIMA, 8 * COUNTS};
-    const int64_t *piece = in[0].buf, *other = in[1].buf;
+    const int64_t *a_piece = in[0].buf, *b_piece = in[1].buf;
     Py_ssize_t k = in[0].len / 24, tiles = 0;
     const char *problem = in[0].len == in[1].len ? NULL : "as many pieces of each side are needed";
-    if (!problem) problem = check_block(&a, piece, k);
-    if (!problem) problem = check_block(&b, other, k);
+    if (!problem) problem = check_block(&a, a_piece, k);
+    if (!problem) problem = check_block(&b, b_piece, k);
     for (Py_ssize_t i = 0; i < k && !problem; i++) {
-        if (piece[3 * i + 2] != other[3 * i + 2]) problem = "pieces must be as long as each other";
-        tiles += (Py_ssize_t)((piece[3 * i + 2] + TILE - 1) / TILE);
+        if (a_piece[3 * i + 2] != b_piece[3 * i + 2]) problem = "pieces must be as long as each other";
+        tiles += (Py_ssize_t)((a_piece[3 * i + 2] + TILE - 1) / TILE);
     }
     for (int i = 0; i < 7 && !problem; i++)
-        if (out[i].len != bytes[i] * tiles) problem = "one entry a tile is needed";
+        if (out[i].len != bytes[i] * tiles) problem = "one entry per tile is needed";
     if (!problem) {
         struct results to = {out[0].buf, out[2].buf, out[3].buf, out[1].buf, out[4].buf, out[5].buf, out[6].buf};
         struct source sources[2] = {a.source, b.source};
         Py_BEGIN_ALLOW_THREADS
-        kernels->compare_pieces(sources, piece, other, k, tolerance, to);
+        kernels->compare_pieces(sources, a_piece, b_piece, k, tolerance, to);
         Py_END_ALLOW_THREADS
         a.source = sources[0], b.source = sources[1];
         report(&a);
@@ -398,8 +398,8 @@ static const char *patch_of(struct patch *patch, const Py_buffer *x, int x_dtype
     if (x->len != elements * ITEMSIZE[x_dtype]) return "the input does not fit";
     if (y_grad->len != elements * ITEMSIZE[y_grad_dtype]) return "the gradient does not fit";
     for (int i = 0; i < 2; i++) {
-        if (rows[i].buf && rows[i].len != 8 * patch->rows) return "one value a row is needed";
-        if (columns[i].buf && columns[i].len != 8 * patch->columns) return "one value a column is needed";
+        if (rows[i].buf && rows[i].len != 8 * patch->rows) return "one value per row is needed";
+        if (columns[i].buf && columns[i].len != 8 * patch->columns) return "one value per column is needed";
     }
     patch->x = x->buf, patch->x_dtype = (enum dtype)x_dtype;
     patch->y_grad = y_grad->buf, patch->y_grad_dtype = (enum dtype)y_grad_dtype;
@@ -448,11 +448,11 @@ static PyObject *layer_norm(PyObject *self, PyObject *args)
     if (!problem && to.height < 1) problem = "groups of a row or more are needed";
     int64_t groups = problem ? 0 : patch.rows / to.height + (patch.rows % to.height != 0);
     int has_sums = sums[0].buf && sums[1].buf, has_none = !sums[0].buf && !sums[1].buf && x_grad.buf;
-    if (!problem && !has_sums && !has_none) problem = "two sums a row are needed";
+    if (!problem && !has_sums && !has_none) problem = "two sums per row are needed";
     for (int i = 0; i < 2 && !problem; i++) {
-        if (has_sums && sums[i].len != 8 * patch.rows) problem = "one sum a row is needed";
+        if (has_sums && sums[i].len != 8 * patch.rows) problem = "one sum per row is needed";
         if (!x_grad.buf && sums[i].readonly) problem = "writable sums are needed";
-        if (x_grad.buf && grads[i].len != 8 * groups * patch.columns) problem = "one gradient a column is needed";
+        if (x_grad.buf && grads[i].len != 8 * groups * patch.columns) problem = "one gradient per column is needed";
         if (x_grad.buf && (grads[i].readonly || x_grad.readonly)) problem = "writable gradients are needed";
     }
     if (!problem && (dtype < 0 || dtype >= DTYPES)) problem = "no such storage type";
@@ -500,17 +500,17 @@ static PyObject *use(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"levels", levels, METH_NOARGS, "The levels that this processor runs, the best first."},
+    {"levels", levels, METH_NOARGS, "List the levels that this processor runs, the best first."},
     {"use", use, METH_VARARGS, "Use the kernels of a level."},
-    {"run", run, METH_VARARGS, "Work through the pieces of one block."},
+    {"run", run, METH_VARARGS, "Sum, scale or round the pieces of a block."},
     {"add", add, METH_VARARGS, "Add weighted values to float64 sums."},
-    {"differences", differences, METH_VARARGS, "What tells two blocks apart."},
+    {"differences", differences, METH_VARARGS, "Compare two blocks."},
     {"extremes", extremes, METH_VARARGS, "Count subnormal and saturated values."},
-    {"trimmed_means", trimmed_means, METH_VARARGS, "The means of the middle values of columns."},
-    {"unit_factors", unit_factors, METH_VARARGS, "What units are multiplied by."},
+    {"trimmed_means", trimmed_means, METH_VARARGS, "Compute the means of the middle values of columns."},
+    {"unit_factors", unit_factors, METH_VARARGS, "Compute the factors of units."},
     {"scale_units", scale_units_of, METH_VARARGS, "Multiply each unit by its factor."},
-    {"row_sums", row_sums, METH_VARARGS, "The sums of rows, or of their squares about a center."},
-    {"layer_norm", layer_norm, METH_VARARGS, "The row sums of a layer-norm's backward pass, or its gradients."},
+    {"row_sums", row_sums, METH_VARARGS, "Sum rows, or their squares about a center."},
+    {"layer_norm", layer_norm, METH_VARARGS, "Compute the row sums of a layer norm's backward pass, or its gradients."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};

@@ -22,7 +22,7 @@ static double fold(double *lanes, int width)
     return *from;
 }
 
-/* The same of lanes of which the even ones come before all odd ones. */
+/* The same, where the even lanes come before all odd lanes. */
 static double fold_halves(double *lanes, int width)
 {
     for (int64_t j = 0; j < width / 2; j++) lanes[j] += lanes[width / 2 + j];

@@ -176,7 +176,7 @@ static void sum_gradients(const struct patch *patch, int64_t begin, int64_t end,
     }
 }
 
-/* Where the gradients go: that of x in a type, and those of scale and bias as (groups, columns), one group for each
+/* Where the gradients go: that of x in a type, and those of scale and bias as (groups, columns), a group for each
  * `height` rows. */
 struct gradients { enum dtype dtype; char *x; int64_t height; double *scale, *bias; };
 
@@ -196,10 +196,10 @@ static void differentiate_rows(const struct patch *patch, int64_t begin, int64_t
     }
 }
 
-/* So many elements, and rows at most, are summed and then differentiated while they are in the L2 cache. */
+/* At most so many elements and rows are summed and then differentiated while they are in the L2 cache. */
 enum { BLOCK_ELEMENTS = 1 << 15, BLOCK_ROWS = 1 << 8 };
 
-/* The means over the rows are computed unless there are some; RMS norm has only the second. */
+/* The means over the rows are computed unless given; RMS norm has only the second. */
 static void differentiate(const struct patch *patch, const double *weighted, const double *projected, int is_rms,
                           const struct gradients *grads)
 {

@@ -1,4 +1,4 @@
-/* All kernels, compiled for one level of a processor; included once for each, with LEVEL the name of its table. */
+/* All kernels, compiled for a level of a processor; included once for each level, with LEVEL the name of its table. */
 #include "_differences.h"
 #include "_extremes.h"
 #include "_histogram.h"
@@ -11,7 +11,7 @@
 struct level {
     const char *name;
     void (*run_pieces)(struct job, struct source *, const int64_t *, int64_t, const double *, double *, int32_t *,
-                       struct facts *, struct histogram);
+                       struct statistics *, struct histogram);
     void (*compare_pieces)(struct source *, const int64_t *, const int64_t *, int64_t, struct tolerance,
                            struct results);
     void (*count_extremes)(const char *, int64_t, int64_t, const uint64_t *, int64_t *);

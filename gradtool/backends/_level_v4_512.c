@@ -1,4 +1,4 @@
-/* The kernels for x86-64-v4 on vectors of 512 bits, for processors that work on whole ones without a slower clock. */
+/* The kernels for x86-64-v4 on vectors of 512 bits, for processors that work on a whole vector without a slower clock. */
 #include "_processor.h"
 
 #ifdef HAS_LEVELS

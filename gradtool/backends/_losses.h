@@ -56,7 +56,7 @@ static double smallest(enum dtype dtype, const char *row, int n)
 
 HELPER int is_subnormal(double value, double normal) { return (value != 0) & (fabs(value) < normal); }
 
-/* `before` are stored values, or sums that are rounded, of which a subnormal one loses nothing if it is exact. */
+/* `before` are stored values, or sums that are rounded, of which a subnormal sum loses nothing if it is exact. */
 static void count_losses(enum dtype dtype, const double *before, const double *after, int rounds, int n, int64_t *losses)
 {
     double normal = normal_of(dtype);

@@ -1,6 +1,6 @@
 /* Means of the middle values of columns, which a sorting network (network.py) puts in order.
  *
- * A row is what one addend has for some columns. The network exchanges whole rows, as minima and maxima, so that the
+ * A row has the values of an addend, for some columns. The network exchanges whole rows, as minima and maxima, so that the
  * compiler can vectorize it. */
 #ifndef GRADTOOL_ORDER_H
 #define GRADTOOL_ORDER_H
@@ -75,7 +75,7 @@ static void trim_single(const struct trim *trim, const char *source, const struc
     for (int64_t i = 0; i < trim->count; i++) {
         float *row = rows + i * COLUMNS;
         load_row((enum dtype)addend[i].dtype, at_column(source, addend + i, start), row, n);
-        /* What lies behind the last column is sorted too, and read by no one. */
+        /* What lies behind the last column is sorted too, but never read. */
         memset(row + n, 0, sizeof *row * (size_t)(COLUMNS - n));
         check_single(row, poison, trim->finite, n);
     }
@@ -96,7 +96,7 @@ static void trim_wide(const struct trim *trim, const char *source, const struct 
     sort_wide(trim->scratch, poison, trim, values, n);
 }
 
-/* Sets values to the trimmed means of `groups` groups of `count` addends, each of one column after another. */
+/* Sets values to the trimmed means of `groups` groups of `count` addends, each of adjacent columns. */
 static void trim_all(const struct trim *trim, double *values, const char *source, const struct addend *addend,
                      const double *weight, int64_t groups)
 {
@@ -104,8 +104,8 @@ static void trim_all(const struct trim *trim, double *values, const char *source
         int is_single = 1;
         for (int64_t i = 0; i < trim->count; i++) is_single &= addend[i].dtype != F64 && weight[i] == 1;
         for (int64_t start = 0; start < addend->elements; start += COLUMNS) {
-            int64_t rest = addend->elements - start;
-            int n = (int)(rest < COLUMNS ? rest : COLUMNS);
+            int64_t left = addend->elements - start;
+            int n = (int)(left < COLUMNS ? left : COLUMNS);
             double *to = values + addend->at + start;
             if (is_single) trim_single(trim, source, addend, start, to, n);
             else trim_wide(trim, source, addend, weight, start, to, n);

@@ -4,7 +4,7 @@
 
 #include "_terms.h"
 
-/* `wide`, unless NULL, are the float64 values to write, those of one piece after another. `losses` are added to: how many
+/* `wide`, unless NULL, are the float64 values to write, piece after piece. `losses` are added to: how many
  * values become 0, and how many more are subnormal. */
 struct job { enum term term; int writes, drops; double factor, limit; const double *wide; int64_t *losses; };
 

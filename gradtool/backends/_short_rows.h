@@ -4,7 +4,7 @@
 
 #include "_tiles.h"
 
-/* Longer rows are summed one by one. */
+/* Longer rows are summed row by row. */
 enum { SHORT_ROW = CHUNK / 8 };
 
 /* What repeat may write behind its last value. */
@@ -20,9 +20,9 @@ static void repeat(const double *restrict values, int64_t count, int64_t times, 
 
 static int are_zeros(const double *values, int64_t n)
 {
-    int others = 0;
-    for (int64_t i = 0; i < n; i++) others |= values[i] != 0;
-    return !others;
+    int has_nonzero = 0;
+    for (int64_t i = 0; i < n; i++) has_nonzero |= values[i] != 0;
+    return !has_nonzero;
 }
 
 /* What is summed of values: themselves, or their squares, about centers if there are any. Adding zero makes -0 the same as
@@ -64,7 +64,7 @@ HELPER double fold_lanes(const double *lanes, int64_t n)
     return n ? fold16(lanes) + sum : sum;
 }
 
-/* Adds up the terms of a row that has one for each lane, or more. */
+/* Adds up the terms of a row that has a term for each lane, or more. */
 static void set_lanes(const double *restrict terms, int64_t columns, double *restrict lanes)
 {
     memcpy(lanes, terms, 8 * ROW_LANES);

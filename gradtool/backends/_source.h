@@ -1,4 +1,4 @@
-/* Where the bytes of tiles come from: a block in memory, or one in a file, of which a window is read at a time.
+/* Where the bytes of tiles come from: a block in memory, or in a file, of which a window is read at a time.
  *
  * What was read is summed while it is in the L2 cache, which a whole block would leave. */
 #ifndef GRADTOOL_SOURCE_H
@@ -30,7 +30,7 @@ static int64_t now(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* Reads on, as much as there is room for, until the window ends behind byte `end`. Whether it does. */
+/* Reads on, as much as there is room for, until the window ends behind byte `end`. Returns whether it does. */
 static int read_on(struct source *source, int64_t end)
 {
     int64_t left = source->nbytes - source->begin, stop = source->begin + (left < source->room ? left : source->room);
@@ -47,12 +47,12 @@ static int read_on(struct source *source, int64_t end)
     return 1;
 }
 
-/* Moves the window to a byte, and reads; what is there already is kept. Whether it could. */
+/* Moves the window to a byte, and reads; bytes that are there already stay. Returns whether it could. */
 static int move(struct source *source, int64_t begin, int64_t nbytes)
 {
-    int64_t kept = begin >= source->begin && begin < source->end ? source->end - begin : 0, began = now();
-    if (kept) memmove(source->data, source->data + (begin - source->begin), (size_t)kept);
-    source->begin = begin, source->end = begin + kept;
+    int64_t overlap = begin >= source->begin && begin < source->end ? source->end - begin : 0, began = now();
+    if (overlap) memmove(source->data, source->data + (begin - source->begin), (size_t)overlap);
+    source->begin = begin, source->end = begin + overlap;
     int is_there = read_on(source, begin + nbytes);
     source->nanoseconds += now() - began;
     return is_there;

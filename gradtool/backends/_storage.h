@@ -44,7 +44,7 @@ static void widen_values(const char *restrict row, double *restrict values, int 
     for (int64_t j = 0; j < n; j++) values[j] = value_at(row, j, 0);
 }
 
-/* The values of some elements; they stay where they are if they can, and are else put into `room`. */
+/* The values of elements: where they are, if no conversion is needed, else in `room`. */
 static const char *load_values(enum dtype dtype, const char *data, int is_wide, double *room, int n)
 {
     ALIGNED float row[LANES];
@@ -64,8 +64,8 @@ static void store_row(enum dtype dtype, const float *row, char *target, int n)
     }
 }
 
-/* Rounds to odd: an inexact value is truncated and its last bit set, so that the next rounding gives what a single one
- * would; storage.py has the reference. */
+/* Rounds to odd: an inexact value is truncated and its last bit set, so that the next rounding gives what a single
+ * rounding would; storage.py has the reference. */
 HELPER float double_to_odd(double value)
 {
     float nearest = (float)value;
@@ -91,8 +91,8 @@ HELPER double clamp(double value, double lowest, double highest)
 /* The value of a type of 16 bits or fewer that is nearest to a float64 value, before overflow.
  *
  * As in round_product, the last place of anchor + value is that of the type, and the sum is rounded once. The anchor is
- * one and a half times a power of two, so that a negative value does not change that place. Above 2^512 it is another
- * one, but all of these values overflow. */
+ * one and a half times a power of two, so that a negative value does not change that place. Above 2^512 the place is
+ * another, but all of these values overflow. */
 HELPER float round_wide(double value, double lowest, double factor)
 {
     double power = as_double(as_bits64(value) & 0x7ff0000000000000u);
@@ -116,8 +116,8 @@ static void narrow_f64(const double *restrict wide, char *restrict target, int n
     for (int64_t j = 0; j < n; j++) store64(target + 8 * j, double_to_f64(wide[j]));
 }
 
-/* Rounds float64 values to float32, and these to BF16; whether that gives the bits of one rounding. It may not where a
- * float32 is in the middle of two BF16 values, which of random values one of 65,536 is. */
+/* Rounds float64 values to float32, and these to BF16; whether that gives the bits of a single rounding. It may not where a
+ * float32 is in the middle of two BF16 values, which one of 65,536 random values is. */
 static int narrow_twice(const double *restrict wide, char *restrict target, int n)
 {
     uint32_t middles = 0;

@@ -31,7 +31,7 @@ HELPER double add_term(enum term term, double sum, double x)
 }
 HELPER double add_term64(enum term term, double sum, double x) { return sum + (term == SQUARE ? x * x : fabs(x)); }
 
-/* These add one row, or two whole ones at once. With two, the lanes are loaded and stored half as often, and two
+/* Add a row, or two whole rows at once. With two, the lanes are loaded and stored half as often, and two
  * comparisons do not wait for each other, because each row has its own largest magnitude. */
 HELPER void add_terms_f64(enum term term, int rows, const char *restrict source, double *restrict lanes,
                            struct seen *seen, int n)
@@ -101,7 +101,7 @@ HELPER void add_terms_f16(enum term term, int rows, const char *restrict source,
     }
 }
 
-/* Two values are the halves of a word; the lanes of even numbers come before all odd ones. */
+/* Two values are the halves of a word; the lanes of even numbers come before all odd lanes. */
 HELPER void add_terms_bf16(enum term term, int rows, const char *restrict source, double *restrict lanes,
                             struct seen *seen, int n)
 {
@@ -118,7 +118,7 @@ HELPER void add_terms_bf16(enum term term, int rows, const char *restrict source
     }
 }
 
-/* One loop for each term and number of rows. */
+/* A loop for each term and number of rows. */
 #define SUM(NAME)                                                                                                      \
     static void sum_##NAME(enum term term, const char *source, double *lanes, struct seen *seen, int n)                \
     {                                                                                                                  \
@@ -133,7 +133,7 @@ SUM(f32)
 SUM(f16)
 SUM(bf16)
 
-/* Adds the terms of a row, or of two whole ones, to their lanes. */
+/* Adds the terms of a row, or of two whole rows, to their lanes. */
 static void sum_terms(enum term term, enum dtype dtype, const char *source, double *lanes, struct seen *seen, int n)
 {
     ALIGNED char room[2 * 2 * LANES];

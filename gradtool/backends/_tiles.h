@@ -7,7 +7,7 @@
 #include "_source.h"
 #include "_terms.h"
 
-/* ---- one tile --------------------------------------------------------------------------------------------------- */
+/* ---- a tile ----------------------------------------------------------------------------------------------------- */
 
 static int row_of(int64_t elements, int64_t start)
 {
@@ -51,11 +51,11 @@ static double divided_tile(struct job job, enum dtype dtype, const char *data, i
     return fold(lanes, LANES);
 }
 
-/* As Facts of protocol.py. Losses are counted where `job.losses` says. */
-struct facts { double max_abs; int64_t nan, inf, zeros, first, losses[2]; };
+/* As Statistics of protocol.py. Losses are counted where `job.losses` says. */
+struct statistics { double max_abs; int64_t nan, inf, zeros, first, losses[2]; };
 
-/* Counts what is not finite in a tile, and finds the largest magnitude of the rest. */
-static void count(struct job job, enum dtype dtype, const char *data, int64_t elements, struct facts *facts)
+/* Counts what is not finite in a tile, and finds the largest magnitude of all that is. */
+static void count(struct job job, enum dtype dtype, const char *data, int64_t elements, struct statistics *statistics)
 {
     struct job keeps = {.drops = 0};
     double row[LANES], largest = 0;
@@ -64,39 +64,39 @@ static void count(struct job job, enum dtype dtype, const char *data, int64_t el
         load_doubles(keeps, dtype, data + start * ITEMSIZE[dtype], row, n);
         for (int64_t j = 0; j < n; j++) {
             double magnitude = fabs(row[j]);
-            facts->nan += row[j] != row[j];
-            facts->inf += magnitude == INFINITY;
+            statistics->nan += row[j] != row[j];
+            statistics->inf += magnitude == INFINITY;
             if (magnitude > largest && (magnitude < INFINITY || !job.drops)) largest = magnitude;
         }
     }
-    facts->max_abs = largest;
+    statistics->max_abs = largest;
     /* What is dropped is counted, and then is zero. */
-    if (job.drops) facts->zeros += facts->nan + facts->inf;
+    if (job.drops) statistics->zeros += statistics->nan + statistics->inf;
 }
 
-/* The sum and the exponent of a tile. Returns its other facts. */
-static struct facts sum_tile(struct job job, enum dtype dtype, char *data, int64_t elements, double *sum,
+/* The sum and the exponent of a tile. Returns its statistics. */
+static struct statistics sum_tile(struct job job, enum dtype dtype, char *data, int64_t elements, double *sum,
                              int32_t *exponent)
 {
     struct seen seen = {0, 0};
     *sum = tile(job, dtype, data, elements, &seen);
     *exponent = 0;
-    struct facts facts = {.max_abs = largest_seen(dtype, seen), .zeros = seen.zeros, .first = -1};
-    if (!isfinite(facts.max_abs)) {
-        count(job, dtype, data, elements, &facts);
+    struct statistics statistics = {.max_abs = largest_seen(dtype, seen), .zeros = seen.zeros, .first = -1};
+    if (!isfinite(statistics.max_abs)) {
+        count(job, dtype, data, elements, &statistics);
         if (job.drops) *sum = divided_tile(job, dtype, data, elements, 1);
     }
     if (job.term == MAXIMUM) *sum = 0;
     /* The magnitudes of all other types, and their squares, are in range. */
-    if (dtype != F64 || job.term == MAXIMUM || is_in_range(*sum)) return facts;
-    if (facts.max_abs > 0 && (job.drops || facts.nan + facts.inf == 0)) {
-        *exponent = exponent_of(facts.max_abs);
+    if (dtype != F64 || job.term == MAXIMUM || is_in_range(*sum)) return statistics;
+    if (statistics.max_abs > 0 && (job.drops || statistics.nan + statistics.inf == 0)) {
+        *exponent = exponent_of(statistics.max_abs);
         *sum = divided_tile(job, dtype, data, elements, power_of_two(*exponent));
     }
-    return facts;
+    return statistics;
 }
 
-/* Slow, and called only if there is one. */
+/* Slow, and called only if a value is not finite. */
 static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t elements)
 {
     for (int64_t i = 0; i < elements; i++) {
@@ -110,23 +110,23 @@ static int64_t first_nonfinite(enum dtype dtype, const char *data, int64_t eleme
 
 /* Stops where the source does. If there are bins, counts each tile in them while it is in the cache. */
 static void run_pieces(struct job job, struct source *source, const int64_t *piece, int64_t k, const double *factors,
-                       double *sum, int32_t *exponent, struct facts *facts, struct histogram to)
+                       double *sum, int32_t *exponent, struct statistics *statistics, struct histogram to)
 {
     double limit = job.limit;
-    for (int64_t i = 0; i < k; i++, piece += 3, facts++) {
+    for (int64_t i = 0; i < k; i++, piece += 3, statistics++) {
         enum dtype dtype = (enum dtype)piece[0];
         int64_t elements = piece[2], itemsize = ITEMSIZE[dtype];
-        facts->first = -1;
+        statistics->first = -1;
         if (job.writes) job.factor = factors[i], job.limit = round_to(dtype, limit);
-        job.losses = facts->losses;
+        job.losses = statistics->losses;
         for (int64_t start = 0; start < elements; start += TILE) {
             int64_t size = elements - start < TILE ? elements - start : TILE;
             char *data = bytes_of(source, piece[1] + start * itemsize, size * itemsize);
             if (!data) return;
-            struct facts tile = sum_tile(job, dtype, data, size, sum++, exponent++);
-            if (tile.max_abs > facts->max_abs) facts->max_abs = tile.max_abs;
-            facts->nan += tile.nan, facts->inf += tile.inf, facts->zeros += tile.zeros;
-            if (facts->first < 0 && tile.nan + tile.inf) facts->first = start + first_nonfinite(dtype, data, size);
+            struct statistics tile = sum_tile(job, dtype, data, size, sum++, exponent++);
+            if (tile.max_abs > statistics->max_abs) statistics->max_abs = tile.max_abs;
+            statistics->nan += tile.nan, statistics->inf += tile.inf, statistics->zeros += tile.zeros;
+            if (statistics->first < 0 && tile.nan + tile.inf) statistics->first = start + first_nonfinite(dtype, data, size);
             if (job.wide) job.wide += size;
             if (to.bin) count_tile(dtype, data, size, to.bin, to.largest + i);
         }

@@ -1,4 +1,4 @@
-/* Units of tensors, such as the rows of a matrix, each with a norm of its own, and multiplied by a factor of its own.
+/* Units of tensors, such as the rows of a matrix, each with its norm and its factor.
  * units.py has the reference. */
 #ifndef GRADTOOL_UNITS_H
 #define GRADTOOL_UNITS_H
@@ -7,7 +7,7 @@
 
 /* ---- their factors ---------------------------------------------------------------------------------------------- */
 
-/* Units of one side, as rows. */
+/* Units of a side, as rows. */
 struct side { const char *data; enum dtype dtype; };
 
 struct unit_limits { double ratio, eps, unscale; };
@@ -18,7 +18,7 @@ struct unit_counts { int64_t clipped, changed, nonfinite, beyond; int out_of_ran
 /* Units whose norms are compared at once. */
 enum { UNITS_AT_ONCE = 256 };
 
-/* Sets the norms of units from one on. Returns whether a sum is out of range, which only those of F64 can be. */
+/* Sets the norms of units from number `first` on. Returns whether a sum is out of range, which only those of F64 can be. */
 static int set_norms(struct side side, int64_t first, int64_t count, int64_t size, double *norms)
 {
     static const double about_zero[UNITS_AT_ONCE] = {0};
@@ -94,7 +94,7 @@ struct units { int64_t dtype, offset, elements, phase, columns, first; };
 /* Whether units are scaled many at a time: a row of F32 or F64 is scaled fast even if it is rather short. */
 static int are_short(enum dtype dtype, int64_t columns) { return columns <= (ITEMSIZE[dtype] < 4 ? SHORT_ROW : 24); }
 
-/* Multiplies the rest of a unit, or a row of it. */
+/* Multiplies a unit from an element on, or a row of it. */
 static void scale_part(enum dtype dtype, char *data, double factor, int n, int64_t *losses)
 {
     struct job job = {.writes = 1, .limit = INFINITY, .factor = factor};
@@ -132,14 +132,14 @@ static void scale_units(char *block, const struct units *piece, const double *fa
         int64_t phase = piece->phase, columns = piece->columns;
         for (int64_t at = 0; at < piece->elements;) {
             char *data = block + piece->offset + at * ITEMSIZE[dtype];
-            int64_t rest = piece->elements - at, n, units;
-            units = phase || !are_short(dtype, columns) ? 0 : rest / columns;
+            int64_t left = piece->elements - at, n, units;
+            units = phase || !are_short(dtype, columns) ? 0 : left / columns;
             if (units) {
                 if (units > CHUNK / columns) units = CHUNK / columns;
                 scale_short_units(dtype, data, factor, units, columns, losses);
                 n = units * columns, factor += units;
             } else {
-                n = columns - phase < rest ? columns - phase : rest;
+                n = columns - phase < left ? columns - phase : left;
                 if (n > LANES) n = LANES;
                 scale_part(dtype, data, *factor, (int)n, losses);
                 phase += n;

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _STATUS = {EXIT_OK: "ok", EXIT_FOUND: "found"}
-# Characters per write: many short lines are few system calls, and `| head -1` rarely breaks the pipe.
-_BUFFER = 1 << 16
 
 
 def show_object(outcome: Outcome) -> None:
@@ -28,13 +26,7 @@ def show_object(outcome: Outcome) -> None:
 
 def show_lines(outcome: Outcome) -> None:
     """Print one JSON object for each row, then one for all else. Few of them are in memory at a time."""
-    text = ""
-    for line in _lines_of(outcome):
-        text += line
-        if len(text) >= _BUFFER:
-            sys.stdout.write(text)
-            text = ""
-    sys.stdout.write(text)
+    sys.stdout.writelines(_lines_of(outcome))
 
 
 def _lines_of(outcome: Outcome) -> Iterator[str]:

@@ -64,25 +64,14 @@ def printable(text: str) -> str:
     In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. For those
     that begin a line, such as `::error::x`, see `without_commands`.
     """
-    escaped = text if text.isprintable() else text.translate(_ESCAPES)
-    return escaped.replace("##", "#\\x23")
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text.replace("##", "#\\x23")
 
 
 def without_commands(text: str) -> str:
     """Escape commands to a runner of CI jobs, in lines that may begin with text out of a file."""
     return _COMMAND.sub(lambda match: f"{match[0][:-1]}\\x{ord(match[0][-1]):x}", text)
-
-
-class _Escapes(dict[int, str]):
-    """The printed form of each character, computed on first use."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        self[code] = character if character.isprintable() else character.encode("unicode_escape").decode()
-        return self[code]
-
-
-_ESCAPES = _Escapes()
 
 
 def _wrapped(text: str, indent: int) -> str:

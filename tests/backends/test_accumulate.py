@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian, rounded_once, stored
+from support import (
+    LOSSES,
+    NUMPY_TYPES,
+    STATISTICS,
+    VALUE_TYPES,
+    bits_of,
+    block_of,
+    encode,
+    gaussian,
+    rounded_once,
+    stored,
+)
 
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece
@@ -19,15 +30,15 @@ def whole(array, weight=1.0):
     return block, [Addend(piece.dtype, piece.offset, array.size, 0, weight)]
 
 
-@pytest.mark.parametrize("ours", VALUE_TYPES)
-@pytest.mark.parametrize("theirs", VALUE_TYPES)
-def test_every_type_into_every_type_is_a_float64_sum_rounded_once(backend, ours, theirs):
-    old, grads = gaussian(3000, ours, seed=1), [gaussian(3000, theirs, seed=seed) for seed in (2, 3)]
+@pytest.mark.parametrize("old_type", VALUE_TYPES)
+@pytest.mark.parametrize("grad_type", VALUE_TYPES)
+def test_every_type_into_every_type_is_a_float64_sum_rounded_once(backend, old_type, grad_type):
+    old, grads = gaussian(3000, old_type, seed=1), [gaussian(3000, grad_type, seed=seed) for seed in (2, 3)]
     block, pieces = block_of(old, lead=3)
     backend.accumulate(block, pieces, iter([whole(grads[0], 0.7), whole(grads[1], -3.0)]), AddMode(), NormSpec())
     with np.errstate(all="ignore"):
         wide = old.astype(np.float64) + 0.7 * grads[0].astype(np.float64)
-        expected = rounded_once(wide + -3.0 * grads[1].astype(np.float64), ours)
+        expected = rounded_once(wide + -3.0 * grads[1].astype(np.float64), old_type)
     assert stored(block, pieces[0]).tobytes() == expected.tobytes()
 
 
@@ -48,9 +59,9 @@ def test_a_float64_sum_is_not_rounded_twice(backend, dtype):
 def hard_to_round(dtype):
     """Values of a type, ties, and what float64 has on either side of them; subnormals, ends of ranges, and any bits."""
     kind, rng = NUMPY_TYPES[dtype], np.random.default_rng(7)
-    own = np.arange(STORAGE[dtype].overflow or 0x7F80, dtype=f"u{kind.itemsize}").view(kind).astype(np.float64)
-    own = np.append(own[np.isfinite(own)], 2 * own[-1] - own[-2])
-    exact = np.concatenate([own, (own[:-1] + own[1:]) / 2, 2.0 ** np.arange(-1074, 1024)])
+    exact_values = np.arange(STORAGE[dtype].overflow or 0x7F80, dtype=f"u{kind.itemsize}").view(kind).astype(np.float64)
+    exact_values = np.append(exact_values[np.isfinite(exact_values)], 2 * exact_values[-1] - exact_values[-2])
+    exact = np.concatenate([exact_values, (exact_values[:-1] + exact_values[1:]) / 2, 2.0 ** np.arange(-1074, 1024)])
     around = [exact, np.nextafter(exact, np.inf), np.nextafter(exact, 0)]
     special = [np.inf, np.nan, np.finfo(np.float64).max, 5e-324]
     bits = rng.integers(0, 2**64, 1 << 14, np.uint64).view(np.float64)
@@ -90,8 +101,8 @@ def test_the_sums_are_those_of_what_was_written(backend):
         block, pieces, iter([(source, [Addend("F32", 0, 70_006, 0, 0.3)])]), AddMode(), NormSpec()
     )
     again = backend.tile_sums(block, pieces, NormSpec())
-    for fact in FACTS:
-        assert getattr(written, fact).tolist() == getattr(again, fact).tolist()
+    for statistic in STATISTICS:
+        assert getattr(written, statistic).tolist() == getattr(again, statistic).tolist()
 
 
 def test_minus_zero_survives_when_nothing_is_added_to_it(backend):
@@ -137,7 +148,7 @@ def test_sums_that_become_zero_or_subnormal_by_rounding_are_counted(backend, bat
     for rounds in (True, False):
         result = backend.accumulate(block, pieces, iter([batch] * batches), AddMode(False, rounds=rounds), NormSpec())
         expected = [[1, 1, 0], [0, 1, 0]] if rounds else [[0, 0, 0], [0, 0, 0]]
-        assert [getattr(result, fact).tolist() for fact in LOSSES] == expected
+        assert [getattr(result, statistic).tolist() for statistic in LOSSES] == expected
 
 
 def test_a_source_may_have_parts_in_any_order_and_leave_some_out(backend):
@@ -154,16 +165,16 @@ def test_a_source_is_done_with_before_the_next_is_asked_for(backend):
     memory = memoryview(bytearray(values[0].nbytes))
 
     def sources():
-        for one in values[1:]:
-            memory[:] = one.tobytes()
+        for grad in values[1:]:
+            memory[:] = grad.tobytes()
             yield memory, [Addend("F32", 0, 5000, 0, 1.0)]
         memory[:] = b"\xa5" * len(memory)
 
     block, pieces = block_of(values[0])
     backend.accumulate(block, pieces, sources(), AddMode(), NormSpec())
     wide = values[0].astype(np.float64)
-    for one in values[1:]:
-        wide += one
+    for addend in values[1:]:
+        wide += addend
     assert stored(block, pieces[0]).tobytes() == wide.astype(np.float32).tobytes()
 
 
@@ -184,24 +195,24 @@ def test_an_addend_may_begin_and_end_anywhere_in_a_piece(backend, start):
 PIECES = st.lists(st.tuples(st.sampled_from(VALUE_TYPES), st.sampled_from([0, 1, 37, 2049, 65_537])), max_size=3)
 
 
-@given(shapes=PIECES, theirs=st.sampled_from(VALUE_TYPES), seed=st.integers(0, 99), divisor=st.none() | st.just(0.3))
-def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, theirs, seed, divisor):
+@given(shapes=PIECES, grad_type=st.sampled_from(VALUE_TYPES), seed=st.integers(0, 99), divisor=st.none() | st.just(0.3))
+def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, grad_type, seed, divisor):
     rng = np.random.default_rng(seed)
 
     def anything(count, dtype):
         return rng.integers(0, 256, count * NUMPY_TYPES[dtype].itemsize, np.uint8).view(NUMPY_TYPES[dtype])
 
     arrays = [anything(count, dtype) for dtype, count in shapes]
-    grad = anything(sum(count for _, count in shapes), theirs)
+    grad = anything(sum(count for _, count in shapes), grad_type)
     rule = AddMode(include_buffer=seed % 3 > 0, divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0)
     spec = NormSpec([1.0, 2.0, math.inf][seed % 3])
     expected = None
-    for one in (NumpyBackend(), backend):
+    for tested in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=3)
-        result = one.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, spec)
-        facts = [bytes(block), *(getattr(result, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
-        expected = expected or (facts, result.sums)
-        assert facts == expected[0]
+        result = tested.accumulate(block, pieces, iter([whole(grad, 0.1), whole(grad, 1.0)]), rule, spec)
+        results = [bytes(block), *(getattr(result, name).tobytes() for name in (*STATISTICS[1:], *LOSSES))]
+        expected = expected or (results, result.sums)
+        assert results == expected[0]
         assert np.array_equal(result.sums, expected[1], equal_nan=True)
 
 

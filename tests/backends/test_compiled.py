@@ -19,7 +19,7 @@ def arguments(pieces=((1, 0, 4),), **changed):
         "drops": False,
         "sums": np.zeros(1),
         "exponents": np.zeros(1, np.int32),
-        "facts": np.zeros((1, 7), np.int64),
+        "statistics": np.zeros((1, 7), np.int64),
         "bins": None,
         "largest": None,
     }
@@ -45,8 +45,8 @@ def test_a_correct_call_works():
         {"sums": np.zeros(0)},
         {"exponents": np.zeros(1, np.int16)},
         {"exponents": np.zeros(2, np.int32)},
-        {"facts": np.zeros((0, 7), np.int64)},
-        {"facts": np.zeros((1, 6), np.int64)},
+        {"statistics": np.zeros((0, 7), np.int64)},
+        {"statistics": np.zeros((1, 6), np.int64)},
         {"factors": np.zeros(2)},
         {"block": bytes(16)},
         {"wide": np.zeros(3)},
@@ -120,7 +120,7 @@ def test_a_reading_needs_a_descriptor_and_writable_memory(sixteen, wrong):
 
 
 def test_what_a_call_takes_is_free_after_it_whether_it_worked_or_not(sixteen):
-    for wrong in ({}, {"pieces": [(1, 0, 5)]}, {"facts": b"read only"}):
+    for wrong in ({}, {"pieces": [(1, 0, 5)]}, {"statistics": b"read only"}):
         memory, report = bytearray(16), bytearray(24)
         block = file_block(sixteen, memory=memory, report=report)
         with contextlib.suppress(ValueError, TypeError, BufferError):
@@ -274,7 +274,7 @@ def test_no_scaling_of_units_reaches_outside_its_buffers(piece):
 
 @pytest.mark.parametrize("losses", [0, 1, 3])
 def test_scaling_units_needs_two_losses_a_piece(losses):
-    with pytest.raises(ValueError, match="two losses a piece are needed"):
+    with pytest.raises(ValueError, match="two losses per piece are needed"):
         kernels.scale_units(*scaling((1, 0, 4, 1, 3, 0), losses=losses))
 
 
@@ -284,13 +284,13 @@ def test_a_level_that_the_processor_does_not_have_is_not_used():
         kernels.use("x86-64-v9")
 
 
-def comparison(pieces=((1, 0, 4),), others=((0, 0, 4),), **changed):
+def comparison(pieces=((1, 0, 4),), b_pieces=((0, 0, 4),), **changed):
     """A comparison that works, and what a test changes about it."""
     good = {
         "a": bytes(16),
         "pieces": np.array(pieces, np.int64),
         "b": bytes(32),
-        "others": np.array(others, np.int64),
+        "b_pieces": np.array(b_pieces, np.int64),
         "absolute": 0.0,
         "relative": 0.0,
         "sums": np.zeros((1, 4)),
@@ -314,26 +314,26 @@ def test_a_comparison_reads_files(sixteen):
     assert call[6].tolist() == [[6.0, 14.0, 4.0, 6.0]]
     for wrong in ({}, *WRONG_FILE_BLOCKS):
         blocks = {"a": file_block(sixteen), "b": file_block(sixteen, **wrong)}
-        call = comparison(**blocks, others=[(1, 0, 4)])
+        call = comparison(**blocks, b_pieces=[(1, 0, 4)])
         if wrong:
             with pytest.raises(ValueError, match=r"needed|outside"):
                 kernels.differences(*call)
         else:
             kernels.differences(*call)
             assert call[12].tolist() == [[0, 0, 0, 0, 0, 0]]
-            assert [one[-1][0] for one in blocks.values()] == [16, 16]
+            assert [block[-1][0] for block in blocks.values()] == [16, 16]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pieces": [(1, 0, 5)], "others": [(0, 0, 5)]},
+        {"pieces": [(1, 0, 5)], "b_pieces": [(0, 0, 5)]},
         {"pieces": [(1, 4, 4)]},
-        {"others": [(0, 8, 4)]},
-        {"others": [(0, -8, 4)]},
-        {"others": [(0, 0, 3)]},
-        {"others": [(0, 0, 4), (0, 0, 4)]},
-        {"pieces": [(6, 0, 1)], "others": [(0, 0, 1)]},
+        {"b_pieces": [(0, 8, 4)]},
+        {"b_pieces": [(0, -8, 4)]},
+        {"b_pieces": [(0, 0, 3)]},
+        {"b_pieces": [(0, 0, 4), (0, 0, 4)]},
+        {"pieces": [(6, 0, 1)], "b_pieces": [(0, 0, 1)]},
         {"sums": np.zeros((2, 4))},
         {"exponents": np.zeros((1, 2), np.int32)},
         {"max_abs": np.zeros(0)},

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (
-    FACTS,
     LOSSES,
     NUMPY_TYPES,
     QUIET_NANS,
+    STATISTICS,
     VALUE_TYPES,
     bits_of,
     block_of,
@@ -102,7 +102,7 @@ def test_no_product_is_rounded_to_float32_first(backend, dtype, sign):
     block, pieces = block_of(array)
     backend.scale(block, pieces, [factor], math.inf, NormSpec())
     products = array.astype(np.float64) * float(np.float32(factor))
-    once, twice = (rounded_once(one, dtype) for one in (products, products.astype(np.float32).astype(np.float64)))
+    once, twice = (rounded_once(exact, dtype) for exact in (products, products.astype(np.float32).astype(np.float64)))
     assert np.count_nonzero(bits_of(once) != bits_of(twice)) == count
     assert np.array_equal(bits_of(stored(block, pieces[0])), bits_of(once))
 
@@ -128,9 +128,9 @@ def test_scaling_wide_types_is_one_product(backend, dtype):
     backend.scale(block, pieces, [0.1], math.inf, NormSpec())
     with np.errstate(all="ignore"):
         expected = array * array.dtype.type(0.1)
-    ours, numbers = stored(block, pieces[0]), ~np.isnan(array)
-    assert np.array_equal(bits_of(ours)[numbers], bits_of(expected)[numbers])
-    assert (bits_of(ours)[~numbers] == STORAGE[dtype].quiet_nan).all()
+    result, numbers = stored(block, pieces[0]), ~np.isnan(array)
+    assert np.array_equal(bits_of(result)[numbers], bits_of(expected)[numbers])
+    assert (bits_of(result)[~numbers] == STORAGE[dtype].quiet_nan).all()
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -149,9 +149,9 @@ def test_the_limit_clamps_and_leaves_nan_alone(backend, dtype):
     array = encode([0.1, -0.3, 0.5, -0.75, 3, -4, np.nan, 0.0], dtype)
     block, pieces = block_of(array)
     backend.scale(block, pieces, [1.0], 0.5, NormSpec())
-    ours = stored(block, pieces[0]).astype(np.float64)
+    result = stored(block, pieces[0]).astype(np.float64)
     expected = np.clip(array.astype(np.float64), -0.5, 0.5)
-    assert np.array_equal(ours, expected, equal_nan=True)
+    assert np.array_equal(result, expected, equal_nan=True)
 
 
 # In F16 the nearest of the first is 1.0009765625, but that of its nearest float32 is 1.
@@ -159,7 +159,7 @@ LIMITS = [1.0004882812509095, 0.1, 3.0000001, 1e-8, 65_519.9, 1e6, 1e300, 1e-300
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
-@pytest.mark.parametrize("limit", [*LIMITS, *(1.0 + one / 2**12 + 2.0**-40 for one in range(0, 4096, 255))])
+@pytest.mark.parametrize("limit", [*LIMITS, *(1.0 + step / 2**12 + 2.0**-40 for step in range(0, 4096, 255))])
 def test_the_limit_is_rounded_once_to_the_type(backend, dtype, limit):
     array = encode([300, -300, 0.0, 2.0**-9, math.nan], dtype)
     block, pieces = block_of(array)
@@ -177,8 +177,8 @@ def test_the_sums_of_a_write_are_those_of_what_was_written(backend, dtype, term)
     block, pieces = block_of(array)
     written = backend.scale(block, pieces, [0.377], 0.25, NormSpec(term))
     again = backend.tile_sums(block, pieces, NormSpec(term))
-    for fact in FACTS:
-        assert getattr(written, fact).tolist() == getattr(again, fact).tolist()
+    for statistic in STATISTICS:
+        assert getattr(written, statistic).tolist() == getattr(again, statistic).tolist()
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
@@ -262,7 +262,7 @@ def test_a_limit_of_zero_keeps_the_sign(backend):
 
 
 def losses_of(result):
-    return [getattr(result, fact).tolist() for fact in LOSSES]
+    return [getattr(result, statistic).tolist() for statistic in LOSSES]
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
@@ -314,5 +314,5 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed, no
     block, pieces = block_of(*arrays, lead=3)
     result = backend.scale(block, pieces, factors, limit, spec)
     assert bytes(block) == bytes(expected_block)
-    for fact in (*FACTS, *LOSSES):
-        assert np.array_equal(getattr(result, fact), getattr(expected, fact), equal_nan=True), fact
+    for statistic in (*STATISTICS, *LOSSES):
+        assert np.array_equal(getattr(result, statistic), getattr(expected, statistic), equal_nan=True), statistic

@@ -47,7 +47,7 @@ class FakeCupy:
 
     __version__ = "14.0-fake"
 
-    def __init__(self, count=2, limit=1 << 30):  # noqa: C901 - a whole module in one
+    def __init__(self, count=2, limit=1 << 30):  # noqa: C901 - a whole module in a class
         self.streams, self.loaded = [], []
         cupy = self
 
@@ -162,7 +162,7 @@ def nvrtc(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def cupy(monkeypatch, nvrtc):  # noqa: ARG001 - one is not asked for without the other
+def cupy(monkeypatch, nvrtc):  # noqa: ARG001 - neither is asked for alone
     if shim_device.COMPILER is None:
         pytest.skip("no C++ compiler is found, which runs the kernels in a GPU's place")
     fake = FakeCupy()
@@ -170,7 +170,7 @@ def cupy(monkeypatch, nvrtc):  # noqa: ARG001 - one is not asked for without the
     return fake
 
 
-def norm_facts(backend):
+def check_norm(backend):
     block, pieces = block_of(gaussian(70_001, "BF16"), gaussian(37, "F32"))
     result = backend.scale(block, pieces, [0.5, 0.25], 1.0, NormSpec())
     return bytes(block), [part.tolist() for part in vars(result).values()]
@@ -180,7 +180,7 @@ def test_a_device_does_what_it_is_asked_for(cupy):
     opened = device.open_device(1)
     assert opened.name == "GPU 1, device 1, CuPy 14.0-fake"
     backend = CudaBackend(opened)
-    assert norm_facts(backend) == norm_facts(NumpyBackend())
+    assert check_norm(backend) == check_norm(NumpyBackend())
     assert opened.free_bytes() == (3 << 20) + 100
     assert len(cupy.streams) == 1
     view = opened.memory(100)
@@ -193,7 +193,7 @@ def test_each_thread_has_a_stream_and_leaves_it_to_the_next(cupy):
 
     def work():
         barrier.wait()
-        norm_facts(backend)
+        check_norm(backend)
         barrier.wait()
 
     for _ in range(3):
@@ -207,28 +207,28 @@ def test_each_thread_has_a_stream_and_leaves_it_to_the_next(cupy):
 
 def test_a_module_is_compiled_once_and_kept(cupy, nvrtc, tmp_path):
     for _ in range(2):
-        norm_facts(CudaBackend(device.open_device(0)))
+        check_norm(CudaBackend(device.open_device(0)))
     assert nvrtc.compiled == 2
     assert len(cupy.loaded) == 4
-    kept = sorted((tmp_path / "cache" / "gradtool").iterdir())
-    assert [path.name.split("-")[0] for path in kept] == ["BF16", "F32"]
-    assert [path.read_bytes()[32:] for path in kept] == [b"BF16\0", b"F32\0"]
+    cached = sorted((tmp_path / "cache" / "gradtool").iterdir())
+    assert [path.name.split("-")[0] for path in cached] == ["BF16", "F32"]
+    assert [path.read_bytes()[32:] for path in cached] == [b"BF16\0", b"F32\0"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"BF16\0", b"\0" * 32 + b"BF16\0"])
 def test_a_damaged_module_is_compiled_again(cupy, nvrtc, tmp_path, damage):
-    norm_facts(CudaBackend(device.open_device(0)))
+    check_norm(CudaBackend(device.open_device(0)))
     for path in (tmp_path / "cache" / "gradtool").iterdir():
         path.write_bytes(damage)
     for _ in range(2):
-        norm_facts(CudaBackend(device.open_device(0)))
+        check_norm(CudaBackend(device.open_device(0)))
     assert (nvrtc.compiled, len(cupy.loaded)) == (4, 6)
 
 
 def test_without_a_place_to_keep_modules_they_are_compiled_each_time(cupy, nvrtc, tmp_path):
     (tmp_path / "cache").write_text("in the way")
     for _ in range(2):
-        norm_facts(CudaBackend(device.open_device(0)))
+        check_norm(CudaBackend(device.open_device(0)))
     assert (nvrtc.compiled, len(cupy.loaded)) == (4, 4)
 
 
@@ -237,7 +237,7 @@ def test_without_a_home_there_is_no_cache(cupy, monkeypatch, tmp_path):  # noqa:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(compiler.os.path, "expanduser", lambda path: path)
-    norm_facts(CudaBackend(device.open_device(0)))
+    check_norm(CudaBackend(device.open_device(0)))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -25,13 +25,13 @@ NONE = Tolerance()
 def compare(backend, a, b, tolerance=NONE, lead=(0, 0)):
     """What a backend finds between two lists of arrays, or two arrays."""
     blocks = [
-        block_of(*([one] if isinstance(one, np.ndarray) else one), lead=at)
-        for one, at in zip((a, b), lead, strict=True)
+        block_of(*([side] if isinstance(side, np.ndarray) else side), lead=at)
+        for side, at in zip((a, b), lead, strict=True)
     ]
     result = backend.differences(*blocks[0], *blocks[1], tolerance)
     shapes = {"sums": (-1, 4), "exponents": (-1, 3), "places": (-1, 3), "counts": (-1, 6)}
     return result._replace(
-        **{name: np.array(one).reshape(shapes.get(name, -1)) for name, one in result._asdict().items()}
+        **{name: np.array(field).reshape(shapes.get(name, -1)) for name, field in result._asdict().items()}
     )
 
 
@@ -60,11 +60,11 @@ def steps(low, high, most=200):
     return count
 
 
-@pytest.mark.parametrize("ours", VALUE_TYPES)
-@pytest.mark.parametrize("theirs", VALUE_TYPES)
+@pytest.mark.parametrize("a_type", VALUE_TYPES)
+@pytest.mark.parametrize("b_type", VALUE_TYPES)
 @pytest.mark.parametrize("elements", [37, 257, 2049])
-def test_sums_maxima_and_counts_are_those_of_python_floats(backend, ours, theirs, elements):
-    check(backend, ours, theirs, elements)
+def test_sums_maxima_and_counts_are_those_of_python_floats(backend, a_type, b_type, elements):
+    check(backend, a_type, b_type, elements)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16"])
@@ -72,35 +72,35 @@ def test_sums_maxima_and_counts_of_several_tiles(backend, dtype):
     check(backend, dtype, dtype, TILE + 2051)
 
 
-def check(backend, ours, theirs, elements):
-    a = gaussian(elements, ours)
-    b = near(a, theirs)
+def check(backend, a_type, b_type, elements):
+    a = gaussian(elements, a_type)
+    b = near(a, b_type)
     result = compare(backend, a, b, Tolerance(1e-4, 1e-3), lead=(3, 5))
-    x, y = (one.astype(np.float64).tolist() for one in (a, b))
+    x, y = (side.astype(np.float64).tolist() for side in (a, b))
     pairs = list(zip(x, y, strict=True))
     terms = [(p - q) ** 2 for p, q in pairs], [p * p for p in x], [q * q for q in y], [p * q for p, q in pairs]
-    assert result.sums.T.tolist() == [canonical_tile_sums(one) for one in terms]
+    assert result.sums.T.tolist() == [canonical_tile_sums(column) for column in terms]
     assert not result.exponents.any()
     for tile in range(len(result.sums)):
-        own = pairs[tile * TILE : (tile + 1) * TILE]
-        gaps = [abs(p - q) for p, q in own]
-        quotients = [gap and (gap / abs(q) if q else math.inf) for gap, (_, q) in zip(gaps, own, strict=True)]
+        tile_pairs = pairs[tile * TILE : (tile + 1) * TILE]
+        gaps = [abs(p - q) for p, q in tile_pairs]
+        quotients = [gap and (gap / abs(q) if q else math.inf) for gap, (_, q) in zip(gaps, tile_pairs, strict=True)]
         assert result.max_abs[tile] == max(gaps)
         assert result.max_rel[tile] == max(quotients)
         assert result.places[tile, MAX_ABS] == gaps.index(max(gaps))
         assert result.places[tile, MAX_REL] == quotients.index(max(quotients))
-        assert result.counts[tile, DIFFERING] == sum(p != q for p, q in own)
-        assert result.counts[tile, NOT_CLOSE] == sum(abs(p - q) > 1e-4 + 1e-3 * abs(q) for p, q in own)
+        assert result.counts[tile, DIFFERING] == sum(p != q for p, q in tile_pairs)
+        assert result.counts[tile, NOT_CLOSE] == sum(abs(p - q) > 1e-4 + 1e-3 * abs(q) for p, q in tile_pairs)
         part = slice(tile * TILE, (tile + 1) * TILE)
-        bits = np.count_nonzero(bits_of(a[part]) != bits_of(b[part])) if ours == theirs else len(own)
+        bits = np.count_nonzero(bits_of(a[part]) != bits_of(b[part])) if a_type == b_type else len(tile_pairs)
         assert result.counts[tile, BITS] == bits
         assert result.counts[tile, ONLY_A:].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if NUMPY_TYPES[one].itemsize < 4])
-@pytest.mark.parametrize("other", VALUE_TYPES)
-def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
-    coarser = max(dtype, other, key=VALUE_TYPES.index)
+@pytest.mark.parametrize("dtype", [name for name in VALUE_TYPES if NUMPY_TYPES[name].itemsize < 4])
+@pytest.mark.parametrize("b_type", VALUE_TYPES)
+def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, b_type):
+    coarser = max(dtype, b_type, key=VALUE_TYPES.index)
     if NUMPY_TYPES[coarser].itemsize > 2:
         pytest.skip("has no list of all values")
     line = ordered(coarser)
@@ -108,8 +108,8 @@ def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
     rng = np.random.default_rng(5)
     a = gaussian(5000, dtype)
     wide = a.astype(np.float64) * rng.choice([1, 1, 1.01, 3, -1, 0, 1e9], 5000)
-    limit = {"F16": 65504, "F8_E4M3": 448, "F8_E5M2": 57344}.get(other, 3e38)
-    b = encode(np.clip(wide, -limit, limit), other)
+    limit = {"F16": 65504, "F8_E4M3": 448, "F8_E5M2": 57344}.get(b_type, 3e38)
+    b = encode(np.clip(wide, -limit, limit), b_type)
     result = compare(backend, a, b)
 
     def numbers(values):
@@ -127,11 +127,11 @@ def test_ulps_count_the_values_of_the_coarser_type(backend, dtype, other):
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0, 5e-324, -1e-310, 2.0**-1022, 1.7e308, 0.1])
 def test_ulps_of_f64_are_steps_of_nextafter(backend, value):
     for count in (0, 1, 7, 150):
-        other = value
+        lower = value
         for _ in range(count):
-            other = math.nextafter(other, -math.inf)
-        result = compare(backend, np.array([value]), np.array([other]))
-        assert result.ulps.tolist() == [count] == [steps(other, value)]
+            lower = math.nextafter(lower, -math.inf)
+        result = compare(backend, np.array([value]), np.array([lower]))
+        assert result.ulps.tolist() == [count] == [steps(lower, value)]
 
 
 def test_ulps_of_f32_are_steps_of_nextafter(backend):
@@ -158,7 +158,7 @@ def test_the_longest_distances(backend):
         assert compare(backend, a, a * 0).ulps.tolist() == [int(largest)]
 
 
-@pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if one != "F8_E4M3"])
+@pytest.mark.parametrize("dtype", [name for name in VALUE_TYPES if name != "F8_E4M3"])
 @pytest.mark.parametrize("at", [0, 3000, TILE - 1])
 def test_nan_and_inf_count_as_nothing_but_are_counted(backend, dtype, at):
     a = gaussian(TILE, dtype)
@@ -174,8 +174,8 @@ def test_nan_and_inf_count_as_nothing_but_are_counted(backend, dtype, at):
     assert result.counts[0, DIFFERING] == expected.counts[0, DIFFERING] + 6
     assert result.counts[0, NOT_CLOSE] == expected.counts[0, NOT_CLOSE] + 6
     assert result.counts[0, BITS] == np.count_nonzero(bits_of(x) != bits_of(y))
-    for fact in ("sums", "exponents", "max_abs", "max_rel", "ulps", "places"):
-        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
+    for field in ("sums", "exponents", "max_abs", "max_rel", "ulps", "places"):
+        assert getattr(result, field).tolist() == getattr(expected, field).tolist(), field
 
 
 def test_f8_e4m3_has_a_nan_only(backend):
@@ -235,24 +235,24 @@ def test_quotients_of_subnormals(backend):
 RANGES = {"huge": 1e300, "largest": 1.7e308, "tiny": 1e-200, "subnormal": 1e-310, "ordinary": 1.0}
 
 
-@pytest.mark.parametrize("ours", RANGES)
-@pytest.mark.parametrize("theirs", RANGES)
-def test_sums_out_of_range_are_those_of_values_that_are_divided(backend, ours, theirs):
+@pytest.mark.parametrize("a_range", RANGES)
+@pytest.mark.parametrize("b_range", RANGES)
+def test_sums_out_of_range_are_those_of_values_that_are_divided(backend, a_range, b_range):
     rng = np.random.default_rng(6)
-    a, b = ((2 * rng.random(5000) - 1) * RANGES[one] for one in (ours, theirs))
+    a, b = ((2 * rng.random(5000) - 1) * RANGES[scale] for scale in (a_range, b_range))
     result = compare(backend, a, b)
     expected = compare(NumpyBackend(), a, b)
-    for fact in result._fields:
-        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
-    gaps, m, n = (int(one) for one in result.exponents[0])
+    for field in result._fields:
+        assert getattr(result, field).tolist() == getattr(expected, field).tolist(), field
+    gaps, m, n = (int(exponent) for exponent in result.exponents[0])
     for exponent, values in ((m, a), (n, b)):
         squares = canonical_tile_sums([x * x for x in values.tolist()])[0]
         assert exponent == (0 if 2.0**-900 <= squares <= 2.0**1000 else math.frexp(np.abs(values).max())[1] - 1)
     x, y = (values / 2.0**exponent for values, exponent in ((a, m), (b, n)))
     with np.errstate(over="ignore"):
         apart = np.where(np.isfinite(a - b), (a - b) / 2.0**gaps, a / 2.0**gaps - b / 2.0**gaps)
-    terms = [one.tolist() for one in (apart * apart, x * x, y * y, x * y)]
-    assert result.sums[0].tolist() == [canonical_tile_sums(one)[0] for one in terms]
+    terms = [column.tolist() for column in (apart * apart, x * x, y * y, x * y)]
+    assert result.sums[0].tolist() == [canonical_tile_sums(column)[0] for column in terms]
     assert np.isfinite(result.sums).all()
 
 
@@ -276,11 +276,11 @@ def test_a_tiny_difference_beside_large_elements_is_divided_and_not_they(backend
 def extreme(rng):
     """A tile of float64 values of any magnitude, beside values that are near, equal, opposite or of others."""
     count, (low, high) = int(rng.integers(1, 40)), np.sort(rng.choice([-1074, 1024, *rng.integers(-1074, 1024, 3)], 2))
-    a, other = (
+    a, unrelated = (
         np.ldexp(rng.uniform(-1, 1, count), rng.integers(low, high + 1, count)) * (rng.random(count) < 0.9)
         for _ in range(2)
     )
-    beside = [a, a, -a, np.nextafter(a, 0), a * (1 - 2.0**-30), a + 5e-324, other]
+    beside = [a, a, -a, np.nextafter(a, 0), a * (1 - 2.0**-30), a + 5e-324, unrelated]
     return a, np.choose(rng.integers(0, rng.integers(2, 8), count), beside)
 
 
@@ -290,7 +290,7 @@ def extreme_tiles():
     rng, tiles = np.random.default_rng(4), []
     for _ in range(400):
         a, b = extreme(rng)
-        x, y = ([Fraction(value) for value in one.tolist()] for one in (a, b))
+        x, y = ([Fraction(value) for value in side.tolist()] for side in (a, b))
         pairs = list(zip(x, y, strict=True))
         exact = [(p - q) ** 2 for p, q in pairs], [p * p for p in x], [q * q for q in y], [p * q for p, q in pairs]
         tiles.append((a, b, list(map(sum, exact))))
@@ -301,8 +301,8 @@ def test_sums_of_extreme_tiles_are_those_of_exact_arithmetic(backend):
     tiles = extreme_tiles()
     result = compare(backend, [a for a, _, _ in tiles], [b for _, b, _ in tiles])
     expected = compare(NumpyBackend(), [a for a, _, _ in tiles], [b for _, b, _ in tiles])
-    for fact in result._fields:
-        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
+    for field in result._fields:
+        assert getattr(result, field).tolist() == getattr(expected, field).tolist(), field
     for (_, _, exact), sums, (k, m, n) in zip(tiles, result.sums.tolist(), result.exponents.tolist(), strict=True):
         of_gaps, of_a, of_b, products = (
             Fraction(sum_) * Fraction(2) ** scale
@@ -312,7 +312,7 @@ def test_sums_of_extreme_tiles_are_those_of_exact_arithmetic(backend):
             assert abs(square - truth) <= truth / 10**14
         # By the inequality of Cauchy and Schwarz, what is lost is small beside both norms.
         assert (products - exact[3]) ** 2 <= exact[1] * exact[2] / 10**28
-    assert {int(np.sign(one)) for one in result.exponents[:, 0]} == {-1, 0, 1}
+    assert {int(np.sign(exponent)) for exponent in result.exponents[:, 0]} == {-1, 0, 1}
     assert 1023 in result.exponents[:, 0]
 
 
@@ -333,14 +333,14 @@ def test_every_backend_finds_what_the_reference_finds(backend, shapes, seed):
 
     a = [anything(count, dtype) for dtype, _, count in shapes]
     b = [anything(count, dtype) for _, dtype, count in shapes]
-    for one, other in zip(a, b, strict=True):
-        if one.dtype == other.dtype and seed % 2:
-            other[: other.size // 2] = one[: one.size // 2]
+    for a_array, b_array in zip(a, b, strict=True):
+        if a_array.dtype == b_array.dtype and seed % 2:
+            b_array[: b_array.size // 2] = a_array[: a_array.size // 2]
     tolerance = Tolerance(0.1 * (seed % 3), 0.5 * (seed % 4))
     result, expected = (compare(which, a, b, tolerance, lead=(1, 2)) for which in (backend, NumpyBackend()))
-    for fact in result._fields:
-        assert getattr(result, fact).dtype == getattr(expected, fact).dtype
-        assert getattr(result, fact).tolist() == getattr(expected, fact).tolist(), fact
+    for field in result._fields:
+        assert getattr(result, field).dtype == getattr(expected, field).dtype
+        assert getattr(result, field).tolist() == getattr(expected, field).tolist(), field
 
 
 def test_pieces_may_be_none_or_empty(backend):

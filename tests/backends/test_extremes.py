@@ -33,7 +33,7 @@ def test_the_bounds_are_those_of_the_type(dtype):
     assert bits_of(bounds).tolist() == list(STORAGE[dtype].bounds)
 
 
-@pytest.mark.parametrize("dtype", [one for one in VALUE_TYPES if NUMPY_TYPES[one].itemsize < 4])
+@pytest.mark.parametrize("dtype", [name for name in VALUE_TYPES if NUMPY_TYPES[name].itemsize < 4])
 def test_every_code_is_counted_as_what_it_is(backend, dtype):
     kind = NUMPY_TYPES[dtype]
     array = np.arange(2 ** (8 * kind.itemsize)).astype(f"u{kind.itemsize}").view(kind)
@@ -60,8 +60,8 @@ def test_any_number_of_values_at_any_address_is_counted(backend, dtype, elements
     array = gaussian(elements, dtype)
     array[::5] = encode([float(limits.smallest_normal) / 2], dtype)
     array[1::7] = encode([-float(limits.max)], dtype)
-    other = encode([1, 0, -0.0], "F8_E5M2")
-    assert found_in(backend, other, array, other, lead=3) == [(0, 0), counted(array), (0, 0)]
+    f8 = encode([1, 0, -0.0], "F8_E5M2")
+    assert found_in(backend, f8, array, f8, lead=3) == [(0, 0), counted(array), (0, 0)]
 
 
 def test_no_pieces_and_empty_pieces_count_nothing(backend):

@@ -39,8 +39,8 @@ def counted(backend, *arrays, lead=0):
     result, at, counts = histogram(backend, block, pieces), 0, []
     for piece in pieces:
         bins = STORAGE[piece.dtype].bins
-        own = result.counts[at : at + len(bins)].tolist()
-        counts.append({exponent: count for exponent, count in zip(bins, own, strict=True) if count})
+        piece_counts = result.counts[at : at + len(bins)].tolist()
+        counts.append({exponent: count for exponent, count in zip(bins, piece_counts, strict=True) if count})
         at += len(bins)
     assert at == len(result.counts)
     return list(zip(counts, result.largest.tolist(), strict=True))
@@ -117,7 +117,7 @@ def test_a_block_on_the_device_is_counted_there(backend, dtype):
     block, pieces = block_of(array)
     expected, data = histogram(backend, block, pieces), backend.to_device(block)
     result = histogram(backend, data, pieces)
-    assert [one.tobytes() for one in result] == [one.tobytes() for one in expected]
+    assert [field.tobytes() for field in result] == [field.tobytes() for field in expected]
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -85,15 +85,15 @@ def test_the_gradients_are_those_of_exact_arithmetic(backend, inverted):
     g, r = exact(patch.scale), exact(patch.inv_std_dev)[:, None]
     xh = (exact(x) - exact(patch.bias)) / g if inverted else (exact(x) - exact(patch.mean)[:, None]) * r
     dy = exact(y_grad)
-    for ours, theirs in (
+    for result, expected in (
         (weighted, (dy * g).sum(axis=1)),
         (projected, (dy * g * xh).sum(axis=1)),
         (scale_grad, (dy * xh).sum(axis=0)),
         (bias_grad, dy.sum(axis=0)),
         (matrix(out, "F64", patch), r * (dy * g - exact(means[0])[:, None] - xh * exact(means[1])[:, None])),
     ):
-        truth = theirs.astype(np.float64)
-        assert np.abs(ours - truth).max() <= 1e-14 * np.abs(truth).max()
+        truth = expected.astype(np.float64)
+        assert np.abs(result - truth).max() <= 1e-14 * np.abs(truth).max()
 
 
 def added(backend, patch, grads):
@@ -106,12 +106,12 @@ def added(backend, patch, grads):
 @pytest.mark.parametrize("rms", [False, True])
 def test_means_that_are_not_given_are_those_over_the_columns(backend, rms):
     patch = patch_of(5, 70, rms=rms, inverted=rms)
-    ours, theirs = (memoryview(bytearray(350 * 8)) for _ in range(2))
+    given, computed = (memoryview(bytearray(350 * 8)) for _ in range(2))
     weighted, projected = backend.layer_norm_sums(patch)
     means = (np.zeros(5) if rms else weighted / 70), projected / 70
-    grads = [backend.layer_norm_grads(patch, m, out, "F64") for m, out in ((means, ours), (None, theirs))]
-    assert bytes(ours) == bytes(theirs)
-    first, second = (added(backend, patch, one) for one in grads)
+    grads = [backend.layer_norm_grads(patch, m, out, "F64") for m, out in ((means, given), (None, computed))]
+    assert bytes(given) == bytes(computed)
+    first, second = (added(backend, patch, sums) for sums in grads)
     assert first.tobytes() == second.tobytes()
 
 
@@ -163,14 +163,14 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, rows, columns, t
         patch.mean[0] = [math.nan, math.inf][seed % 2]
         patch.scale[0] = 0.0
     answers = set()
-    for one in (NumpyBackend(), backend):
+    for tested in (NumpyBackend(), backend):
         out = memoryview(bytearray(rows * columns * NUMPY_TYPES[types[2]].itemsize))
-        sums = one.layer_norm_sums(patch)
-        given = added(one, patch, one.layer_norm_grads(patch, sums, out, types[2]))
+        sums = tested.layer_norm_sums(patch)
+        given = added(tested, patch, tested.layer_norm_grads(patch, sums, out, types[2]))
         first = bytes(out)
-        grads = added(one, patch, one.layer_norm_grads(patch, None, out, types[2])) if columns else given
-        plain = one.row_sums(patch.x, patch.x_dtype, rows, columns, None)
-        squares = one.row_sums(patch.x, patch.x_dtype, rows, columns, patch.mean)
+        grads = added(tested, patch, tested.layer_norm_grads(patch, None, out, types[2])) if columns else given
+        plain = tested.row_sums(patch.x, patch.x_dtype, rows, columns, None)
+        squares = tested.row_sums(patch.x, patch.x_dtype, rows, columns, patch.mean)
         parts = [canonical(part) for part in (*sums, given, grads, plain, squares)]
         answers.add(b"".join([first, bytes(out), *parts]))
     assert len(answers) == 1
@@ -181,9 +181,9 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, rows, columns, t
 def test_rows_that_are_summed_and_differentiated_block_by_block(backend, rows, columns, rms):
     patch = patch_of(rows, columns, "BF16", "F32", rms=rms, height=7)
     answers = set()
-    for one in (NumpyBackend(), backend):
+    for tested in (NumpyBackend(), backend):
         out = memoryview(bytearray(rows * columns * 2))
-        grads = added(one, patch, one.layer_norm_grads(patch, None, out, "BF16"))
+        grads = added(tested, patch, tested.layer_norm_grads(patch, None, out, "BF16"))
         answers.add(canonical(grads) + bytes(out))
     assert len(answers) == 1
 

@@ -40,8 +40,8 @@ def usage(module, capability):
     """What each kernel of a module takes: its registers, and its bytes of local memory and of spills."""
     _, log = compiler.compile_module(module, capability, "--ptxas-options=-v")
     return {
-        found["kernel"]: (int(found["registers"]), int(found["stack"]), int(found["stores"]) + int(found["loads"]))
-        for found in _USAGE.finditer(log)
+        match["kernel"]: (int(match["registers"]), int(match["stack"]), int(match["stores"]) + int(match["loads"]))
+        for match in _USAGE.finditer(log)
     }
 
 
@@ -49,7 +49,11 @@ def usage(module, capability):
 def usages():
     """The futures of all usages, for compiling uses every core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {(module, one): pool.submit(usage, module, one) for one in CAPABILITIES for module in compiler.MODULES}
+        yield {
+            (module, capability): pool.submit(usage, module, capability)
+            for capability in CAPABILITIES
+            for module in compiler.MODULES
+        }
         pool.shutdown(cancel_futures=True)
 
 
@@ -65,15 +69,15 @@ def report(request):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("module", compiler.MODULES)
 def test_every_kernel_compiles_for_every_gpu_and_keeps_to_its_registers(module, capability, usages, report):
-    found = usages[module, capability].result()
+    kernels = usages[module, capability].result()
     again = [f"again_{term}" for term in ("power", "absolute", "square")[: 3 if module == "F64" else 1]]
     expected = (
         [*LAYER_KERNELS, *DIFFERENCE_KERNELS, "trimmed_means"]
         if module == "mixed"
         else [*TILE_KERNELS, *again, "accumulate", "histogram", "extremes", *LAYER_KERNELS]
     )
-    assert sorted(found) == sorted(expected)
-    for kernel, (registers, local, spilled) in found.items():
+    assert sorted(kernels) == sorted(expected)
+    for kernel, (registers, local, spilled) in kernels.items():
         if local or spilled:
             report.append(
                 f"sm_{capability} {module} {kernel}: {registers} registers, {local} B local, {spilled} B spilled"
@@ -116,11 +120,11 @@ def test_nothing_is_contracted_and_no_subnormal_is_flushed(module):
 
 @pytest.mark.parametrize("module", [module for module in TYPED if not module.startswith("F8")])
 def test_memory_is_accessed_16_bytes_at_a_time(module):
-    found = ptx_of(module)
+    code = ptx_of(module)
     width = "v2.u64" if module == "F64" else "v4.u32"
-    assert f"ld.global.{width}" in found["measure_square"]
-    assert f"ld.global.{width}" in found["scale_square"]
-    assert f"st.global.{width}" in found["scale_square"]
+    assert f"ld.global.{width}" in code["measure_square"]
+    assert f"ld.global.{width}" in code["scale_square"]
+    assert f"st.global.{width}" in code["scale_square"]
 
 
 def test_no_kernel_adds_floats_atomically():

@@ -54,7 +54,7 @@ def test_the_median_is_that_of_numpy(backend, dtype, count):
 @pytest.mark.parametrize("elements", [1, 15, 16, 17, 255, 256, 257, 2049])
 def test_any_number_of_elements(backend, elements):
     arrays = [gaussian(elements, "F32", seed=seed) for seed in range(5)]
-    expected = [statistics.median(column) for column in zip(*(one.tolist() for one in arrays), strict=True)]
+    expected = [statistics.median(column) for column in zip(*(array.tolist() for array in arrays), strict=True)]
     assert means(backend, arrays).tolist() == expected
 
 
@@ -62,9 +62,9 @@ def test_any_number_of_elements(backend, elements):
 def test_a_trimmed_mean_adds_what_is_left_in_ascending_order(backend, dropped):
     arrays = [gaussian(100, "F64", seed=seed) for seed in range(9)]
     expected = []
-    for column in zip(*(one.tolist() for one in arrays), strict=True):
-        total, *rest = sorted(column)[dropped : 9 - dropped]
-        for value in rest:
+    for column in zip(*(array.tolist() for array in arrays), strict=True):
+        total, *following = sorted(column)[dropped : 9 - dropped]
+        for value in following:
             total += value
         expected.append(total / (9 - 2 * dropped))
     result = means(backend, arrays, Trim(dropped)).tolist()
@@ -111,9 +111,9 @@ def test_minus_zero_counts_as_zero_in_any_order(backend, order):
 
 def test_elements_that_fewer_have_are_means_of_fewer_and_those_of_none_are_zero(backend):
     block, pieces = block_of(*[np.array([value, value], np.float32) for value in (5, 1, 3)])
-    one, two, three = (Addend("F32", piece.offset, 2, 0, 1.0) for piece in pieces)
-    later = [one._replace(at=4), two._replace(at=4, elements=2)]
-    result = backend.trimmed_means(block, [one, two, three, *later, three._replace(at=6)], Trim(), 9)
+    first, second, third = (Addend("F32", piece.offset, 2, 0, 1.0) for piece in pieces)
+    later = [first._replace(at=4), second._replace(at=4, elements=2)]
+    result = backend.trimmed_means(block, [first, second, third, *later, third._replace(at=6)], Trim(), 9)
     assert result.tolist() == [3, 3, 0, 0, 3, 3, 3, 3, 0]
 
 
@@ -128,7 +128,7 @@ def test_elements_that_fewer_have_are_means_of_fewer_and_those_of_none_are_zero(
 def test_every_backend_gives_the_bits_of_the_reference(backend, count, elements, dtypes, weight, finite, seed):
     rng = np.random.default_rng(seed)
     types = [NUMPY_TYPES[dtypes[i % len(dtypes)]] for i in range(count)]
-    arrays = [rng.integers(0, 256, elements * one.itemsize, np.uint8).view(one) for one in types]
+    arrays = [rng.integers(0, 256, elements * kind.itemsize, np.uint8).view(kind) for kind in types]
     trim = Trim([None, 0, (count - 1) // 2, (count - 1) // 3][seed % 4], finite=finite)
     expected = means(NumpyBackend(), arrays, trim, [weight] * count)
     result = means(backend, arrays, trim, [weight] * count)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import FACTS, block_of, canonical_tile_sums, encode, stored
+from support import STATISTICS, block_of, canonical_tile_sums, encode, stored
 
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import Addend, AddMode, NormSpec
@@ -82,9 +82,9 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, sizes, exponents
         result = backend.scale(block, pieces, [factor] * len(pieces), limit, spec)
         assert bytes(block) == bytes(expected_block)
         again = backend.tile_sums(block, pieces, spec._replace(drop_nonfinite=False))
-        for fact in FACTS:
-            assert np.array_equal(getattr(result, fact), getattr(expected, fact), equal_nan=True), fact
-            assert any(result.inf) or np.array_equal(getattr(result, fact), getattr(again, fact)), fact
+        for statistic in STATISTICS:
+            assert np.array_equal(getattr(result, statistic), getattr(expected, statistic), equal_nan=True), statistic
+            assert any(result.inf) or np.array_equal(getattr(result, statistic), getattr(again, statistic)), statistic
 
 
 @settings(max_examples=40)
@@ -106,9 +106,9 @@ def test_the_sums_are_the_canonical_ones_of_the_divided_values(backend, order, e
     array = np.ldexp(np.random.default_rng(5).standard_normal(elements), exponent)
     result = measured(backend, array, NormSpec(order))
     for tile, (sum_, scale) in enumerate(zip(result.sums.tolist(), result.exponents.tolist(), strict=True)):
-        own = np.abs(array[tile * TILE : (tile + 1) * TILE])
-        assert scale == math.frexp(own.max())[1] - 1 != 0
-        divided = [value / 2.0**scale for value in own.tolist()]
+        values = np.abs(array[tile * TILE : (tile + 1) * TILE])
+        assert scale == math.frexp(values.max())[1] - 1 != 0
+        divided = [value / 2.0**scale for value in values.tolist()]
         assert [sum_] == canonical_tile_sums([x * x if order == 2 else x for x in divided])
 
 
@@ -159,7 +159,7 @@ def test_a_tile_that_is_not_finite_is_not_summed_again_unless_that_is_dropped(ba
     result = measured(backend, array, NormSpec(order, drop_nonfinite=True))
     expected = measured(backend, dropped, NormSpec(order))
     assert result.exponents.tolist() == expected.exponents.tolist()
-    assert [one != 0 for one in result.exponents] == [True, True, False]
+    assert [exponent != 0 for exponent in result.exponents] == [True, True, False]
     assert result.sums.tolist() == expected.sums.tolist()
 
 
@@ -177,13 +177,13 @@ def test_only_written_values_decide_whether_a_sum_is_out_of_range(backend, facto
 def test_sums_that_are_added_up_are_measured_alike(backend, rounds, order):
     old, grad = spread(70_001, 700), spread(70_001, 705, seed=4)
     answers = []
-    for one in (NumpyBackend(), backend):
+    for tested in (NumpyBackend(), backend):
         block, pieces = block_of(old, spread(9, -800))
         sources = [(block_of(grad)[0], [Addend("F64", 0, grad.size, 0, 0.5)])]
-        result = one.accumulate(block, pieces, iter(sources), AddMode(rounds=rounds), NormSpec(order))
-        answers.append([getattr(result, fact).tolist() for fact in FACTS])
+        result = tested.accumulate(block, pieces, iter(sources), AddMode(rounds=rounds), NormSpec(order))
+        answers.append([getattr(result, statistic).tolist() for statistic in STATISTICS])
     assert answers[0] == answers[1]
-    assert [one != 0 for one in result.exponents] == [order == 2] * 3
+    assert [exponent != 0 for exponent in result.exponents] == [order == 2] * 3
     added = np.concatenate([old + 0.5 * grad, spread(9, -800)])
     assert_within_one_ulp(norm_from(result, order), added, order)
 

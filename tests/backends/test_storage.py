@@ -15,10 +15,10 @@ def all_codes(dtype):
 @pytest.mark.parametrize("dtype", SMALL_TYPES)
 def test_every_code_widens_to_the_value_that_others_give_it(dtype):
     codes = all_codes(dtype)
-    ours, theirs = STORAGE[dtype].widen(codes), codes.view(NUMPY_TYPES[dtype]).astype(np.float32)
-    assert np.array_equal(np.isnan(ours), np.isnan(theirs))
-    numbers = ~np.isnan(ours)
-    assert np.array_equal(bits_of(ours)[numbers], bits_of(theirs)[numbers])
+    result, expected = STORAGE[dtype].widen(codes), codes.view(NUMPY_TYPES[dtype]).astype(np.float32)
+    assert np.array_equal(np.isnan(result), np.isnan(expected))
+    numbers = ~np.isnan(result)
+    assert np.array_equal(bits_of(result)[numbers], bits_of(expected)[numbers])
 
 
 @pytest.mark.parametrize("dtype", SMALL_TYPES)
@@ -45,9 +45,9 @@ def test_narrowing_rounds_to_nearest_even_as_others_do(dtype):
     with np.errstate(all="ignore"):
         values = hard_to_round(dtype)
         values = values[~np.isnan(values)]
-        theirs = rounded_once(values.astype(np.float64), dtype)
-        ours = STORAGE[dtype].narrow(values)
-    assert np.array_equal(ours, bits_of(theirs))
+        expected = rounded_once(values.astype(np.float64), dtype)
+        result = STORAGE[dtype].narrow(values)
+    assert np.array_equal(result, bits_of(expected))
 
 
 @pytest.mark.parametrize("dtype", SMALL_TYPES)
@@ -55,11 +55,11 @@ def test_values_that_float32_holds_are_rounded_as_others_do(dtype):
     """The truth that all tests of rounding share, against numpy and ml_dtypes."""
     with np.errstate(all="ignore"):
         values = hard_to_round(dtype)
-        theirs = values.astype(NUMPY_TYPES[dtype])
-        ours = rounded_once(values.astype(np.float64), dtype)
-        numbers = ~np.isnan(theirs.astype(np.float64))
-    assert np.array_equal(bits_of(ours)[numbers], bits_of(theirs)[numbers])
-    assert (bits_of(ours)[~numbers] == QUIET_NANS[dtype]).all()
+        expected = values.astype(NUMPY_TYPES[dtype])
+        result = rounded_once(values.astype(np.float64), dtype)
+        numbers = ~np.isnan(expected.astype(np.float64))
+    assert np.array_equal(bits_of(result)[numbers], bits_of(expected)[numbers])
+    assert (bits_of(result)[~numbers] == QUIET_NANS[dtype]).all()
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import FACTS, NUMPY_TYPES, VALUE_TYPES, block_of, bytes_of_memory, encode
+from support import NUMPY_TYPES, STATISTICS, VALUE_TYPES, block_of, bytes_of_memory, encode
 
 from gradtool import tuning
 from gradtool.arrays import int64s
@@ -50,8 +50,8 @@ def streamed(backend, data, pieces, spec=SPEC, **options):
 
 
 def assert_found(result, expected):
-    for fact in FACTS:
-        assert np.array_equal(getattr(result, fact), getattr(expected, fact), equal_nan=True), fact
+    for statistic in STATISTICS:
+        assert np.array_equal(getattr(result, statistic), getattr(expected, statistic), equal_nan=True), statistic
 
 
 def block_with_gaps(shapes, rng):
@@ -162,8 +162,8 @@ def test_what_the_system_refuses_is_raised_with_its_number(backend, tmp_path):
     reads(backend)
     fd = os.open(tmp_path, os.O_RDONLY)
     errors = []
-    for one in (fd, -1):
-        block = FileBlock(one, 0, 4, bytes_of_memory(ROOM), int64s(3))
+    for descriptor in (fd, -1):
+        block = FileBlock(descriptor, 0, 4, bytes_of_memory(ROOM), int64s(3))
         backend.tile_sums(block, [Piece("F32", 0, 1)], SPEC)
         with pytest.raises(OSError, match=r"directory|descriptor") as caught:
             block.check()
@@ -194,24 +194,26 @@ def test_what_is_counted_while_it_is_read_is_what_the_reference_counts(backend, 
 def two_blocks(shapes, rng):
     """Two blocks of pieces as long as each other: mostly of near values, some of them NaN, Inf, or equal."""
     blocks = [bytearray(), bytearray()], [[], []]
-    for dtype, other, elements, gap in shapes:
+    for dtype, b_type, elements, gap in shapes:
         values = rng.standard_normal(elements)
         values[rng.random(elements) < rng.choice([0, 0.001])] = rng.choice([math.nan, math.inf])
         near = values * (1 + rng.choice([0, 1e-3]) * rng.standard_normal(elements))
-        for data, pieces, kind, own, lead in zip(*blocks, (dtype, other), (values, near), (gap, gap // 3), strict=True):
+        for data, pieces, kind, array, lead in zip(
+            *blocks, (dtype, b_type), (values, near), (gap, gap // 3), strict=True
+        ):
             pieces.append(Piece(kind, len(data) + lead, elements))
-            data.extend(b"\xff" * lead + encode(own, kind).tobytes())
+            data.extend(b"\xff" * lead + encode(array, kind).tobytes())
     return [(memoryview(data), pieces) for data, pieces in zip(*blocks, strict=True)]
 
 
 def compared(backend, a, b, tolerance=Tolerance(), **options):  # noqa: B008 - a value
     """What a backend finds between two blocks of files, and the bytes that it read of each."""
     reads(backend)
-    (left, pieces), (right, others) = a, b
+    (left, a_pieces), (right, b_pieces) = a, b
     with in_file(left, **options) as x, in_file(right, lead=3, cut=options.get("cut", 0)) as y:
-        result = backend.differences(x, pieces, y, others, tolerance)
-        for one in (x, y):
-            one.check()
+        result = backend.differences(x, a_pieces, y, b_pieces, tolerance)
+        for block in (x, y):
+            block.check()
     return result, x.report[0], y.report[0]
 
 
@@ -234,7 +236,7 @@ def test_two_files_that_are_read_side_by_side_differ_as_in_the_reference(backend
     tolerance = Tolerance(*rng.choice([0, 1e-3], 2).tolist())
     result, *_ = compared(backend, a, b, tolerance, lead=lead, room=room)
     expected = NumpyBackend().differences(*a, *b, tolerance)
-    assert [one.tobytes() for one in result] == [one.tobytes() for one in expected]
+    assert [field.tobytes() for field in result] == [field.tobytes() for field in expected]
 
 
 def test_every_byte_of_both_files_is_read_once(backend):
@@ -244,11 +246,11 @@ def test_every_byte_of_both_files_is_read_once(backend):
 
 def test_a_file_and_one_in_memory_are_compared(backend):
     reads(backend)
-    (left, pieces), (right, others) = two_blocks([("F32", "F16", 200_000, 5)], np.random.default_rng(10))
-    expected = NumpyBackend().differences(left, pieces, right, others, Tolerance())
+    (left, a_pieces), (right, b_pieces) = two_blocks([("F32", "F16", 200_000, 5)], np.random.default_rng(10))
+    expected = NumpyBackend().differences(left, a_pieces, right, b_pieces, Tolerance())
     with in_file(left) as x, in_file(right) as y:
-        assert backend.differences(x, pieces, right, others, Tolerance()) == expected
-        assert backend.differences(left, pieces, y, others, Tolerance()) == expected
+        assert backend.differences(x, a_pieces, right, b_pieces, Tolerance()) == expected
+        assert backend.differences(left, a_pieces, y, b_pieces, Tolerance()) == expected
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -259,7 +261,7 @@ def test_of_two_files_the_one_that_ends_early_is_told(backend, side, cut):
     cuts = [cut * (side == 0), cut * (side == 1)]
     with in_file(a[0], cut=cuts[0]) as x, in_file(b[0], cut=cuts[1]) as y:
         backend.differences(x, a[1], y, b[1], Tolerance())
-        assert [one.report[2] for one in (x, y)] == [-(side == 0), -(side == 1)]
+        assert [block.report[2] for block in (x, y)] == [-(side == 0), -(side == 1)]
 
 
 # Reads that are interrupted, and those that bring less than was asked for.
@@ -268,14 +270,14 @@ PREAD = """
 #include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-static ssize_t some(int fd, void *to, size_t count, long at)
+static ssize_t read_part(int fd, void *to, size_t count, long at)
 {
     static unsigned calls;
     if (++calls % 3 == 0) return errno = EINTR, -1;
     return syscall(SYS_pread64, fd, to, count > 70001 ? 70001 : count, at);
 }
-ssize_t pread(int fd, void *to, size_t count, off_t at) { return some(fd, to, count, at); }
-ssize_t pread64(int fd, void *to, size_t count, off64_t at) { return some(fd, to, count, at); }
+ssize_t pread(int fd, void *to, size_t count, off_t at) { return read_part(fd, to, count, at); }
+ssize_t pread64(int fd, void *to, size_t count, off64_t at) { return read_part(fd, to, count, at); }
 """
 READ = """
 import sys, numpy as np
@@ -286,7 +288,7 @@ from gradtool.backends.protocol import FileBlock, NormSpec, Piece
 with open(sys.argv[1], "rb") as file:
     block = FileBlock(file.fileno(), 3, 2_400_000, bytes_of_memory(tuning.STREAM_BYTES), int64s(3))
     result = backends()["compiled"]().tile_sums(block, [Piece("F64", 0, 300_000)], NormSpec())
-print(block.report[0], [one.hex() for one in result.sums.tolist()])
+print(block.report[0], [total.hex() for total in result.sums.tolist()])
 """
 
 
@@ -302,4 +304,4 @@ def test_reads_that_are_short_or_interrupted_are_carried_on(tmp_path):
     command = [sys.executable, "-P", "-c", READ, tmp_path / "file"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     expected = NumpyBackend().tile_sums(data, pieces, SPEC).sums
-    assert done.stdout.strip() == f"2400000 {[one.hex() for one in expected.tolist()]}"
+    assert done.stdout.strip() == f"2400000 {[total.hex() for total in expected.tolist()]}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FACTS, LOSSES, NUMPY_TYPES, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
+from support import LOSSES, NUMPY_TYPES, STATISTICS, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.protocol import NormSpec, TypedView, UnitLimits, Units
@@ -21,8 +21,8 @@ def test_each_element_is_multiplied_by_the_factor_of_its_unit(backend, dtype, si
     block, pieces = block_of(values, lead=3)
     units = [Units(size, start % size, start // size)]
     result = backend.scale_units(block, pieces, units, memoryview(factors), NormSpec())
-    own = factors if dtype == "F64" else factors.astype(np.float32).astype(np.float64)
-    products = values.astype(np.float64) * own[np.arange(start, start + 5000) // size]
+    unit_factors = factors if dtype == "F64" else factors.astype(np.float32).astype(np.float64)
+    products = values.astype(np.float64) * unit_factors[np.arange(start, start + 5000) // size]
     assert stored(block, pieces[0]).tobytes() == rounded_once(products, dtype).tobytes()
     again = backend.tile_sums(block, pieces, NormSpec())
     assert result.sums.tobytes() == again.sums.tobytes()
@@ -63,12 +63,12 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, seed):
         count += (phase + elements) // size + 1
     factors = rng.choice([0.0, 1.0, 0.377, 1e-30, math.nan, 2.0], count)
     expected = None
-    for one in (NumpyBackend(), backend):
+    for tested in (NumpyBackend(), backend):
         block, pieces = block_of(*arrays, lead=1)
-        result = one.scale_units(block, pieces, units, memoryview(factors), NormSpec())
-        facts = [bytes(block), *(getattr(result, fact).tobytes() for fact in (*FACTS[1:], *LOSSES))]
-        expected = expected or (facts, result.sums)
-        assert facts == expected[0]
+        result = tested.scale_units(block, pieces, units, memoryview(factors), NormSpec())
+        results = [bytes(block), *(getattr(result, name).tobytes() for name in (*STATISTICS[1:], *LOSSES))]
+        expected = expected or (results, result.sums)
+        assert results == expected[0]
         assert np.array_equal(result.sums, expected[1], equal_nan=True)
 
 
@@ -95,7 +95,7 @@ def sides_of(dtypes, rows, size, seed):
 )
 def test_factors_have_the_bits_of_the_reference(backend, dtypes, rows, size, limits, seed):
     sides = sides_of(dtypes, rows, size, seed)
-    expected, result = (factors_of(one, sides, size, limits) for one in (NumpyBackend(), backend))
+    expected, result = (factors_of(tested, sides, size, limits) for tested in (NumpyBackend(), backend))
     assert result[1] == expected[1]
     assert np.array_equal(result[0], expected[0], equal_nan=True)
 
@@ -112,7 +112,7 @@ def factors_of(backend, sides, size, limits):
 def test_factors_and_counts_by_hand(backend, dtype):
     grads = encode([[3, 4], [0, 0], [30, 40], [3e-3, 4e-3], [math.inf, 0], [math.nan, 0]], dtype)
     params = encode([[30, 40], [1, 1], [0, 0], [3, 4], [1, 0], [math.inf, 0]], "F32")
-    sides = [TypedView(memoryview(one.tobytes()), name) for one, name in ((grads, dtype), (params, "F32"))]
+    sides = [TypedView(memoryview(array.tobytes()), name) for array, name in ((grads, dtype), (params, "F32"))]
     factors, counts = factors_of(backend, sides, 2, UnitLimits(0.05, 2.0, 1.0))
     # Limits are 2.5, 0.1, 0.1, 0.25, 0.1 and infinite.
     assert factors.tolist()[:5] == [0.5, 1, 0.1 / 50, 1, 0]

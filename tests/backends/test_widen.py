@@ -57,6 +57,6 @@ def test_values_are_narrowed_with_one_rounding(backend, dtype):
     middles = [
         sign * (1 + ulp * odd / 2 + away) for sign in (1, -1) for odd in (1, 3) for away in (-(2**-40), 0, 2**-40)
     ]
-    for values in (*([one] for one in middles), middles * 100 + [0.3] * 1000):
+    for values in (*([middle] for middle in middles), middles * 100 + [0.3] * 1000):
         expected = rounded_once(np.array(values), dtype).tobytes()
         assert bytes(backend.narrow(array("d", values), dtype)) == expected

@@ -18,8 +18,8 @@ template <int DTYPE, class Bits> DEVICE Bits largest_of(const TilesJob &job, con
         }
     }
     for (int step = 16; step; step /= 2) {
-        const Bits other = __shfl_down_sync(0xffffffffu, largest, step);
-        largest = other > largest ? other : largest;
+        const Bits neighbour = __shfl_down_sync(0xffffffffu, largest, step);
+        largest = neighbour > largest ? neighbour : largest;
     }
     __shared__ Bits shared[WARPS];
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;

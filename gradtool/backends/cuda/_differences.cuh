@@ -1,4 +1,4 @@
-// What tells two blocks apart; differences.py says what each figure is. A thread block compares one tile.
+// The differences of two blocks; differences.py defines each result. A thread block compares a tile.
 
 enum { GAPS, SQUARES_A, SQUARES_B, PRODUCTS, SUMS };
 enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
@@ -64,7 +64,7 @@ DEVICE unsigned long long ulps_between(long long dtype, double x, double y)
     return a > b ? a - b : b - a;
 }
 
-// Whether an element has the same bytes on both sides, which have one type.
+// Whether an element has the same bytes on both sides, which have the same type.
 static __device__ __noinline__ bool has_same_bytes(const DifferencesJob &job, const TilePair &tile, int i)
 {
     const long long itemsize = Untyped::itemsize(tile.pair.dtype_a), at = (tile.start + i) * itemsize;
@@ -74,7 +74,7 @@ static __device__ __noinline__ bool has_same_bytes(const DifferencesJob &job, co
     return is_same;
 }
 
-// Keeps the larger of two values, or of equal ones that with the smaller index.
+// Keeps the larger of two values, or of equal values that with the smaller index.
 template <class Value> DEVICE void keep(Value value, unsigned long long at, Value &largest, unsigned long long &place)
 {
     if (value > largest || (value == largest && at < place)) largest = value, place = at;
@@ -204,8 +204,8 @@ DEVICE void largest_pair(const DifferencesJob &job, const TilePair &tile, double
     }
     for (int side = 0; side < 2; side++) {
         for (int step = 16; step; step /= 2) {
-            const double other = __shfl_down_sync(0xffffffffu, largest[side], step);
-            largest[side] = other > largest[side] ? other : largest[side];
+            const double neighbour = __shfl_down_sync(0xffffffffu, largest[side], step);
+            largest[side] = neighbour > largest[side] ? neighbour : largest[side];
         }
         if (threadIdx.x % 32 == 0) shared[side][threadIdx.x / 32] = largest[side];
     }

@@ -1,6 +1,6 @@
-// Subnormal and saturated values, counted by their bits. A thread block counts those of one tile.
+// Subnormal and saturated values, counted by their bits. A thread block counts those of a tile.
 
-// The codes of the smallest normal value and of the largest finite one; `counts` has two counts for each piece.
+// The codes of the smallest normal value and of the largest finite value; `counts` has two counts for each piece.
 struct ExtremesJob {
     const char *block;
     unsigned long long *counts;
@@ -11,7 +11,7 @@ struct ExtremesJob {
 template <int DTYPE> DEVICE void count_extremes(const ExtremesJob &job)
 {
     typedef typename Storage<DTYPE>::Code Code;
-    const Code mask = (Code)((Code)~0ull >> 1), below = (Code)(job.normal - 1), most = (Code)job.largest;
+    const Code mask = (Code)((Code)~0ull >> 1), below = (Code)(job.normal - 1), highest = (Code)job.largest;
     const Piece piece = piece_of(job.piece, job.pieces, blockIdx.x);
     const long long start = (blockIdx.x - piece.first_block) * TILE;
     const int elements = (int)(piece.elements - start < TILE ? piece.elements - start : TILE);
@@ -25,7 +25,7 @@ template <int DTYPE> DEVICE void count_extremes(const ExtremesJob &job)
             const Code magnitude = (Code)(codes[i] & mask);
             // For a zero, 0 - 1 is the largest number there is.
             subnormal += (Code)(magnitude - 1) < below;
-            saturated += magnitude == most;
+            saturated += magnitude == highest;
         }
     }
     for (int step = 16; step; step /= 2) {

@@ -1,4 +1,4 @@
-// Counts of values by binary exponent. A thread block counts one tile in shared memory.
+// Counts of values by binary exponent. A thread block counts a tile in shared memory.
 
 // The bins of float32, which all types but F64 have, and those of F64; storage.py says what they are.
 enum { BINS32 = 277, BINS64 = 2098 };
@@ -39,8 +39,8 @@ template <int DTYPE> DEVICE void count_tile(const HistogramJob &job)
         }
     }
     for (int step = 16; step; step /= 2) {
-        const Bits other = __shfl_down_sync(0xffffffffu, largest, step);
-        largest = other > largest ? other : largest;
+        const Bits neighbour = __shfl_down_sync(0xffffffffu, largest, step);
+        largest = neighbour > largest ? neighbour : largest;
     }
     if (threadIdx.x % 32 == 0)
         atomicMax(&job.largest[piece.number], (unsigned long long)as_bits64(magnitude_of(largest)));

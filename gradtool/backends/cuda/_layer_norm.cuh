@@ -1,6 +1,6 @@
 // The backward pass of layer norms: float64 throughout, in the order of the reference.
 //
-// A thread block takes some rows at a time: its warps sum the chunks of those rows, then its threads compute their
+// A thread block takes a few rows at a time: its warps sum the chunks of those rows, then its threads compute their
 // gradients column by column. The second half reads what the first has brought into the cache.
 
 enum { TEAM = 512, TEAM_WARPS = TEAM / 32 };
@@ -61,7 +61,7 @@ template <class X, bool INVERTED> struct Projections {
     }
 };
 
-// The sum of x, or of its squared distances from the mean if there is one.
+// The sum of x, or of its squared distances from the mean if that is given.
 template <class X> struct Moments {
     double x;
     DEVICE Moments read(const PatchJob &job, const Row &row, int column)
@@ -94,7 +94,7 @@ template <class Terms, bool ALL> DEVICE void add_columns(const PatchJob &job, co
         if (ALL || column + k * ROW_LANES < job.columns) Terms::add(job, row, terms[k], column + k * ROW_LANES, lane);
 }
 
-// The two sums of each chunk of some rows, from `row` on, a warp for each chunk: sums[chunk][which].
+// The two sums of each chunk of rows, from `row` on, a warp for each chunk: sums[chunk][which].
 template <class Terms> DEVICE void sum_chunks(const PatchJob &job, long long row, int rows, double (*sums)[2])
 {
     const int chunks = (int)chunks_of(job.columns), lane_number = (int)threadIdx.x % 32;
@@ -135,7 +135,7 @@ template <class Terms> DEVICE void sum_rows(const PatchJob &job)
     if (job.projected) job.projected[row + threadIdx.x] = sum_of(job, (int)threadIdx.x, 1, sums);
 }
 
-// The gradients of some columns of a row, from `column` on, TEAM apart.
+// The gradients of columns of a row, from `column` on, TEAM apart.
 template <class X, bool INVERTED>
 DEVICE void differentiate_columns(const PatchJob &job, const Row &row, const double *means, int column,
                                   double *scale_grad, double *bias_grad)

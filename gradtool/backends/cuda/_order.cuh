@@ -1,6 +1,6 @@
 // Means of the middle values of columns, which a sorting network puts in order.
 
-// Addends of the same elements; theirs are number `first` of all elements, and `at` of the means.
+// Addends of the same elements: the first is number `first` of all elements, and its mean is number `at`.
 struct Group {
     long long first, at, first_addend;
 };

@@ -1,4 +1,4 @@
-// The storage types on the device: eight neighbouring values at a time, or one.
+// The storage types on the device: eight neighbouring values at a time, or a single value.
 
 template <int DTYPE> struct Storage;
 
@@ -49,7 +49,7 @@ template <> struct Storage<F64> {
 
 enum { WIDTH = 8 };
 
-// The type of one access: 16 bytes, or eight values if these are fewer.
+// The type of an access: 16 bytes, or eight values if these are fewer.
 template <int BYTES> struct Unit { typedef uint4 type; };
 template <> struct Unit<8> { typedef uint2 type; };
 
@@ -127,7 +127,7 @@ static __device__ __noinline__ double load_one(long long dtype, const char *sour
     }
 }
 
-// ---- one value ------------------------------------------------------------------------------------------------------
+// ---- a value --------------------------------------------------------------------------------------------------------
 
 // The values of an aligned buffer, as float64.
 template <int DTYPE> struct Typed {
@@ -170,9 +170,9 @@ struct Untyped {
     }
 };
 
-// ---- finding one's work ---------------------------------------------------------------------------------------------
+// ---- the piece of a block --------------------------------------------------------------------------------------------
 
-// The piece of a thread block: the last one whose first block is not after it. No piece is empty.
+// The piece of a thread block: the last piece whose first block is not after it. No piece is empty.
 template <class Piece> DEVICE const Piece &piece_of(const Piece *pieces, long long count, long long block)
 {
     long long low = 0;

@@ -1,4 +1,4 @@
-// Float64 sums of weighted values, addend after addend, and their one rounding.
+// Float64 sums of weighted values, addend after addend, and their single rounding.
 
 enum { FIRST = 1, LAST = 2, KEEPS = 4, DIVIDES = 8, MULTIPLIES = 16, ROUNDS = 32 };
 

@@ -1,4 +1,4 @@
-// Canonical tile sums, of what is in a block or is written there first. A thread block sums one tile.
+// Canonical tile sums, of what is in a block or is written there first. A thread block sums a tile.
 
 // A thread has eight neighbouring lanes of the 2,048, and folds them before the threads of a warp fold theirs.
 enum { THREADS = LANES / WIDTH, WARPS = THREADS / 32 };
@@ -16,8 +16,9 @@ struct Losses {
     unsigned long long zeros, subnormals;
 };
 
-// The facts of a piece; `first` is NEVER less the index of the first value that is not finite, or 0 if all are.
-struct Facts {
+// The statistics of a piece, as in protocol.py. `first` is NEVER less the index of the first value that is not finite, or 0
+// if all are.
+struct Statistics {
     unsigned long long max_abs, nan, inf, zeros, first;
     Losses losses;
 };
@@ -30,7 +31,7 @@ struct TilesJob {
     char *block;
     double *sums;
     long long *exponents;
-    Facts *facts;
+    Statistics *statistics;
     const Piece *piece;
     double limit, order;
     long long drops, pieces;
@@ -55,14 +56,14 @@ template <int TERM> DEVICE double term_of(double value, double order)
 
 DEVICE int is_subnormal(double value, double normal) { return value != 0 && fabs(value) < normal; }
 
-// Adds what one thread has counted. What is negative wraps around, and so does the sum.
+// Adds what a thread has counted. A negative number wraps around, and so does the sum.
 DEVICE void add_losses(Losses *losses, int zeros, int subnormals)
 {
     if (zeros) atomicAdd(&losses->zeros, (unsigned long long)zeros);
     if (subnormals) atomicAdd(&losses->subnormals, (unsigned long long)(long long)subnormals);
 }
 
-// What one thread has summed and counted. `largest` are the bits of the largest magnitude, with NaN and Inf. What is lost
+// What a thread has summed and counted. `largest` are the bits of the largest magnitude, with NaN and Inf. What is lost
 // is only counted by kernels that write.
 template <class Work> struct Seen {
     typename Special<Work>::Bits largest;
@@ -120,7 +121,7 @@ static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const P
     typedef typename S::Work Work;
     typedef typename Special<Work>::Bits Bits;
     const Bits infinite = Special<Work>::INFINITE;
-    Facts local = {};
+    Statistics local = {};
     for (int i = (int)threadIdx.x * WIDTH; i < elements; i += LANES) {
         typename S::Code codes[WIDTH];
         int count = elements - i < WIDTH ? elements - i : WIDTH;
@@ -136,11 +137,11 @@ static __device__ __noinline__ void count_nonfinite(const TilesJob &job, const P
             local.max_abs = bits > local.max_abs ? bits : local.max_abs;
         }
     }
-    Facts *facts = job.facts + piece.number;
-    atomicMax(&facts->max_abs, local.max_abs);
-    if (local.nan) atomicAdd(&facts->nan, local.nan);
-    if (local.inf) atomicAdd(&facts->inf, local.inf);
-    if (local.first) atomicMax(&facts->first, local.first);
+    Statistics *statistics = job.statistics + piece.number;
+    atomicMax(&statistics->max_abs, local.max_abs);
+    if (local.nan) atomicAdd(&statistics->nan, local.nan);
+    if (local.inf) atomicAdd(&statistics->inf, local.inf);
+    if (local.first) atomicMax(&statistics->first, local.first);
 }
 
 template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob &job)
@@ -176,32 +177,32 @@ template <int DTYPE, int TERM, bool WRITES> DEVICE void sum_tile(const TilesJob 
     }
 
     const int new_zeros = seen.losses & 0xffff;
-    if (WRITES) add_losses(&job.facts[piece.number].losses, new_zeros, (seen.losses - new_zeros) / 65536);
+    if (WRITES) add_losses(&job.statistics[piece.number].losses, new_zeros, (seen.losses - new_zeros) / 65536);
     __shared__ double sums[WARPS];
     __shared__ Bits largest[WARPS];
     __shared__ unsigned zeros[WARPS];
     double sum = fold_warp(fold_eight(seen.lanes));
     for (int step = 16; step; step /= 2) {
-        Bits other = __shfl_down_sync(0xffffffffu, seen.largest, step);
-        seen.largest = other > seen.largest ? other : seen.largest;
+        Bits neighbour = __shfl_down_sync(0xffffffffu, seen.largest, step);
+        seen.largest = neighbour > seen.largest ? neighbour : seen.largest;
         seen.zeros += __shfl_down_sync(0xffffffffu, seen.zeros, step);
     }
     const int warp = (int)threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) sums[warp] = sum, largest[warp] = seen.largest, zeros[warp] = seen.zeros;
     __syncthreads();
 
-    Bits most = largest[0];
-    for (int i = 1; i < WARPS; i++) most = largest[i] > most ? largest[i] : most;
+    Bits maximum = largest[0];
+    for (int i = 1; i < WARPS; i++) maximum = largest[i] > maximum ? largest[i] : maximum;
     if (threadIdx.x == 0) {
         unsigned long long zero = 0;
         for (int i = 0; i < WARPS; i++) zero += zeros[i];
         job.sums[piece.first_sum + tile] = fold_eight(sums);
-        if (zero) atomicAdd(&job.facts[piece.number].zeros, zero);
-        if (most < Special<Work>::INFINITE)
-            atomicMax(&job.facts[piece.number].max_abs, (unsigned long long)as_bits64(magnitude_of(most)));
+        if (zero) atomicAdd(&job.statistics[piece.number].zeros, zero);
+        if (maximum < Special<Work>::INFINITE)
+            atomicMax(&job.statistics[piece.number].max_abs, (unsigned long long)as_bits64(magnitude_of(maximum)));
     }
     // The barrier has made the writes of the other threads visible.
-    if (most >= Special<Work>::INFINITE) count_nonfinite<DTYPE>(job, piece, data, start, elements);
+    if (maximum >= Special<Work>::INFINITE) count_nonfinite<DTYPE>(job, piece, data, start, elements);
 }
 
 #ifdef GRADTOOL_STORAGE

@@ -44,11 +44,9 @@ class CountValues(Pass[Measurement]):
     spec: NormSpec = _SPEC
 
     def tally(self) -> Measurement:
-        """Begin with nothing."""
         return Measurement(self.selected, self.spec, _COLUMNS)
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
-        """Count the values of a block."""
         pieces = pieces_of(block)
         with worker.load(block) as loaded:
             # Nothing is added before both are known, because a device that has no room gets the block in halves.

@@ -37,10 +37,12 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
     before = (1 << 33) // 65_536
     tiles = cuda_jobs.Tiles.from_pieces([Piece("F32", 0, array.size)], None)
     tiles.table["elements"] = (1 << 33) + array.size
-    ((_, rows, _),) = tiles.by_type()
+    ((_, _, fields),) = tiles.by_type()
+    rows = fields["piece"]
     rows["first_block"], rows["first_sum"] = -before, -before
     results = np.zeros(tiles.results, np.int64)
-    job = cuda_jobs.job(
+    job = cuda_jobs.make_job(
+        shim.device,
         cuda_jobs.TILES_JOB,
         block=held.address - 4 * (1 << 33),
         sums=results.ctypes.data,
@@ -50,7 +52,7 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
         pieces=1,
         order=1.0,
     )
-    shim.device.launch("F32", "measure_absolute", 2, cuda_jobs.THREADS, job)
+    shim.device.launch("F32", "measure_absolute", 2, cuda_jobs.THREADS, job.argument)
     shim.device.wait()
     result = tiles.unpack(results)
     assert result.sums[0] == canonical_tile_sums(np.abs(array[:65_536].astype(float)).tolist())[0]
@@ -60,12 +62,11 @@ def test_a_tensor_may_have_more_than_2_to_the_32_elements(shim):
 def test_addends_are_cut_at_the_pieces_they_are_for():
     pieces = [Piece("F32", 0, 3), Piece("BF16", 12, 0), Piece("F32", 16, 5)]
     addends = [Addend("F64", 100, 4, 1, 0.5), Addend("BF16", 0, 3, 5, 2.0)]
-    result = cuda_jobs.Additions.from_addends(pieces, [0, 3, 3, 8], addends)
-    assert result.addends.tolist() == [(0, 100, 1, 2, 0.5), (0, 116, 0, 2, 0.5), (3, 0, 2, 3, 2.0)]
-    ((dtype, (targets, blocks)),) = result.targets.items()
+    ((dtype, blocks, fields),) = cuda_jobs.additions(pieces, [0, 3, 3, 8], addends)
+    assert fields["addend"].tolist() == [(0, 100, 1, 2, 0.5), (0, 116, 0, 2, 0.5), (3, 0, 2, 3, 2.0)]
     assert (dtype, blocks) == ("F32", 2)
     # Offset, elements, first block, first sum, first addend, addends, number.
-    assert targets.tolist() == [(0, 3, 0, 0, 0, 1, 0), (16, 5, 1, 3, 1, 2, 2)]
+    assert fields["target"].tolist() == [(0, 3, 0, 0, 0, 1, 0), (16, 5, 1, 3, 1, 2, 2)]
 
 
 def test_what_was_there_is_added_once():

@@ -15,23 +15,15 @@ import numpy as np
 from gradtool import tuning
 from gradtool.backends.cpu import NumpyBackend, sorting_network
 from gradtool.backends.cuda import jobs
-from gradtool.backends.cuda.device import (
-    DeviceBlock,
-    allocate_block,
-    allocate_zeros,
-    download_words,
-    upload_arrays,
-    upload_vectors,
-)
+from gradtool.backends.cuda.device import DeviceBlock, allocate_block, allocate_zeros, download_words
+from gradtool.backends.cuda.jobs import Job, make_job
 from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, group_addends
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
-
-    from gradtool.backends.cuda.device import Buffer, Device, Table
+    from gradtool.backends.cuda.device import Buffer, Device
     from gradtool.backends.protocol import (
         Addend,
         AddMode,
@@ -96,22 +88,22 @@ class CudaBackend(NumpyBackend):
         tiles.table["first_sum"] = np.cumsum(bins) - bins
         # The counts, and the largest magnitudes behind them.
         total = int(bins.sum())
-        results, (_table, parts) = allocate_zeros(self.device, total + len(pieces)), self._parts(tiles)
-        addresses = {"block": data.address, "counts": results.address, "largest": results.address + 8 * total}
-        for dtype, blocks, rows in parts:
-            job = jobs.job(jobs.HISTOGRAM_JOB, **addresses, **rows)
-            self.device.launch(dtype, "histogram", blocks, jobs.THREADS, job)
+        results = allocate_zeros(self.device, total + len(pieces))
+        fields = {"block": data, "counts": results, "largest": results.address + 8 * total}
+        parts = self._jobs(jobs.HISTOGRAM_JOB, tiles.by_type(), **fields)
+        for dtype, blocks, job in parts:
+            self.device.launch(dtype, "histogram", blocks, jobs.THREADS, job.argument)
         counts, largest = np.split(download_words(self.device, results, total + len(pieces)), [total])
         histogram = BlockHistogram(array("q", counts.tobytes()), array("d", largest.tobytes()))
         return self.tile_sums(data, pieces, spec), histogram
 
     def extremes(self, block: Data, pieces: Pieces) -> Extremes:
         data, results = self._on_device(block), allocate_zeros(self.device, 2 * len(pieces))
-        _table, parts = self._parts(jobs.Tiles.from_pieces(pieces))
-        for dtype, blocks, rows in parts:
-            bounds = dict(zip(("normal", "largest"), STORAGE[dtype].bounds, strict=True))
-            job = jobs.job(jobs.EXTREMES_JOB, block=data.address, counts=results.address, **bounds, **rows)
-            self.device.launch(dtype, "extremes", blocks, jobs.THREADS, job)
+        tables = jobs.Tiles.from_pieces(pieces).by_type()
+        parts = self._jobs(jobs.EXTREMES_JOB, tables, block=data, counts=results)
+        for dtype, blocks, job in parts:
+            job.argument["normal"], job.argument["largest"] = STORAGE[dtype].bounds
+            self.device.launch(dtype, "extremes", blocks, jobs.THREADS, job.argument)
         counts = array("q", download_words(self.device, results, 2 * len(pieces)).tobytes())
         return Extremes(counts[::2], counts[1::2])
 
@@ -162,14 +154,15 @@ class CudaBackend(NumpyBackend):
             columns = jobs.Columns.from_groups(groups)
             dropped, threads = trim.dropped_from(columns.height), columns.blocks * jobs.THREADS
             pairs = sorting_network(columns.height, dropped)
-            table = upload_arrays(self.device, columns.groups, columns.addends, pairs)
-            scratch = self.device.allocate(8 * threads * columns.height)
-            job = jobs.job(
+            job = make_job(
+                self.device,
                 jobs.TRIM_JOB,
-                **dict(zip(("group", "addend", "pair"), table.addresses, strict=True)),
-                source=data.address,
-                means=means.address,
-                scratch=scratch.address,
+                group=columns.groups,
+                addend=columns.addends,
+                pair=pairs,
+                source=data,
+                means=means,
+                scratch=self.device.allocate(8 * threads * columns.height),
                 groups=len(columns.groups),
                 elements=columns.elements,
                 pairs=len(pairs),
@@ -178,7 +171,7 @@ class CudaBackend(NumpyBackend):
                 finite=trim.finite,
                 threads=threads,
             )
-            self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job)
+            self.device.launch("mixed", "trimmed_means", columns.blocks, jobs.THREADS, job.argument)
             self.device.wait()
         return download_words(self.device, means, elements).view(np.float64)
 
@@ -188,47 +181,38 @@ class CudaBackend(NumpyBackend):
         pairs = jobs.PiecePairs.from_pieces(a_pieces, b_pieces)
         if not pairs.tiles:
             return pairs.unpack(np.empty(0, np.int64))
-        a_data, b_data = self._on_device(a), self._on_device(b)
-        results, table = self.device.allocate(pairs.nbytes), upload_arrays(self.device, pairs.table)
-        job = jobs.job(
+        results = self.device.allocate(pairs.nbytes)
+        job = make_job(
+            self.device,
             jobs.DIFFERENCES_JOB,
-            a=a_data.address,
-            b=b_data.address,
-            pair=table.addresses[0],
-            results=results.address,
+            a=self._on_device(a),
+            b=self._on_device(b),
+            pair=pairs.table,
+            results=results,
             absolute=tolerance.absolute,
             relative=tolerance.relative,
             pairs=len(pairs.table),
         )
         for kernel in ("differences", "differences_again")[: 1 + pairs.has_f64]:
-            self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job)
+            self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job.argument)
         return pairs.unpack(download_words(self.device, results, pairs.nbytes // 8))
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         if not rows or not columns:
             return np.zeros(rows)
-        data, vectors = self._on_device(x), upload_vectors(self.device, center)
-        sums = self.device.allocate(8 * rows)
-        job = jobs.job(
-            jobs.PATCH_JOB,
-            x=data.address,
-            x_dtype=STORAGE[dtype].code,
-            rows=rows,
-            columns=columns,
-            mean=vectors.addresses[0],
-            weighted=sums.address,
-        )
-        self.device.launch(dtype, "row_sums", jobs.row_blocks(rows, columns), jobs.TEAM, job)
+        sums, shape = self.device.allocate(8 * rows), {"rows": rows, "columns": columns}
+        data = {"x": self._on_device(x), "x_dtype": STORAGE[dtype].code}
+        job = make_job(self.device, jobs.PATCH_JOB, **data, **shape, mean=center, weighted=sums)
+        self.device.launch(dtype, "row_sums", jobs.row_blocks(rows, columns), jobs.TEAM, job.argument)
         return download_words(self.device, sums, rows).view(np.float64)
 
     def layer_norm_sums(self, patch: Patch) -> tuple[Array, Array]:
         if not patch.rows or not patch.columns:
             return np.zeros(patch.rows), np.zeros(patch.rows)
-        job, _memory = self._patch_job(patch)
-        sums = self.device.allocate(16 * patch.rows)
-        job["weighted"], job["projected"] = sums.address, sums.address + 8 * patch.rows
+        sums, blocks = self.device.allocate(16 * patch.rows), jobs.row_blocks(patch.rows, patch.columns)
+        job = self._patch_job(patch, weighted=sums, projected=sums.address + 8 * patch.rows)
         module = jobs.layer_module(patch.x_dtype, patch.y_grad_dtype)
-        self.device.launch(module, "layer_norm_sums", jobs.row_blocks(patch.rows, patch.columns), jobs.TEAM, job)
+        self.device.launch(module, "layer_norm_sums", blocks, jobs.TEAM, job.argument)
         weighted, projected = download_words(self.device, sums, 2 * patch.rows).view(np.float64).reshape(2, patch.rows)
         return weighted, projected
 
@@ -238,13 +222,18 @@ class CudaBackend(NumpyBackend):
         grads = allocate_block(self.device, 16 * patch.groups * patch.columns)
         if not grads.nbytes:
             return grads
-        job, _memory = self._patch_job(patch)
-        result, vectors = self._on_device(x_grad, copies=False), upload_vectors(self.device, *(means or (None, None)))
-        job["x_grad"], job["x_grad_dtype"], job["grads"] = result.address, STORAGE[dtype].code, grads.address
-        job["weighted"], job["projected"] = vectors.addresses
-        job["has_means"] = means is not None
+        result, (weighted, projected) = self._on_device(x_grad, copies=False), means or (None, None)
+        job = self._patch_job(
+            patch,
+            weighted=weighted,
+            projected=projected,
+            has_means=means is not None,
+            x_grad=result,
+            x_grad_dtype=STORAGE[dtype].code,
+            grads=grads,
+        )
         module = jobs.layer_module(patch.x_dtype, patch.y_grad_dtype, dtype)
-        self.device.launch(module, "layer_norm_grads", jobs.gradient_blocks(patch), jobs.TEAM, job)
+        self.device.launch(module, "layer_norm_grads", jobs.gradient_blocks(patch), jobs.TEAM, job.argument)
         self.device.wait()
         self._copy_back(result, x_grad)
         return grads
@@ -252,14 +241,12 @@ class CudaBackend(NumpyBackend):
     def add_groups(self, totals: array[float], grads: DeviceBlock) -> None:
         if not grads.nbytes:
             return
-        sums = np.asarray(totals)
-        groups, table = grads.nbytes // sums.nbytes, upload_vectors(self.device, sums)
-        addresses = {"totals": table.addresses[0], "grads": grads.address}
-        job = jobs.job(jobs.GROUPS_JOB, **addresses, groups=groups, columns=sums.size // 2)
-        blocks = -(-sums.size // jobs.GROUPS_TEAM)
-        self.device.launch("mixed", "add_groups", blocks, jobs.GROUPS_TEAM, job)
-        self.device.download(table.addresses[0], sums)
-        self.device.wait()
+        view = memoryview(totals).cast("B")
+        sums, count = self.to_device(view), view.nbytes // 8
+        shape = {"groups": grads.nbytes // sums.nbytes, "columns": count // 2}
+        job = make_job(self.device, jobs.GROUPS_JOB, totals=sums, grads=grads, **shape)
+        self.device.launch("mixed", "add_groups", -(-count // jobs.GROUPS_TEAM), jobs.GROUPS_TEAM, job.argument)
+        self.to_host(sums, view)
 
     def _on_device(self, block: Data, *, copies: bool = True) -> DeviceBlock:
         return block if isinstance(block, DeviceBlock) else self.to_device(block, copies=copies)
@@ -278,35 +265,31 @@ class CudaBackend(NumpyBackend):
     ) -> BlockSums:
         """Sum the pieces of a block; with factors, multiply and clamp them in place first."""
         tiles = jobs.Tiles.from_pieces(pieces, factors)
-        results, (_table, parts) = allocate_zeros(self.device, tiles.results), self._parts(tiles)
-        for dtype, blocks, rows in parts:
-            job = jobs.job(
-                jobs.TILES_JOB,
-                block=data.address,
-                sums=results.address,
-                exponents=results.address + 8 * tiles.total,
-                statistics=results.address + 16 * tiles.total,
-                **rows,
-                limit=STORAGE[dtype].rounded(limit),
-                order=spec.order,
-                drops=spec.drop_nonfinite,
-            )
+        results = allocate_zeros(self.device, tiles.results)
+        parts = self._jobs(
+            jobs.TILES_JOB,
+            tiles.by_type(),
+            block=data,
+            sums=results,
+            exponents=results.address + 8 * tiles.total,
+            statistics=results.address + 16 * tiles.total,
+            order=spec.order,
+            drops=spec.drop_nonfinite,
+        )
+        for dtype, blocks, job in parts:
+            job.argument["limit"] = STORAGE[dtype].rounded(limit)
             for kernel in jobs.tile_kernels(dtype, spec.order, writes=factors is not None):
-                self.device.launch(dtype, kernel, blocks, jobs.THREADS, job)
+                self.device.launch(dtype, kernel, blocks, jobs.THREADS, job.argument)
         return tiles.unpack(download_words(self.device, results, tiles.results))
 
-    def _parts(self, tiles: jobs.Tiles) -> tuple[Table, list[tuple[str, int, dict[str, int]]]]:
-        """Upload the pieces; return for each storage type the number of thread blocks, and where its pieces are.
+    def _jobs(
+        self, kind: np.dtype[Any], tables: Iterable[tuple[str, int, dict[str, Any]]], **fields: Any
+    ) -> list[tuple[str, int, Job]]:
+        """Return for each storage type the number of thread blocks, and the job.
 
-        The table must live until the kernels are done. There is a single table for all types, so that memory runs short
-        before the first launch or never.
+        All jobs are made before the first launch, so that memory runs short before it or never.
         """
-        parts = list(tiles.by_type())
-        table = upload_arrays(self.device, *(rows for _, rows, _ in parts))
-        return table, [
-            (dtype, blocks, {"piece": address, "pieces": len(rows)})
-            for (dtype, rows, blocks), address in zip(parts, table.addresses, strict=True)
-        ]
+        return [(dtype, blocks, make_job(self.device, kind, **table, **fields)) for dtype, blocks, table in tables]
 
     def _add_batches(
         self,
@@ -323,46 +306,44 @@ class CudaBackend(NumpyBackend):
         batch, sums = next(batches, None), None
         while is_first or batch is not None:
             host, addends = (memoryview(b""), ()) if batch is None else batch
-            source = self.to_device(host)
-            additions = jobs.Additions.from_addends(pieces, starts, addends)
-            table = upload_arrays(self.device, additions.addends, *(rows for rows, _ in additions.targets.values()))
+            source, tables = self.to_device(host), list(jobs.additions(pieces, starts, addends))
             # The next batch is read into the same host memory.
             self.device.wait()
             batch = next(batches, None)
             if sums is None and not (batch is None and mode.rounds):
                 sums = allocate_block(self.device, 8 * starts[-1])
-            job = jobs.job(
+            parts = self._jobs(
                 jobs.ADD_JOB,
-                block=data.address,
-                source=source.address,
-                sums=0 if sums is None else sums.address,
-                losses=losses.address,
-                addend=table.addresses[0],
+                tables,
+                block=data,
+                source=source,
+                sums=sums,
+                losses=losses,
                 divisor=mode.divisor or 1.0,
                 factor=mode.factor,
                 flags=jobs.add_flags(mode, is_first=is_first, is_last=batch is None),
             )
-            for (dtype, (rows, blocks)), address in zip(additions.targets.items(), table.addresses[1:], strict=True):
-                job["target"], job["targets"] = address, len(rows)
-                self.device.launch(dtype, "accumulate", blocks, jobs.THREADS, job)
+            for dtype, blocks, job in parts:
+                self.device.launch(dtype, "accumulate", blocks, jobs.THREADS, job.argument)
             self.device.wait()
             is_first = False
         return None if mode.rounds else sums
 
-    def _patch_job(self, patch: Patch) -> tuple[NDArray[Any], Any]:
-        """Return the job of a layer norm's kernel, and the memory that must live until the kernel is done."""
-        x, y_grad = self._on_device(patch.x), self._on_device(patch.y_grad)
-        vectors = upload_vectors(self.device, patch.mean, patch.inv_std_dev, patch.scale, patch.bias)
-        job = jobs.job(
+    def _patch_job(self, patch: Patch, **fields: Any) -> Job:
+        return make_job(
+            self.device,
             jobs.PATCH_JOB,
-            **dict(zip(("mean", "inv_std_dev", "scale", "bias"), vectors.addresses, strict=True)),
-            x=x.address,
+            x=self._on_device(patch.x),
             x_dtype=STORAGE[patch.x_dtype].code,
-            y_grad=y_grad.address,
+            y_grad=self._on_device(patch.y_grad),
             y_grad_dtype=STORAGE[patch.y_grad_dtype].code,
+            mean=patch.mean,
+            inv_std_dev=patch.inv_std_dev,
+            scale=patch.scale,
+            bias=patch.bias,
             rows=patch.rows,
             columns=patch.columns,
             height=patch.height,
             rms=patch.rms,
+            **fields,
         )
-        return job, (x, y_grad, vectors)

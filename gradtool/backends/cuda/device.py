@@ -1,4 +1,4 @@
-"""The GPU, through CuPy, which no other module uses, and arrays in its memory.
+"""The GPU, through CuPy, which no other module uses, and its memory.
 
 The tests have a device of their own, which runs the kernels on the CPU.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from gradtool.backends.cuda.compiler import cached_module
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError, option, say
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
@@ -209,14 +207,6 @@ class DeviceBlock(NamedTuple):
     nbytes: int
 
 
-class Table(NamedTuple):
-    """Arrays on the device and the address of each. The content must live until it is copied."""
-
-    buffer: Buffer
-    addresses: list[int]
-    content: bytes
-
-
 def allocate_block(device: Device, nbytes: int, align: int = 0) -> DeviceBlock:
     """Allocate a block whose byte `align` is aligned."""
     buffer = device.allocate(nbytes + _ALIGNMENT)
@@ -236,19 +226,3 @@ def download_words(device: Device, buffer: Buffer, count: int) -> NDArray[np.int
     device.download(buffer.address, words)
     device.wait()
     return words
-
-
-def upload_arrays(device: Device, *arrays: NDArray[Any]) -> Table:
-    """Copy arrays to the device, in order."""
-    content = b"".join(array.tobytes() for array in arrays)
-    buffer = device.allocate(len(content) + 1)
-    device.upload(buffer.address, content)
-    starts = accumulate((array.nbytes for array in arrays), initial=buffer.address)
-    return Table(buffer, [start for start, _ in zip(starts, arrays, strict=False)], content)
-
-
-def upload_vectors(device: Device, *vectors: NDArray[np.float64] | array[float] | None) -> Table:
-    """Copy float64 arrays to the device. None has address 0."""
-    table = upload_arrays(device, *(np.empty(0) if vector is None else np.asarray(vector) for vector in vectors))
-    pairs = zip(vectors, table.addresses, strict=True)
-    return table._replace(addresses=[0 if vector is None else address for vector, address in pairs])

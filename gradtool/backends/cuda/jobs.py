@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gradtool.backends.cuda.device import Device
     from gradtool.backends.protocol import Addend, AddMode, Patch, Piece
 
 
@@ -62,12 +63,28 @@ _NEVER = 1 << 62
 _SCRATCH_BYTES = 64 << 20
 
 
-def job(kind: np.dtype[Any], **fields: float) -> NDArray[Any]:
-    """Return the argument of a kernel; fields that are not given are 0."""
+class Job(NamedTuple):
+    """The argument of a kernel, and the memory that must live until the kernel is done."""
+
+    argument: NDArray[Any]
+    memory: list[Any]
+
+
+def make_job(device: Device, kind: np.dtype[Any], **fields: Any) -> Job:
+    """Return a job with the address of each field that is memory of the device; fields that are None or missing are 0.
+
+    Arrays of the host are copied to the device, in order.
+    """
+    arrays = {name: np.asarray(field) for name, field in fields.items() if isinstance(field, np.ndarray | array)}
+    content = b"".join(field.tobytes() for field in arrays.values())
+    buffer = device.allocate(len(content) + 1)
+    device.upload(buffer.address, content)
+    starts = accumulate((field.nbytes for field in arrays.values()), initial=buffer.address)
+    values = fields | dict(zip(arrays, starts, strict=False))
     argument = np.zeros(1, kind)
-    for name, value in fields.items():
-        argument[name] = value
-    return argument
+    for name, value in values.items():
+        argument[name] = 0 if value is None else getattr(value, "address", value)
+    return Job(argument, [buffer, content, *fields.values()])
 
 
 class Tiles(NamedTuple):
@@ -99,14 +116,14 @@ class Tiles(NamedTuple):
         """The number of 8-byte results: the sums of all tiles, their exponents, and the statistics of each piece."""
         return 2 * self.total + len(STATISTICS) * len(self.table)
 
-    def by_type(self) -> Iterator[tuple[str, NDArray[Any], int]]:
-        """Yield for each storage type its part of the table, and the number of thread blocks: one a tile."""
+    def by_type(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Yield for each storage type the number of thread blocks, a block for each tile, and its part of the table."""
         for dtype, storage in STORAGE.items():
             numbers = np.flatnonzero((self.codes == storage.code) & (self.counts > 0))
             if numbers.size:
                 rows, counts = self.table[numbers], self.counts[numbers]
                 rows["first_block"] = np.cumsum(counts) - counts
-                yield dtype, rows, int(counts.sum())
+                yield dtype, int(counts.sum()), {"piece": rows, "pieces": len(rows)}
 
     def unpack(self, results: NDArray[np.int64]) -> BlockSums:
         """Return the results of a kernel as a backend does."""
@@ -128,39 +145,36 @@ def tile_kernels(dtype: str, order: float, *, writes: bool) -> list[str]:
     return kernels
 
 
-class Additions(NamedTuple):
-    """A batch of addends, and for each storage type the pieces they are added to and the number of thread blocks."""
+def additions(
+    pieces: Sequence[Piece], starts: Sequence[int], addends: Iterable[Addend]
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield for each storage type the number of thread blocks, a block for each tile, and its pieces and addends.
 
-    addends: NDArray[Any]
-    targets: dict[str, tuple[NDArray[Any], int]]
-
-    @classmethod
-    def from_addends(cls, pieces: Sequence[Piece], starts: Sequence[int], addends: Iterable[Addend]) -> Additions:
-        """Cut addends at the ends of pieces. The sums of a piece begin at its entry of `starts`."""
-        rows: list[list[tuple[int, int, int, int, float]]] = [[] for _ in pieces]
-        for dtype, offset, elements, at, weight in addends:
-            # An addend can span several pieces.
-            number, done = bisect_right(starts, at, hi=len(pieces)) - 1, 0
-            while done < elements:
-                start = at + done - starts[number]
-                count = min(elements - done, pieces[number].elements - start)
-                if count > 0:
-                    code, part = STORAGE[dtype].code, offset + done * STORAGE[dtype].itemsize
-                    rows[number].append((code, part, start, count, weight))
-                    done += count
-                number += 1
-        targets: dict[str, list[tuple[int, ...]]] = {}
-        blocks: dict[str, int] = {}
-        first_addend = 0
-        for number, (piece, at, piece_rows) in enumerate(zip(pieces, starts, rows, strict=False)):
-            if piece.elements:
-                first_block = blocks.get(piece.dtype, 0)
-                target = piece.offset, piece.elements, first_block, at, first_addend, len(piece_rows), number
-                targets.setdefault(piece.dtype, []).append(target)
-                blocks[piece.dtype] = first_block + tile_count(piece.elements)
-            first_addend += len(piece_rows)
-        tables = {dtype: (np.array(table, _TARGET), blocks[dtype]) for dtype, table in targets.items()}
-        return cls(np.array(list(chain.from_iterable(rows)), _ADDEND), tables)
+    Addends are cut at the ends of pieces. The sums of a piece begin at its entry of `starts`.
+    """
+    rows: list[list[tuple[int, int, int, int, float]]] = [[] for _ in pieces]
+    for dtype, offset, elements, at, weight in addends:
+        # An addend can span several pieces.
+        number, done = bisect_right(starts, at, hi=len(pieces)) - 1, 0
+        while done < elements:
+            start = at + done - starts[number]
+            count = min(elements - done, pieces[number].elements - start)
+            if count > 0:
+                code, part = STORAGE[dtype].code, offset + done * STORAGE[dtype].itemsize
+                rows[number].append((code, part, start, count, weight))
+                done += count
+            number += 1
+    for dtype in dict.fromkeys(piece.dtype for piece in pieces if piece.elements):
+        targets: list[tuple[int, ...]] = []
+        table: list[tuple[int, int, int, int, float]] = []
+        blocks = 0
+        for number, (piece, at) in enumerate(zip(pieces, starts, strict=False)):
+            if piece.elements and piece.dtype == dtype:
+                targets.append((piece.offset, piece.elements, blocks, at, len(table), len(rows[number]), number))
+                table += rows[number]
+                blocks += tile_count(piece.elements)
+        fields = {"target": np.array(targets, _TARGET), "targets": len(targets), "addend": np.array(table, _ADDEND)}
+        yield dtype, blocks, fields
 
 
 class PiecePairs(NamedTuple):

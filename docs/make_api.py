@@ -12,28 +12,28 @@ PAGE = """\
 
 <!-- Made by `python docs/make_api.py > docs/api.md` from docstrings. Change those. -->
 
-The functions are the commands: same names, options, defaults and results. An argument means what the
-[command's option](cli.md) of that name means: `--max-norm 1` is `max_norm=1`, and a flag is True or False. Arguments
-that can be repeated take a list, as `paths` and `gradients` do; a single value needs none. A path is a `str` or an
-`os.PathLike`. `progress` is True for a bar on stderr, or a function that is called with the pass, the bytes done and
-the total bytes.
+Each command has a function of the same name, with the same options, defaults and results. An argument means the same
+as the [command's option](cli.md) of that name: `--max-norm 1` is `max_norm=1`, and a flag is True or False. If an
+option can be repeated, its argument takes a list or a single value; so do `paths` and `gradients`. A path is a `str` or
+an `os.PathLike`. `progress` is True for a progress bar on stderr, or a function that is called with the name of the
+pass, the bytes done and the total bytes.
 
-Functions are loaded when first used, so `import gradtool` costs nothing. The
-[cookbook](cookbook.md#call-it-from-python) has an example, [numerics](numerics.md) the formulas, and
-[output](output.md#json) the meaning of the fields of results.
+Functions are loaded when first used, so `import gradtool` is fast. The [cookbook](cookbook.md#call-it-from-python) has
+an example, [numerics](numerics.md) has the formulas, and [output](output.md#json) explains the fields of results.
 
 {functions}
 
 ## Results
 
-What a function returns is a frozen dataclass. Its rows, such as `per_tensor`, are dataclasses too.
+Every function returns a frozen dataclass. Rows, such as those in `per_tensor`, are dataclasses too.
 
 {results}
 
 ## Errors
 
-All are subclasses of `GradtoolError`. Each has the exit code of the command, and `problems`, the entries that JSON has
-under `errors`. Every function may raise `UsageError`, and those with a `backend` `BackendUnavailableError`.
+All errors are subclasses of `GradtoolError`. Each has the `exit_code` of the command, and a list of `problems`, which
+JSON has under `errors`. Every function may raise `UsageError`. Functions with a `backend` may also raise
+`BackendUnavailableError`.
 
 {errors}
 """

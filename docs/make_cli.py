@@ -16,18 +16,20 @@ PAGE = """\
 
 {commands}
 
-`gradtool COMMAND --help` shows the same. Every command is a [Python function](api.md), too: `gradtool norm grads/
---per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. Only the options under [General](#general)
-are the command's alone. A word from a list, such as that of `--dtype`, may be in upper or lower case.
+`gradtool COMMAND --help` shows the same. Every command is also a [Python function](api.md): `gradtool norm grads/
+--per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. The functions have all options except those
+under [General](#general). Values from a fixed list, such as those of `--dtype`, may be in upper or lower case.
 
 ## Completion
 
-With `eval "$(gradtool --show-completion bash)"` in `~/.bashrc`, bash completes commands, options, their values and
-paths. For zsh, the line is the same with `zsh`, in `~/.zshrc` below `compinit`. For fish, it is
-`gradtool --show-completion fish | source`, in `~/.config/fish/config.fish`. For PowerShell, it is
-`gradtool --show-completion pwsh | Out-String | Invoke-Expression`, in `$PROFILE`. No command edits these files.
+To complete commands, options, their values and paths in your shell, add a line to its start-up file:
 
-Where gradtool is installed beside the system's programs, `man gradtool` shows this page.
+- bash, in `~/.bashrc`: `eval "$(gradtool --show-completion bash)"`
+- zsh, in `~/.zshrc` below `compinit`: `eval "$(gradtool --show-completion zsh)"`
+- fish, in `~/.config/fish/config.fish`: `gradtool --show-completion fish | source`
+- PowerShell, in `$PROFILE`: `gradtool --show-completion pwsh | Out-String | Invoke-Expression`
+
+gradtool never edits these files. If gradtool is installed in a system directory, `man gradtool` shows this page.
 
 {sections}
 
@@ -44,7 +46,7 @@ COMMAND = """\
 
 {options}
 
-And those under {shared}. Examples:
+Also the options under {shared}. Examples:
 
 ```
 {examples}

@@ -67,9 +67,9 @@ Examples:
 """),
     "clip": Command(options.ClipOptions, """Clip by global norm, per tensor, or by value.
 
-Clip all tensors of all paths, as one vector, to a norm of at most C, in place.
+Clip all tensors of all paths, as one vector, to a norm of at most C (--max-norm C), in place.
 
-Files are replaced only once all of them are ready. If there is nothing to clip, no file is touched.
+No file is replaced until all new files are ready. If there is nothing to clip, no file is touched.
 
 \b
 Examples:

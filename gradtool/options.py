@@ -136,7 +136,7 @@ class ComputeOptions(LocalComputeOptions):
         unset="$GRADTOOL_ENGINE, or threads",
     )
     worker_timeout: float = field(
-        "Seconds to wait for workers of the engine.", "SECONDS", POSITIVE_FINITE, default=60.0
+        "Seconds to wait for the workers of a Dask scheduler.", "SECONDS", POSITIVE_FINITE, default=60.0
     )
 
 
@@ -209,7 +209,7 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
         "Rename tensors of A first, as re.sub does. Can be repeated; applied in order.", "REGEX=REPLACEMENT", default=()
     )
     missing: Literal["error", "skip"] = field(
-        "Tensors that only one set has, or whose shapes differ: fail, or compare the others.", default="error"
+        "If only one set has a tensor, or its shapes differ: fail, or leave the tensor out.", default="error"
     )
     per_tensor: bool = field("Also report the metrics of each tensor.", default=False)
     top: int | None = field("Report the K tensors that differ most (by rel_l2).", "K", AT_LEAST_ONE, default=None)
@@ -348,7 +348,7 @@ class AccumulateOptions(RewriteOptions):
     )
     mean: bool = field(say("Divide the sum by the total weight. Same as {}.", option("reduce", "mean")), default=False)
     reduce: str | None = field(
-        "Add the gradients' sum, mean, median, or trimmed=K (the mean without the K smallest and K largest values).",
+        "Combine gradients by sum, mean, median, or trimmed=K (the mean without the K smallest and K largest values).",
         "HOW",
         default=None,
         unset="sum",
@@ -360,7 +360,7 @@ class AccumulateOptions(RewriteOptions):
         default=(),
     )
     missing: Literal["error", "skip", "zero"] = field(
-        "Tensors that some sets lack: write nothing, leave those sets out, or count zeros for them.",
+        "If a set lacks a tensor: write nothing, leave the set out for this tensor, or count zeros.",
         default="error",
     )
     shard_like: StrPath | None = field(
@@ -408,10 +408,10 @@ class LayerNormOptions(PathOptions, RewriteOptions):
 
     kind: Literal["layernorm", "rmsnorm"] = field("Kind of layer.", default="layernorm")
     invertible: bool = field("Read Y (and bias) instead of X (and mean).", default=False)
-    affine: bool = field("Layers have a scale. Without one, it counts as 1 and gets no gradient.", default=True)
+    affine: bool = field("Layers have a scale. Without one, scale counts as 1 and gets no gradient.", default=True)
     axis: int = field("First normalized axis; negative ones count from the end.", "N", default=-1)
     norm_eps: float = field(
-        "Added to the variance where the statistics are computed.", "E", NOT_NEGATIVE_FINITE, default=1e-5
+        "Added to the variance if the statistics are computed.", "E", NOT_NEGATIVE_FINITE, default=1e-5
     )
     scale_offset: float = field("Added to scale; 1 if weights are stored as gamma - 1.", "S", FINITE, default=0.0)
     nonfinite: Literal["error", "propagate"] = field(

@@ -146,7 +146,7 @@ BAD_CALLS = {f"clip --max-norm 1 {arguments}": expected for arguments, *expected
     "layernorm-backward x.safetensors": (3, "no tensor name ends in Y_grad"),
     "layernorm-backward norm": (3, "has shape [4], expected [3]"),
     "layernorm-backward norm --axis 2": (3, "no axis 2"),
-    "layernorm-backward norm --prefix nope": (3, "--prefix nope has no tensor Y_grad"),
+    "layernorm-backward norm --prefix nope": (3, "--prefix nope matches no tensor Y_grad"),
     "layernorm-backward norm --kind batchnorm": (2, "--kind"),
     "layernorm-backward norm --invertible": (3, "use --y NAME if it has another name"),
     "layernorm-backward norm --x-grad-in-place --output new": (2, "--x-grad-in-place"),

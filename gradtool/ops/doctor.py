@@ -40,7 +40,7 @@ class LibraryRow:
 
 @dataclass(frozen=True)
 class DoctorResult:
-    """Diagnostics; None for what this system does not reveal.
+    """Diagnostics; a field is None if the system does not report it.
 
     `cpu_backend` says whether the compiled kernels are used, and why not; `cpu_features` are the instruction sets that
     may make a difference. `settings` are the environment variables of gradtool. The fields from `path` on describe its

@@ -50,15 +50,15 @@ class NormResult(Statistics):
 
 @operation(NormOptions)
 def norm(options: NormOptions) -> NormResult:
-    """Compute the norm of all tensors of all paths as one vector, as torch.nn.utils.get_total_norm has it.
+    """Compute the norm of all tensors of all paths as one vector, like torch.nn.utils.get_total_norm.
 
-    (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
+    The norm is (Σ|g|^p)^(1/p) with p = `norm_type`, or max|g| for p = inf. Sums are float64 in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
 
     The same name in several paths is an error, unless `concat` says that such tensors are parts of one vector. With
-    `by_file`, each path also has a norm, and `fail_above` applies to these. With `group`, so do the tensors that each
-    regular expression matches, and all others. With `histogram`, the finite values other than zero are counted by the
-    exponent e that `math.frexp` returns.
+    `by_file`, the norm of each path is reported too, and `fail_above` applies to these norms. With `group`, the norm of
+    the tensors that each regular expression matches is reported too, and that of all other tensors. With `histogram`,
+    the finite values other than zero are counted by the exponent e that `math.frexp` returns.
 
     Returns:
         The result. NaN, Inf and a norm above `fail_above` are not raised; they are its `problems`.

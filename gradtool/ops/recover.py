@@ -46,10 +46,10 @@ class RecoverResult:
 
 @operation(RecoverOptions)
 def recover(options: RecoverOptions) -> RecoverResult:
-    """Complete crashed runs (killed, power cut) that were ready to change files, and remove what the others left.
+    """Complete crashed runs (killed, power cut) that were ready to change files, and clean up after all others.
 
-    Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. For a file or an
-    index, its folder is searched too. If `recover` itself is killed, call it again.
+    Afterwards, the files of each such run are all new or all old. A run that is alive is not touched. If a path is a
+    file or an index, its folder is searched too. If `recover` itself is killed, call it again.
 
     Raises:
         UsageError: no path is given.

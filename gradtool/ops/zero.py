@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ZeroResult(Result):
     """The `tensors`, `elements` and `bytes` that were set to zero.
 
-    `bytes_written` counts what was copied into new files or, in place, the zeros.
+    `bytes_written` counts the bytes copied into new files or, in place, the zeros.
     """
 
     headline = ("elements", "bytes")
@@ -43,15 +43,15 @@ class ZeroResult(Result):
 def zero(options: ZeroOptions) -> ZeroResult:
     """Set every element of all selected tensors to +0, whatever its type and value, in place.
 
-    Only what is not zeroed is copied into the new files; the zeros are holes if the file system has them, so that
-    gigabytes take no longer than kilobytes. This is ONNX Runtime's ZeroGradient over files. Nothing is computed, but a
-    backend that is asked for must be available.
+    Only headers and tensors that are not zeroed are copied into the new files. On file systems that support holes, no
+    zeros are written, so gigabytes take no longer than kilobytes. This is ONNX Runtime's ZeroGradient for files.
+    Nothing is computed, but a requested backend must be available.
 
     Raises:
         UsageError: an option is invalid, or contradicts another option.
         BadInputError: a file, index or tensor is invalid.
         BackendUnavailableError: the backend is not available.
-        SystemRefusedError: reading or writing failed; nothing is written.
+        SystemRefusedError: reading or writing failed; nothing is written, unless the message names `recover`.
     """
     # There is nothing to compute, and next to nothing to copy.
     requested_engine(options.engine)

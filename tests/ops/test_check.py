@@ -285,7 +285,7 @@ def test_a_name_in_several_shards_is_one_fault_for_each_two_files(tmp_path):
         write(tmp_path / name, {f"t{number}": ONES["a"] for number in range(5)})
     result = check(tmp_path)
     assert found(result) == [("fault", "duplicate-name", None)] * 2
-    message = "has 't0', 't1', 't2' and 2 more, and so has 1.safetensors"
+    message = "has 't0', 't1', 't2' and 2 more, which 1.safetensors has too"
     assert all(one.message.startswith(message) for one in result.per_finding)
     # Each by itself is sound.
     assert check(sorted(tmp_path.iterdir())).sound

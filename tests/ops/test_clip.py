@@ -453,7 +453,7 @@ def test_a_coefficient_that_its_type_holds_only_in_part_is_refused(tmp_path, arr
 
 def test_a_coefficient_is_refused_only_where_a_tensor_needs_it_in_a_type_that_is_too_small(tmp_path):
     path = one_file(tmp_path, wide=np.full(4, 1e30), narrow=encode([1], "BF16"))
-    with pytest.raises(BadInputError, match="5e-43 is out of range for float32 .*, its type for BF16") as caught:
+    with pytest.raises(BadInputError, match="5e-43 is out of range for float32 .*its type for BF16 tensors") as caught:
         clip(path, max_norm=1e-12, eps=0)
     assert caught.value.problems[0].tensor == "narrow"
     result = clip(path, max_norm=1e-12, eps=0, exclude=["narrow"])

@@ -42,7 +42,7 @@ def open_device(number: int) -> Device:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        message = f"CuPy finds no NVIDIA driver, or no GPU, that it can use: {error}"
+        message = f"CuPy finds no usable NVIDIA driver or GPU: {error}"
         raise BackendUnavailableError(message, hint=_INSTALL) from error
     if number >= count:
         raise BackendUnavailableError(f"there is no GPU number {number}: there are {count}, counted from 0")

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class AccumulateResult(Statistics):
-    """What was added, and the statistics of the buffer as it is now, or of the new set.
+    """The result of `accumulate`: what was added, and statistics of the buffer after the sum, or of the new set.
 
-    `norm_before` and `zeros_before` are None where the old content was not read. `sum_norm` is the norm of the float64
-    sums before they were clipped, and `coef` what they were multiplied by; None without `max_norm`. `missing` counts
-    the tensors that gradients lack, and `extra` those of gradients that the buffer lacks.
+    `norm_before` and `zeros_before` are None if the old content was not read. `sum_norm` is the norm of the float64
+    sums before they were clipped, and `coef` is the factor that clipped them; both are None without `max_norm`.
+    `missing` counts tensors of the buffer that gradients lack, and `extra` tensors of gradients that the buffer lacks.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
@@ -75,21 +75,22 @@ class _Outcome(NamedTuple):
 
 @operation(AccumulateOptions)
 def accumulate(options: AccumulateOptions) -> AccumulateResult:
-    """Add up gradients, tensor by tensor of the same name: into ← round(into + Σ w · g), in place.
+    """Add gradients to the tensors of the same names, in place: into ← round(into + Σ w · g).
 
     With `output` or `output_dir` instead of `into`, Σ w · g alone becomes a new file or set, which is made or replaced
-    as a whole; with both, `into` is only read. Gradients are never written.
+    as a whole. With both, the new set is the sum of `into` and the gradients, and `into` is only read. Gradients are
+    never modified.
 
     Sums are float64, in the order given, and rounded once to the type of the buffer. A gradient may have any type that
-    carries values, and any shape that broadcasts to the buffer's. This is ONNX Runtime's InPlaceAccumulator (with
-    `overwrite` and `update` as in V2) over files.
+    carries values, and any shape that broadcasts to the buffer's. This is ONNX Runtime's InPlaceAccumulator for files,
+    with `overwrite` and `update` as in V2.
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a sum overflows its type; nothing is written.
         UsageError: an option is invalid, or contradicts another option.
         BadInputError: a file, index, tensor or weight is invalid.
         BackendUnavailableError: the backend is not available.
-        SystemRefusedError: reading or writing failed; nothing is written.
+        SystemRefusedError: reading or writing failed; nothing is written, unless the message names `recover`.
     """
     _check_options(options)
     into = [] if options.into is None else [existing_buffer(options.into)]

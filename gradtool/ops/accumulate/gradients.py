@@ -146,7 +146,7 @@ def match(
             hint = "rename tensors"
             # A gradient that shares no name cannot be added in part either.
             if all(contribution.row.missing < len(expected) for contribution in contributions):
-                hint = "rename tensors, or use {} to leave out gradients where they lack a tensor, or {} to count zeros"
+                hint = "rename tensors, or use {} to leave out a gradient where it lacks a tensor, or {} to count zeros"
                 hint = say(hint, option("missing", "skip"), option("missing", "zero"))
         raise BadInputError.from_problems(problems, hint)
     return contributions, warnings
@@ -175,7 +175,7 @@ def _unmatched_warning(
 ) -> Problem:
     parts = []
     if missing:
-        consequence = ", which count as zeros" if options.missing == "zero" else " and is left out there"
+        consequence = ", which count as zeros" if options.missing == "zero" else " and is left out for them"
         parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}){consequence}")
     if extra:
         names = quoted([tensor.name for _, tensor in extra])

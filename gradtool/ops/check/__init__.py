@@ -50,10 +50,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """All findings, as `per_finding`: `faults`, and `notes`, which healthy files have too.
+    """The findings, in `per_finding`, and the numbers of `faults` and of `notes`, which healthy files may have too.
 
-    The set is `sound` if it has no fault, with `strict` no note either. `problems` and `warnings` repeat the findings.
-    With `fast`, nothing is counted.
+    The set is `sound` if it has no faults and, with `strict`, no notes either. `problems` and `warnings` repeat the
+    findings. With `fast`, nothing is counted.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("sound", "faults", "notes")
@@ -84,11 +84,11 @@ class CheckResult:
 
 @operation(CheckOptions)
 def check(options: CheckOptions) -> CheckResult:
-    """Check everything that can be wrong with gradient sets, and change nothing.
+    """Check gradient sets for damage and other problems, and change nothing.
 
-    Headers; indexes and their shards, in both directions; names that occur twice; alignment; files that the index does
-    not name; what crashed runs have left; and, unless `fast`, every value: NaN, Inf, values that are subnormal or as
-    large as their type can hold, tensors of zeros. Nothing is written, locked or recovered.
+    The checks cover headers; indexes and their shards, in both directions; names that occur twice; alignment; files
+    that the index does not name; leftovers of crashed runs; and, without `fast`, every value: NaN, Inf, subnormal
+    values, values as large as their type can hold, and tensors of zeros. Nothing is written, locked or recovered.
 
     Returns:
         The result. Findings are not raised; the faults, or with `strict` all findings, are its `problems`.

@@ -113,10 +113,11 @@ def leftover_finding(leftover: Leftover, named: Sequence[str]) -> tuple[Kind, Pr
     folders = [path if os.path.isdir(path) else os.path.dirname(path) or "." for path in named]  # noqa: PTH112, PTH120
     folder = next((path for path in folders if os.path.realpath(path) == str(leftover.folder)), str(leftover.folder))
     files = f"{number_of(leftover.files, 'file')} of {leftover.nbytes:,} bytes"
+    left = f" and left {files}" if leftover.files else ""
     code, message = {
         "writing": ("in-use", f"a run ({leftover.process}) is changing files right now, or has crashed"),
         "unfinished": ("unfinished", f"a run ({leftover.process}) has crashed and left files half changed"),
-        "crashed": ("leftover", f"a run ({leftover.process}) has crashed and left {files}; no other file is damaged"),
+        "crashed": ("leftover", f"a run ({leftover.process}) has crashed{left}; the data files are whole"),
         "orphan": ("leftover", f"a run without a log has left {files}"),
     }[leftover.kind]
     hint = say("wait for it, or run {}" if code == "in-use" else "run {}", call("recover", folder))

@@ -59,11 +59,11 @@ class GroupClip:
 class ClipResult(Statistics):
     """The result of `clip`; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None where tensors have different coefficients (`per_tensor`, `group`, `max_value`, `agc`). `norm_after`
-    is measured on the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is the
-    maximum norm that the rule of `limit` gave, None where `z` does not clip, and `steps` counts the norms in its
-    history. `zeros_before` counts zeros before clipping, and `zeros` those after it. A norm above `skip_above` is one
-    of the `problems`; then nothing was written.
+    `coef` is None if tensors have different coefficients (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is
+    measured on the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is the maximum
+    norm that the rule of `limit` computed, or None if `z` does not clip; `steps` counts the norms in its history.
+    `zeros_before` counts zeros before clipping, and `zeros` those after it. If the norm is above `skip_above`,
+    `problems` says so, and nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -95,20 +95,20 @@ def clip(options: ClipOptions) -> ClipResult:
 
     coef = max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_; eps=1e-7 gives Lucid's clip_grad_norm, eps=0
     that of Optax and Keras. If coef < 1, every element becomes round(g · coef), with coef rounded to float32 (F64:
-    float64) and the exact product rounded to the storage type; if coef >= 1, no byte is written. The norm is that of
+    float64) and the exact product rounded to the storage type; if coef >= 1, nothing is written. The norm is that of
     `gradtool.norm`.
 
     A `group` REGEX:C clips the tensors whose name matches REGEX to a norm of C. All other tensors are clipped to a norm
     of `max_norm`, or stay unchanged without it.
 
     A `limit` is computed from the norms of earlier calls, which the file `state` stores: "z=2.5" is ZClip (arXiv
-    2504.02507), "percentile=10" is AutoClip (arXiv 2007.14469); `gradtool.ops.clip.limits` has their formulas. With
-    `max_norm` too, the smaller one counts. The state is written together with the gradients, or by itself where nothing
-    is clipped.
+    2504.02507), "percentile=10" is AutoClip (arXiv 2007.14469); `gradtool.ops.clip.limits` has their formulas. If
+    `max_norm` is given too, the smaller limit applies. The state is written together with the gradients, or alone if
+    nothing is clipped.
 
-    With `agc` each unit, such as a row of a weight, becomes round(g · agc · max(‖w‖, agc_eps) / ‖g‖) where its norm is
+    With `agc`, each unit (such as a row of a weight) becomes round(g · agc · max(‖w‖, agc_eps) / ‖g‖) where its norm is
     larger than agc · max(‖w‖, agc_eps); w are the parameters of the same unit, from `params`. This is adaptive gradient
-    clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis counts outputs, as torch has them.
+    clipping (Brock et al., arXiv 2102.06171), for tensors whose first axis is the outputs, as in torch.
 
     With `dtype`, the selected tensors are stored in another type in new files, rounded once. A warning says so if many
     values become 0 or subnormal.
@@ -119,7 +119,7 @@ def clip(options: ClipOptions) -> ClipResult:
         BadInputError: a file, index, tensor or state is invalid, a tensor is in two groups, or a coefficient is out of
             range for its type.
         BackendUnavailableError: the backend is not available.
-        SystemRefusedError: reading or writing failed; nothing is written.
+        SystemRefusedError: reading or writing failed; nothing is written, unless the message names `recover`.
     """
     check_options(options)
     limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)

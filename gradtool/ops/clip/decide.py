@@ -190,6 +190,6 @@ def out_of_range(selected: Selected, coef: float, hint: str) -> BadInputError:
     """Return the error for a coefficient that the type of the factors of a tensor cannot hold."""
     shard, tensor = selected
     work = np.finfo(STORAGE[tensor.dtype].work)
-    bounds = f"{work.dtype} ({work.tiny:.3g} to {work.max:.3g}), its type for {tensor.dtype}"
+    bounds = f"{work.dtype} ({work.tiny:.3g} to {work.max:.3g}), its type for {tensor.dtype} tensors"
     message = f"the coefficient {coef!r} is out of range for {bounds}; nothing written"
     return BadInputError(message, file=shard.name, tensor=tensor.name, hint=hint)

@@ -67,12 +67,12 @@ class UnmatchedRow:
 
 @dataclass(frozen=True, repr=False)
 class DiffResult(Result):
-    """The differences of A and B, as one vector. `tensors` and `elements` count those compared, `bytes` both sides.
+    """The differences of A and B, as one vector. `tensors` and `elements` count one set, `bytes` both sets.
 
-    All figures are over the elements that are finite on both sides. `nonfinite_a` counts NaN and Inf in A that B does
+    All metrics cover only the elements that are finite in both sets. `nonfinite_a` counts NaN and Inf in A that B does
     not have in the same place, `nonfinite_b` the reverse, and `nonfinite_both` those that are the same; the first two
-    count as `differing`, too. A maximum has the tensor and the index where it is, None where nothing differs.
-    `not_close` is None without `rtol` and `atol`.
+    also count as `differing`. A maximum comes with its tensor and index, which are None if nothing differs. `not_close`
+    is None without `rtol` and `atol`.
     """
 
     headline = (
@@ -110,9 +110,9 @@ class DiffResult(Result):
 
 @operation(DiffOptions)
 def diff(options: DiffOptions) -> DiffResult:
-    """Compare the tensors of A with those of B of the same name, as one vector and tensor by tensor.
+    """Compare the tensors of A with the tensors of the same names in B, as one vector and tensor by tensor.
 
-    rel_l2 is ‖a-b‖/‖b‖, and the cosine Σab/(‖a‖·‖b‖). All is computed in float64, in the canonical order of
+    rel_l2 is ‖a-b‖/‖b‖, and the cosine Σab/(‖a‖·‖b‖). Everything is computed in float64, in the canonical order of
     `gradtool.reduction`, so the bits are the same for any thread count, block size and shard layout.
     `gradtool.backends.differences` defines every figure.
 

@@ -66,25 +66,25 @@ class LayerNormResult(Result):
 def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
     """Compute X_grad, scale_grad and bias_grad of every layer whose Y_grad is in the files, and add them there.
 
-    With xh = (X - mean) · inv_std_dev, g = scale, and M the mean over the axes from `axis` on,
-    X_grad = inv_std_dev · (Y_grad·g - M(Y_grad·g) - xh · M(Y_grad·g·xh)); over the other axes,
-    scale_grad = Σ Y_grad·xh and bias_grad = Σ Y_grad. RMSNorm leaves out mean, M(Y_grad·g) and bias_grad; the
-    invertible form takes xh = (Y - bias) / g. Arithmetic is float64, each value is rounded once. X_grad has the type
-    of X (of Y), the others that of scale. As ONNX Runtime's LayerNormalizationGrad, SimplifiedLayerNormalizationGrad
-    and InvertibleLayerNormalizationGrad.
+    With xh = (X - mean) · inv_std_dev, g = scale, and M the mean over the axes from `axis` on, X_grad = inv_std_dev ·
+    (Y_grad·g - M(Y_grad·g) - xh · M(Y_grad·g·xh)); over the other axes, scale_grad = Σ Y_grad·xh and bias_grad = Σ
+    Y_grad. RMSNorm leaves out mean, M(Y_grad·g) and bias_grad; the invertible form takes xh = (Y - bias) / g.
+    Arithmetic is float64, and each value is rounded once. X_grad gets the type of X or Y, the other gradients that of
+    scale. The formulas are those of ONNX Runtime's LayerNormalizationGrad, SimplifiedLayerNormalizationGrad and
+    InvertibleLayerNormalizationGrad.
 
-    The tensors of a layer share a prefix, such as `blocks.0.norm.`: `Y_grad`, `X`, `scale`, and `mean` and
-    `inv_std_dev` unless they are to be computed. Tensors missing from the Y_grad file are looked up in the other paths,
-    which are never modified. `include` and `exclude` select layers by the name of their Y_grad. With `output` or
-    `output_dir`, only the gradients are written, and the inputs stay unchanged. Without `affine`, a layer has no scale,
-    which counts as 1, and no bias; X_grad is the only result.
+    The tensors of a layer share a prefix, such as `blocks.0.norm.`: `Y_grad`, `X`, `scale`, `mean` and `inv_std_dev`.
+    Tensors missing from the Y_grad file are looked up in the other paths, which are never modified. If the last two are
+    missing there too, they are computed. `include` and `exclude` select layers by the name of their Y_grad. With
+    `output` or `output_dir`, only the gradients are written, and the inputs stay unchanged. Without `affine`, a layer
+    has no scale, which counts as 1, and no bias; X_grad is the only result.
 
     Raises:
         NonFiniteError: a result is NaN or Inf; nothing is written.
         UsageError: an option is invalid, or contradicts another one.
         BadInputError: a file, index or layer is invalid.
         BackendUnavailableError: the backend is not available.
-        SystemRefusedError: reading or writing failed; nothing is written.
+        SystemRefusedError: reading or writing failed; nothing is written, unless the message names `recover`.
     """
     require_this_machine(options, errors.call("layernorm_backward"))
     check_options(options)

@@ -198,7 +198,7 @@ def find_layers(opened: OpenSets, options: LayerNormOptions) -> list[Layer]:
     names = {name for match in matches for name in (match.prefix, match.layer_name)}
     for prefix in options.prefix:
         if prefix not in names:
-            unmatched = say("{} has no tensor {}", option("prefix", prefix), options.y_grad)
+            unmatched = say("{} matches no tensor {}", option("prefix", prefix), options.y_grad)
             raise BadInputError(unmatched, file=where, code="no-match")
     if not layers:
         hint = say("use {} to give its name", option("y_grad", "NAME"))

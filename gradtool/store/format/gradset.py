@@ -190,7 +190,7 @@ class SetReader:
         for (shard, first), names in repeated.items():
             message = f"is in {first.file_name} too"
             if len(names) > 1:
-                message = f"has {quoted(names)}, and so has {first.file_name}"
+                message = f"has {quoted(names)}, which {first.file_name} has too"
             yield BadInputError(message, file=shard.name, tensor=only(names), code="duplicate-name", hint=hint)
         if self.weight_map is not None:
             yield from self._compare_index(self.weight_map, set().union(*repeated.values()))

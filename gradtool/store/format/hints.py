@@ -82,13 +82,18 @@ def no_such_folder(path: str) -> Problem:
 
 def _missing(file: str, path: str, fact: str) -> Problem:
     message, hint = (
-        _broken_link(path)
+        _standard_input(path, fact)
+        or _broken_link(path)
         or _misspelled(path, fact)
         or _unexpanded(path, fact)
         or _missing_folder(path, fact)
         or (fact, _suggestion(path))
     )
     return Problem("missing-file", message, file, hint=hint)
+
+
+def _standard_input(path: str, fact: str) -> Explanation | None:
+    return (f"{fact}: gradients cannot be read from standard input", None) if path == "-" else None
 
 
 def _broken_link(path: str) -> Explanation | None:

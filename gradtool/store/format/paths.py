@@ -105,7 +105,7 @@ def read_path_list(source: str) -> PathList:
             message = f"exceeds the limit of {limit} in a list of paths"
             raise not_a_list_error(where, head) or BadInputError(message, file=where, code="limit")
     if not lines:
-        raise BadInputError("names no file", file=where)
+        raise BadInputError("lists no paths", file=where)
     return PathList(where, list(map(os.fsdecode, lines)), head)
 
 

@@ -85,7 +85,7 @@ def test_every_missing_and_extra_tensor_is_listed(tmp_path):
 
 def test_skip_is_named_as_a_remedy_only_where_it_is_one(tmp_path):
     path, (some, none) = lay_out(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1)}, {"module.a": f32(1)})
-    remedy = 'rename tensors, or use missing="skip" to leave out gradients where they lack a tensor, '
+    remedy = 'rename tensors, or use missing="skip" to leave out a gradient where it lacks a tensor, '
     remedy += 'or missing="zero" to count zeros'
     with pytest.raises(BadInputError, match=rf"; {remedy}$"):
         accumulate(some, into=path)
@@ -170,7 +170,7 @@ def test_a_mean_and_a_median_are_those_of_the_gradients_that_have_a_tensor(tmp_p
     lacks = order.index(ONE)
     assert [(row.missing, row.extra) for row in result.per_gradient] == [(int(i == lacks), 0) for i in range(2)]
     assert [(one.code, one.message, one.file) for one in result.call.warnings] == [
-        ("unmatched", "lacks 1 tensor ('v') and is left out there", str(grads[lacks]))
+        ("unmatched", "lacks 1 tensor ('v') and is left out for them", str(grads[lacks]))
     ]
     assert (result.missing, result.extra, result.taken) == (1, 0, 2)
     accumulate(grads, output=tmp_path / "zeros", missing="zero", **options)
@@ -239,7 +239,7 @@ def test_what_a_buffer_lacks_is_counted_and_named(tmp_path):
     result = accumulate(grads, into=path, missing="skip", per_gradient=True)
     (warning,) = result.call.warnings
     assert warning.message == (
-        "lacks 1 tensor ('b') and is left out there; "
+        "lacks 1 tensor ('b') and is left out for them; "
         "has 4 tensors that the buffer lacks ('e0', 'e1', 'e2' and 1 more), which are ignored"
     )
     assert [(row.missing, row.extra) for row in result.per_gradient] == [(1, 4), (0, 0)]

@@ -175,7 +175,7 @@ def test_paths_come_from_standard_input(tmp_path, monkeypatch):
 
 def test_an_empty_list_of_paths_is_bad_input(tmp_path):
     (tmp_path / "list").write_text("\n\n")
-    with pytest.raises(BadInputError, match="names no file"):
+    with pytest.raises(BadInputError, match="lists no paths"):
         read_path_list(str(tmp_path / "list"))
 
 
@@ -234,7 +234,7 @@ def test_standard_input_may_be_text_alone(monkeypatch):
 
 def test_without_standard_input_there_are_no_paths_on_it(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(BadInputError, match="standard input: names no file"):
+    with pytest.raises(BadInputError, match="standard input: lists no paths"):
         read_path_list("-")
 
 

@@ -81,6 +81,7 @@ PATHS = {
     "text/": "no such folder, but a file of that name; remove the slash at the end",
     "datta/": "no such folder; did you mean data?",
     "nowhere/": "no such folder",
+    "-": "no such file: gradients cannot be read from standard input",
 }
 
 

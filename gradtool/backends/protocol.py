@@ -164,16 +164,22 @@ class NormSpec(NamedTuple):
     drop_nonfinite: bool = False
 
 
-class Statistic(NamedTuple):
-    """The type of a statistic, and how those of parts of a tensor are merged: as a `gradtool.engines.passes.Column`."""
+class Column(NamedTuple):
+    """A statistic of each tensor: its type, and how the values of parts of a tensor are merged.
+
+    A `sum` adds them and, unless it is `signed`, is no smaller than 0. A `max` is the largest; if it has a `place`,
+    that is the column with the index of the first element that has it. A `first` is the smallest index, or -1; a
+    `place` is merged with its maximum. A `bins` column has several sums for each tensor.
+    """
 
     typecode: str
-    merge: Literal["sum", "max", "first"]
+    merge: Literal["sum", "max", "first", "place", "bins"]
     signed: bool = False
+    place: str = ""
 
 
-def _statistic(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
-    return Statistic(typecode, merge, signed)
+def _column(*column: Any, **more: Any) -> Any:
+    return Column(*column, **more)
 
 
 class Statistics:
@@ -186,19 +192,17 @@ class Statistics:
     is subnormal without being rounded.
     """
 
-    max_abs: array[float] = _statistic("d", "max")
-    nan: array[int] = _statistic("q", "sum")
-    inf: array[int] = _statistic("q", "sum")
-    zeros: array[int] = _statistic("q", "sum")
-    first_nonfinite: array[int] = _statistic("q", "first")
-    new_zeros: array[int] = _statistic("q", "sum")
+    max_abs: array[float] = _column("d", "max")
+    nan: array[int] = _column("q", "sum")
+    inf: array[int] = _column("q", "sum")
+    zeros: array[int] = _column("q", "sum")
+    first_nonfinite: array[int] = _column("q", "first")
+    new_zeros: array[int] = _column("q", "sum")
     # Negative where a write leaves fewer subnormal values.
-    new_subnormals: array[int] = _statistic("q", "sum", signed=True)
+    new_subnormals: array[int] = _column("q", "sum", signed=True)
 
 
-STATISTICS: dict[str, Statistic] = {
-    name: statistic for name, statistic in vars(Statistics).items() if isinstance(statistic, Statistic)
-}
+STATISTICS = {name: column for name, column in vars(Statistics).items() if isinstance(column, Column)}
 
 
 class BlockSums(Statistics):
@@ -210,14 +214,14 @@ class BlockSums(Statistics):
     def __init__(self, sums: array[float], exponents: array[int], words: array[int]) -> None:
         """Take the statistics from `words` of 8 bytes: those of a piece follow those of the piece before it."""
         self.sums, self.exponents = sums, exponents
-        for number, (name, statistic) in enumerate(STATISTICS.items()):
-            setattr(self, name, array(statistic.typecode, words[number :: len(STATISTICS)].tobytes()))
+        for number, (name, column) in enumerate(STATISTICS.items()):
+            setattr(self, name, array(column.typecode, words[number :: len(STATISTICS)].tobytes()))
 
     @classmethod
     def empty(cls, pieces: Pieces) -> BlockSums:
         """Return the sums of pieces before anything is counted."""
         tiles = sum(tile_count(piece.elements) for piece in pieces)
-        words = [-1 if statistic.merge == "first" else 0 for statistic in STATISTICS.values()]
+        words = [-1 if column.merge == "first" else 0 for column in STATISTICS.values()]
         return cls(float64s(tiles), int32s(tiles), array("q", words * len(pieces)))
 
 

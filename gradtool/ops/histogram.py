@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gradtool.backends.protocol import Column
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.passes import Column, Pass
+from gradtool.engines.passes import Pass
 from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import totals
 

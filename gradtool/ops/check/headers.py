@@ -60,7 +60,9 @@ def _findings_of(error: GradtoolError, reader: SetReader) -> Findings:
         return [("unreadable", problem)]
     if problem.code == "missing-file" and not is_mapped:
         if Path(file) == Path(reader.path):
-            return [("not-safetensors", problem)]
+            from gradtool.store.format.hints import path_error  # only needed for the error
+
+            return [("not-safetensors", path_error(error, reader.path, "", None).problems[0])]
         # A file that was listed and is missing was removed meanwhile.
         return [("fault", problem)] if os.path.lexists(file) else []
     # A damaged safetensors file, or a file that an index names and that is missing.

@@ -7,10 +7,10 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.protocol import Column, NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import local
-from gradtool.engines.passes import Column, Pass
+from gradtool.engines.passes import Pass
 from gradtool.errors import Problem, SystemRefusedError, call, number_of, say
 from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import only, quoted, totals

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from gradtool.backends.protocol import Piece
+from gradtool.backends.protocol import Column, Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.passes import Column, Pass, Tally
+from gradtool.engines.passes import Pass, Tally
 from gradtool.engines.worker import reads_files
 from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.passes import pieces_of

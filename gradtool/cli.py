@@ -30,8 +30,8 @@ Examples:
 
 Compare the tensors of A with those of B, as one vector and tensor by tensor. Nothing is changed.
 
-Tensors are matched by name, whatever their shards and types. With a limit (--rtol and --atol, --max-ulp,
---max-rel-l2, --min-cosine, --bits), exits with code 1 if any difference exceeds it.
+Tensors are matched by name, whatever their shards and types. With a limit (--rtol, --atol, --max-ulp,
+--max-rel-l2, --bits, --min-cosine), exits with code 1 if any difference exceeds it.
 
 \b
 Examples:
@@ -67,7 +67,7 @@ Examples:
 """),
     "clip": Command(options.ClipOptions, """Clip by global norm, per tensor, or by value.
 
-Clip all tensors of all paths, as one vector, to a norm of at most C (--max-norm C), in place.
+Clip all tensors of all paths, as one vector, to a maximum norm, in place.
 
 No file is replaced until all new files are ready. If there is nothing to clip, no file is touched.
 

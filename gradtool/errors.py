@@ -169,7 +169,7 @@ class BackendUnavailableError(GradtoolError, RuntimeError):
 
 
 class SystemRefusedError(GradtoolError, OSError):
-    """The operating system refused: no permission, disk full, a file that changed meanwhile."""
+    """The operating system refused: no permission, disk full, a file that changed during the call."""
 
     exit_code = EXIT_SYSTEM
     code = "system"

@@ -67,7 +67,7 @@ def norm(options: NormOptions) -> NormResult:
         UsageError: an option is invalid.
         BadInputError: a file, index or tensor is invalid, or a tensor is in two groups.
         BackendUnavailableError: the backend is not available.
-        SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
+        SystemRefusedError: a file cannot be read, changed during the call, or may be half changed.
     """
     limit, wants_tensors = options.fail_above, options.per_tensor or options.top is not None
     call = Call(options.named, options, unique_names=not (options.concat or options.by_file))

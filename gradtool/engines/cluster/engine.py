@@ -310,4 +310,4 @@ def _died() -> SystemRefusedError:
 
 
 def _foreign() -> SystemRefusedError:
-    return _error("a worker returned something else than was asked for", "run the command again")
+    return _error("a worker returned an unexpected result", "run the command again")

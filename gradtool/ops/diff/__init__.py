@@ -124,7 +124,7 @@ def diff(options: DiffOptions) -> DiffResult:
         UsageError: an option is invalid.
         BadInputError: a file, index or tensor is invalid, or names or shapes do not match.
         BackendUnavailableError: the backend is not available.
-        SystemRefusedError: a file cannot be read, changed meanwhile, or may be half changed.
+        SystemRefusedError: a file cannot be read, changed during the call, or may be half changed.
     """
     paths, renames = [os.fspath(options.a), os.fspath(options.b)], Renames.parse(options.map, slice(1))
     call = Call(paths, options, renames=renames, may_repeat=True)

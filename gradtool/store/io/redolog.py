@@ -187,13 +187,13 @@ class RedoLog:
 
     def _damaged(self) -> SystemRefusedError:
         hint = f"delete {self._run}* beside the data to keep it as it is"
-        return unfinished("is damaged, so what was to be changed in place is lost", self.file.path, hint)
+        return unfinished("is damaged, so the changes that it contains are lost", self.file.path, hint)
 
 
 def changed_since(target: Path) -> SystemRefusedError:
     """Return the error for a target that another program wrote to after a run crashed or failed."""
     hint = say(
-        "delete the .gradtool-* files beside it to keep it as it is, or run {} to recover the run all the same",
+        "delete the .gradtool-* files beside it to keep it as it is, or run {} to overwrite what that program wrote",
         call("recover", str(target), force=True),
     )
     return unfinished("another program wrote to it after a run crashed or failed", target, hint)

@@ -230,9 +230,7 @@ def refused(log, path):
     # With `force`, recovery compares nothing.
     for way in (lambda: log.check(targets), lambda: log.check({}), lambda: finish(log, targets)):
         assert path.read_bytes() == before
-        with pytest.raises(
-            SystemRefusedError, match="is damaged, so what was to be changed in place is lost"
-        ) as caught:
+        with pytest.raises(SystemRefusedError, match="is damaged, so the changes that it contains are lost") as caught:
             way()
         problem = caught.value.problems[0]
         assert (problem.code, problem.file) == ("unfinished", str(log.file.path))

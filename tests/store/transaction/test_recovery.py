@@ -144,7 +144,7 @@ def test_a_redo_log_that_is_damaged_is_not_applied(tmp_path, at):
     redo.write_bytes(content)
     before = snapshot(tmp_path)
     for force in (False, True):
-        with pytest.raises(SystemRefusedError, match="is damaged, so what was to be changed in place is lost; delete"):
+        with pytest.raises(SystemRefusedError, match="is damaged, so the changes that it contains are lost; delete"):
             recover(tmp_path, force=force)
     assert snapshot(tmp_path) == before
 

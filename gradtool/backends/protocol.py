@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 from array import array
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gradtool.arrays import float64s, int32s
-from gradtool.reduction import tile_count
+from gradtool.reduction import Column, tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
     Array = NDArray[np.float64]
     Floats = Array | array[float]
@@ -48,13 +49,6 @@ class Addend(NamedTuple):
     elements: int
     at: int
     weight: float
-
-
-def group_addends(addends: Iterable[Addend]) -> Iterator[list[list[Addend]]]:
-    """Group adjacent addends of the same elements; yield adjacent groups of equally many addends together."""
-    groups = (list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements)))
-    for _, alike in groupby(groups, key=len):
-        yield list(alike)
 
 
 class AddMode(NamedTuple):
@@ -96,36 +90,6 @@ class Units(NamedTuple):
     first: int
 
 
-class TypedView(NamedTuple):
-    """Values of one storage type, and nothing else, in memory of the host."""
-
-    view: memoryview
-    dtype: str
-
-
-class UnitLimits(NamedTuple):
-    """The limit ratio · max(|W|, eps) of the norm |G| of a unit of gradients, divided by `unscale`.
-
-    |W| is the norm of its parameters.
-    """
-
-    ratio: float
-    eps: float
-    unscale: float
-
-
-class UnitCounts(NamedTuple):
-    """The number of units above their limit, with a factor that changes values, and with parameters of no finite norm.
-
-    `beyond` is the first factor that is out of range for the type it is rounded to, or -1.
-    """
-
-    clipped: int
-    changed: int
-    nonfinite: int
-    beyond: int
-
-
 class Patch(NamedTuple):
     """Some rows of a layer norm: its input and the gradient of its output, (rows, columns) each, and their parameters.
 
@@ -164,16 +128,8 @@ class NormSpec(NamedTuple):
     drop_nonfinite: bool = False
 
 
-class Statistic(NamedTuple):
-    """The type of a statistic, and how those of parts of a tensor are merged: as a `gradtool.engines.passes.Column`."""
-
-    typecode: str
-    merge: Literal["sum", "max", "first"]
-    signed: bool = False
-
-
-def _statistic(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
-    return Statistic(typecode, merge, signed)
+def _column(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
+    return Column(typecode, merge, signed)
 
 
 class Statistics:
@@ -186,18 +142,18 @@ class Statistics:
     is subnormal without being rounded.
     """
 
-    max_abs: array[float] = _statistic("d", "max")
-    nan: array[int] = _statistic("q", "sum")
-    inf: array[int] = _statistic("q", "sum")
-    zeros: array[int] = _statistic("q", "sum")
-    first_nonfinite: array[int] = _statistic("q", "first")
-    new_zeros: array[int] = _statistic("q", "sum")
+    max_abs: array[float] = _column("d", "max")
+    nan: array[int] = _column("q", "sum")
+    inf: array[int] = _column("q", "sum")
+    zeros: array[int] = _column("q", "sum")
+    first_nonfinite: array[int] = _column("q", "first")
+    new_zeros: array[int] = _column("q", "sum")
     # Negative where a write leaves fewer subnormal values.
-    new_subnormals: array[int] = _statistic("q", "sum", signed=True)
+    new_subnormals: array[int] = _column("q", "sum", signed=True)
 
 
-STATISTICS: dict[str, Statistic] = {
-    name: statistic for name, statistic in vars(Statistics).items() if isinstance(statistic, Statistic)
+STATISTICS: dict[str, Column] = {
+    name: column for name, column in vars(Statistics).items() if isinstance(column, Column)
 }
 
 
@@ -210,14 +166,14 @@ class BlockSums(Statistics):
     def __init__(self, sums: array[float], exponents: array[int], words: array[int]) -> None:
         """Take the statistics from `words` of 8 bytes: those of a piece follow those of the piece before it."""
         self.sums, self.exponents = sums, exponents
-        for number, (name, statistic) in enumerate(STATISTICS.items()):
-            setattr(self, name, array(statistic.typecode, words[number :: len(STATISTICS)].tobytes()))
+        for number, (name, column) in enumerate(STATISTICS.items()):
+            setattr(self, name, array(column.typecode, words[number :: len(STATISTICS)].tobytes()))
 
     @classmethod
     def empty(cls, pieces: Pieces) -> BlockSums:
         """Return the sums of pieces before anything is counted."""
         tiles = sum(tile_count(piece.elements) for piece in pieces)
-        words = [-1 if statistic.merge == "first" else 0 for statistic in STATISTICS.values()]
+        words = [-1 if column.merge == "first" else 0 for column in STATISTICS.values()]
         return cls(float64s(tiles), int32s(tiles), array("q", words * len(pieces)))
 
 

@@ -13,11 +13,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby, pairwise
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from gradtool import tuning
 from gradtool.engines.worker import reads_files
-from gradtool.reduction import TILE
+from gradtool.reduction import TILE, Column
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import BITS, Tensor
 from gradtool.store.io.blocks import Block, halved
@@ -39,20 +39,6 @@ if TYPE_CHECKING:
 AnyTally = TypeVar("AnyTally", bound="Tally")
 # What a pass collects.
 Result = TypeVar("Result")
-
-
-class Column(NamedTuple):
-    """A statistic of each tensor: its type, and how the values of parts of a tensor are merged.
-
-    A `sum` adds them and, unless it is `signed`, is no smaller than 0. A `max` is the largest; if it has a `place`,
-    that is the column with the index of the first element that has it. A `first` is the smallest index, or -1; a
-    `place` is merged with its maximum. A `bins` column has several sums for each tensor.
-    """
-
-    typecode: str
-    merge: Literal["sum", "max", "first", "place", "bins"]
-    signed: bool = False
-    place: str = ""
 
 
 class Tally:

@@ -11,8 +11,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.passes import Column, Pass
+from gradtool.engines.passes import Pass
 from gradtool.ops.passes import Measurement, pieces_of
+from gradtool.reduction import Column
 from gradtool.store.format.gradset import totals
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from gradtool.backends.protocol import STATISTICS, Piece, Statistics
-from gradtool.engines.passes import Column, Pass, Tally
-from gradtool.reduction import TileSums, tile_count
+from gradtool.engines.passes import Pass, Tally
+from gradtool.reduction import Column, TileSums, tile_count
 from gradtool.store.format.gradset import Selected
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # Below, a float64 loses precision, and then is 0.
 SMALLEST_NORMAL = sys.float_info.min
-_COLUMNS = {name: Column(*statistic) for name, statistic in STATISTICS.items()}
 
 
 class Norms(NamedTuple):
@@ -45,7 +44,7 @@ class Measurement(Statistics, Tally):
         widths: Sequence[int] | None = None,
     ) -> None:
         widths = [1] * len(selected) if widths is None else widths
-        super().__init__(_COLUMNS | (more or {}), [TileSums(spec.order)], widths)
+        super().__init__(STATISTICS | (more or {}), [TileSums(spec.order)], widths)
         self.spec = spec
 
     def add(self, block: Block, sums: BlockSums, **more: Any) -> None:

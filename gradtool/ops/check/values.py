@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import local
-from gradtool.engines.passes import Column, Pass
+from gradtool.engines.passes import Pass
 from gradtool.errors import Problem, SystemRefusedError, call, number_of, say
 from gradtool.ops.passes import Measurement, pieces_of
+from gradtool.reduction import Column
 from gradtool.store.format.gradset import only, quoted, totals
 
 if TYPE_CHECKING:

@@ -17,14 +17,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import NormSpec, TypedView, UnitCounts, UnitLimits, Units
+from gradtool.backends.protocol import NormSpec, Units
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.units import norms_of, set_factors
-from gradtool.engines.passes import Column, Pass, Tally
+from gradtool.backends.units import TypedView, UnitCounts, UnitLimits, norms_of, set_factors
+from gradtool.engines.passes import Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
 from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
+from gradtool.reduction import Column
 from gradtool.store import fs
 from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.io.channel import fill

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.engines.passes import Column, Pass, Tally
+from gradtool.engines.passes import Pass, Tally
 from gradtool.engines.worker import reads_files
 from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.passes import pieces_of
-from gradtool.reduction import TILE, TileSums, scaled_total
+from gradtool.reduction import TILE, Column, TileSums, scaled_total
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
 if TYPE_CHECKING:

@@ -37,6 +37,7 @@ _ALIASES = {
     "--max-grad-norm": "--max-norm", "--clip-norm": "--max-norm", "--clip-value": "--max-value",
     "--ord": "--norm-type", "-p": "--norm-type", "--gpu": "--backend cuda", "--cuda": "--backend cuda",
     "--cpu": "--backend cpu", "--jobs": "--threads", "-j": "--threads", "--num-threads": "--threads", "-n": "--dry-run",
+    "--ignore-journal": "--allow-unfinished",
 }  # fmt: skip
 
 

@@ -194,7 +194,7 @@ class NormOptions(PathOptions, ReadOptions):
     )
     concat: bool = _CONCAT
     fail_above: float | None = field("Exit with code 1 if the norm is above X.", "X", NOT_NAN, default=None)
-    ignore_journal: bool = field("Read files even if a run is modifying them or has crashed.", default=False)
+    allow_unfinished: bool = field("Read files even if a run is modifying them or has crashed.", default=False)
 
 
 class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):

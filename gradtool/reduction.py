@@ -15,7 +15,7 @@ import math
 from array import array
 from bisect import bisect_left
 from itertools import compress
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -95,20 +95,6 @@ def _by_exponent(sums: Sequence[float], exponents: Sequence[int]) -> list[tuple[
     """Return a few numbers for each exponent, which have the exact sum of all with that exponent."""
     groups = _grouped(exponents, sums)
     return [(part, exponent) for exponent, values in groups.items() for part in _parts(values)]
-
-
-class Column(NamedTuple):
-    """A statistic of each tensor: its type, and how the values of parts of a tensor are merged.
-
-    A `sum` adds them and, unless it is `signed`, is no smaller than 0. A `max` is the largest; if it has a `place`,
-    that is the column with the index of the first element that has it. A `first` is the smallest index, or -1; a
-    `place` is merged with its maximum. A `bins` column has several sums for each tensor.
-    """
-
-    typecode: str
-    merge: Literal["sum", "max", "first", "place", "bins"]
-    signed: bool = False
-    place: str = ""
 
 
 class TileSums:

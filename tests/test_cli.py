@@ -303,6 +303,11 @@ def test_json_of_a_usage_error_that_typer_finds(tmp_path):
         (["norm", "x", "--gpu"], "no such option: --gpu", "use --backend cuda, or see gradtool norm --help"),
         (["clip", "x", "--max-norm", "one"], "--max-norm must be a number, not 'one'", ""),
         (["norm", "x", "-i"], "no such option: -i", "see gradtool norm --help"),
+        (
+            ["norm", "x", "--ignore-journal"],
+            "no such option: --ignore-journal",
+            "use --allow-unfinished, or see gradtool norm --help",
+        ),
         (["recover", "x", "-n"], "no such option: -n", "see gradtool recover --help"),
         (["clop"], "no such command 'clop'", "see gradtool --help"),
     ],

@@ -95,11 +95,12 @@ COMMANDS = {
 }
 
 
-def test_long_headers_are_left_to_the_library_which_imports_numpy(tmp_path):
+def test_long_headers_need_no_numpy(tmp_path):
+    pytest.importorskip("gradtool.backends._kernels", reason="the compiled kernels are not built here")
     write(tmp_path / "a", {f"layer.{i}.weight": np.arange(3, dtype=np.float32) for i in range(5000)})
     code = PROBE.format(arguments=["norm", "a"], heavy=["numpy"])
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert (done.stderr, done.stdout.splitlines()[0]) == ("['numpy']\n", f"norm\t{math.sqrt(5 * 5000)!r}")
+    assert (done.stderr, done.stdout.splitlines()[0]) == ("[]\n", f"norm\t{math.sqrt(5 * 5000)!r}")
 
 
 @pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)

@@ -12,7 +12,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gradtool.arrays import float64s, int32s
-from gradtool.reduction import Column, tile_count
+from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -128,8 +128,22 @@ class NormSpec(NamedTuple):
     drop_nonfinite: bool = False
 
 
-def _column(typecode: str, merge: Literal["sum", "max", "first"], *, signed: bool = False) -> Any:
-    return Column(typecode, merge, signed)
+class Column(NamedTuple):
+    """A statistic of each tensor: its type, and how the values of parts of a tensor are merged.
+
+    A `sum` adds them and, unless it is `signed`, is no smaller than 0. A `max` is the largest; if it has a `place`,
+    that is the column with the index of the first element that has it. A `first` is the smallest index, or -1; a
+    `place` is merged with its maximum. A `bins` column has several sums for each tensor.
+    """
+
+    typecode: str
+    merge: Literal["sum", "max", "first", "place", "bins"]
+    signed: bool = False
+    place: str = ""
+
+
+# A column in the class, and in each object its values.
+_column: Any = Column
 
 
 class Statistics:
@@ -152,9 +166,7 @@ class Statistics:
     new_subnormals: array[int] = _column("q", "sum", signed=True)
 
 
-STATISTICS: dict[str, Column] = {
-    name: column for name, column in vars(Statistics).items() if isinstance(column, Column)
-}
+STATISTICS = {name: column for name, column in vars(Statistics).items() if isinstance(column, Column)}
 
 
 class BlockSums(Statistics):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, Type
 
 from gradtool import tuning
 from gradtool.engines.worker import reads_files
-from gradtool.reduction import TILE, Column
+from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
 from gradtool.store.format.tensors import BITS, Tensor
 from gradtool.store.io.blocks import Block, halved
@@ -26,7 +26,7 @@ from gradtool.store.io.destination import DISCARD
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.backends.protocol import Backend, NormSpec
+    from gradtool.backends.protocol import Backend, Column, NormSpec
     from gradtool.engines.worker import Worker
     from gradtool.reduction import TileSums
     from gradtool.store.format.tensors import Shard

@@ -95,6 +95,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     with os_errors_about(folder):
         disk, writable = os.statvfs(folder), os.access(folder, os.W_OK | os.X_OK)
     cpu = choose("cpu")
+    driver = re.search(r"\d+\.\d+(?:\.\d+)?", _content(_DRIVER))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     variables = sorted(os.environ.items())
     settings = [f"{name}={value}" for name, value in variables if name.startswith("GRADTOOL_") and value]
@@ -110,7 +111,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         cpu_features=_cpu_features(),
         default_threads=default_threads(),
         gpu=_gpu(),
-        gpu_driver=_gpu_driver(),
+        gpu_driver=driver and driver[0],
         open_files=None if limit == resource.RLIM_INFINITY else limit,
         settings=" ".join(settings) or None,
         path=str(folder),
@@ -141,11 +142,6 @@ def _gpu() -> str:
         return choose("cuda").why
     except GradtoolError as error:
         return f"none: {error.problems[0].message}"
-
-
-def _gpu_driver() -> str | None:
-    version = re.search(r"\d+\.\d+(?:\.\d+)?", _content(_DRIVER))
-    return version and version[0]
 
 
 def _version(library: str) -> str | None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gradtool.backends.protocol import Column
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.passes import Pass
 from gradtool.ops.passes import Measurement, pieces_of
-from gradtool.reduction import Column
 from gradtool.store.format.gradset import totals
 
 if TYPE_CHECKING:
@@ -130,11 +130,9 @@ class CountExponents(Pass[Histograms]):
     reads_only: ClassVar = True
 
     def tally(self) -> Histograms:
-        """Begin with nothing."""
         return Histograms(self.selected, self.spec)
 
     def work(self, block: Block, worker: Worker, tally: Histograms) -> None:
-        """Sum a block, and count its exponents."""
         with worker.view(block, self.spec) as data:
             sums, counts = worker.backend.histogram(data, pieces_of(block), self.spec)
         tally.add(block, sums, counts=counts.counts, largest_finite=counts.largest)

@@ -101,5 +101,7 @@ def info(options: InfoOptions) -> InfoResult:
 def _read_outline(path: str) -> GradientSet:
     reader = SetReader(path, read_outline)
     for error in chain(reader.list_files(), reader.read_files()):
-        raise error
+        from gradtool.store.format.hints import path_error  # only needed for the error
+
+        raise path_error(error, path, "", None)
     return reader.gradset

@@ -71,7 +71,7 @@ def norm(options: NormOptions) -> NormResult:
     """
     limit, wants_tensors = options.fail_above, options.per_tensor or options.top is not None
     call = Call(options.named, options, unique_names=not (options.concat or options.by_file))
-    with call.open_to_read(ignore_unfinished=options.ignore_journal):
+    with call.open_to_read(ignore_unfinished=options.allow_unfinished):
         selected, spec = call.selected, NormSpec(options.norm_type)
         groups = groups_of(selected, options.group)
         measurement: Measurement

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from gradtool.backends.protocol import STATISTICS, Piece, Statistics
 from gradtool.engines.passes import Pass, Tally
-from gradtool.reduction import Column, TileSums, tile_count
+from gradtool.reduction import TileSums, tile_count
 from gradtool.store.format.gradset import Selected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradtool.backends.protocol import BlockSums, Data, NormSpec
+    from gradtool.backends.protocol import BlockSums, Column, Data, NormSpec
     from gradtool.engines.worker import Worker
     from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block
@@ -84,18 +84,13 @@ class Measurement(Statistics, Tally):
         return max((self.max_abs[number] for number in numbers), default=0.0) / unscale
 
 
-def is_limit(limit: float | None) -> bool:
-    """Check whether there is a norm that is above a limit."""
-    return limit is not None and limit < math.inf
-
-
-def clip_coef(limit: float | None, norm: float, eps: float) -> float:
+def clip_coef(limit: float, norm: float, eps: float) -> float:
     """Return the coefficient limit / (norm + eps), infinite where there is nothing to clip; NaN goes through.
 
     It is 0 for a limit of 0 or an infinite norm. A quotient that underflows is the smallest number above 0.
     """
     # An infinite limit changes nothing, not even where the norm is infinite too.
-    if limit is None or not is_limit(limit) or norm + eps == 0:
+    if math.isinf(limit) or norm + eps == 0:
         return math.inf
     is_zero = limit == 0 or math.isinf(norm)
     return limit / (norm + eps) or (0.0 if is_zero else math.ulp(0.0))
@@ -111,7 +106,6 @@ class Measure(Pass[Measurement]):
     keep_on_device: bool = False
 
     def tally(self) -> Measurement:
-        """Begin with nothing."""
         return Measurement(self.selected, self.spec)
 
     def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
@@ -119,7 +113,6 @@ class Measure(Pass[Measurement]):
         return replace(super().restricted_to(selected, places), keep_on_device=False)
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
-        """Sum a block."""
         with worker.view(block, self.spec) as data:
             sums = worker.backend.tile_sums(data, pieces_of(block), self.spec)
             if self.keep_on_device:
@@ -133,11 +126,9 @@ class Scaling(Pass[Measurement]):
     title: ClassVar = "clipping"
 
     def tally(self) -> Measurement:
-        """Begin with nothing."""
         return Measurement(self.selected, self.spec)
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
-        """Rewrite a block."""
         with worker.load(block) as loaded:
             if block.spans:
                 tally.add(block, self.scale(loaded.data, pieces_of(block), block, worker))
@@ -158,7 +149,6 @@ class Rewrite(Scaling):
     limit: float
 
     def scale(self, data: Data, pieces: Sequence[Piece], block: Block, worker: Worker) -> BlockSums:
-        """Multiply each span by the factor of its tensor."""
         factors = [self.factors[span.tensor] for span in block.spans]
         return worker.backend.scale(data, pieces, factors, self.limit, self.spec)
 

@@ -147,7 +147,7 @@ def nonfinite_problems(selected: Sequence[Selected], sums: Measurement) -> list[
     problems = []
     for (shard, tensor), nan, inf, first in zip(selected, sums.nan, sums.inf, sums.first_nonfinite, strict=True):
         if nan or inf:
-            message = f"{nan} NaN, {inf} Inf, the first at index {first}"
+            message = f"{nan:,} NaN, {inf:,} Inf, the first at index {first}"
             problems.append(Problem("nonfinite", message, shard.name, tensor.name))
     return problems
 

@@ -11,6 +11,7 @@ from support import VALUE_TYPES, encode, gaussian, gradtool, read, rounded_once,
 from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
 from gradtool.ops.clip.units import FactorFile
 from gradtool.reduction import TILE
+from gradtool.store.io.channel import Channel
 
 
 def agc(grad, param, ratio, eps=1e-3):
@@ -288,3 +289,15 @@ def test_a_temporary_file_that_lost_its_end_is_an_error():
         file.write(0, 0, memoryview(bytearray(24)).cast("d"))
         with pytest.raises(SystemRefusedError, match="became shorter while it was read"):
             file.read(0, 1, memoryview(bytearray(24)).cast("d"))
+
+
+def test_a_block_of_many_tensors_asks_for_as_much_memory_as_one_of_few(tmp_path, monkeypatch):
+    requests, memory = [], Channel.memory
+    monkeypatch.setattr(Channel, "memory", lambda channel, nbytes: requests.append(nbytes) or memory(channel, nbytes))
+    counts = []
+    for tensors in (2, 300):
+        path, params = pair(tmp_path, *[{f"t{n}": np.ones(2, np.float32) for n in range(tensors)}] * 2)
+        clip(path, agc=0.01, params=params, threads=1)
+        counts.append(len(requests))
+        requests.clear()
+    assert counts[0] == counts[1]

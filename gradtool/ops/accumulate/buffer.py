@@ -139,20 +139,16 @@ class Add(Pass[Tallies[Any]]):
 
     @property
     def beside(self) -> Sequence[Selected]:
-        """The tensors of all gradients."""
         return [selected for gradient in self.gradients for selected in gradient.tensors.values()]
 
     @property
     def reads_selected(self) -> bool:
-        """Whether there is a buffer."""
         return not self.is_new
 
     def tally(self) -> Tallies[Any]:
-        """Begin with nothing: a measurement of the new content and, if that is wanted, of the old content."""
         return Tallies([Measurement(self.selected, self.spec) for _ in range(1 + self.measures_before)])
 
     def nbytes(self, destination: WrittenFiles) -> int:
-        """Count the bytes of the gradients, and of the buffer where it is read."""
         gradients = sum(selected.tensor.nbytes for selected in self.beside)
         return gradients + destination.nbytes(self.selected if self.mode.include_buffer else ())
 
@@ -163,18 +159,15 @@ class Add(Pass[Tallies[Any]]):
         return TILE * max([tiles * min(itemsizes), *itemsizes]) if itemsizes else TILE
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Block]:
-        """Yield the blocks of the buffer, cut where the divisor changes."""
         blocks = super().tasks(backend, destination)
         return chain.from_iterable(cut_where(block, self.divisors) for block in blocks) if self.divisors else blocks
 
     def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """Return the same pass for parts of targets, with the gradients that are added to these."""
         numbers = [number for number, _ in places]
         gradients = [gradient.restricted_to(numbers) for gradient in self.gradients]
         return replace(super().restricted_to(selected, places), gradients=gradients)
 
     def work(self, block: Block, worker: Worker, tally: Tallies[Any]) -> None:
-        """Add to a block."""
         backend, pieces = worker.backend, pieces_of(block)
         covered = sum(piece.elements * STORAGE[piece.dtype].itemsize for piece in pieces) == block.end - block.begin
         reads = not self.is_new and (self.mode.include_buffer or not covered)
@@ -222,7 +215,6 @@ class CompareGradients(Add):
     unscales: Sequence[float] = ()
 
     def tally(self) -> Tallies[Comparison]:
-        """Begin with nothing, for each gradient."""
         return Tallies([Comparison(self.selected) for _ in self.gradients])
 
     def nbytes(self, destination: WrittenFiles) -> int:  # noqa: ARG002 - nothing is written
@@ -230,7 +222,6 @@ class CompareGradients(Add):
         return 2 * sum(selected.tensor.nbytes for selected in self.beside)
 
     def work(self, block: Block, worker: Worker, tally: Tallies[Any]) -> None:
-        """Compare the gradients for a block."""
         backend, wide, elements = worker.backend, [], 0
         for span in block.spans:
             wide.append(Piece("F64", 8 * elements, span.elements))

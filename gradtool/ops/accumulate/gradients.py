@@ -10,7 +10,7 @@ from gradtool.backends.protocol import AddMode, NormSpec
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
 from gradtool.ops.accumulate.buffer import Add, CompareGradients
 from gradtool.ops.aligned_read import Operand, is_broadcastable
-from gradtool.ops.passes import SMALLEST_NORMAL, Measure, clip_coef, is_limit
+from gradtool.ops.passes import SMALLEST_NORMAL, Measure, clip_coef
 from gradtool.ops.results import nonfinite_problems
 from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import quoted
@@ -233,7 +233,7 @@ def coef_for(
     limit, file, factor = getattr(options, name), None, 1.0
     if gradient is not None:
         file, factor = gradient.row.file, gradient.factor
-    if is_limit(limit) and sums.is_finite and math.isinf(norm):
+    if limit < math.inf and sums.is_finite and math.isinf(norm):
         raise BadInputError("the norm overflows float64 and cannot be clipped; nothing written", file=file)
     coef = clip_coef(limit, norm, options.eps)
     if coef >= 1:

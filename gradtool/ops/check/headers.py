@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradtool.errors import GradtoolError, Problem, SystemRefusedError, call, number_of, say
 from gradtool.store.format.gradset import MissingTensorError, SetReader, UnmappedTensorError, only, parts_in, quoted
-from gradtool.store.format.header import FileTypeError, read_shard, read_text
+from gradtool.store.format.header import FileTypeError, read_text
 from gradtool.store.format.tensors import BITS
 from gradtool.store.source import Source
 
@@ -28,16 +27,13 @@ if TYPE_CHECKING:
     Kind = Literal["fault", "note", "not-safetensors", "unreadable"]
     Findings = list[tuple[Kind, Problem]]
 
-# How often a header is read if the file is replaced meanwhile.
-_TRIES = 20
-_PAUSE_SECONDS = 0.01
 # The data begins at a multiple of this, if the library wrote the file.
 _ALIGNMENT = 8
 
 
 def read_set(path: str) -> tuple[GradientSet, Findings]:
     """Read the headers of one set as far as possible, and return what is wrong with them."""
-    reader = SetReader(path, _read_patiently)
+    reader = SetReader(path)
     findings: Findings = []
     # `reader.errors()` would report a file with several names in a folder without an index once for each name.
     for error in chain(reader.list_files(), reader.drop_repeated_files(), reader.read_files(), reader.compare()):
@@ -64,7 +60,9 @@ def _findings_of(error: GradtoolError, reader: SetReader) -> Findings:
         return [("unreadable", problem)]
     if problem.code == "missing-file" and not is_mapped:
         if Path(file) == Path(reader.path):
-            return [("not-safetensors", problem)]
+            from gradtool.store.format.hints import path_error  # only needed for the error
+
+            return [("not-safetensors", path_error(error, reader.path, "", None).problems[0])]
         # A file that was listed and is missing was removed meanwhile.
         return [("fault", problem)] if os.path.lexists(file) else []
     # A damaged safetensors file, or a file that an index names and that is missing.
@@ -72,17 +70,6 @@ def _findings_of(error: GradtoolError, reader: SetReader) -> Findings:
         not isinstance(error, FileTypeError) and Source.kind_of(Path(file)).is_there(Path(file))
     )
     return [("fault" if is_safetensors else "not-safetensors", problem)]
-
-
-def _read_patiently(path: Path, *, is_named: bool) -> Shard:
-    for _ in range(_TRIES):
-        try:
-            return read_shard(path, is_named=is_named)
-        except SystemRefusedError as error:
-            if error.problems[0].code != "changed":
-                raise
-        time.sleep(_PAUSE_SECONDS)
-    return read_shard(path, is_named=is_named)
 
 
 def _repeated_names(shard: Shard) -> Sequence[Problem]:

@@ -7,13 +7,12 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.protocol import Column, NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.choose import local
 from gradtool.engines.passes import Pass
 from gradtool.errors import Problem, SystemRefusedError, call, number_of, say
 from gradtool.ops.passes import Measurement, pieces_of
-from gradtool.reduction import Column
 from gradtool.store.format.gradset import only, quoted, totals
 
 if TYPE_CHECKING:
@@ -45,11 +44,9 @@ class CountValues(Pass[Measurement]):
     spec: NormSpec = _SPEC
 
     def tally(self) -> Measurement:
-        """Begin with nothing."""
         return Measurement(self.selected, self.spec, _COLUMNS)
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
-        """Count the values of a block."""
         pieces = pieces_of(block)
         with worker.load(block) as loaded:
             # Nothing is added before both are known, because a device that has no room gets the block in halves.

@@ -62,15 +62,12 @@ class Convert(Scaling):
     targets: Sequence[Selected]
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:  # noqa: ARG002 - of any
-        """Return a size that has room for a tile of F64."""
         return _BLOCK_BYTES
 
     def restricted_to(self, selected: Sequence[Selected], places: Sequence[tuple[int, int]]) -> Self:
-        """Restrict the scaling, too."""
         return replace(super().restricted_to(selected, places), scaling=self.scaling.restricted_to(selected, places))
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
-        """Convert a block."""
         backend, pieces, mode = worker.backend, pieces_of(block), AddMode(include_buffer=False)
         starts = [0, *accumulate(piece.elements for piece in pieces)]
         with worker.memory(8 * starts[-1]) as wide:

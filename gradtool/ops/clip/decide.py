@@ -11,7 +11,7 @@ from gradtool.arrays import np
 from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, option, say
-from gradtool.ops.passes import SMALLEST_NORMAL, Measure, Rewrite, clip_coef, is_limit
+from gradtool.ops.passes import SMALLEST_NORMAL, Measure, Rewrite, clip_coef
 from gradtool.ops.results import nonfinite_problems
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
     from gradtool.store.format.selection import Group
 
-    # A norm that may be limited: its maximum, the norm, and the numbers of its tensors.
-    _Scope = tuple[float | None, float, Sequence[int]]
+    # A norm that may be limited: its maximum, infinite without a limit, the norm, and the numbers of its tensors.
+    _Scope = tuple[float, float, Sequence[int]]
 
 # Below, a float32 loses precision, and then is 0.
 _SMALLEST_NORMAL32 = 2.0**-126
@@ -120,14 +120,15 @@ def decide(options: ClipOptions, call: Call, groups: Sequence[Group], state_file
     members = [group.numbers for group in groups]
     norms = before.norms(per_tensor=options.per_tensor, groups=members, unscale=options.unscale)
     norm = norms.whole if options.total_norm is None else options.total_norm
-    scopes: list[_Scope] = [(options.max_norm, norm, range(len(selected)))]
+    max_norm = math.inf if options.max_norm is None else options.max_norm
+    scopes: list[_Scope] = [(max_norm, norm, range(len(selected)))]
     if options.per_tensor:
-        scopes = [(options.max_norm, tensor_norm, [number]) for number, tensor_norm in enumerate(norms.tensors)]
+        scopes = [(max_norm, tensor_norm, [number]) for number, tensor_norm in enumerate(norms.tensors)]
     elif groups:
         # The last limit is that of all other tensors, if there are any.
-        limits = [*(limit for _, limit in group_limits(options)), options.max_norm]
+        limits = [*(limit for _, limit in group_limits(options)), max_norm]
         scopes = list(zip(limits, norms.groups, members, strict=False))
-    if before.is_finite and math.inf in [norm for limit, norm, _ in scopes if state_file or is_limit(limit)]:
+    if before.is_finite and math.inf in [norm for limit, norm, _ in scopes if state_file or limit < math.inf]:
         hint = say("use {} to limit the values first", option("max_value"))
         raise BadInputError("the norm overflows float64; nothing written", hint=hint)
     if options.skip_above is not None and not norm <= options.skip_above:
@@ -139,7 +140,7 @@ def decide(options: ClipOptions, call: Call, groups: Sequence[Group], state_file
     if state_file is None:
         return _decide_each(options, selected, scopes, before, norms)
     limit, state = state_file.rule.learn(state_file.state, norm)
-    scopes = [(min(limit, math.inf if options.max_norm is None else options.max_norm), norm, range(len(selected)))]
+    scopes = [(min(limit, max_norm), norm, range(len(selected)))]
     decision = _decide_each(options, selected, scopes, before, norms)
     limit_or_none = None if math.isinf(limit) else limit
     return decision._replace(limit=limit_or_none, state_file=state_file._replace(state=state))
@@ -154,8 +155,8 @@ def _decide_each(
         coef = clip_coef(limit, norm, options.eps)
         for number in numbers:
             coefs[number] = coef
-    is_common = not (options.per_tensor or options.group) and scopes[0][0] is not None
-    common_coef = clip_coef(*scopes[0][:2], options.eps) if is_common else None
+    differs = options.per_tensor or options.group or options.max_value is not None
+    common_coef = None if differs else clip_coef(*scopes[0][:2], options.eps)
     clamp = math.inf if options.max_value is None else abs(options.max_value)
     clamps = {dtype: STORAGE[dtype].rounded(clamp) for dtype in {tensor.dtype for _, tensor in selected}}
     clipped, factors = [], {}

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import NormSpec, Units
+from gradtool.backends.protocol import Column, NormSpec, Units
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.units import TypedView, UnitCounts, UnitLimits, norms_of, set_factors
 from gradtool.engines.passes import Pass, Tally
@@ -25,7 +25,6 @@ from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, 
 from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
-from gradtool.reduction import Column
 from gradtool.store import fs
 from gradtool.store.format.selection import check_dtypes, require_unique_names
 from gradtool.store.io.channel import fill
@@ -179,15 +178,12 @@ class ComputeUnitFactors(Pass[tuple[Measurement, _UnitTally]]):
 
     @property
     def beside(self) -> Sequence[Selected]:
-        """The parameters of the gradients."""
         return self.params
 
     def tally(self) -> tuple[Measurement, _UnitTally]:
-        """Begin with nothing, of all gradients and of all units."""
         return Measurement(self.selected, self.spec), _UnitTally(self.selected)
 
     def work(self, block: Block, worker: Worker, tally: tuple[Measurement, _UnitTally]) -> None:
-        """Compute the factors of the units that begin in a block."""
         with worker.load(block) as loaded, contextlib.ExitStack() as stack:
             sums = worker.backend.tile_sums(loaded.data, pieces_of(block), self.spec)
             units = [*self._cut_unit(block, worker, stack), *self._whole_units(loaded, worker, stack)]
@@ -211,8 +207,10 @@ class ComputeUnitFactors(Pass[tuple[Measurement, _UnitTally]]):
             return
         params = {span.tensor: self.params[span.tensor] for span, _, _ in spans}
         view, addends = stack.enter_context(read_beside(params, self.selected, loaded.block, worker))
+        # Memory is asked for once, because a block may have thousands of tensors.
+        memory = stack.enter_context(worker.memory(8 * sum(len(units) for _, _, units in spans))).cast("d")
         for (span, size, units), param in zip(spans, addends, strict=True):
-            factors = stack.enter_context(worker.memory(8 * len(units))).cast("d")
+            factors, memory = memory[: len(units)], memory[len(units) :]
             start, count = units.start * size - span.start, len(units) * size
             grad_values = _part(loaded.view, span.dtype, span.offset, start, count)
             param_values = _part(view, param.dtype, param.offset, start, count)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from gradtool.backends.protocol import Piece
+from gradtool.backends.protocol import Column, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.engines.passes import Pass, Tally
 from gradtool.engines.worker import reads_files
 from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.passes import pieces_of
-from gradtool.reduction import TILE, Column, TileSums, scaled_total
+from gradtool.reduction import TILE, TileSums, scaled_total
 from gradtool.store.io.blocks import BRIDGE_BYTES, Span, block_around
 
 if TYPE_CHECKING:
@@ -138,11 +138,9 @@ class Compare(Pass[Comparison]):
 
     @property
     def beside(self) -> Sequence[Selected]:
-        """The tensors of B."""
         return self.b_tensors
 
     def tally(self) -> Comparison:
-        """Begin with nothing."""
         return Comparison(self.selected)
 
     def block_bytes(self, backend: Backend, destination: Destination) -> int:
@@ -152,7 +150,6 @@ class Compare(Pass[Comparison]):
         return max(TILE * max(a), nbytes * min(a) // (min(a) + max(b))) if a else nbytes
 
     def work(self, block: Block, worker: Worker, tally: Comparison) -> None:
-        """Compare a block, which the backend reads if it can, part by part."""
         shards = [block.shard, *(self.b_tensors[span.tensor].shard for span in block.spans)]
         reads = reads_files(worker.backend, worker.destination, self.spec, shards)
         parts = list(_side_by_side(block, self.b_tensors)) if reads else []

@@ -53,7 +53,6 @@ class Backward(Pass["Gradients"]):
     layers: Sequence[Patches]
 
     def tally(self) -> Gradients:
-        """Begin with nothing."""
         return Gradients([patches.outputs for patches in self.layers], [patches.began for patches in self.layers])
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Groups]:  # noqa: ARG002

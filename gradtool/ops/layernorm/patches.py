@@ -9,6 +9,7 @@ import contextlib
 import math
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
@@ -22,11 +23,11 @@ from gradtool.errors import BadInputError, option, say
 from gradtool.ops.passes import Measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Backend
+    from gradtool.backends.protocol import Backend, Statistics
     from gradtool.engines.worker import Worker
     from gradtool.ops.call import Call
     from gradtool.ops.layernorm.layers import Layer
@@ -94,16 +95,10 @@ class Patches:
         """Return a patch with statistics that the files do not have; those of wide rows were computed before."""
         if self.is_wide or not self.lacks_statistics:
             return patch
-        mean = np.zeros(patch.rows)
-        if not self._rms:
-            mean = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, None) / patch.columns
-        squares = backend.row_sums(patch.x, patch.x_dtype, patch.rows, patch.columns, mean)
-        if math.inf in squares:
-            piece = Piece(patch.x_dtype, 0, patch.rows * patch.columns)
-            # An Inf in X is found and reported like any other.
-            if not any(backend.tile_sums(patch.x, [piece], NormSpec(math.inf)).inf):
-                raise self._variance_overflow()
-        inv_std_dev = self._inverse_std_dev(squares)
+        sums = partial(backend.row_sums, patch.x, patch.x_dtype, patch.rows, patch.columns)
+        pieces = [Piece(patch.x_dtype, 0, patch.rows * patch.columns)]
+        measure = partial(backend.tile_sums, patch.x, pieces, NormSpec(math.inf))
+        mean, inv_std_dev = self._compute_statistics(patch.rows, sums, measure)
         return patch._replace(
             mean=mean if self.layer.mean is None else patch.mean,
             inv_std_dev=inv_std_dev if self.layer.inv_std_dev is None else patch.inv_std_dev,
@@ -114,17 +109,16 @@ class Patches:
         layer = self.layer
         if not self.is_wide or not layer.rows:
             return
-        self.began, zeros = perf_counter(), np.zeros(layer.rows)
+        self.began = perf_counter()
         if self.lacks_statistics:
-            mean = zeros if self._rms else self._row_sums(call, layer.x)[0] / layer.columns
-            squares = self._row_sums(call, layer.x, center=mean)[0]
-            if np.isinf(squares).any() and not any(call.run(Measure([layer.x], NormSpec(math.inf))).inf):
-                raise self._variance_overflow()
-            self._mean, self._inv_std_dev = mean, self._inverse_std_dev(squares)
-        weighted, projected = self._row_sums(call, layer.x, layer.y_grad) / layer.columns
-        self._means = zeros if self._rms else weighted, projected
+            measure = partial(call.run, Measure([layer.x], NormSpec(math.inf)))
+            self._mean, self._inv_std_dev = self._compute_statistics(
+                layer.rows, lambda center: self._row_sums(call, [layer.x], center)[0], measure
+            )
+        weighted, projected = self._row_sums(call, [layer.x, layer.y_grad]) / layer.columns
+        self._means = np.zeros(layer.rows) if self._rms else weighted, projected
 
-    def _row_sums(self, call: Call, *reads: Selected, center: Floats | None = None) -> Floats:
+    def _row_sums(self, call: Call, reads: Sequence[Selected], center: Floats | None = None) -> Floats:
         """Return sums of each wide row, of X, of its squared distances from a center, or of X and Y_grad.
 
         The sums of stretches are added in order; docs/numerics.md says why that is not the order of all chunks.
@@ -137,16 +131,20 @@ class Patches:
         """Return the means over the gradient of a wide row; those of other rows are computed with their gradients."""
         return None if self._means is None else (self._means[0][group : group + 1], self._means[1][group : group + 1])
 
-    def _inverse_std_dev(self, squares: Floats) -> Floats:
-        """Compute 1 / sqrt(variance + norm_eps) of rows, from the sums of squared distances from their means."""
+    def _compute_statistics(
+        self, rows: int, sums: Callable[[Floats | None], Floats], measure: Callable[[], Statistics]
+    ) -> tuple[Floats, Floats]:
+        """Compute the mean and 1 / sqrt(variance + norm_eps) of rows of X, given how to sum and to measure them."""
+        mean = np.zeros(rows) if self._rms else sums(None) / self.layer.columns
+        squares = sums(mean)
+        # An Inf in X is found and reported like any other.
+        if np.isinf(squares).any() and not any(measure().inf):
+            raise self._bad_x("variance overflows float64", "store mean and inv_std_dev too")
         with np.errstate(all="ignore"):
             inv_std_dev: Floats = 1.0 / np.sqrt(squares / self.layer.columns + self._options.norm_eps)
         if np.isinf(inv_std_dev).any():
             raise self._bad_x("has a row of variance 0", say("use {} above 0", option("norm_eps")))
-        return inv_std_dev
-
-    def _variance_overflow(self) -> BadInputError:
-        return self._bad_x("variance overflows float64", "store mean and inv_std_dev too")
+        return mean, inv_std_dev
 
     def _bad_x(self, message: str, hint: str) -> BadInputError:
         shard, tensor = self.layer.x

@@ -1,10 +1,10 @@
 """The header of a safetensors file, read and checked.
 
-The safetensors library decides whether a file is valid; if it refuses a file, this module says what is wrong and where.
-The byte offsets, which the library does not return, are then read from the same header. Headers beyond the limits of
-`gradtool.store.format.limits` never reach the library. It maps the whole file into memory; without enough address space
-for that, it checks a header whose tensors are all empty, and this module checks their shapes and offsets. Short headers
-are first checked in that way too, which is faster; and the contents of the last headers are remembered.
+The safetensors library decides whether a header is valid; if it refuses one, this module says what is wrong and where.
+The byte offsets, which the library does not return, are then read from the same header, and must fill the file. Headers
+beyond the limits of `gradtool.store.format.limits` never reach the library, and no file does: the library would map it
+into memory, and if another process truncated it, the system would end this one. The contents of the last headers are
+remembered.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes of header length N (little endian), N bytes of
 JSON, the tensors' bytes without gaps.
@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
-import sys
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from gradtool.errors import BadInputError, changed_meanwhile, os_errors_about, say, shortened
-from gradtool.store import system
 from gradtool.store.format.limits import MAX_TEXT, check_cost, check_length, check_name_lengths
 from gradtool.store.format.tensors import BITS, Shard, Tensor
 from gradtool.store.source import SmallFile, Source, read_range
@@ -37,29 +34,17 @@ if TYPE_CHECKING:
     Tensors = tuple[Tensor, ...]
 
 METADATA = "__metadata__"
-# Bytes of a header that is quickly checked without a file, and of the largest header to remember.
-_SHORT, _MAX_REMEMBERED = 512, 16_384
+# Bytes of the largest header to remember.
+_MAX_REMEMBERED = 16_384
+# A sound header. Without its data, the library refuses it only for that.
+_SOUND = b'{"":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 # More dimensions than numpy supports; the library says what is wrong with such a shape.
 _MAX_RANK = 64
 _MAX_NUMBER = 2**64 - 1
-# Strings, so that their content is not matched; empty lists; and numbers below 10**19 and so 2**64. A string need not
-# end, because otherwise every quote in it would be tried as the start of a string.
-_TOKEN = re.compile(
-    rb'("(?:[^"\\]++|\\.)*+"?)|(\[[ \t\r\n]*\])|((?<![\w.+-])(?:0|[1-9][0-9]{0,18})(?![\w.+-]))', re.DOTALL
-)
 
 
 class FileTypeError(BadInputError):
     """A file that is not even a damaged file of the type that it should have."""
-
-
-class _WithoutNumpy:
-    """Bytes of longer headers that are still checked without a file.
-
-    To open a file, the library imports numpy; that takes as long as to check a million bytes.
-    """
-
-    left = 1 << 18
 
 
 def read_shard(path: Path, *, is_named: bool = True) -> Shard:
@@ -83,8 +68,8 @@ def read_outline(path: Path, *, is_named: bool = True) -> Shard:
         SystemRefusedError: it cannot be read, or another user's link leads there.
     """
     with _opened(path, is_named=is_named) as (source, text):
-        _check_fields(path, text, source.size)
-        return Shard(source, 8 + len(text), *_parsed(path, text))
+        _check_fields(path, text)
+        return Shard(source, 8 + len(text), *_parsed(path, text, source.size))
 
 
 def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard]:
@@ -97,13 +82,12 @@ def new_header(path: Path | str, text: bytes, nbytes: int) -> tuple[bytes, Shard
     try:
         check_length(path, "the header", len(text))
         check_cost(path, text)
-        if (refusal := _refusal(path, text, size)) is not None:
-            raise _explained(path, text, size, refusal)
+        metadata, tensors = _checked(path, text, size)
     except BadInputError as error:
         (problem,) = error.problems
         message = say("nothing written, because the new header would be invalid: {}", problem.message)
         raise BadInputError.from_problems([replace(problem, message=message, file=str(path))]) from error
-    shard = Shard(Source(str(path), size), 8 + len(text), *_parsed(path, text))
+    shard = Shard(Source(str(path), size), 8 + len(text), metadata, tensors)
     return len(text).to_bytes(8, "little") + text, shard
 
 
@@ -174,22 +158,18 @@ def _read_header(path: Path, reader: Reader) -> bytes:
 
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
     """Return the metadata and the tensors of a header, if it is valid for a file of that size."""
-    is_short = len(text) <= _SHORT
-    if not is_short and "numpy" not in sys.modules and len(text) <= _WithoutNumpy.left:
-        _WithoutNumpy.left -= len(text)
-        is_short = True
-    # The full check says what is wrong.
-    if not is_short or _refusal(path, text, size) is not None:
-        _ask_library(path, text, size)
-    return _parsed(path, text)
+    refusal = _refusal(text)
+    if refusal is not None and refusal != _refusal(_SOUND):
+        raise _explained(path, text, refusal)
+    return _parsed(path, text, size)
 
 
 # For callers that read the same files again and again.
 _remembered = functools.lru_cache(maxsize=64)(_checked)
 
 
-def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
-    """Return the metadata and the tensors of a sound header."""
+def _parsed(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
+    """Return the metadata and the tensors of a sound header; raise `BadInputError` unless they fill the file."""
     header: dict[str, Any] = json.loads(text)
     metadata = header.pop(METADATA, None) or {}
     check_name_lengths(path, header)
@@ -200,6 +180,7 @@ def _parsed(path: Path, text: bytes) -> tuple[dict[str, str], Tensors]:
         tensors.append(_tensor(*header.popitem(), data_start))
     tensors.reverse()
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    _check_file_size(path, tensors, data_start, size)
     return metadata, tuple(tensors)
 
 
@@ -213,64 +194,30 @@ def _tensor(name: str, entry: Any, data_start: int = 0) -> Tensor:
     return Tensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _refusal(path: Path, text: bytes, size: int) -> Exception | None:
-    """Check a header without a file of that size; return why it is refused, or None."""
+def _refusal(text: bytes) -> str | None:
+    """Return why the library refuses a file that is only this header, or None. What it checks last is the data."""
     from safetensors import SafetensorError, deserialize  # kept off the start-up path
 
-    header = emptied(text)
     try:
-        deserialize(len(header).to_bytes(8, "little") + header)  # type: ignore[no-untyped-call]
-        _check_offsets(path, text, size)
-    except (SafetensorError, ValueError) as error:
-        return error
+        deserialize(len(text).to_bytes(8, "little") + text)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        return str(error)
     return None
 
 
-def _ask_library(path: Path, text: bytes, size: int) -> None:
-    """Raise `BadInputError` if the library refuses a file.
-
-    It maps its file into memory; if another process truncated that file, the system would kill this one. So it gets a
-    private file of the same size, with a hole for the data. That copy is also certain to have the header that was read.
-    Where none can be made, the library gets the file itself.
-    """
-    from safetensors import SafetensorError, safe_open  # kept off the start-up path
-
-    refusal: Exception | None = None
-    try:
-        with contextlib.ExitStack() as stack:
-            copy: Path | str = path
-            with contextlib.suppress(OSError):
-                copy = stack.enter_context(system.unnamed_file([len(text).to_bytes(8, "little"), text], size))
-            stack.enter_context(safe_open(copy, framework="numpy"))
-    except MemoryError:  # There is a limit on memory, and the file is larger.
-        refusal = _refusal(path, text, size)
-    except (SafetensorError, ValueError) as error:
-        refusal = error
-    if refusal is not None:
-        raise _explained(path, text, size, refusal) from refusal
-
-
-def _explained(path: Path, text: bytes, size: int, refusal: Exception) -> BadInputError:
+def _explained(path: Path, text: bytes, refusal: str) -> BadInputError:
     """Say which offsets are wrong in a file that the library refused; or else what the library says."""
     try:
-        _check_offsets(path, text, size)
+        _check_offsets(path, text)
     except BadInputError as error:
         return error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         pass
-    return BadInputError(f"is not a valid safetensors file: {shortened(str(refusal), 400)}", file=path)
+    return BadInputError(f"is not a valid safetensors file: {shortened(refusal, 400)}", file=path)
 
 
-def emptied(text: bytes) -> bytes:
-    """Put a zero into each shape of a header, and set all offsets to zero; it is as valid as before, but for numbers.
-
-    A number that is not valid there, such as -1, 1.0, 007 or 2**64, stays for the library to refuse.
-    """
-    return _TOKEN.sub(lambda token: token[1] or (b"[0]" if token[2] else b"0"), text)
-
-
-def _check_offsets(path: Path, text: bytes, size: int) -> None:
-    """Raise `BadInputError` for the first tensor with wrong offsets, or for too few or too many bytes.
+def _check_offsets(path: Path, text: bytes) -> None:
+    """Raise `BadInputError` for the first tensor with wrong offsets.
 
     If a number is wrong in a way that only the library can describe, raise `ValueError`.
     """
@@ -297,10 +244,9 @@ def _check_offsets(path: Path, text: bytes, size: int) -> None:
         if tensor.elements * BITS[tensor.dtype] % 8 or any(n > _MAX_NUMBER for n in accumulate(tensor.shape, mul)):
             raise ValueError(f"{tensor.name!r} ends within a byte, or its shape overflows")
         expected = tensor.end
-    _check_file_size(path, tensors, 8 + len(text), size)
 
 
-def _check_fields(path: Path, text: bytes, size: int) -> None:
+def _check_fields(path: Path, text: bytes) -> None:
     """Raise `BadInputError` unless a header says the type, the shape and the place of each tensor; of any type."""
     try:
         header = json.loads(text)
@@ -316,8 +262,6 @@ def _check_fields(path: Path, text: bytes, size: int) -> None:
         raise BadInputError(message, file=path) from error
     if unclear:
         raise BadInputError(f"is not a valid safetensors file: {shortened(repr(unclear[0]))} is unclear", file=path)
-    tensors.sort(key=lambda tensor: tensor[3:])
-    _check_file_size(path, tensors, 8 + len(text), size)
 
 
 def _is_clear(tensor: Tensor) -> bool:
@@ -328,10 +272,10 @@ def _is_clear(tensor: Tensor) -> bool:
 
 
 def _check_file_size(path: Path, tensors: Sequence[Tensor], data_start: int, size: int) -> None:
-    expected = data_start + max((tensor.end for tensor in tensors), default=0)
+    expected = max((tensor.end for tensor in tensors), default=data_start)
     counts = f"the header says {expected:,} bytes, the file has {size:,}"
     if expected > size:
-        whole = [tensor.name for tensor in tensors if data_start + tensor.end <= size]
+        whole = [tensor.name for tensor in tensors if tensor.end <= size]
         last = f"the last whole tensor is {whole[-1]!r}" if whole else "no tensor is whole"
         message = f"truncated: {counts} ({expected - size:,} missing); {last}"
     elif expected < size:

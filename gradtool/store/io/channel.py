@@ -160,21 +160,26 @@ class Channel:
             return self._open[file]
         if len(self._open) >= self._max_files:
             self._close_oldest()
-        while file not in self._open:
+        while True:
             try:
                 if isinstance(file, Shard):
                     reader = file.source.open()
                 else:
                     # Without a status, because its status changes.
                     reader = Reader(Source(str(file.path), 0), file.open(os.O_WRONLY))
-                self._open[file] = reader
+                break
             except SystemRefusedError:
                 raise
             except OSError as error:
                 # The limit of the system may be lower than `max_files`.
                 if error.errno != errno.EMFILE or not self._close_oldest():
                     raise from_os_error(error, file.name if isinstance(file, Shard) else file.path) from error
-        self._check(reader)
+        try:
+            self._check(reader)
+        except SystemRefusedError:
+            reader.close()
+            raise
+        self._open[file] = reader
         # A small file is read at once.
         if isinstance(file, Shard) and reader.fileno >= 0 and file.size > tuning.BLOCK_BYTES:
             system.read_in_order(reader.fileno)

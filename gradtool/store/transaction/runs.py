@@ -208,7 +208,7 @@ def _require_finished(run: Run, file: Path) -> None:
         hint = say(
             "wait for it, run {}, or use {} to read the file as it is",
             call("recover", str(file)),
-            call("norm", ignore_journal=True),
+            call("norm", allow_unfinished=True),
         )
         raise unfinished(message, file, hint)
 

@@ -87,7 +87,7 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_that_leads_nowhere_says_why(here, path):
     before = snapshot(here)
-    for call in (api.norm, lambda one: api.clip(one, max_norm=1), api.zero):
+    for call in (api.norm, lambda one: api.clip(one, max_norm=1), api.zero, api.info, api.check):
         with pytest.raises(BadInputError) as caught:
             call(path)
         (problem,) = caught.value.problems

@@ -150,6 +150,19 @@ def test_a_file_that_changed_is_noticed_at_the_end_and_when_it_is_opened_again(t
         read(channel, two)
 
 
+def test_a_file_that_changed_before_it_is_opened_is_closed_and_never_read(tmp_path, opened):
+    (shard,) = shards_in(tmp_path, 1)
+    channel = Channel(2, bytes_of_memory)
+    os.utime(shard.name, ns=(0, 0))
+    for _ in range(2):
+        with pytest.raises(SystemRefusedError, match="changed by another program"):
+            read(channel, shard)
+        assert names(opened) == []
+    with pytest.raises(SystemRefusedError, match="changed by another program"), channel.borrow_fd(shard):
+        pass
+    channel.check()
+
+
 def test_memory_has_one_owner_at_a_time_and_is_used_again():
     allocated = []
 

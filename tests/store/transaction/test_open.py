@@ -198,7 +198,7 @@ def test_a_file_that_is_half_changed_is_not_read_unless_that_is_asked_for(changi
     answer = gradtool_json("norm", changing)
     assert (answer["exit_code"], answer["errors"][0]["code"]) == (5, "unfinished")
     assert f"PID {os.getpid()}" in answer["errors"][0]["message"]
-    assert norm(changing, ignore_journal=True).norm == pytest.approx(3 * 5**0.5)
+    assert norm(changing, allow_unfinished=True).norm == pytest.approx(3 * 5**0.5)
     buffer = write(tmp_path / "buffer.safetensors", {"x.safetensors": np.zeros(5, np.float32)})
     for read_it in (
         lambda: accumulate(changing, into=buffer),
@@ -218,7 +218,7 @@ def test_a_set_that_cannot_be_opened_because_it_is_half_changed_says_so(tmp_path
         with pytest.raises(SystemRefusedError, match="may be half changed by a run"):
             norm(tmp_path)
         with pytest.raises(BadInputError):
-            norm(tmp_path, ignore_journal=True)
+            norm(tmp_path, allow_unfinished=True)
     with pytest.raises(BadInputError):
         norm(tmp_path)
 

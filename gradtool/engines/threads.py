@@ -65,7 +65,7 @@ class Threads:
 
     def destination(self, staging: Staging) -> Destination:
         """Return the destination whose files this process writes."""
-        return NewFiles({new.shard: (new, staging.stage(new)) for new in staging.files})
+        return NewFiles([(new, staging.stage(new)) for new in staging.files])
 
     def run(self, pass_: Pass[Result], destination: Any = DISCARD) -> Result:
         """Run a pass, and write what the destination needs besides. The first exception stops all threads."""

@@ -15,6 +15,7 @@ from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import RewriteOptions
 from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import read_path_list
+from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Call:
 
     opened: OpenSets
     selected: list[Selected]
+    # Of a call that writes.
+    output: Output
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Call:
         self.options = options
         # Runs a pass, and returns what it collects; without a destination nothing is written.
         self.run = self.engine.run
+        self._destination: WrittenFiles = DISCARD
 
     @contextlib.contextmanager
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[None]:
@@ -78,12 +82,13 @@ class Call:
     @contextlib.contextmanager
     def open_to_write(
         self, options: WriteOptions, plan: WritePlan = EVERYTHING, opened: OpenSets | None = None
-    ) -> Iterator[Output]:
+    ) -> Iterator[None]:
         """Open what the call names, unless it was `opened` without a lock, and lock it where it is written."""
         from gradtool.store.transaction.open import open_to_write  # operations that only read do without it
 
         with quiet(), open_to_write(self.inputs, options, plan, opened) as (sets, output), self._prepared(sets, output):
-            yield output
+            self.output = output
+            yield
 
     @contextlib.contextmanager
     def _prepared(self, opened: OpenSets, output: Output | None = None) -> Iterator[None]:
@@ -96,20 +101,16 @@ class Call:
 
     @contextlib.contextmanager
     def writing(
-        self,
-        output: Output,
-        files: Sequence[NewFile],
-        indexes: Sequence[SmallFile] | None = None,
-        state: SmallFile | None = None,
+        self, files: Sequence[NewFile], indexes: Sequence[SmallFile] | None = None, state: SmallFile | None = None
     ) -> Iterator[WrittenFiles]:
         """Write as `Output.writing` does; the engine writes new files. The time of the commit is counted."""
         from gradtool.store.transaction.output import Staging  # operations that only read do without it
 
-        with output.writing(files, indexes, state) as staging:
-            destination = self.engine.destination(staging) if isinstance(staging, Staging) else staging
-            yield destination
+        with self.output.writing(files, indexes, state) as staging:
+            self._destination = self.engine.destination(staging) if isinstance(staging, Staging) else staging
+            yield self._destination
             began = perf_counter()
-        if destination.shards:
+        if self._destination.shards:
             self._commit_seconds += perf_counter() - began
 
     def summary(
@@ -137,12 +138,12 @@ class Call:
             warnings=tuple(warnings),
         )
 
-    def output_summary(self, output: Output, destination: WrittenFiles) -> OutputSummary:
-        """Sum up what was written, after the destination is closed."""
+    def output_summary(self) -> OutputSummary:
+        """Sum up what was written, once that is committed."""
         return OutputSummary(
-            wrote=output.wrote(destination.shards),
-            dry_run=output.options.dry_run,
-            files_written=len(destination.shards),
+            wrote=self.output.wrote(self._destination.shards),
+            dry_run=self.output.options.dry_run,
+            files_written=len(self._destination.shards),
             bytes_written=self.engine.clock.written_bytes,
         )
 

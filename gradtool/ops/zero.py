@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtool.errors import Problem
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import NewFile
-    from gradtool.store.transaction.output import Metadata, Output
+    from gradtool.store.transaction.output import Metadata
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,14 +57,14 @@ def zero(options: ZeroOptions) -> ZeroResult:
     requested_engine(options.engine)
     options = options.replace(engine="threads")
     call = Call(options.named, options, dtypes=None)
-    with call.open_to_write(options) as output:
+    with call.open_to_write(options):
         metadata, warnings = _without_totals(call)
-        with call.writing(output, _files(call, output, metadata)) as destination:
+        with call.writing(_files(call, metadata)) as destination:
             copying: Pass[Tally] = Pass((), NormSpec())
             call.run(copying, destination)
     return ZeroResult(
         call=call.summary(call.selected, why="nothing to compute", warnings=warnings),
-        output=call.output_summary(output, destination),
+        output=call.output_summary(),
     )
 
 
@@ -81,7 +81,7 @@ def _without_totals(call: Call) -> tuple[Metadata, list[Problem]]:
     return metadata, warnings
 
 
-def _files(call: Call, output: Output, metadata: Metadata) -> list[NewFile]:
+def _files(call: Call, metadata: Metadata) -> list[NewFile]:
     """Return the files to be written, with the ranges that are zeroed and those that are copied."""
     selected = [entry for entry in call.selected if entry.tensor.nbytes]
     ranges: dict[Shard, list[tuple[int, int]]] = defaultdict(list)
@@ -90,7 +90,7 @@ def _files(call: Call, output: Output, metadata: Metadata) -> list[NewFile]:
         for file_shard, begin, end in shard.ranges(tensor):
             ranges[file_shard].append((begin, end))
     files = []
-    for file in output.files(selected, metadata):
+    for file in call.output.files(selected, metadata):
         zeros = sorted(ranges[file.shard])
         edges = [(0, 0), *zeros, (file.shard.size, file.shard.size)]
         copies = [(end, begin, end) for (_, end), (begin, _) in pairwise(edges) if begin > end]

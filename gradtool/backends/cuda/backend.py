@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends.cpu import NumpyBackend, sorting_network
+from gradtool.backends.cpu import NumpyBackend, group_addends, sorting_network
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.device import DeviceBlock, allocate_block, allocate_zeros, download_words
 from gradtool.backends.cuda.jobs import Job, make_job
-from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, group_addends
+from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from gradtool.ops.accumulate.gradients import Contribution, GradientRow
     from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
-    from gradtool.store.io.destination import WrittenFiles
-    from gradtool.store.transaction.output import Output
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +63,6 @@ class _Outcome(NamedTuple):
     targets: Sequence[Selected]
     after: Measurement
     before: Measurement | None
-    destination: WrittenFiles
     contributions: Sequence[Contribution]
     weight_sum: float = 0.0
     sum_norm: float | None = None
@@ -96,15 +93,15 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     created = new_set(options) if options.is_new else None
     renames = Renames.parse(options.map, slice(len(into), None))
     call = Call([*into, *options.named], options, renames=renames)
-    with call.open_to_write(options, WritePlan(len(into), created)) as output:
+    with call.open_to_write(options, WritePlan(len(into), created)):
         gradients = call.opened.sets[len(into) :]
         _check_count(options, len(gradients))
         if created is None:
-            buffer = Buffer(call.opened.selected_in(output.sets[0]), output.sets[0])
+            buffer = Buffer(call.opened.selected_in(call.output.sets[0]), call.output.sets[0])
         else:
             buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
         contributions, gaps = match(options, buffer.targets, call.opened, gradients)
-        outcome = (_add if options.update else _skip_update)(call, options, buffer, contributions, output)
+        outcome = (_add if options.update else _skip_update)(call, options, buffer, contributions)
     before, after = outcome.before, outcome.after
     # No option changes the type of a buffer.
     remedies = () if options.is_new else ("use a buffer of {} to keep them",)
@@ -112,7 +109,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     rows = [contribution.row for contribution in outcome.contributions]
     return AccumulateResult(
         **call.statistics(outcome.targets, after, warnings=warnings),
-        output=call.output_summary(output, outcome.destination),
+        output=call.output_summary(),
         norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         max_norm=options.max_norm,
@@ -181,23 +178,21 @@ def _min_count(options: AccumulateOptions) -> int:
 
 
 def _skip_update(
-    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
+    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution]
 ) -> _Outcome:
     """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
     _sum_of_weights(options, contributions)
     targets, spec = () if options.is_new else buffer.targets, NormSpec(options.norm_type)
     measurement = call.run(Measure(targets, spec))
-    files = [] if options.is_new else buffer.files(output, ())
-    with call.writing(output, files) as destination:
+    files = [] if options.is_new else buffer.files(call.output, ())
+    with call.writing(files) as destination:
         copying: Pass[Tally] = Pass((), spec)
         call.run(copying, destination)
     skipped = [contribution.with_row(taken=False) for contribution in contributions]
-    return _Outcome(targets, measurement, None if options.is_new else measurement, destination, skipped)
+    return _Outcome(targets, measurement, None if options.is_new else measurement, skipped)
 
 
-def _add(
-    call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution], output: Output
-) -> _Outcome:
+def _add(call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution]) -> _Outcome:
     """Add the gradients, and clip the sum where there is a limit."""
     contributions, warnings = screen(call, options, buffer.targets, contributions)
     accepted = [contribution for contribution in contributions if contribution.row.taken]
@@ -218,7 +213,7 @@ def _add(
         adding = replace(adding, mode=adding.mode._replace(factor=coef), measures_before=False)
     if options.per_gradient:
         contributions = compare(call, adding, contributions)
-    with call.writing(output, buffer.files(output, adding.selected, metadata), buffer.indexes) as destination:
+    with call.writing(buffer.files(call.output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = call.run(adding, destination).each
         _check_finite(call, options, adding, after, measured)
         unchanged = buffer.measure_without(call, numbers, adding.spec)
@@ -230,7 +225,6 @@ def _add(
         targets=buffer.targets,
         after=unchanged.updated(numbers, after),
         before=unchanged.updated(numbers, before[0]) if before else None,
-        destination=destination,
         contributions=contributions,
         weight_sum=weight_sum,
         sum_norm=sum_norm,

@@ -175,11 +175,11 @@ def _unmatched_warning(
 ) -> Problem:
     parts = []
     if missing:
-        consequence = ", which count as zeros" if options.missing == "zero" else " and is left out there"
+        consequence = ", counted as zeros" if options.missing == "zero" else " and is left out there"
         parts.append(f"lacks {number_of(len(missing), 'tensor')} ({quoted(missing)}){consequence}")
     if extra:
         names = quoted([tensor.name for _, tensor in extra])
-        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), which are ignored")
+        parts.append(f"has {number_of(len(extra), 'tensor')} that the buffer lacks ({names}), not added")
     return Problem("unmatched", "; ".join(parts), gradient.name)
 
 

@@ -14,7 +14,6 @@ from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
 from gradtool.store.format.selection import groups_of
-from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from gradtool.engines.passes import Pass
     from gradtool.ops.passes import Measurement
-    from gradtool.store.io.destination import WrittenFiles
-    from gradtool.store.transaction.output import Output
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def clip(options: ClipOptions) -> ClipResult:
     if options.agc is not None:
         require_this_machine(options, option("agc"))
     call = Call(options.named, options, unique_names=not options.concat)
-    with call.open_to_write(options, WritePlan(state=state)) as output, contextlib.ExitStack() as stack:
+    with call.open_to_write(options, WritePlan(state=state)), contextlib.ExitStack() as stack:
         selected, groups = call.selected, groups_of(call.selected, [pattern for pattern, _ in limits])
         if options.agc is None:
             state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
@@ -134,8 +131,8 @@ def clip(options: ClipOptions) -> ClipResult:
         else:
             from gradtool.ops.clip.units import decide_units  # only needed for this
 
-            output, decision = decide_units(options, call, output, stack)  # noqa: PLW2901
-        destination, after, warnings = _write(call, output, options, decision)
+            decision = decide_units(options, call, stack)
+        after, warnings = _write(call, options, decision)
         before, norms = decision.before, decision.norms
         norms_after = norms
         if decision.scaling is not None:
@@ -143,7 +140,7 @@ def clip(options: ClipOptions) -> ClipResult:
             norms_after = after.norms(per_tensor=options.per_tensor, groups=members)
     return ClipResult(
         **call.statistics(selected, before, unscale=options.unscale, after=after, warnings=warnings),
-        output=call.output_summary(output, destination),
+        output=call.output_summary(),
         per_tensor=tuple(
             TensorClip(tensor.name, shard.name, tensor.dtype, tensor.shape, was, now, coef, clipped)
             # There are no norms of tensors unless `per_tensor` asks for them.
@@ -181,23 +178,21 @@ def clip(options: ClipOptions) -> ClipResult:
     )
 
 
-def _write(
-    call: Call, output: Output, options: ClipOptions, decision: Decision
-) -> tuple[WrittenFiles, Measurement, Sequence[Problem]]:
-    """Write what changes, and the state; return the destination, the statistics of all tensors now, and warnings."""
+def _write(call: Call, options: ClipOptions, decision: Decision) -> tuple[Measurement, Sequence[Problem]]:
+    """Write what changes, and the state; return the statistics of all tensors now, and warnings."""
     if decision.scaling is None:
-        return DISCARD, decision.before, ()
+        return decision.before, ()
     work: Pass[Measurement] = decision.scaling
     targets, indexes = work.selected, None
     if options.dtype is None:
-        files = output.files(targets)
+        files = call.output.files(targets)
     else:
         from gradtool.ops.clip.convert import convert  # only needed for this
 
-        work, files, indexes = convert(output, decision.scaling, options.dtype)
+        work, files, indexes = convert(call.output, decision.scaling, options.dtype)
         targets = work.targets
     state = None if decision.state_file is None else decision.state_file.content()
-    with call.writing(output, files, indexes, state) as destination:
+    with call.writing(files, indexes, state) as destination:
         after = call.run(work, destination)
         problems = overflow_problems(targets, after) if options.nonfinite != "propagate" else ()
         if problems:
@@ -205,4 +200,4 @@ def _write(
             raise NonFiniteError("results overflow their type; nothing written", problems, hint)
     # Where values are limited to 0, all are lost on purpose.
     losses = () if options.max_value == 0 else loss_warnings(targets, after)
-    return destination, decision.before.updated(decision.numbers, after), losses
+    return decision.before.updated(decision.numbers, after), losses

@@ -155,8 +155,9 @@ def _decide_each(
         coef = clip_coef(limit, norm, options.eps)
         for number in numbers:
             coefs[number] = coef
-    differs = options.per_tensor or options.group or options.max_value is not None
-    common_coef = None if differs else clip_coef(*scopes[0][:2], options.eps)
+    common_coef = None
+    if not (options.per_tensor or options.group or options.max_value is not None):
+        common_coef = clip_coef(*scopes[0][:2], options.eps)
     clamp = math.inf if options.max_value is None else abs(options.max_value)
     clamps = {dtype: STORAGE[dtype].rounded(clamp) for dtype in {tensor.dtype for _, tensor in selected}}
     clipped, factors = [], {}

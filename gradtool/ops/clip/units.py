@@ -17,9 +17,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import Column, NormSpec, TypedView, UnitCounts, UnitLimits, Units
+from gradtool.backends.protocol import Column, NormSpec, Units
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.units import norms_of, set_factors
+from gradtool.backends.units import TypedView, UnitCounts, UnitLimits, norms_of, set_factors
 from gradtool.engines.passes import Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
 from gradtool.ops.aligned_read import read_beside
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
     UnitFactors = tuple[int, int, Factors, UnitCounts]
 
 
-def decide_units(
-    options: ClipOptions, call: Call, output: Output, stack: contextlib.ExitStack
-) -> tuple[Output, Decision]:
+def decide_units(options: ClipOptions, call: Call, stack: contextlib.ExitStack) -> Decision:
     """Decide what becomes of each unit; the stack closes the file of the factors, which the decision's pass reads.
 
     New files may be read by those who may read gradients and parameters.
@@ -61,7 +59,7 @@ def decide_units(
         SystemRefusedError: a file cannot be read, or may be half changed; or there is no room for the factors.
     """
     grads, spec = call.selected, NormSpec()
-    sets, params = _parameters(options, grads, output)
+    sets, params = _parameters(options, grads, call.output)
     limits = UnitLimits(options.agc or 0.0, options.agc_eps, options.unscale)
     file = stack.enter_context(contextlib.closing(FactorFile(grads)))
     before, units = call.run(ComputeUnitFactors(grads, spec, params, limits, file))
@@ -81,7 +79,8 @@ def decide_units(
     clipped = [count > 0 for count in units.clipped]
     counts = sum(units_of(grad)[0] for grad in grads), sum(units.clipped)
     norms = before.norms(unscale=options.unscale)
-    return output.with_sources(sets), Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
+    call.output = call.output.with_sources(sets)
+    return Decision(before, norms, None, (), clipped, scaling, numbers, units=counts)
 
 
 def _parameters(

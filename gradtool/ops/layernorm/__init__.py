@@ -94,7 +94,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
         # Only the files with a Y_grad get results, and are locked.
         opened = open_unlocked(call.inputs, options)
         output_files = files_with_layers(opened, options) or None
-    with call.open_to_write(options, WritePlan(output_files=output_files), opened) as output:
+    with call.open_to_write(options, WritePlan(output_files=output_files), opened):
         layers = find_layers(call.opened, options)
         for layer in layers:
             if output_files is not None and layer.y_grad.shard.name not in output_files:
@@ -102,8 +102,8 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
                 raise changed_meanwhile(layer.y_grad.shard.name)
         results, plan = place_results(layers, options)
         inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
-        indexes = plan.indexes(output.sets, is_elsewhere=options.is_elsewhere)
-        with call.writing(output, list(plan.files.values()), indexes) as destination:
+        indexes = plan.indexes(call.output.sets, is_elsewhere=options.is_elsewhere)
+        with call.writing(list(plan.files.values()), indexes) as destination:
             patches = [Patches(options, *entry, plan.places) for entry in zip(layers, results, strict=True)]
             for entry in patches:
                 entry.sum_wide_rows(call)
@@ -113,7 +113,7 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
                 raise _nonfinite_error(call, inputs, gradients)
     return LayerNormResult(
         call=call.summary(inputs),
-        output=call.output_summary(output, destination),
+        output=call.output_summary(),
         kind=options.kind,
         invertible=options.invertible,
         layers=len(layers),

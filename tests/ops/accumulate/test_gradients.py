@@ -240,7 +240,7 @@ def test_what_a_buffer_lacks_is_counted_and_named(tmp_path):
     (warning,) = result.call.warnings
     assert warning.message == (
         "lacks 1 tensor ('b') and is left out there; "
-        "has 4 tensors that the buffer lacks ('e0', 'e1', 'e2' and 1 more), which are ignored"
+        "has 4 tensors that the buffer lacks ('e0', 'e1', 'e2' and 1 more), not added"
     )
     assert [(row.missing, row.extra) for row in result.per_gradient] == [(1, 4), (0, 0)]
     assert (result.missing, result.extra) == (1, 4)

@@ -10,7 +10,7 @@ import gradtool.backends._kernels as kernels
 from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends.cpu import NumpyBackend, sorting_network
-from gradtool.backends.protocol import STATISTICS, Addend, BlockSums, Extremes, FileBlock, NormSpec, Piece, UnitCounts
+from gradtool.backends.protocol import STATISTICS, Addend, BlockSums, Extremes, FileBlock, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import empty_histogram
 from gradtool.reduction import tile_count
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
         Pieces,
         Tolerance,
         Trim,
-        TypedView,
-        UnitLimits,
         Units,
     )
+    from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
@@ -89,6 +88,8 @@ class CompiledBackend(NumpyBackend):
     def unit_factors(
         self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
+        from gradtool.backends.units import UnitCounts
+
         if size <= tuning.PATCH_ELEMENTS:
             sides = (grads.view, STORAGE[grads.dtype].code, params.view, STORAGE[params.dtype].code)
             counts = kernels.unit_factors(*sides, size, *limits, factors)

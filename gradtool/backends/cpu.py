@@ -5,18 +5,18 @@ from __future__ import annotations
 import mmap
 from array import array
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends.protocol import Addend, Piece, group_addends
+from gradtool.backends.protocol import Addend, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import count_exponents, count_extremes, count_losses, sum_pieces
 from gradtool.reduction import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
         Sources,
         Tolerance,
         Trim,
-        TypedView,
-        UnitCounts,
-        UnitLimits,
         Units,
     )
+    from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
 _ROW_LANES, _CHUNK = 32, 1024
 
@@ -262,6 +260,13 @@ def _row_sums(values: Array) -> Array:
             lanes[:, : part.shape[1]] += part
         sums += fold(lanes)
     return sums
+
+
+def group_addends(addends: Iterable[Addend]) -> Iterator[list[list[Addend]]]:
+    """Group adjacent addends of the same elements; yield adjacent groups of equally many addends together."""
+    groups = (list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements)))
+    for _, alike in groupby(groups, key=len):
+        yield list(alike)
 
 
 @lru_cache(maxsize=64)

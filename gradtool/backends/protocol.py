@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 from array import array
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gradtool.arrays import float64s, int32s
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
     Array = NDArray[np.float64]
     Floats = Array | array[float]
@@ -48,13 +49,6 @@ class Addend(NamedTuple):
     elements: int
     at: int
     weight: float
-
-
-def group_addends(addends: Iterable[Addend]) -> Iterator[list[list[Addend]]]:
-    """Group adjacent addends of the same elements; yield adjacent groups of equally many addends together."""
-    groups = (list(group) for _, group in groupby(addends, key=lambda addend: (addend.at, addend.elements)))
-    for _, alike in groupby(groups, key=len):
-        yield list(alike)
 
 
 class AddMode(NamedTuple):
@@ -94,36 +88,6 @@ class Units(NamedTuple):
     size: int
     phase: int
     first: int
-
-
-class TypedView(NamedTuple):
-    """Values of one storage type, and nothing else, in memory of the host."""
-
-    view: memoryview
-    dtype: str
-
-
-class UnitLimits(NamedTuple):
-    """The limit ratio · max(|W|, eps) of the norm |G| of a unit of gradients, divided by `unscale`.
-
-    |W| is the norm of its parameters.
-    """
-
-    ratio: float
-    eps: float
-    unscale: float
-
-
-class UnitCounts(NamedTuple):
-    """The number of units above their limit, with a factor that changes values, and with parameters of no finite norm.
-
-    `beyond` is the first factor that is out of range for the type it is rounded to, or -1.
-    """
-
-    clipped: int
-    changed: int
-    nonfinite: int
-    beyond: int
 
 
 class Patch(NamedTuple):
@@ -178,8 +142,8 @@ class Column(NamedTuple):
     place: str = ""
 
 
-def _column(*column: Any, **more: Any) -> Any:
-    return Column(*column, **more)
+# A column in the class, and in each object its values.
+_column: Any = Column
 
 
 class Statistics:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import np
 
@@ -19,36 +20,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Storage(NamedTuple):
+class Storage:
     """A storage type: its number in the compiled kernels, the width of its two fields, and what follows from them.
 
     `overflow` is the first code that is infinite or NaN. `top`, `normal` and `least` are exponents of `math.frexp`: of
     the largest number, of the smallest normal number, and of the smallest number other than 0.
     """
 
-    name: str
-    code: int
-    exponent_bits: int
-    mantissa_bits: int
-    itemsize: int
-    overflow: int
-    quiet_nan: int
-    top: int
-    normal: int
-    least: int
-
-    @classmethod
-    def declare(cls, name: str, code: int, exponent_bits: int, mantissa_bits: int, *, has_infinity: bool) -> Storage:
+    def __init__(self, name: str, code: int, exponent_bits: int, mantissa_bits: int, *, has_infinity: bool) -> None:
         """Declare a type with a sign bit, an exponent field and a mantissa."""
-        width, step = exponent_bits + mantissa_bits, 1 << mantissa_bits
-        overflow = 2**width - (step if has_infinity else 1)
-        quiet_nan = overflow + step // 2 if has_infinity else overflow
-        bias = 2 ** (exponent_bits - 1) - 1
-        top, normal = (overflow - 1) // step + 1 - bias, 2 - bias
-        itemsize = (1 + width) // 8
-        return cls(
-            name, code, exponent_bits, mantissa_bits, itemsize, overflow, quiet_nan, top, normal, normal - mantissa_bits
-        )
+        self.name, self.code, self.exponent_bits, self.mantissa_bits = name, code, exponent_bits, mantissa_bits
+        width, step, bias = exponent_bits + mantissa_bits, 1 << mantissa_bits, 2 ** (exponent_bits - 1) - 1
+        self.itemsize = (1 + width) // 8
+        self.overflow = 2**width - (step if has_infinity else 1)
+        self.quiet_nan = self.overflow + step // 2 if has_infinity else self.overflow
+        self.top, self.normal = (self.overflow - 1) // step + 1 - bias, 2 - bias
+        self.least = self.normal - mantissa_bits
 
     @property
     def bits(self) -> np.dtype[Any]:
@@ -133,7 +120,7 @@ class Storage(NamedTuple):
 
 # From the longest mantissa to the shortest. The C and CUDA kernels have the same table in _codes.h.
 STORAGE = {
-    name: Storage.declare(name, code, exponent_bits, mantissa_bits, has_infinity=has_infinity)
+    name: Storage(name, code, exponent_bits, mantissa_bits, has_infinity=has_infinity)
     for code, (name, exponent_bits, mantissa_bits, has_infinity) in enumerate(
         (
             ("F64", 11, 52, True),
@@ -146,23 +133,21 @@ STORAGE = {
     )
 }
 
-_TABLES: dict[str, NDArray[np.float32]] = {}
 
-
+@cache
 def _values(storage: Storage) -> NDArray[np.float32]:
-    """Compute the value of every code of a type of 16 bits or fewer, by its definition; once."""
-    if storage.name not in _TABLES:
-        codes = np.arange(2 ** (8 * storage.itemsize))
-        width = storage.exponent_bits + storage.mantissa_bits
-        magnitude = codes & (2**width - 1)
-        exponent, mantissa = magnitude >> storage.mantissa_bits, magnitude & (2**storage.mantissa_bits - 1)
-        bias = 2 ** (storage.exponent_bits - 1) - 1
-        significand = np.where(exponent > 0, 2**storage.mantissa_bits + mantissa, mantissa)
-        values = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - storage.mantissa_bits)
-        values[magnitude > storage.overflow] = np.nan
-        values[magnitude == storage.overflow] = np.nan if storage.overflow == storage.quiet_nan else np.inf
-        _TABLES[storage.name] = np.where(codes >> width, -values, values).astype(np.float32)
-    return _TABLES[storage.name]
+    """Compute the value of every code of a type of 16 bits or fewer, by its definition."""
+    codes = np.arange(2 ** (8 * storage.itemsize))
+    width = storage.exponent_bits + storage.mantissa_bits
+    magnitude = codes & (2**width - 1)
+    exponent, mantissa = magnitude >> storage.mantissa_bits, magnitude & (2**storage.mantissa_bits - 1)
+    bias = 2 ** (storage.exponent_bits - 1) - 1
+    significand = np.where(exponent > 0, 2**storage.mantissa_bits + mantissa, mantissa)
+    values = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - storage.mantissa_bits)
+    values[magnitude > storage.overflow] = np.nan
+    values[magnitude == storage.overflow] = np.nan if storage.overflow == storage.quiet_nan else np.inf
+    signed: NDArray[np.float32] = np.where(codes >> width, -values, values).astype(np.float32)
+    return signed
 
 
 def _round_shift(bits: NDArray[np.uint32], shift: int) -> NDArray[np.uint32]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support import LOSSES, NUMPY_TYPES, STATISTICS, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import NormSpec, TypedView, UnitLimits, Units
+from gradtool.backends.protocol import NormSpec, Units
+from gradtool.backends.units import TypedView, UnitLimits
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -1,4 +1,4 @@
-"""TypedView values as float64 and back, on every backend."""
+"""Stored values as float64 and back, on every backend."""
 
 from array import array
 

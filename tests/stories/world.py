@@ -18,7 +18,6 @@ from greenlet import getcurrent, greenlet
 from kernel import Kernel, Process
 
 from gradtool.engines import worker
-from gradtool.ops.check import headers
 from gradtool.store import signals
 from gradtool.store.transaction import locks, log, open, recovery, transaction  # noqa: A004 - a module
 
@@ -440,8 +439,7 @@ def _patched(world):
     own = [getattr(module, name) for module, name in _OWN]
     with contextlib.ExitStack() as stack:
         stack.enter_context(world.installed())
-        for module in (open, headers):
-            stack.enter_context(mock.patch.object(module, "time", clock))
+        stack.enter_context(mock.patch.object(open, "time", clock))
         stack.enter_context(mock.patch.object(signals, "signal", handlers))
         for module in (locks, transaction):
             stack.enter_context(mock.patch.object(module, "boot_id", world.boot_id))

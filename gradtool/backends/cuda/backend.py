@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtool import tuning
-from gradtool.backends.cpu import NumpyBackend, sorting_network
+from gradtool.backends.cpu import NumpyBackend, group_addends, sorting_network
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.device import DeviceBlock, allocate_block, allocate_zeros, download_words
 from gradtool.backends.cuda.jobs import Job, make_job
-from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece, group_addends
+from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
 
 if TYPE_CHECKING:
@@ -178,24 +178,26 @@ class CudaBackend(NumpyBackend):
     def differences(
         self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerance: Tolerance
     ) -> BlockDifferences:
-        pairs = jobs.PiecePairs.from_pieces(a_pieces, b_pieces)
-        if not pairs.tiles:
-            return pairs.unpack(np.empty(0, np.int64))
-        results = self.device.allocate(pairs.nbytes)
+        table, tiles = jobs.pair_table(a_pieces, b_pieces)
+        if not tiles:
+            return jobs.unpack_differences(np.empty(0, np.int64))
+        results = self.device.allocate(8 * jobs.DIFFERENCE_WORDS * tiles)
         job = make_job(
             self.device,
             jobs.DIFFERENCES_JOB,
             a=self._on_device(a),
             b=self._on_device(b),
-            pair=pairs.table,
+            pair=table,
             results=results,
             absolute=tolerance.absolute,
             relative=tolerance.relative,
-            pairs=len(pairs.table),
+            pairs=len(table),
         )
-        for kernel in ("differences", "differences_again")[: 1 + pairs.has_f64]:
-            self.device.launch("mixed", kernel, pairs.tiles, jobs.THREADS, job.argument)
-        return pairs.unpack(download_words(self.device, results, pairs.nbytes // 8))
+        # Only sums of F64 may be out of range.
+        has_f64 = any(piece.dtype == "F64" for piece in (*a_pieces, *b_pieces))
+        for kernel in ("differences", "differences_again")[: 1 + has_f64]:
+            self.device.launch("mixed", kernel, tiles, jobs.THREADS, job.argument)
+        return jobs.unpack_differences(download_words(self.device, results, jobs.DIFFERENCE_WORDS * tiles))
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         if not rows or not columns:

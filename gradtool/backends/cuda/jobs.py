@@ -45,11 +45,8 @@ PATCH_JOB = record(
     *("x_dtype", "y_grad_dtype", "x_grad_dtype", "rows", "columns", "height", "rms", "has_means"),
 )
 _PAIR = record("dtype_a", "offset_a", "dtype_b", "offset_b", "elements", "first_block")
-_DIFFERENCE = record(
-    *("*gaps", "*squares_a", "*squares_b", "*products", "exponent", "exponent_a", "exponent_b"),
-    *("*max_abs", "*max_rel", "ulps", "place_abs", "place_rel", "place_ulps"),
-    *("differing", "bits", "not_close", "only_a", "only_b", "same_nonfinite"),
-)
+# Four sums, three exponents, three maxima and their places, and six counts.
+DIFFERENCE_WORDS = 19
 DIFFERENCES_JOB = record("a", "b", "pair", "results", "*absolute", "*relative", "pairs")
 GROUPS_JOB = record("totals", "grads", "groups", "columns")
 
@@ -177,40 +174,23 @@ def additions(
         yield dtype, blocks, fields
 
 
-class PiecePairs(NamedTuple):
-    """Pieces and those that they are compared with as a table, without empty pieces, and the number of tiles."""
+def pair_table(a_pieces: Sequence[Piece], b_pieces: Sequence[Piece]) -> tuple[NDArray[Any], int]:
+    """Return a table of pieces and those that they are compared with, without empty pieces, and the number of tiles."""
+    rows, tiles = [], 0
+    for (a_dtype, a_offset, elements), (b_dtype, b_offset, _) in zip(a_pieces, b_pieces, strict=True):
+        if elements:
+            rows.append((STORAGE[a_dtype].code, a_offset, STORAGE[b_dtype].code, b_offset, elements, tiles))
+            tiles += tile_count(elements)
+    return np.array(rows, _PAIR), tiles
 
-    table: NDArray[Any]
-    tiles: int
 
-    @classmethod
-    def from_pieces(cls, a_pieces: Sequence[Piece], b_pieces: Sequence[Piece]) -> PiecePairs:
-        """Make the table of pieces."""
-        rows, tiles = [], 0
-        for (a_dtype, a_offset, elements), (b_dtype, b_offset, _) in zip(a_pieces, b_pieces, strict=True):
-            if elements:
-                rows.append((STORAGE[a_dtype].code, a_offset, STORAGE[b_dtype].code, b_offset, elements, tiles))
-                tiles += tile_count(elements)
-        return cls(np.array(rows, _PAIR), tiles)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the results: a struct for each tile."""
-        return self.tiles * _DIFFERENCE.itemsize
-
-    @property
-    def has_f64(self) -> bool:
-        """True where a sum may be out of range."""
-        code = STORAGE["F64"].code
-        return bool((self.table["dtype_a"] == code).any() or (self.table["dtype_b"] == code).any())
-
-    def unpack(self, results: NDArray[np.int64]) -> BlockDifferences:
-        """Return the results of a kernel as a backend does."""
-        words = results.reshape(-1, _DIFFERENCE.itemsize // 8)
-        columns = (words[:, start:end].tobytes() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19)))
-        fields: list[array[Any]] = [array(code, column) for code, column in zip("dqddQqq", columns, strict=True)]
-        fields[1] = array("i", fields[1])
-        return BlockDifferences(*fields)
+def unpack_differences(results: NDArray[np.int64]) -> BlockDifferences:
+    """Return the results of a kernel, a struct for each tile, as a backend does."""
+    words = results.reshape(-1, DIFFERENCE_WORDS)
+    columns = (words[:, start:end].tobytes() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19)))
+    fields: list[array[Any]] = [array(code, column) for code, column in zip("dqddQqq", columns, strict=True)]
+    fields[1] = array("i", fields[1])
+    return BlockDifferences(*fields)
 
 
 class Columns(NamedTuple):

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import UsageError, changed_meanwhile, option, os_errors_about, say
 from gradtool.store import fs
 from gradtool.store.fs import File, Folder
-from gradtool.store.io.destination import NewFile, read_for
+from gradtool.store.io.destination import NewFile, WrittenFiles
 from gradtool.store.source import Source, require_status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from gradtool.store.format.gradset import Selected
     from gradtool.store.format.tensors import Shard
     from gradtool.store.transaction.output import Staging
 
@@ -63,30 +62,22 @@ class BuildRequest(NamedTuple):
                         fs.sync(fd)
 
 
-class RemoteFiles:
+class RemoteFiles(WrittenFiles):
     """New files that workers write; the last attempt at each becomes the file when the run is committed."""
 
     def __init__(self, staging: Staging) -> None:
         if any(gradset.split for gradset in staging.output.sets):
             hint = say("use {}", option("engine", "threads"))
             raise UsageError("workers cannot write tensors that are split over files", hint=hint)
-        self._staging, self._files = staging, {new.shard: new for new in staging.files}
+        super().__init__(staging.files)
+        self._staging = staging
         self._attempts: dict[Shard, File] = {}
-
-    @property
-    def shards(self) -> Collection[Shard]:
-        """The files that are replaced, or will be."""
-        return self._files.keys()
-
-    def nbytes(self, selected: Iterable[Selected]) -> int:
-        """Count the bytes that a pass over the selected tensors reads in all, about."""
-        return read_for(self._files.values(), selected)
 
     def request(self, shard: Shard) -> BuildRequest:
         """Make a temporary for an attempt at a file, and give up an earlier attempt."""
         if shard in self._attempts:
             self._staging.commit.give_up(self._attempts[shard])
-        new = self._files[shard]
+        new = self.files[shard]
         file = self._attempts[shard] = self._staging.stage(new)
         return BuildRequest(new, file.path, file.inode, self._staging.output.options.fsync)
 

@@ -126,7 +126,7 @@ class Job(NamedTuple):
         else:
             with request.opened() as file:
                 threads.progress = partial(_require_there, file)
-                tally = threads.run(part.pass_, NewFiles({request.new.shard: (request.new, file)}))
+                tally = threads.run(part.pass_, NewFiles([(request.new, file)]))
         threads.close()
         fingerprints = [fingerprint(shard) for shard in part.reads]
         waited, waits[:] = len(waits), []

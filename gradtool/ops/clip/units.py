@@ -17,9 +17,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import Column, NormSpec, TypedView, UnitCounts, UnitLimits, Units
+from gradtool.backends.protocol import Column, NormSpec, Units
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.units import norms_of, set_factors
+from gradtool.backends.units import TypedView, UnitCounts, UnitLimits, norms_of, set_factors
 from gradtool.engines.passes import Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
 from gradtool.ops.aligned_read import read_beside

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from gradtool import tuning
 from gradtool.store.format.gradset import Selected
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.tensors import Shard
+    from gradtool.store.fs import File
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
     from gradtool.store.io.redolog import RedoLog
@@ -118,31 +119,30 @@ class FilePlan:
         return indexes
 
 
-class WrittenFiles(Protocol):
+class WrittenFiles:
     """The files that a pass writes, here or elsewhere."""
+
+    def __init__(self, files: Iterable[NewFile]) -> None:
+        self.files = {new.shard: new for new in files}
 
     @property
     def shards(self) -> Collection[Shard]:
         """The files that are written, or take the place of these."""
+        return self.files.keys()
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
         """Count the bytes that a pass over the selected tensors reads in all, about."""
+        whole = {shard for shard, new in self.files.items() if new.copies is None}
+        copied = sum(end - begin for new in self.files.values() for begin, end, _ in new.copies or ())
+        read = sum(tensor.nbytes for shard, tensor in selected if whole.isdisjoint(shard.files))
+        return sum(shard.size for shard in whole) + copied + read
 
 
-class Destination:
+class Destination(WrittenFiles):
     """What a pass writes to in this process. This one discards all, for a dry run or a pass that only measures."""
 
     # Whether a pass writes every byte of a file, unless there are copies.
     is_new: ClassVar = False
-
-    def __init__(self, files: Mapping[Shard, tuple[NewFile, Any]]) -> None:
-        # Each file with where its bytes go.
-        self._files = files
-        self.shards: Collection[Shard] = files.keys()
-
-    def nbytes(self, selected: Iterable[Selected]) -> int:
-        """Count the bytes that a pass over the selected tensors reads in all, about."""
-        return sum(tensor.nbytes for _, tensor in selected)
 
     def tasks(self) -> Iterator[Task]:
         """Yield what is written whatever the pass does: headers, copies and zeros."""
@@ -155,12 +155,12 @@ class Destination:
         """
         pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
         for shard, tensors in tensors_of.items():
-            if shard not in self._files:
+            if shard not in self.files:
                 yield from plan(shard, tensors, unit, nbytes)
                 ranges = (shard.ranges(tensor) for _, tensor in tensors) if shard not in shard.files else ()
                 for file, begin, end in chain.from_iterable(ranges):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
-        for shard, (new, _) in self._files.items():
+        for shard, new in self.files.items():
             tensors, is_whole = tensors_of.get(shard, ()), self.is_new and new.copies is None
             if tensors or is_whole:
                 start = shard.data_start if new.header else 0
@@ -175,7 +175,7 @@ class Destination:
         """Write bytes of a shard, from byte `begin` on."""
 
 
-DISCARD = Destination({})
+DISCARD = Destination(())
 
 
 class NewFiles(Destination):
@@ -183,12 +183,13 @@ class NewFiles(Destination):
 
     is_new = True
 
-    def nbytes(self, selected: Iterable[Selected]) -> int:
-        return read_for([new for new, _ in self._files.values()], selected)
+    def __init__(self, files: Sequence[tuple[NewFile, File]]) -> None:
+        super().__init__(new for new, _ in files)
+        self._targets = {new.shard: file for new, file in files}
 
     def tasks(self) -> Iterator[Task]:
         """Yield headers and copies; zeros are holes."""
-        for shard, (new, _) in self._files.items():
+        for shard, new in self.files.items():
             if new.header:
                 yield partial(self.write_range, shard=shard, begin=0, view=memoryview(new.header))
             for begin, end, to in new.copies or ():
@@ -197,11 +198,10 @@ class NewFiles(Destination):
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         for shard, begin, part in block.shard.runs(block.begin, len(view)):
-            new, file = self._files[shard]
-            channel.write(file, begin + new.shift, [view[part]], len(view[part]))
+            self.write_range(channel, shard, begin + self.files[shard].shift, view[part])
 
     def write_range(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
-        channel.write(self._files[shard][1], begin, [view], len(view))
+        channel.write(self._targets[shard], begin, [view], len(view))
 
     def _copy(self, shard: Shard, begin: int, end: int, to: int, channel: Channel) -> None:
         with channel.memory(end - begin) as view:
@@ -213,16 +213,16 @@ class Overwritten(Destination):
     """The files themselves: what changes in them goes into a redo log, from which it is copied later."""
 
     def __init__(self, files: Sequence[NewFile], log: RedoLog) -> None:
-        super().__init__({new.shard: (new, number) for number, new in enumerate(files)})
-        self._log = log
+        super().__init__(files)
+        self._log, self._numbers = log, {shard: number for number, shard in enumerate(self.files)}
 
     def nbytes(self, selected: Iterable[Selected]) -> int:
-        zeros = sum(end - begin for new, _ in self._files.values() for begin, end in new.zeros)
-        return super().nbytes(selected) + zeros
+        zeros = sum(end - begin for new in self.files.values() for begin, end in new.zeros)
+        return sum(tensor.nbytes for _, tensor in selected) + zeros
 
     def tasks(self) -> Iterator[Task]:
         """Yield headers and zeros; all else stays where it is."""
-        for shard, (new, _) in self._files.items():
+        for shard, new in self.files.items():
             if new.header:
                 yield partial(self.write_range, shard=shard, begin=0, view=memoryview(new.header))
             for begin, end in new.zeros:
@@ -231,7 +231,7 @@ class Overwritten(Destination):
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         ranges = covered(block)
-        if block.shard in self._files:
+        if block.shard in self.files:
             self._add(channel, block.shard, block.begin, view, ranges)
             return
         for start, stop in ranges:
@@ -246,19 +246,11 @@ class Overwritten(Destination):
     ) -> None:
         with channel.memory(len(view)) as old:
             channel.read(shard, begin, old, counts=False)
-            self._log.add(channel, self._files[shard][1], begin, old, view, parts=parts)
+            self._log.add(channel, self._numbers[shard], begin, old, view, parts=parts)
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:
         self.write_range(channel, shard, begin, memoryview(bytes(end - begin)))
         channel.on_bytes(end - begin)
-
-
-def read_for(files: Collection[NewFile], selected: Iterable[Selected]) -> int:
-    """Count the bytes that a pass over the selected tensors reads to write new files, about."""
-    whole = {new.shard for new in files if new.copies is None}
-    copied = sum(end - begin for new in files for begin, end, _ in new.copies or ())
-    read = sum(tensor.nbytes for shard, tensor in selected if whole.isdisjoint(shard.files))
-    return sum(shard.size for shard in whole) + copied + read
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:

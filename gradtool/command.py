@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: Typer reads those of `run`.
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
@@ -25,6 +26,8 @@ _SUMMARY = (
 )
 # The columns of names in help, and of the terminal that has room for help beside them.
 _NAMES, _ROOM = 26, 68
+# Click breaks lines at hyphens but not at this character, which replaces them until help is printed.
+_UNBROKEN = "\N{NON-BREAKING HYPHEN}"
 # Characters of help that a shell shows beside an option; of a longer text, Typer would offer each line.
 _BRIEF = 60
 # With this in the environment, Typer's --show-completion takes the name of a shell instead of guessing it.
@@ -67,6 +70,9 @@ class _Command(TyperCommand):
 
     command: Command
 
+    def get_help(self, ctx: Any) -> str:
+        return str(super().get_help(ctx)).replace(_UNBROKEN, "-")
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - as Typer has it
         return self.command.usage
 
@@ -74,11 +80,17 @@ class _Command(TyperCommand):
         groups: dict[str, list[tuple[str, str]]] = {}
         for field in self.command.declared:
             default = f"  [default: {field.default_text}]" if field.default_text else ""
-            groups.setdefault(field.group, []).append((field.usage, f"{as_command(field.help)}{default}"))
+            text = f"{as_command(field.help)}{default}"
+            groups.setdefault(field.group, []).append((field.usage, _unbroken(text)))
         groups.pop(PYTHON, None)
         groups[GENERAL].append(("-h, --help", "Show this message and exit."))
         for title, rows in groups.items():
             _write_list(formatter, title, rows)
+
+
+def _unbroken(text: str) -> str:
+    """Return a text in which no line is broken within the name of an option."""
+    return re.sub(r"(?<=[\w-])-(?=\w)", _UNBROKEN, text)
 
 
 class _Root(TyperGroup):
@@ -173,7 +185,7 @@ def _add(root: typer.Typer, name: str, command: Command, *, with_options: bool, 
     )
     summary, _, text = command.description.partition("\n\n")
     cls = type("_Command", (_Command,), {"command": command})
-    root.command(name, cls=cls, help=text, short_help=summary)(run)
+    root.command(name, cls=cls, help=_unbroken(text), short_help=summary)(run)
 
 
 def _parameter(field: Declared, *, completes: bool) -> Parameter:

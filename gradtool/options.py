@@ -104,11 +104,6 @@ class WriteOptions(Options):
         """Check whether results go to new files, not into the inputs."""
         return self.output is not None or self.output_dir is not None
 
-    @property
-    def only_reads(self) -> bool:
-        """Check whether no input is written."""
-        return self.dry_run or self.is_elsewhere
-
 
 class LocalComputeOptions(Options):
     """The backend and the threads of this process."""

@@ -266,7 +266,9 @@ def test_an_unset_variable_is_no_folder(tmp_path):
 def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path):
     missing = tmp_path / "missing"
     assert "Traceback" not in gradtool("norm", missing).stderr
-    assert "Traceback" in gradtool("norm", missing, env={"GRADTOOL_DEBUG": "1"}).stderr
+    debugged = gradtool("norm", missing, env={"GRADTOOL_DEBUG": "1"}).stderr
+    assert "Traceback" in debugged
+    assert "FileNotFoundError: [Errno 2] No such file or directory" in debugged
 
 
 def test_a_bug_is_one_line_and_exit_70(tmp_path):

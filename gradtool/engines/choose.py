@@ -13,8 +13,7 @@ from gradtool.errors import UsageError, option, say
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
     from gradtool.engines.cluster.engine import Workers
-    from gradtool.engines.threads import Progress
-    from gradtool.options import ComputeOptions, LocalComputeOptions
+    from gradtool.options import ComputeOptions, LocalComputeOptions, Progress
 
     # An engine runs the passes of a call: the threads of this process do tasks, workers elsewhere do parts.
     Engine = Threads | Workers

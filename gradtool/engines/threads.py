@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
     from gradtool.backends.protocol import Backend, Data
     from gradtool.engines.passes import Pass, Result
+    from gradtool.options import Progress
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.output import Output, Staging
-
-    # Called with the title of a pass, the bytes that it has read, and all that it will; from one thread at a time.
-    Progress = Callable[[str, int, int], None]
 
 # Each thread takes a block's memory and more; past this many, the interpreter lock eats the gain.
 MAX_DEFAULT_THREADS = 16

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from gradtool.engines.cluster.work import Outcome
     from gradtool.engines.passes import Part, Pass, Result
-    from gradtool.engines.threads import Progress
-    from gradtool.options import ComputeOptions
+    from gradtool.options import ComputeOptions, Progress
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging

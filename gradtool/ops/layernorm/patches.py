@@ -23,7 +23,7 @@ from gradtool.errors import BadInputError, option, say
 from gradtool.ops.passes import Measure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,11 +46,11 @@ class Patches:
         options: LayerNormOptions,
         layer: Layer,
         results: Sequence[Selected],
-        places: Mapping[Selected, Selected],
+        places: dict[Selected, Selected],
     ) -> None:
         self._options, self.layer, self.outputs = options, layer, [places[result] for result in results]
-        # X and Y_grad, where they stay in a new file.
-        self.inputs = places.get(layer.x), places.get(layer.y_grad)
+        # X and Y_grad, where they stay in a new file; a tensor that is both, or that of two layers, is written once.
+        self.inputs = places.pop(layer.x, None), places.pop(layer.y_grad, None)
         self._rms, columns, size = options.kind == "rmsnorm", layer.columns, tuning.PATCH_ELEMENTS
         self.stretches = [(begin, min(begin + size, columns)) for begin in range(0, columns, size)]
         # A group is a single row where a row is more than one patch.

@@ -79,7 +79,9 @@ def open_sets(
         for error in reader.errors():
             from gradtool.store.format.hints import path_error  # only needed for the error
 
-            raise path_error(error, path, place, (listed.where, listed.head) if listed and place else None)
+            head = (listed.where, listed.head) if listed and place else None
+            # The error of the system remains its cause, which GRADTOOL_DEBUG shows.
+            raise path_error(error, path, place, head) from error.__cause__
         sets.append(reader.gradset)
         for shard in () if may_repeat else sets[-1].shards:
             first = firsts.setdefault(shard.source.identity, (shard, path, place))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 METADATA = "__metadata__"
 # Bytes of the largest header to remember.
 _MAX_REMEMBERED = 16_384
-# A sound header. Without its data, the library refuses it only for that.
+# A sound header of a tensor, which the library refuses without the data.
 _SOUND = b'{"":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 # More dimensions than numpy supports; the library says what is wrong with such a shape.
 _MAX_RANK = 64
@@ -159,6 +159,7 @@ def _read_header(path: Path, reader: Reader) -> bytes:
 def _checked(path: Path, text: bytes, size: int) -> tuple[dict[str, str], Tensors]:
     """Return the metadata and the tensors of a header, if it is valid for a file of that size."""
     refusal = _refusal(text)
+    # The library looks for the data last, so a header that is refused only for them is sound.
     if refusal is not None and refusal != _refusal(_SOUND):
         raise _explained(path, text, refusal)
     return _parsed(path, text, size)
@@ -195,7 +196,7 @@ def _tensor(name: str, entry: Any, data_start: int = 0) -> Tensor:
 
 
 def _refusal(text: bytes) -> str | None:
-    """Return why the library refuses a file that is only this header, or None. What it checks last is the data."""
+    """Return why the library refuses a file that is only this header, or None."""
     from safetensors import SafetensorError, deserialize  # kept off the start-up path
 
     try:

@@ -52,9 +52,9 @@ class Clock:
         seconds = self.read / count, self.compute / count, self.write / count
         return Clock(*seconds, self.read_bytes, self.written_bytes)
 
-    def add(self, other: Clock) -> None:
+    def add(self, clock: Clock) -> None:
         """Add the counts of another thread, or of another pass."""
-        for name, count in vars(other).items():
+        for name, count in vars(clock).items():
             setattr(self, name, getattr(self, name) + count)
 
 

@@ -90,7 +90,7 @@ def open_unlocked(inputs: Inputs, options: WriteOptions) -> OpenSets:
     Raises:
         SystemRefusedError: another run has a target, or a crashed run left an input half changed.
     """
-    if options.only_reads:
+    if options.dry_run or options.is_elsewhere:
         return open_to_read(inputs)
     deadline = time.monotonic() + options.lock_timeout
     tries = 0

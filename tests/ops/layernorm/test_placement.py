@@ -402,6 +402,14 @@ def test_what_the_pass_reads_is_not_read_again_to_be_copied(tmp_path):
     assert layernorm_backward(path).call.timings.read_bytes == nbytes + header
 
 
+# One tensor is X and Y_grad of a layer, or X of a layer and Y_grad of another.
+@pytest.mark.parametrize(("x", "names"), [("dy", ["a.dy", "a.b.dy"]), ("b.dy", ["a.dy", "a.b.dy", "a.b.b.dy"])])
+def test_an_input_that_is_read_twice_is_written_once(tmp_path, x, names):
+    path = write(tmp_path / "x", {name: np.ones((5, 7), np.float32) for name in names})
+    result = layernorm_backward(path, y_grad="dy", x=x, affine=False, kind="rmsnorm", include=r"^a\.(b\.)?dy$")
+    assert (result.layers, result.output.bytes_written) == (2, path.stat().st_size)
+
+
 @pytest.mark.parametrize("role", ["x_grad", "scale_grad", "bias_grad"])
 @pytest.mark.parametrize("output", [None, "new.safetensors"])
 @pytest.mark.parametrize(

@@ -249,14 +249,16 @@ def registered(paths, *, fsync=True):
     return run
 
 
+def targets_of(run, paths):
+    """The files of a run that are changed in place."""
+    located = [(*run.targets.locate(path), path.stat()) for path in paths]
+    return [Target(file_in(folder, name), status, status.st_size) for folder, name, status in located]
+
+
 def in_place(run, paths):
     """The commit of a run that changes files in place, and its redo log."""
-    targets = []
-    for path in paths:
-        folder, name = run.targets.locate(path)
-        targets.append(Target(file_in(folder, name), path.stat(), path.stat().st_size))
     commit = Commit(run)
-    return commit, commit.overwrite(targets)
+    return commit, commit.overwrite(targets_of(run, paths))
 
 
 _folders = []

@@ -10,9 +10,9 @@ import gradtool.backends._kernels as kernels
 from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends.cpu import NumpyBackend, sorting_network
-from gradtool.backends.protocol import STATISTICS, Addend, BlockSums, Extremes, FileBlock, NormSpec, Piece
+from gradtool.backends.protocol import STATISTICS, Addend, BlockSums, FileBlock, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.tiles import empty_histogram
+from gradtool.backends.tiles import Extremes, empty_histogram
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import (
         Array,
         BlockDifferences,
-        BlockHistogram,
         Data,
         Factors,
         Floats,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         Trim,
         Units,
     )
+    from gradtool.backends.tiles import BlockHistogram
     from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
 # As `enum term` in _kernels.c.

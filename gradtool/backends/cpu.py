@@ -24,10 +24,8 @@ if TYPE_CHECKING:
         AddMode,
         Array,
         BlockDifferences,
-        BlockHistogram,
         BlockSums,
         Data,
-        Extremes,
         Factors,
         Floats,
         NormSpec,
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
         Trim,
         Units,
     )
+    from gradtool.backends.tiles import BlockHistogram, Extremes
     from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
 _ROW_LANES, _CHUNK = 32, 1024

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from gradtool.backends.tiles import BlockHistogram, Extremes
     from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
     Array = NDArray[np.float64]
@@ -210,23 +211,6 @@ class FileBlock(NamedTuple):
             raise EOFError
         if problem:
             raise OSError(problem, os.strerror(problem))
-
-
-class BlockHistogram(NamedTuple):
-    """The number of values with each binary exponent: the bins of each piece, piece after piece.
-
-    The bins of a type are in `gradtool.backends.storage`. `largest` is the largest finite magnitude of each piece.
-    """
-
-    counts: array[int]
-    largest: array[float]
-
-
-class Extremes(NamedTuple):
-    """The number of subnormal values, and of values of the largest magnitude, for each piece of a block."""
-
-    subnormal: array[int]
-    saturated: array[int]
 
 
 class Tolerance(NamedTuple):

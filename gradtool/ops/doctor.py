@@ -115,7 +115,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         open_files=None if limit == resource.RLIM_INFINITY else limit,
         settings=" ".join(settings) or None,
         path=str(folder),
-        file_system=_file_system(folder),
+        file_system=file_system_of(folder),
         free_bytes=disk.f_bavail * disk.f_frsize,
         writable=writable,
         warnings=(slow,) if cpu.remedy else (),
@@ -158,7 +158,7 @@ def _content(path: Path) -> str:
         return ""
 
 
-def _file_system(folder: Path) -> str | None:
+def file_system_of(folder: Path) -> str | None:
     """Return the type of the file system that a folder is on."""
     mounts: list[tuple[int, int, str]] = []
     for number, line in enumerate(_content(_MOUNTS).splitlines()):

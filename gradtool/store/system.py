@@ -6,17 +6,12 @@ call exists, so that tests can hide it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import functools
 import os
 import resource
 import struct
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # The unit of `st_blocks`, on every file system.
@@ -164,32 +159,6 @@ def _attributes(fd: int) -> list[str]:
         if error.errno not in UNSUPPORTED:
             raise
         return []
-
-
-@contextlib.contextmanager
-def unnamed_file(content: Sequence[bytes], size: int) -> Iterator[str]:
-    """Make a file that no other process finds, in memory if it may be, and yield a path that leads to it.
-
-    It has the content, and a hole up to its size.
-
-    Raises:
-        OSError: none can be made.
-    """
-    with contextlib.ExitStack() as stack:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("gradtool", os.MFD_CLOEXEC)
-            stack.callback(os.close, fd)
-            path = f"/proc/self/fd/{fd}"
-        else:
-            from tempfile import TemporaryFile  # slow to import
-
-            fd = stack.enter_context(TemporaryFile(prefix="gradtool-", buffering=0)).fileno()
-            path = f"/dev/fd/{fd}"
-        count = os.writev(fd, content)
-        os.ftruncate(fd, size)
-        if count != sum(map(len, content)) or os.stat(path).st_size != size:  # noqa: PTH116 - it lives as long as fd
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        yield path
 
 
 def read_link(path: str, within: int | None = None) -> tuple[os.stat_result, str]:

@@ -60,7 +60,7 @@ def test_a_file_stands_for_its_folder_and_is_left_alone(tmp_path):
 def test_the_file_system_is_the_last_one_mounted_nearest_to_the_folder(tmp_path, monkeypatch):
     (tmp_path / "mounts").write_text(MOUNTS)
     monkeypatch.setattr(module, "_MOUNTS", tmp_path / "mounts")
-    found = {path: module._file_system(Path(path)) for path in ("/", "/mnt/big disk/x", "/mnt/big", "/mnt/bigger")}
+    found = {path: module.file_system_of(Path(path)) for path in ("/", "/mnt/big disk/x", "/mnt/big", "/mnt/bigger")}
     assert found == {"/": "ext4", "/mnt/big disk/x": "xfs", "/mnt/big": "nfs4", "/mnt/bigger": "ext4"}
 
 

@@ -225,17 +225,6 @@ def test_a_system_with_other_lists_has_none_that_are_known(fd, monkeypatch):
     system.remove_acl(fd)
 
 
-def test_an_unnamed_file_is_found_by_its_path_and_by_no_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.delattr(os, "memfd_create", raising=False)
-    held = os.listdir("/dev/fd")  # noqa: PTH208
-    with system.unnamed_file([b"con", b"tent"], 9) as path:
-        assert Path(path).read_bytes() == b"content\0\0"
-        assert list(tmp_path.iterdir()) == []
-    assert os.listdir("/dev/fd") == held  # noqa: PTH208
-
-
 def test_cores_are_those_of_this_process_or_of_the_machine(monkeypatch):
     if hasattr(os, "sched_getaffinity"):
         assert system.cores() == len(os.sched_getaffinity(0))

@@ -17,8 +17,9 @@ from gradtool.backends.cpu import NumpyBackend, group_addends, sorting_network
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.device import DeviceBlock, allocate_block, allocate_zeros, download_words
 from gradtool.backends.cuda.jobs import Job, make_job
-from gradtool.backends.protocol import BlockHistogram, Extremes, NormSpec, Piece
+from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.tiles import BlockHistogram, Extremes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         Trim,
         Units,
     )
-
 
 # Memory that blocks which stay between passes leave to those that come and go.
 _RESERVE_BYTES = 4 << 30
@@ -189,9 +189,8 @@ class CudaBackend(NumpyBackend):
             b=self._on_device(b),
             pair=table,
             results=results,
-            absolute=tolerance.absolute,
-            relative=tolerance.relative,
             pairs=len(table),
+            **tolerance._asdict(),
         )
         # Only sums of F64 may be out of range.
         has_f64 = any(piece.dtype == "F64" for piece in (*a_pieces, *b_pieces))

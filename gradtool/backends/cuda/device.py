@@ -96,7 +96,7 @@ class Device:
     def memory(self, nbytes: int) -> memoryview:
         """Allocate page-locked memory of the host, which is copied from and to the device at full speed."""
         try:
-            with self._current():
+            with self.current_stream():
                 return np.frombuffer(self._pinned.malloc(nbytes), np.uint8, nbytes).data
         except DeviceMemoryError as error:
             # The host's memory is full, not the GPU's.
@@ -105,49 +105,49 @@ class Device:
     def allocate(self, nbytes: int) -> Buffer:
         """Allocate memory of the device, aligned for every type; or raise `DeviceMemoryError`."""
         try:
-            with self._current():
+            with self.current_stream():
                 return Buffer(self._pool.malloc(nbytes))
         except self._cupy.cuda.memory.OutOfMemoryError as error:
             raise self._full() from error
 
     def free_bytes(self) -> int:
         """Return about how many bytes can still be allocated."""
-        with self._current():
+        with self.current_stream():
             return int(self._device.mem_info[0]) + int(self._pool.free_bytes())
 
     def upload(self, address: int, content: Any) -> None:
         """Copy a host buffer to the device. It must not change before `wait` returns."""
         host, nbytes = _host(content)
         if nbytes:
-            with self._current() as stream:
+            with self.current_stream() as stream:
                 self._runtime.memcpyAsync(address, host, nbytes, self._runtime.memcpyHostToDevice, stream.ptr)
 
     def download(self, address: int, content: Any) -> None:
         """Copy to a host buffer."""
         host, nbytes = _host(content)
         if nbytes:
-            with self._current() as stream:
+            with self.current_stream() as stream:
                 self._runtime.memcpyAsync(host, address, nbytes, self._runtime.memcpyDeviceToHost, stream.ptr)
 
     def clear(self, address: int, nbytes: int) -> None:
         """Fill with zeros."""
         if nbytes:
-            with self._current() as stream:
+            with self.current_stream() as stream:
                 self._runtime.memsetAsync(address, 0, nbytes, stream.ptr)
 
     def launch(self, module: str, kernel: str, blocks: int, threads: int, job: NDArray[Any]) -> None:
         """Run a kernel of a module on blocks of threads; `job` is its argument."""
         # CuPy passes an array of one element by value.
-        with self._current():
+        with self.current_stream():
             self._kernel(module, kernel)((blocks,), (threads,), (job,))
 
     def wait(self) -> None:
         """Wait until everything that this thread launched is done."""
-        with self._current() as stream:
+        with self.current_stream() as stream:
             stream.synchronize()
 
     @contextmanager
-    def _current(self) -> Iterator[Any]:
+    def current_stream(self) -> Iterator[Any]:
         """Make CuPy use this device and this thread's stream in a `with` block, whatever the program uses elsewhere.
 
         CUDA's errors become gradtool's.

@@ -201,7 +201,7 @@ class _Inert(Exception):  # noqa: N818 - it stands for anything
         pass
 
 
-class _Reader(pickle.Unpickler):
+class GuardedUnpickler(pickle.Unpickler):
     """Reads a pickle without importing or calling what it names."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -220,7 +220,7 @@ def _loads(data: Any, **options: Any) -> Any:
     """Read a pickle for Dask; where it comes from the cluster of an engine, without believing it."""
     if not _reads_inert.get():
         return pickle.loads(data, **options)  # noqa: S301 - as Dask does
-    return _Reader(io.BytesIO(data), **options).load()
+    return GuardedUnpickler(io.BytesIO(data), **options).load()
 
 
 def _run_inert(function: Callable[..., Answer], *arguments: object) -> Answer:
@@ -251,7 +251,7 @@ def _client_class() -> Any:
 def _end(client: Any, key: str | None = None, exception: object = None, **_: object) -> None:
     """End a call with an error. Dask would never end it where the error or its traceback cannot be read."""
     try:
-        error: Any = _Reader(io.BytesIO(exception)).load()  # type: ignore[arg-type]
+        error: Any = GuardedUnpickler(io.BytesIO(exception)).load()  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - bytes that are no pickle may raise anything
         error = None
     if (state := client.futures.get(key)) is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 # Errors that a worker may report, by name.
-_ERRORS: dict[str, type[GradtoolError]] = {k: kind for k, kind in vars(errors).items() if hasattr(kind, "exit_code")}
+ERRORS: dict[str, type[GradtoolError]] = {k: kind for k, kind in vars(errors).items() if hasattr(kind, "exit_code")}
 # Largest values of arrays of a binary exponent, and of a count of elements, of which many can be added up.
 _LARGEST = {"i": 1 << 13, "q": 1 << 56}
 _LARGEST_NUMBER = 1 << 64
@@ -40,13 +40,13 @@ def packed(answer: object) -> bytes:
     attributes that need be sent, which may be arrays. Those named in `condensed_names` may have any length, and those
     named in `signed_names` counts below zero.
     """
-    return json.dumps({"answer": _tree(answer)}).encode()
+    return json.dumps({"answer": to_tree(answer)}).encode()
 
 
 def packed_error(error: GradtoolError) -> bytes:
     """Pack an error."""
     problems = [[_wordings(text) for text in dataclasses.astuple(problem)] for problem in error.problems]
-    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in ERRORS)
     return json.dumps({"error": [name, _wordings(error.summary), problems]}).encode()
 
 
@@ -74,14 +74,15 @@ def _names(value: Any) -> Sequence[str]:
     return getattr(value, "sent_names", None) or [field.name for field in dataclasses.fields(value)]
 
 
-def _tree(value: Any) -> Any:
+def to_tree(value: Any) -> Any:
+    """Return a value as lists of what JSON has."""
     if value is None or isinstance(value, (int, float, str)):
         return value
     if isinstance(value, array):
         # Mostly zeros, or a few numbers.
         return [value.typecode, base64.b64encode(zlib.compress(value.tobytes(), 1)).decode()]
     items = value if isinstance(value, (list, tuple)) else [getattr(value, name) for name in _names(value)]
-    return list(map(_tree, items))
+    return list(map(to_tree, items))
 
 
 def _filled(empty: Any, tree: Any) -> Any:
@@ -128,7 +129,7 @@ def _array(empty: array[Any], typecode: object, text: Any, *, exact: bool, signe
 def _error(name: Any, summary: Any, problems: Any) -> GradtoolError:
     if not 0 < len(problems) <= _MAX_PROBLEMS:
         raise ValueError("no problem, or too many")
-    error = _ERRORS[name].from_problems([Problem(*map(_text, problem)) for problem in problems])
+    error = ERRORS[name].from_problems([Problem(*map(_text, problem)) for problem in problems])
     if any(None in (problem.code, problem.message) for problem in error.problems):
         raise ValueError("a problem without a message")
     error.summary = _text(summary)

@@ -117,7 +117,7 @@ def _applied(
     """Return each name with the result of a function that uses a pattern of an option, unless it takes too long."""
     name, results = "", []
     try:
-        with _limited(LIMIT):
+        with time_limit(LIMIT):
             for name in names:
                 results.append((name, function(name)))
     except _TimeUp as error:
@@ -132,7 +132,7 @@ def _applied(
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise `_TimeUp` in the block once this thread has computed for so long.
 
     Nothing is limited in other threads than the main one, which alone handles signals; where a handler was installed

@@ -107,7 +107,9 @@ def nested(depth):
     ids=range(4),
 )
 def test_an_error_of_a_worker_is_told_by_its_kind_and_its_words(sent, said):
-    error = dask._Reader(io.BytesIO(sent if type(sent) is bytes else error_message(sent)["exception"].data)).load()
+    error = dask.GuardedUnpickler(
+        io.BytesIO(sent if type(sent) is bytes else error_message(sent)["exception"].data)
+    ).load()
     assert dask.Dask.why(mock.Mock(), error) == (f"a worker failed: {said}", None)
 
 

@@ -25,7 +25,7 @@ from gradtool import tuning
 from gradtool.arrays import float64s
 from gradtool.backends.protocol import NormSpec
 from gradtool.engines.cluster import engine, wire, work
-from gradtool.engines.cluster.wire import _tree
+from gradtool.engines.cluster.wire import to_tree
 from gradtool.errors import Problem
 from gradtool.ops.diff.comparison import Comparison
 from gradtool.ops.passes import Measure, Rewrite
@@ -360,18 +360,18 @@ LIES = {
     "nothing found": with_part([FOUND], None),
     "sums of another type": with_part([FOUND, SUMS, 0, VALUES], lambda sums: ["q", sums[1]]),
     "sums that are text": with_part([FOUND, SUMS, 0, VALUES, 1], "sums"),
-    "sums that inflate": with_part([FOUND, SUMS, 0, VALUES], lambda _: _tree(float64s((1 << 22) + 1))),
-    "a sum below zero": with_part([FOUND, SUMS, 0, VALUES], lambda sums: _tree(array("d", [-1.0] * count_in(sums)))),
-    "sums without tensors": with_part([FOUND, SUMS, 0, NUMBERS], lambda _: _tree(array("q"))),
+    "sums that inflate": with_part([FOUND, SUMS, 0, VALUES], lambda _: to_tree(float64s((1 << 22) + 1))),
+    "a sum below zero": with_part([FOUND, SUMS, 0, VALUES], lambda sums: to_tree(array("d", [-1.0] * count_in(sums)))),
+    "sums without tensors": with_part([FOUND, SUMS, 0, NUMBERS], lambda _: to_tree(array("q"))),
     "sums of another tensor": with_part(
-        [FOUND, SUMS, 0, NUMBERS], lambda numbers: _tree(array("q", [99] * count_in(numbers)))
+        [FOUND, SUMS, 0, NUMBERS], lambda numbers: to_tree(array("q", [99] * count_in(numbers)))
     ),
     "exponents without end": with_part(
-        [FOUND, SUMS, 0, EXPONENTS], lambda them: _tree(array("i", [(1 << 31) - 1] * count_in(them)))
+        [FOUND, SUMS, 0, EXPONENTS], lambda them: to_tree(array("i", [(1 << 31) - 1] * count_in(them)))
     ),
-    "NaN below zero": with_part([FOUND, NAN], lambda them: _tree(array("q", [-1] * count_in(them)))),
-    "places below zero": with_part([FOUND, SUMS, 0, NUMBERS], lambda them: _tree(array("q", [-1] * count_in(them)))),
-    "too few places": with_part([FOUND, FIRST], lambda _: _tree(array("q"))),
+    "NaN below zero": with_part([FOUND, NAN], lambda them: to_tree(array("q", [-1] * count_in(them)))),
+    "places below zero": with_part([FOUND, SUMS, 0, NUMBERS], lambda them: to_tree(array("q", [-1] * count_in(them)))),
+    "too few places": with_part([FOUND, FIRST], lambda _: to_tree(array("q"))),
 }
 RAW_LIES = {
     "a pickle": pickle.dumps(None),
@@ -422,7 +422,7 @@ def test_a_difference_has_no_count_below_zero(place):
         wire.unpacked(wire.packed(compared), Comparison([None]))
 
 
-@pytest.mark.parametrize("error", wire._ERRORS.values())
+@pytest.mark.parametrize("error", wire.ERRORS.values())
 def test_an_error_of_a_worker_is_the_same_here(error):
     sent = error.from_problems(
         [Problem("code", "what \udcff", "file", None), Problem("code", "other", None, "tensor")], "remedy"

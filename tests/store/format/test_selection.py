@@ -99,7 +99,7 @@ def test_in_other_threads_no_handler_is_installed(path, monkeypatch):
 
 
 def test_the_time_of_other_threads_does_not_count():
-    with selection._limited(1000):
+    with selection.time_limit(1000):
         # As the timer does when other threads have computed.
         signal.raise_signal(signal.SIGVTALRM)
 

@@ -581,16 +581,16 @@ def test_a_new_file_replaces_none_even_where_links_are_refused(tmp_path, monkeyp
 
 def test_a_file_whose_mode_another_program_changes_all_the_time_is_not_replaced(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, 1)
-    content, take, tries = shard.path.read_bytes(), Staged._copy_attributes, []
+    content, copy, tries = shard.path.read_bytes(), staging.copy_attributes, []
 
-    def take_and_change(*arguments, **options):
-        take(*arguments, **options)
+    def copy_and_change(*arguments):
+        copy(*arguments)
         status = shard.path.stat()
         shard.path.chmod(0o600 + len(tries) % 2)
         tries.append(status)
         until_told(shard.path, status)
 
-    monkeypatch.setattr(Staged, "_copy_attributes", take_and_change)
+    monkeypatch.setattr(staging, "copy_attributes", copy_and_change)
     with pytest.raises(SystemRefusedError, match="changed by another program"), replacing(tmp_path) as commit:
         fill(commit.stage(shard.path, shard.size, shard.stat))
         commit.put_in_place()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from leftovers import content_of, files_in, half_changed, redo_log_of
-from support import in_place, registered, snapshot
+from support import in_place, registered, snapshot, targets_of
 
 from gradtool import SystemRefusedError, clip, recover, zero
 from gradtool.engines.threads import Threads
@@ -47,7 +47,7 @@ def test_a_file_is_staged_once(paths):
 def test_a_file_is_not_both_replaced_and_changed_in_place(paths):
     def stage_and_overwrite(run, commit):
         stage(commit, paths[0])
-        commit._in_place = in_place(run, paths[:1])[0]._in_place
+        commit.overwrite(targets_of(run, paths[:1]))
 
     refused(paths, stage_and_overwrite, "a file would be written twice")
 
@@ -69,7 +69,7 @@ def test_only_files_that_the_log_lists_are_written(paths, way):
         if way == "replace":
             stage(commit, paths[0])
         else:
-            commit._in_place = in_place(run, paths[:1])[0]._in_place
+            commit.overwrite(targets_of(run, paths[:1]))
         run.targets.names[run.log_folder].remove(paths[0].name)
 
     refused(paths, forget, "the log lacks a file")
@@ -133,8 +133,7 @@ def test_no_more_than_the_bytes_of_a_file_are_copied_into_it(paths, entries, wro
     entries = [(0, -size, -70), *entries]
 
     def overwrite(run, commit):
-        other, log = in_place(run, paths)
-        commit._in_place = other._in_place
+        log = commit.overwrite(targets_of(run, paths))
         for number, begin, end in entries:
             content = memoryview(bytes(end - begin))
             log.add(Nowhere(), number, size + begin, content, content, parts=[(0, end - begin)])

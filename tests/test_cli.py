@@ -99,6 +99,7 @@ AS_NOBODY = """
 import os, sys
 import gradtool.cli, gradtool.report.text, gradtool.store.format.hints
 gradtool.clip(sys.argv.pop(), max_norm=1, dry_run=True)
+gradtool.command.parse(gradtool.cli.COMMANDS, sys.argv[1:])
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
 sys.argv = ["gradtool", *sys.argv[1:]]

@@ -65,7 +65,7 @@ def test_the_nan_is_found_where_it_is():
     entry = EXPECTED["nan.safetensors"]
     result = gradtool.norm(SAMPLES / "nan.safetensors", per_tensor=True)
     assert {problem.tensor: problem.message for problem in result.problems} == {
-        name: f"{one['nan']} NaN, {one['inf']} Inf, the first at index {one['first_index']}"
+        name: f"{one['nan']:,} NaN, {one['inf']:,} Inf, the first at index {one['first_index']}"
         for name, one in entry["nonfinite"].items()
     }
 

@@ -311,7 +311,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch, nvrtc):
         raise FakeRuntimeError("cudaErrorNoDevice")
 
     fake.cuda.runtime.getDeviceCount = no_driver
-    with pytest.raises(BackendUnavailableError, match=r"no NVIDIA driver.*cudaErrorNoDevice"):
+    with pytest.raises(BackendUnavailableError, match=r"no usable NVIDIA driver or GPU: cudaErrorNoDevice"):
         device.open_device(0)
 
 

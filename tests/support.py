@@ -16,11 +16,11 @@ from runner import run
 from schema import check_printed
 
 from gradtool import BackendUnavailableError
-from gradtool.backends import protocol
 from gradtool.backends.choose import choose
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda.backend import CudaBackend
-from gradtool.backends.protocol import Piece
+from gradtool.backends.values import STATISTICS as ALL_STATISTICS
+from gradtool.backends.values import Piece
 from gradtool.store.fs import File, Folder
 from gradtool.store.transaction.commit import Commit, Target
 from gradtool.store.transaction.open import acquire
@@ -49,7 +49,7 @@ ONES = np.ones(2, np.float32)
 # What a write has lost.
 LOSSES = ("new_zeros", "new_subnormals")
 # What else a backend finds in a block.
-STATISTICS = ("sums", "exponents", *(name for name in protocol.STATISTICS if name not in LOSSES))
+STATISTICS = ("sums", "exponents", *(name for name in ALL_STATISTICS if name not in LOSSES))
 
 
 def backends():

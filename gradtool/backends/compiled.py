@@ -10,17 +10,18 @@ import gradtool.backends._kernels as kernels
 from gradtool import tuning
 from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends.cpu import NumpyBackend, sorting_network
-from gradtool.backends.protocol import STATISTICS, Addend, BlockSums, FileBlock, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.tiles import Extremes, empty_histogram
+from gradtool.backends.tiles import empty_histogram
+from gradtool.backends.values import STATISTICS, Addend, BlockSums, Extremes, FileBlock, NormSpec, Piece
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtool.backends.protocol import (
+    from gradtool.backends.values import (
         Array,
         BlockDifferences,
+        BlockHistogram,
         Data,
         Factors,
         Floats,
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
         Pieces,
         Tolerance,
         Trim,
+        TypedView,
+        UnitCounts,
+        UnitLimits,
         Units,
     )
-    from gradtool.backends.tiles import BlockHistogram
-    from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
 # As `enum term` in _kernels.c.
 _TERMS = {math.inf: 0, 1.0: 1, 2.0: 2}
@@ -88,7 +90,7 @@ class CompiledBackend(NumpyBackend):
     def unit_factors(
         self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
-        from gradtool.backends.units import UnitCounts
+        from gradtool.backends.values import UnitCounts
 
         if size <= tuning.PATCH_ELEMENTS:
             sides = (grads.view, STORAGE[grads.dtype].code, params.view, STORAGE[params.dtype].code)

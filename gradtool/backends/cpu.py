@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends.protocol import Addend, Piece
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import count_exponents, count_extremes, count_losses, sum_pieces
+from gradtool.backends.values import Addend, Piece
 from gradtool.reduction import fold
 
 if TYPE_CHECKING:
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import (
+    from gradtool.backends.values import (
         AddMode,
         Array,
         BlockDifferences,
+        BlockHistogram,
         BlockSums,
         Data,
+        Extremes,
         Factors,
         Floats,
         NormSpec,
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
         Sources,
         Tolerance,
         Trim,
+        TypedView,
+        UnitCounts,
+        UnitLimits,
         Units,
     )
-    from gradtool.backends.tiles import BlockHistogram, Extremes
-    from gradtool.backends.units import TypedView, UnitCounts, UnitLimits
 
 _ROW_LANES, _CHUNK = 32, 1024
 

@@ -19,9 +19,9 @@ from array import array
 from typing import TYPE_CHECKING
 
 from gradtool.arrays import float64s, int32s, int64s, np, uint64s
-from gradtool.backends.protocol import BlockDifferences, Piece, Tolerance
 from gradtool.backends.storage import STORAGE, Storage
 from gradtool.backends.tiles import lane_sum, tiles_of
+from gradtool.backends.values import BlockDifferences, Piece, Tolerance
 from gradtool.reduction import exponent_of, is_in_range, tile_count
 
 if TYPE_CHECKING:

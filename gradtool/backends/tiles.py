@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gradtool.arrays import float64s, int64s, np
-from gradtool.backends.protocol import BlockSums, NormSpec, Piece
 from gradtool.backends.storage import STORAGE, Storage
+from gradtool.backends.values import BlockHistogram, BlockSums, Extremes, NormSpec, Piece
 from gradtool.reduction import LANES, MAX_SUM_ORDER, TILE, exponent_of, fold, is_in_range
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
-
-
-class BlockHistogram(NamedTuple):
-    """The number of values with each binary exponent: the bins of each piece, piece after piece.
-
-    `Storage.bins` says which bins a type has. `largest` is the largest finite magnitude of each piece.
-    """
-
-    counts: array[int]
-    largest: array[float]
-
-
-class Extremes(NamedTuple):
-    """The number of subnormal values, and of values of the largest magnitude, for each piece of a block."""
-
-    subnormal: array[int]
-    saturated: array[int]
 
 
 def tiles_of(piece: Piece) -> Iterator[tuple[int, int, int]]:

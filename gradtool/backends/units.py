@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradtool import tuning
 from gradtool.arrays import np
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import UnitCounts
 from gradtool.reduction import exponent_of, is_in_range
 
 if TYPE_CHECKING:
@@ -22,41 +23,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Backend, Factors
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Factors, TypedView, UnitLimits
 
     Floats = NDArray[np.float64]
     # Returns the stored values of elements, given the number of the first and how many.
     Values = Callable[[int, int], memoryview]
-
-
-class TypedView(NamedTuple):
-    """Values of one storage type, and nothing else, in memory of the host."""
-
-    view: memoryview
-    dtype: str
-
-
-class UnitLimits(NamedTuple):
-    """The limit ratio · max(|W|, eps) of the norm |G| of a unit of gradients, divided by `unscale`.
-
-    |W| is the norm of its parameters.
-    """
-
-    ratio: float
-    eps: float
-    unscale: float
-
-
-class UnitCounts(NamedTuple):
-    """The number of units above their limit, with a factor that changes values, and with parameters of no finite norm.
-
-    `beyond` is the first factor that is out of range for the type it is rounded to, or -1.
-    """
-
-    clipped: int
-    changed: int
-    nonfinite: int
-    beyond: int
 
 
 def unit_factors(  # noqa: PLR0917 - those of the method, and the backend

@@ -26,7 +26,8 @@ from gradtool.store.io.destination import DISCARD
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from gradtool.backends.protocol import Backend, Column, NormSpec
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Column, NormSpec
     from gradtool.engines.worker import Worker
     from gradtool.reduction import TileSums
     from gradtool.store.format.tensors import Shard

@@ -22,7 +22,8 @@ from gradtool.store.io.destination import DISCARD, NewFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gradtool.backends.protocol import Backend, Data
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Data
     from gradtool.engines.passes import Pass, Result
     from gradtool.options import Progress
     from gradtool.store.format.tensors import Shard

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import tuning
 from gradtool.arrays import int64s
-from gradtool.backends.protocol import FileBlock
+from gradtool.backends.values import FileBlock
 from gradtool.reduction import TILE
 from gradtool.store.format.tensors import BITS
 from gradtool.store.io.channel import Channel
@@ -15,7 +15,8 @@ from gradtool.store.io.channel import Channel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
-    from gradtool.backends.protocol import Backend, Data, NormSpec
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Data, NormSpec
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.destination import Destination

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool import tuning
 from gradtool.arrays import np
-from gradtool.backends.protocol import Addend
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Addend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

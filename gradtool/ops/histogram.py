@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool.backends.protocol import Column
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Column
 from gradtool.engines.passes import Pass
 from gradtool.ops.passes import Measurement, pieces_of
 from gradtool.store.format.gradset import totals
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator, Mapping, Sequence
 
-    from gradtool.backends.protocol import NormSpec
+    from gradtool.backends.values import NormSpec
     from gradtool.engines.worker import Worker
     from gradtool.options import NormOptions
     from gradtool.store.format.gradset import Selected

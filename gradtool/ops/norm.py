@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import Problem
 from gradtool.ops.call import Call

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from gradtool.backends.protocol import STATISTICS, Piece, Statistics
+from gradtool.backends.values import STATISTICS, Piece, Statistics
 from gradtool.engines.passes import Pass, Tally
 from gradtool.reduction import TileSums, tile_count
 from gradtool.store.format.gradset import Selected
@@ -16,7 +16,7 @@ from gradtool.store.format.gradset import Selected
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradtool.backends.protocol import BlockSums, Column, Data, NormSpec
+    from gradtool.backends.values import BlockSums, Column, Data, NormSpec
     from gradtool.engines.worker import Worker
     from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.io.blocks import Block

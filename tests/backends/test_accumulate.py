@@ -20,8 +20,8 @@ from support import (
 )
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Addend, AddMode, NormSpec, Piece
 
 
 def whole(array, weight=1.0):

@@ -22,8 +22,8 @@ from support import (
 )
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec
 
 pytestmark = pytest.mark.installed
 # Odd on purpose: around a lane, a row, a tile; and sizes that are a multiple of nothing.

@@ -7,7 +7,7 @@ from support import block_of, canonical_tile_sums, gaussian
 
 from gradtool.backends.cuda import jobs as cuda_jobs
 from gradtool.backends.cuda.device import DeviceBlock
-from gradtool.backends.protocol import Addend, AddMode, NormSpec, Patch, Piece
+from gradtool.backends.values import Addend, AddMode, NormSpec, Patch, Piece
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from support import block_of, gaussian
 from gradtool.backends.cpu import NumpyBackend
 from gradtool.backends.cuda import compiler, device
 from gradtool.backends.cuda.backend import CudaBackend
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.errors import BackendUnavailableError, DeviceMemoryError, SystemRefusedError
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, canonical_tile_sums, encode, gaussian, rounded_once
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import Piece, Tolerance
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Piece, Tolerance
 from gradtool.reduction import TILE
 
 MAX_ABS, MAX_REL, ULPS = range(3)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from support import NUMPY_TYPES, VALUE_TYPES, bits_of, block_of, encode, gaussian
 
-from gradtool.backends.protocol import Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Piece
 
 SIZES = [1, 7, 8, 37, 2047, 2048, 2049, 65_535, 65_537, 131_072, 200_003]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, block_of, gaussian
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec, Piece
 
 SMALL_TYPES = [dtype for dtype in VALUE_TYPES if NUMPY_TYPES[dtype].itemsize < 4]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, encode, rounded_once
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import Patch
+from gradtool.backends.values import Patch
 
 
 def patch_of(rows, columns, x_dtype="F32", y_dtype="F32", *, inverted=False, rms=False, height=None, seed=0):

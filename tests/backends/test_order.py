@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import NUMPY_TYPES, VALUE_TYPES, block_of, gaussian
 
 from gradtool.backends.cpu import NumpyBackend, sorting_network
-from gradtool.backends.protocol import Addend, Trim
+from gradtool.backends.values import Addend, Trim
 
 MEDIAN = Trim()
 

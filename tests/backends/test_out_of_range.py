@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import STATISTICS, block_of, canonical_tile_sums, encode, stored
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import Addend, AddMode, NormSpec
+from gradtool.backends.values import Addend, AddMode, NormSpec
 from gradtool.reduction import norm_of
 
 TILE = 65_536

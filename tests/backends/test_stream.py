@@ -19,7 +19,7 @@ from support import NUMPY_TYPES, STATISTICS, VALUE_TYPES, block_of, bytes_of_mem
 from gradtool import tuning
 from gradtool.arrays import int64s
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import FileBlock, NormSpec, Piece, Tolerance
+from gradtool.backends.values import FileBlock, NormSpec, Piece, Tolerance
 
 COMPILER = shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 ROOM, SPEC = tuning.STREAM_BYTES, NormSpec()
@@ -284,7 +284,7 @@ import sys, numpy as np
 from support import backends, bytes_of_memory
 from gradtool import tuning
 from gradtool.arrays import int64s
-from gradtool.backends.protocol import FileBlock, NormSpec, Piece
+from gradtool.backends.values import FileBlock, NormSpec, Piece
 with open(sys.argv[1], "rb") as file:
     block = FileBlock(file.fileno(), 3, 2_400_000, bytes_of_memory(tuning.STREAM_BYTES), int64s(3))
     result = backends()["compiled"]().tile_sums(block, [Piece("F64", 0, 300_000)], NormSpec())

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support import LOSSES, NUMPY_TYPES, STATISTICS, VALUE_TYPES, block_of, encode, gaussian, rounded_once, stored
 
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import NormSpec, Units
-from gradtool.backends.units import TypedView, UnitLimits
+from gradtool.backends.values import NormSpec, TypedView, UnitLimits, Units
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES)

@@ -26,8 +26,8 @@ from support import COMMAND, with_header
 
 from gradtool.backends.cuda.backend import CudaBackend
 from gradtool.backends.cuda.device import DeviceBlock
-from gradtool.backends.protocol import NormSpec, Patch, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec, Patch, Piece
 from gradtool.reduction import total
 
 ROUNDS = 15

@@ -30,7 +30,7 @@ from terminal import on_terminal
 from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, diff, norm
 from gradtool.backends.choose import choose as choose_backend
 from gradtool.backends.differences import empty_differences
-from gradtool.backends.protocol import NormSpec, Piece, Tolerance
+from gradtool.backends.values import NormSpec, Piece, Tolerance
 from gradtool.engines import choose
 from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.ops.diff import comparison

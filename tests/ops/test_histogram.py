@@ -10,8 +10,8 @@ from support import NUMPY_TYPES, VALUE_TYPES, encode, gaussian, rounded_once, sn
 
 from gradtool import norm, tuning
 from gradtool.backends.choose import choose
-from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec
 from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.engines.threads import Threads
 from gradtool.ops.histogram import CountExponents, Histograms, storage_ranges

@@ -14,7 +14,7 @@ from support import encode, gaussian, write
 
 from gradtool import tuning
 from gradtool.backends.cpu import NumpyBackend
-from gradtool.backends.protocol import BlockSums, NormSpec, Piece, Tolerance
+from gradtool.backends.values import BlockSums, NormSpec, Piece, Tolerance
 from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.engines.passes import by_shard
 from gradtool.ops.diff.comparison import Compare

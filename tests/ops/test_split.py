@@ -17,7 +17,7 @@ from tiers import PARTS, examples
 
 import gradtool
 from gradtool import tuning
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.engines.cluster import wire, work
 from gradtool.engines.cluster.remote_files import RemoteFiles
 from gradtool.ops.passes import Measure

@@ -17,15 +17,14 @@ from gradtool.backends.cpu import NumpyBackend, group_addends, sorting_network
 from gradtool.backends.cuda import jobs
 from gradtool.backends.cuda.device import DeviceBlock, allocate_block, allocate_zeros, download_words
 from gradtool.backends.cuda.jobs import Job, make_job
-from gradtool.backends.protocol import NormSpec, Piece
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.tiles import BlockHistogram, Extremes
+from gradtool.backends.values import BlockHistogram, Extremes, NormSpec, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradtool.backends.cuda.device import Buffer, Device
-    from gradtool.backends.protocol import (
+    from gradtool.backends.values import (
         Addend,
         AddMode,
         Array,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradtool.backends.protocol import STATISTICS, BlockDifferences, BlockSums
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import STATISTICS, BlockDifferences, BlockSums
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gradtool.backends.cuda.device import Device
-    from gradtool.backends.protocol import Addend, AddMode, Patch, Piece
+    from gradtool.backends.values import Addend, AddMode, Patch, Piece
 
 
 def record(*fields: str) -> np.dtype[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends.protocol import AddMode, NormSpec, Trim
+from gradtool.backends.values import AddMode, NormSpec, Trim
 from gradtool.declare import operation
 from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from gradtool import tuning
-from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece, Tolerance
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Addend, AddMode, NormSpec, Piece, Tolerance
 from gradtool.engines.passes import Pass, Tallies
 from gradtool.errors import NO_SUCH_FILE, BadInputError, option, say
 from gradtool.ops.aligned_read import Operand, read
@@ -30,7 +30,8 @@ from gradtool.store.source import SmallFile
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from gradtool.backends.protocol import Backend, Trim
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Trim
     from gradtool.engines.worker import Worker
     from gradtool.ops.call import Call
     from gradtool.options import AccumulateOptions, StrPath

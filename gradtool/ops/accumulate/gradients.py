@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradtool.backends.protocol import AddMode, NormSpec
+from gradtool.backends.values import AddMode, NormSpec
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
 from gradtool.ops.accumulate.buffer import Add, CompareGradients
 from gradtool.ops.aligned_read import Operand, is_broadcastable

@@ -7,8 +7,8 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradtool.backends.protocol import Column, NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Column, NormSpec
 from gradtool.engines.choose import local
 from gradtool.engines.passes import Pass
 from gradtool.errors import Problem, SystemRefusedError, call, number_of, say

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
-from gradtool.backends.protocol import Addend, AddMode, NormSpec, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Addend, AddMode, NormSpec, Piece
 from gradtool.ops.passes import Measurement, Scaling, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import validators
 from gradtool.arrays import np
-from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec
 from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, option, say
 from gradtool.ops.passes import SMALLEST_NORMAL, Measure, Rewrite, clip_coef
 from gradtool.ops.results import nonfinite_problems

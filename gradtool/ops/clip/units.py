@@ -17,9 +17,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gradtool import tuning
-from gradtool.backends.protocol import Column, NormSpec, Units
 from gradtool.backends.storage import STORAGE
-from gradtool.backends.units import TypedView, UnitCounts, UnitLimits, norms_of, set_factors
+from gradtool.backends.units import norms_of, set_factors
+from gradtool.backends.values import Column, NormSpec, TypedView, UnitCounts, UnitLimits, Units
 from gradtool.engines.passes import Pass, Tally
 from gradtool.errors import BadInputError, Problem, SystemRefusedError, option, say
 from gradtool.ops.aligned_read import read_beside
@@ -35,7 +35,7 @@ from gradtool.store.transaction.output import check_not_replaced
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends.protocol import BlockSums, Data, Factors, Piece
+    from gradtool.backends.values import BlockSums, Data, Factors, Piece
     from gradtool.engines.worker import Loaded, Worker
     from gradtool.ops.call import Call
     from gradtool.options import ClipOptions

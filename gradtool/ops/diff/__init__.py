@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from gradtool.backends.protocol import NormSpec, Tolerance
+from gradtool.backends.values import NormSpec, Tolerance
 from gradtool.declare import operation
 from gradtool.errors import BadInputError, Problem, option, say
 from gradtool.ops.call import Call

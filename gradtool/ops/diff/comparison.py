@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from gradtool.backends.protocol import Column, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import Column, Piece
 from gradtool.engines.passes import Pass, Tally
 from gradtool.engines.worker import reads_files
 from gradtool.ops.aligned_read import read_beside
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends.protocol import Backend, BlockDifferences, Tolerance
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import BlockDifferences, Tolerance
     from gradtool.engines.worker import Worker
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.blocks import Block

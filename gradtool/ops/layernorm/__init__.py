@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtool import errors
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.declare import operation
 from gradtool.errors import NonFiniteError, changed_meanwhile, option, say
 from gradtool.ops.call import Call, require_this_machine

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradtool import tuning
 from gradtool.arrays import float64s
-from gradtool.backends.protocol import NormSpec
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec
 from gradtool.engines.passes import Pass
 from gradtool.errors import DeviceMemoryError
 from gradtool.ops.passes import Measurement, pieces_of
@@ -23,7 +23,8 @@ from gradtool.store.io.blocks import Block, Span
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.backends.protocol import Backend, Data
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Data
     from gradtool.engines.worker import Worker
     from gradtool.ops.layernorm.patches import Patches
     from gradtool.store.format.gradset import Selected

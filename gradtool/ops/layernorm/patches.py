@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool import tuning
 from gradtool.arrays import float64s, np
-from gradtool.backends.protocol import NormSpec, Patch, Piece
 from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec, Patch, Piece
 from gradtool.engines.passes import Pass
 from gradtool.errors import BadInputError, option, say
 from gradtool.ops.passes import Measure
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gradtool.backends.protocol import Backend, Statistics
+    from gradtool.backends.protocol import Backend
+    from gradtool.backends.values import Statistics
     from gradtool.engines.worker import Worker
     from gradtool.ops.call import Call
     from gradtool.ops.layernorm.layers import Layer

@@ -23,7 +23,7 @@ from support import SAMPLES, encode, sample, snapshot, write, write_back_in_time
 import gradtool
 from gradtool import tuning
 from gradtool.arrays import float64s
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.engines.cluster import engine, wire, work
 from gradtool.engines.cluster.wire import to_tree
 from gradtool.errors import Problem

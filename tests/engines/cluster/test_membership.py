@@ -6,7 +6,7 @@ import pytest
 from support import sample
 
 import gradtool
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.engines.cluster import engine
 from gradtool.engines.cluster.engine import Membership, Workers
 from gradtool.engines.cluster.wire import packed, packed_error

@@ -13,7 +13,7 @@ from support import sample, snapshot
 
 import gradtool
 from gradtool._version import __version__
-from gradtool.backends.protocol import NormSpec
+from gradtool.backends.values import NormSpec
 from gradtool.engines.cluster import remote_files, wire, work
 from gradtool.ops.passes import Measure
 from gradtool.store.io.destination import DISCARD

@@ -1,4 +1,4 @@
-/* What the C kernels need of a compiler, and codes at any address. All other headers build on this. */
+/* What the C kernels need of a compiler, and codes at any address. The headers of the kernels build on this. */
 #ifndef GRADTOOL_BASE_H
 #define GRADTOOL_BASE_H
 

@@ -1,7 +1,7 @@
 /* The storage types, a value at a time; storage.py is the reference.
  *
- * Shared by the C and the CUDA kernels. HELPER are the declaration specifiers of a small function: of C in _base.h, of CUDA
- * in _device.cuh, which precedes this text in every module. */
+ * Shared by the C and the CUDA kernels. HELPER, the declaration specifiers of a small function, is defined in _base.h for C,
+ * and in _device.cuh for CUDA, which precedes this text in every module. */
 #ifndef GRADTOOL_CODES_H
 #define GRADTOOL_CODES_H
 

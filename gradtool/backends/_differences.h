@@ -98,8 +98,8 @@ static void compare_all_codes(struct pair pair, struct difference *result)
         result->places[MAX_ULPS] = place_of_distance(row_from(pair, row_of_longest, LANES, &room), result->ulps);
 }
 
-/* The wanted quotient must be larger or, before the place of the largest quotient, as large. Without fma, the product
- * with it is rounded. */
+/* A bound that the wanted quotient is above: the largest so far, or a little less where a quotient as large is wanted too:
+ * before its place, and without fma, because the product with the bound is then rounded. */
 static double wanted_quotient(const struct difference *result, int64_t start)
 {
     int may_be_equal = start < result->places[MAX_REL] || !HAS_FMA;

@@ -1,4 +1,4 @@
-/* Means of the middle values of columns, which a sorting network (network.py) puts in order.
+/* Means of the middle values of columns, which a sorting network (sorting_network in cpu.py) puts in order.
  *
  * A row has the values of an addend, for some columns. The network exchanges whole rows, as minima and maxima, so that the
  * compiler can vectorize it. */

@@ -51,7 +51,7 @@ static double divided_tile(struct job job, enum dtype dtype, const char *data, i
     return fold(lanes, LANES);
 }
 
-/* As Statistics of protocol.py. Losses are counted where `job.losses` says. */
+/* As Statistics of values.py. Losses are counted where `job.losses` says. */
 struct statistics { double max_abs; int64_t nan, inf, zeros, first, losses[2]; };
 
 /* Counts what is not finite in a tile, and finds the largest magnitude of all that is. */

@@ -12,7 +12,7 @@ from gradtool.arrays import float64s, int32s, int64s, np
 from gradtool.backends.cpu import NumpyBackend, sorting_network
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.tiles import empty_histogram
-from gradtool.backends.values import STATISTICS, Addend, BlockSums, Extremes, FileBlock, NormSpec, Piece
+from gradtool.backends.values import STATISTICS, Addend, BlockSums, Extremes, FileBlock, NormSpec, Piece, UnitCounts
 from gradtool.reduction import tile_count
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         Tolerance,
         Trim,
         TypedView,
-        UnitCounts,
         UnitLimits,
         Units,
     )
@@ -90,8 +89,6 @@ class CompiledBackend(NumpyBackend):
     def unit_factors(
         self, grads: TypedView, params: TypedView, size: int, limits: UnitLimits, factors: Factors
     ) -> UnitCounts:
-        from gradtool.backends.values import UnitCounts
-
         if size <= tuning.PATCH_ELEMENTS:
             sides = (grads.view, STORAGE[grads.dtype].code, params.view, STORAGE[params.dtype].code)
             counts = kernels.unit_factors(*sides, size, *limits, factors)

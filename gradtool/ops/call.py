@@ -156,7 +156,7 @@ class Call:
         after: Measurement | None = None,
         warnings: Sequence[Problem] = (),
     ) -> dict[str, Any]:
-        """Return the fields of `Statistics` for tensors that were measured; `after` measures what was written."""
+        """Return the fields of `StatisticsResult` for tensors that were measured; `after` measures what was written."""
         return {
             "call": self.summary(selected, warnings=warnings),
             "norm_type": before.spec.order,

@@ -11,7 +11,7 @@ from gradtool.declare import operation
 from gradtool.errors import Problem
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import Statistics, nonfinite_problems
+from gradtool.ops.results import StatisticsResult, nonfinite_problems
 from gradtool.options import NormOptions
 from gradtool.store.format.selection import groups_of
 
@@ -30,7 +30,7 @@ class GroupNorm:
 
 
 @dataclass(frozen=True, repr=False)
-class NormResult(Statistics):
+class NormResult(StatisticsResult):
     """Statistics of all selected tensors, taken as one vector.
 
     With `histogram`, there is a row for each exponent that occurs, and a row in `per_dtype` for each storage type that

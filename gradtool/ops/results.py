@@ -112,7 +112,7 @@ class Result:
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Statistics(Result):
+class StatisticsResult(Result):
     """A result with statistics of its tensors, taken as one vector; `max_abs` leaves NaN out."""
 
     norm_type: float

@@ -16,7 +16,7 @@ struct Losses {
     unsigned long long zeros, subnormals;
 };
 
-// The statistics of a piece, as in protocol.py. `first` is NEVER less the index of the first value that is not finite, or 0
+// The statistics of a piece, as in values.py. `first` is NEVER minus the index of the first value that is not finite, or 0
 // if all are.
 struct Statistics {
     unsigned long long max_abs, nan, inf, zeros, first;

@@ -174,7 +174,7 @@ class Workers:
         return WorkerSummary(backend, why, len(self._processes), len(hosts), self._retries)
 
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
-        """Ask every worker whether it can read these files, and write where the output is locked."""
+        """Ask every worker whether it finds the first of these files, and can write to the log of the output."""
         source, transaction = shards[0].source, None if output is None else output.transaction
         check = Check(source.address, source.inode, None, self._options.backend, self._options.device)
         if transaction is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Seconds. A shared file system may show late what another machine has made or replaced.
 PAUSES = (0.05, 0.2, 0.5, 1.0)
 _LATE = (errno.ENOENT, errno.ESTALE)
-# Files that this process had to wait for, until it tells the command.
+# Pauses of this process for files that were late, until it tells the command.
 waits: list[float] = []
 
 

@@ -97,7 +97,7 @@ class Check(NamedTuple):
 class Outcome(NamedTuple):
     """The answer about a part: what it collected, fingerprints of the files that were read, and which process did it.
 
-    `waits` counts the files that had to be waited for.
+    `waits` counts the pauses for files that were late.
     """
 
     tally: Any

@@ -14,7 +14,7 @@ from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, matc
 from gradtool.ops.aligned_read import Operand
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, nonfinite_problems, overflow_problems
+from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, nonfinite_problems, overflow_problems
 from gradtool.ops.weights import PREFIX, Weight, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.selection import Renames
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class AccumulateResult(Statistics):
+class AccumulateResult(StatisticsResult):
     """The result of `accumulate`: what was added, and statistics of the buffer after the sum, or of the new set.
 
     `norm_before` and `zeros_before` are None if the old content was not read. `sum_norm` is the norm of the float64

@@ -11,7 +11,7 @@ from gradtool.errors import NonFiniteError, Problem, option, say
 from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
-from gradtool.ops.results import OutputSummary, Statistics, loss_warnings, overflow_problems
+from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
 from gradtool.store.format.selection import groups_of
 from gradtool.store.transaction.inputs import WritePlan
@@ -53,7 +53,7 @@ class GroupClip:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class ClipResult(Statistics):
+class ClipResult(StatisticsResult):
     """The result of `clip`; norms and `max_abs` are those of the unscaled gradient.
 
     `coef` is None if tensors have different coefficients (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is

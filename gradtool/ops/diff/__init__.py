@@ -186,7 +186,7 @@ def _unmatched_problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> It
         elif prefix is None and row.why == "only a":
             yield Problem("extra-tensor", f"is not in {b}", row.file, row.name)
         elif prefix is None:
-            yield Problem("missing-tensor", f"is only in {row.file}", str(a), row.name)
+            yield Problem("missing-tensor", f"is only in {row.file}", a, row.name)
 
 
 def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:

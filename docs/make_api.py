@@ -12,11 +12,12 @@ PAGE = """\
 
 <!-- Made by `python docs/make_api.py > docs/api.md` from docstrings. Change those. -->
 
-Each command has a function of the same name, with the same options, defaults and results. An argument means the same
-as the [command's option](cli.md) of that name: `--max-norm 1` is `max_norm=1`, and a flag is True or False. If an
-option can be repeated, its argument takes a list or a single value; so do `paths` and `gradients`. A path is a `str` or
-an `os.PathLike`. `progress` is True for a progress bar on stderr, or a function that is called with the name of the
-pass, the bytes done and the total bytes.
+Each command has a function of the same name, with the same defaults and results, and with the same options but for the
+[general ones](cli.md#general). An argument means the same as the [command's option](cli.md) of that name: `--max-norm
+1` is `max_norm=1`, and a flag is True or False. If an option can be repeated, its argument takes a list or a single
+value; so do `paths` and `gradients`. A path is a `str` or an `os.PathLike`. All functions but `info`, `recover` and
+`doctor` have `progress`: True for a progress bar on stderr, or a function that is called with the name of the pass, the
+bytes done and the total bytes.
 
 Functions are loaded when first used, so `import gradtool` is fast. The [cookbook](cookbook.md#call-it-from-python) has
 an example, [numerics](numerics.md) has the formulas, and [output](output.md#json) explains the fields of results.
@@ -74,13 +75,13 @@ def page() -> str:
     errors = [value for value in public if inspect.isclass(value) and issubclass(value, Exception)]
     results = [value for value in public if dataclasses.is_dataclass(value)]
     return PAGE.format(
-        functions="\n\n".join(map(function, functions)),
+        functions="\n\n".join(map(section, functions)),
         results="\n\n".join(map(result, results)),
         errors=table(("error", "is also", "when", "exit code"), map(error, sorted(errors, key=exit_code))),
     ).rstrip("\n")
 
 
-def function(function: object) -> str:
+def section(function: object) -> str:
     """Return the section of a function."""
     text, raises = parts_of(inspect.getdoc(function) or "")
     signature = inspect.signature(function)

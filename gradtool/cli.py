@@ -159,7 +159,7 @@ def main() -> NoReturn:
             code = EXIT_OK if request is None else _run(request)
         except Exception as error:  # noqa: BLE001 - no traceback reaches a user
             code = process.fail(error)
-        process.ignore_signals()
+        process.end_signals()
     except KeyboardInterrupt as error:
         code = process.interrupted(error)
     sys.exit(code)
@@ -167,12 +167,12 @@ def main() -> NoReturn:
 
 def _run(request: Request) -> int:
     """Call the function that a command line names, and print its result; return the exit code."""
-    command, options, display = request
+    command, given, display = request
     form = report.format_from(display)
     if form != "text" or not display.quiet:
         process.require_stdout()
-    function = getattr(import_module(gradtool.module_of(options.operation)), options.operation)
+    function = getattr(import_module(gradtool.module_of(given.operation)), given.operation)
     with progress_bar(command, wanted=not display.quiet) as progress:
         # As a function of options, without what Python callers need around it.
-        result = function.__wrapped__(options.replace(progress=progress))
+        result = function.__wrapped__(given.replace(progress=progress))
     return process.finish(command, result, form, quiet=display.quiet, verbose=display.verbose)

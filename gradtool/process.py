@@ -150,7 +150,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
     raise pending
 
 
-def ignore_signals() -> None:
+def end_signals() -> None:
     """Ignore signals from now on, because only the exit code is left to return; raise a signal that was swallowed."""
     global _has_ended  # noqa: PLW0603
     _has_ended = True
@@ -169,9 +169,11 @@ def finish(command: str, result: Any, form: str, *, quiet: bool, verbose: bool) 
     try:
         report.show(form, outcome)
         sys.stdout.flush()
-    except (SystemRefusedError, MemoryError) as error:
+    except (OSError, MemoryError, ImportError) as error:
         first = _as_gradtool_error(error).problems[0]
-        raise SystemRefusedError(say("{} ({})", first.message, _completion()), hint=first.hint) from error
+        raise SystemRefusedError(
+            say("{} ({})", first.message, _completion()), file=first.file, hint=first.hint
+        ) from error
     print_problems(problems)
     print_problems(outcome.warnings, level="warning")
     return exit_code
@@ -197,9 +199,11 @@ def interrupted(error: KeyboardInterrupt) -> int:
     word = "interrupted" if number == signal.SIGINT else "terminated"
     if number not in (signal.SIGINT, signal.SIGTERM):
         word += f" by signal {number} ({signal.strsignal(number)})"
-    if _has_result or signals.is_committed():
-        # The result may be half printed; another JSON object after it would not help.
-        print_problems([Problem("interrupted", f"{word} after {_completion()}")])
+    if _is_reporting or signals.is_committed():
+        # The result or an error may be half printed; another JSON object after it would not help.
+        is_done = _has_result or signals.is_committed()
+        when = f"after {_completion()}" if is_done else "while an error was printed"
+        print_problems([Problem("interrupted", f"{word} {when}")])
         return 128 + number
     # Whatever changes files notes how far it got.
     notes = map(as_command, getattr(error, "__notes__", ["no file was changed"]))

@@ -161,7 +161,7 @@ class TileSums:
         return TileSums(self.order, signed=self.signed, finite=self.finite)
 
     def require_valid(self, count: int) -> None:
-        """Raise `ValueError` unless these may be sums of `count` tensors: `finite`, if said, and `signed`."""
+        """Raise `ValueError` unless these may be sums of `count` tensors: finite and negative only where allowed."""
         if not len(self.numbers) == len(self.sums) == len(self.exponents):
             raise ValueError("sums without a tensor or an exponent")
         if self.numbers and not 0 <= min(self.numbers) <= max(self.numbers) < count:

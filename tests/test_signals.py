@@ -237,6 +237,18 @@ def test_a_second_signal_ends_a_result_that_nobody_reads(tmp_path):
     assert norm(path).norm == pytest.approx(1)
 
 
+def test_a_second_signal_ends_an_error_that_nobody_reads(tmp_path):
+    command = [sys.executable, "-P", "-c", SLOW_PRINTING, "wait", "norm", str(tmp_path / "missing"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert "missing: no such file" in running.stderr.readline()
+        for line in ("printing\n", "spared\n"):
+            assert running.stderr.readline() == line
+            running.terminate()
+        stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout) == (143, "")
+    assert stderr == "gradtool: error: terminated while an error was printed\n"
+
+
 def test_sigkill_in_the_middle_leaves_every_file_as_it_was(tmp_path):
     paths = [write(tmp_path / f"{i}.safetensors", {f"a{i}": np.ones(1_000_000, np.float32)}) for i in range(3)]
     before = snapshot(tmp_path)

@@ -53,7 +53,7 @@ def step() -> str | None:
         return None
     if kind == "kill":  # pragma: no cover - a process that is killed cannot report it
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind.startswith("SIG"):  # pragma: no cover - likewise
+    if kind.startswith("SIG"):  # pragma: no cover - may end this process
         os.kill(os.getpid(), signal.Signals[kind])
         return None
     if kind in ("short", "tear"):
@@ -253,7 +253,7 @@ def write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview], begin: i
 
 def _write_half(kind: str, fd: int, views: Sequence[memoryview], begin: int) -> int:
     content = b"".join(views)
-    if kind == "tear":  # pragma: no cover - likewise
+    if kind == "tear":  # pragma: no cover - kills this process
         # Half of the sectors; none of them partly.
         middle = begin + len(content) // 2
         os.pwrite(fd, content[: max(0, middle - middle % SECTOR - begin)], begin)

@@ -146,12 +146,12 @@ _SYNCS = (
         " recovery finds no way into that folder.",
         TRANSACTION,
         """\
-            fs.write_all(fd, [encode_step(run=self._run_entry(folder))], 0)
+            fs.write_all(fd, [encode_step(folder.path, run=self._run_entry(folder))], 0)
             if self.fsync:
                 fs.sync(fd)
 """,
         """\
-            fs.write_all(fd, [encode_step(run=self._run_entry(folder))], 0)
+            fs.write_all(fd, [encode_step(folder.path, run=self._run_entry(folder))], 0)
 """,
     ),
     _slip(

@@ -1,4 +1,4 @@
-"""Tells what a file is that is no safetensors file, or what a folder has that has none, and what to do about it.
+"""Recognizes files that are not safetensors files, and folders without any, and says what to do about them.
 
 Loaded only to explain a refusal, by the first bytes of a file and its name. Nothing here decides whether it is valid:
 the safetensors library, or a limit, has refused it, and their message stands if it looks like a damaged file.
@@ -198,7 +198,7 @@ def not_a_list_error(where: str, head: bytes) -> FileTypeError | None:
 def _file_type_error(
     path: Path | str, head: bytes, size: int, expected: str, safetensors_hint: str | None = None
 ) -> FileTypeError | None:
-    """Return the error for a file of another type than expected; with a hint for it, a safetensors file is another."""
+    """Return the error for a file of another type than expected; safetensors is another type if it has a hint."""
     file_type = type_of(head, size, str(path))
     if safetensors_hint is not None and _is_safetensors(head):
         file_type = FileType("a safetensors file", safetensors_hint)

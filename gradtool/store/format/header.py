@@ -106,7 +106,7 @@ def read_text(shard: Shard) -> bytes:
         return text
 
 
-def read_small(path: Path, limit: int | None = None, *, is_named: bool = True) -> SmallFile:
+def read_small(path: Path, limit: int = MAX_TEXT, *, is_named: bool = True) -> SmallFile:
     """Read a small file as a whole.
 
     Raises:

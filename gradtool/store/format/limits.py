@@ -39,9 +39,8 @@ _PER_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}
 _PER_MAPPING = {b"[": 1, b"{": 1, b",": 1, b'"': 4}
 
 
-def check_length(path: Path, subject: str, length: int, limit: int | None = None) -> None:
+def check_length(path: Path, subject: str, length: int, limit: int = MAX_TEXT) -> None:
     """Raise `BadInputError` for a header, an index or a state with too many bytes; called before it is read."""
-    limit = limit or MAX_TEXT
     if length > limit:
         raise _over(path, subject, f"{limit:,} bytes", f"it has {length:,}")
 

@@ -101,11 +101,11 @@ def _claim_without_lock(folder: Folder, log: Log) -> int | InUse | None:
         return None
     if log.host == HOST and has_process(log):
         return InUse(log)
-    with os_errors_about(folder.path):
-        try:
-            return create_locked(folder, f"{log.run}.lock")
-        except FileExistsError:
-            return None
+    fd = None
+    with os_errors_about(folder.path), contextlib.suppress(FileExistsError):
+        fd = create_locked(folder, f"{log.run}.lock")
+    # Otherwise, another process has just made the lock.
+    return InUse(log) if fd is None else fd
 
 
 def is_file_at(fd: int, folder: Folder, name: str) -> bool:

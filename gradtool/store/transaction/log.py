@@ -279,10 +279,8 @@ def _progress(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             fields |= _process(step["taken"])
         elif "ready" in step:
             moves, changes, redo = step["ready"]
-            fields["moves"], fields["changes"] = (
-                [Move(*move) for move in moves],
-                [Change(*change) for change in changes],
-            )
+            fields["moves"] = [Move(*move) for move in moves]
+            fields["changes"] = [Change(*change) for change in changes]
             fields["redo"] = None if redo is None else Redo(*redo)
         elif step.get("ended") in (FINISHED, UNTOUCHED):
             fields["ended"] = step["ended"]

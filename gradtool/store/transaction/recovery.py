@@ -245,21 +245,21 @@ class _Crashed:
         name = self._log.path.name
         for folder in self._unpointed.values():
             # A pointer that was made but not written; on the disk too, it must be gone before the log is.
-            if _is_file_of_user(folder, name) and read_log(folder, name) is None:
+            if _is_own_file(folder, name) and read_log(folder, name) is None:
                 folder.unlink(name)
             folder.sync()
         targets = {folder: self._names[number] for number, folder in self._folders.items()}
         clear(self._log.run, targets, self._log.missing, fsync=True)
 
 
-def _is_file_of_user(folder: Folder, name: str) -> bool:
+def _is_own_file(folder: Folder, name: str) -> bool:
     status = folder.status(name)
     return status is not None and status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode)
 
 
-def _removed_if_of_user(folder: Folder, name: str) -> bool:
+def _remove_own(folder: Folder, name: str) -> bool:
     with contextlib.suppress(OSError):
-        if _is_file_of_user(folder, name):
+        if _is_own_file(folder, name):
             folder.unlink(name)
             return True
     return False
@@ -281,7 +281,7 @@ def _remove_orphan(folder: Folder, run: str, names: Collection[str]) -> int:
                 return 0
         if read_log(folder, f"{run}.run") is not None:
             return 0
-        return sum(_removed_if_of_user(folder, name) for name in names)
+        return sum(_remove_own(folder, name) for name in names)
 
 
 def _remove_old_markers(folder: Folder) -> int:
@@ -291,5 +291,5 @@ def _remove_old_markers(folder: Folder) -> int:
         if name.startswith(PREFIX) and name.endswith(MARKER):
             log = read_log(folder, name)
             if log is None or folder.status(log.path.name) is None:
-                removed += _removed_if_of_user(folder, name)
+                removed += _remove_own(folder, name)
     return removed

@@ -61,7 +61,7 @@ def runs_in(folder: Folder, names: Collection[str] | None = None, except_run: st
 
 
 def runs_seen_in(folder: Folder, names: Collection[str] | None = None, except_run: str | None = None) -> list[Run]:
-    """Do the same for a reader; in a folder that cannot be listed, the runs are those that have a marker for a name.
+    """Return the runs that a reader can see: where it cannot list the folder, those that have a marker for a name.
 
     A run makes its markers when it is ready. So for a writer, that is not enough.
     """
@@ -194,7 +194,7 @@ def require_finished_in(folder: Folder, files: Mapping[str, Path], except_run: s
 
 
 def require_finished_at(scope: Scope) -> None:
-    """Do the same for a path that could not be opened."""
+    """Raise `SystemRefusedError` if a run may be why a path could not be opened."""
     if os.path.isdir(scope.folder):  # noqa: PTH112 - Path's own raises without permission
         with os_errors_about(scope.folder), Folder.at(scope.folder) as folder:
             for run in runs_seen_in(folder, scope.names):

@@ -83,6 +83,18 @@ class Targets:
         self.names[inner] = set(self._new.values())
         self.located |= {path: (inner, name) for path, name in self._new.items()}
 
+    def forget_made(self) -> None:
+        """Undo `make_missing` after the folders were removed."""
+        if not self.made:
+            return
+        self.names.pop(self.made[-1], None)
+        outer = next(iter(self.names))
+        self.located |= {path: (outer, name) for path, name in self._new.items()}
+        while self.made:
+            folder = self.made.pop()
+            del self._opened[folder.identity]
+            folder.close()
+
     def close(self) -> None:
         """Close all folders."""
         while self._opened:

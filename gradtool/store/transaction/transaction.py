@@ -104,6 +104,7 @@ class Transaction:
             with contextlib.suppress(OSError):
                 append_step(self._log, self._size, fsync=False, ended=UNTOUCHED)
         self._end()
+        self.targets.forget_made()
 
     def new_name(self, kind: str) -> tuple[int, str]:
         """Return a number and a name for a file that the run is about to make."""
@@ -175,7 +176,8 @@ class Transaction:
             raise SystemRefusedError(_LOCKED, file=self.log_folder.path)
         fd, _ = self.log_folder.create(f"{self.id}.run")
         self._log = fd
-        self._size, self.step = fs.write_all(fd, [encode_step(run=self._run_entry(self.log_folder))], 0), "run"
+        first = encode_step(self.log_folder.path, run=self._run_entry(self.log_folder))
+        self._size, self.step = fs.write_all(fd, [first], 0), "run"
         # Other users must be able to read it; but not while it is empty, or they could lock it.
         fs.change_mode(fd, 0o644)
         # In a power cut, no pointer may outlive what it points to.
@@ -193,7 +195,7 @@ class Transaction:
         else:
             raise SystemRefusedError(_LOCKED, file=folder.path)
         with fs.closing(fd):
-            fs.write_all(fd, [encode_step(run=self._run_entry(folder))], 0)
+            fs.write_all(fd, [encode_step(folder.path, run=self._run_entry(folder))], 0)
             if self.fsync:
                 fs.sync(fd)
             fs.change_mode(fd, 0o644)

@@ -57,7 +57,7 @@ def test_a_header_that_fits_keeps_its_length_and_another_gets_room_for_the_next_
 
 def test_metadata_beyond_the_limits_of_what_is_read_are_refused(tmp_path, monkeypatch):
     shard = read_shard(write(tmp_path / "x", {"t": np.ones(3)}))
-    monkeypatch.setattr(limits, "MAX_TEXT", 200)
+    monkeypatch.setattr(limits.check_length, "__defaults__", (200,))
     with pytest.raises(BadInputError, match=r"the header exceeds the limit of 200 bytes \(it has 3..\)"):
         rewritten(shard, {"long": "x" * 200})
 

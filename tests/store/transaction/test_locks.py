@@ -150,7 +150,7 @@ def test_a_deleted_lock_is_made_again_by_one_of_two_recoveries(paths):
         lock = paths[0].parent / f"{log.run}.lock"
         lock.unlink()
         with mock.patch.object(locks, "create_locked", side_effect=FileExistsError):
-            assert claim(folder, log) is None
+            assert isinstance(claim(folder, log), locks.InUse)
         fd = claim(folder, log)
         assert os.fstat(fd).st_ino == lock.stat().st_ino
         os.close(fd)

@@ -19,8 +19,12 @@ from gradtool import BadInputError, SystemRefusedError, UsageError, accumulate, 
 from gradtool.errors import changed_meanwhile
 from gradtool.store.fs import Folder
 from gradtool.store.io.redolog import RedoLog
+from gradtool.store.transaction import locks
 from gradtool.store.transaction.inputs import Inputs, require_finished
 from gradtool.store.transaction.log import encode_step
+from gradtool.store.transaction.runs import runs_in
+from gradtool.store.transaction.targets import Targets
+from gradtool.store.transaction.transaction import Transaction
 
 
 def one_file(folder, name="x.safetensors", value=3.0):
@@ -129,6 +133,17 @@ def test_the_log_of_a_crashed_run_is_taken_over(tmp_path):
     crash(lambda: registered([path]))
     assert zero(path).output.files_written == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_that_another_process_makes_first_is_that_of_a_live_run(tmp_path, monkeypatch):
+    path = one_file(tmp_path)
+    crash(lambda: registered([path]))
+    (lock,) = tmp_path.glob(".*.lock")
+    lock.unlink()
+    monkeypatch.setattr(locks, "create_locked", lambda *_: lock.touch())  # Made, and taken for an orphan.
+    with Folder.at(tmp_path) as folder:
+        (run,) = runs_in(folder)
+        assert isinstance(locks.claim(folder, run.log), locks.InUse)
 
 
 def test_without_locks_a_process_that_is_there_is_alive_and_one_that_is_gone_is_not(tmp_path, monkeypatch):
@@ -429,6 +444,20 @@ def test_a_folder_behind_a_link_and_two_dots_is_made_where_the_system_would_make
         clip(path, max_norm=1, output_dir="link/../new")
         assert [one.name for one in Path("real/new").iterdir()] == [path.name]
     assert not Path("new").exists()
+
+
+def test_a_run_that_withdraws_makes_its_new_folder_again(tmp_path):
+    new = tmp_path / "a" / "b"
+    targets = Targets([new / "x.safetensors"], new)
+    with Transaction(targets, fsync=False) as run:
+        for _ in range(2):
+            run.register()
+            assert targets.locate(new / "x.safetensors") == (targets.made[-1], "x.safetensors")
+            run.withdraw()
+            assert list(tmp_path.iterdir()) == []
+        run.register()
+        (new / "x.safetensors").touch()
+    assert [path.name for path in new.iterdir()] == ["x.safetensors"]
 
 
 def test_two_dots_behind_a_folder_that_is_missing_lead_nowhere(tmp_path):
